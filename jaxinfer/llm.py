@@ -13,6 +13,8 @@ from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import within
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.progress import LoadProgress
 from jaxinfer.request import RequestOutput, SamplingParams
@@ -66,6 +68,11 @@ class LLM:
         """All but the times of steps, which it says whether it needs."""
         site = resolve(config)
         config.workload.check_real()
+        for name, instance in site.cluster.instances.items():
+            try:
+                instance.check_real()
+            except JaxinferError as error:
+                raise within(f"instances.{name}", error) from None
         new_predictor = partial(real_predictor, config.workload.predictor)
         new_predictor()  # What is none is refused before anything is loaded.
         self.config = config

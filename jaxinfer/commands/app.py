@@ -14,7 +14,7 @@ from jaxinfer.errors import JaxinferError
 COMMANDS = (
     "run", "bench", "compare", "simulate", "capacity", "plan", "sweep",
     "calibrate", "explain", "profile", "convert", "worker",
-    "conformance", "configs", "rerun", "shard",
+    "conformance", "configs", "rerun", "shard", "validate",
 )  # fmt: skip
 # What files, pipes and terminals that take a command's output may fail with.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)

@@ -131,8 +131,8 @@ def _compare_layouts(
     settings: tuple[str, ...],
     force: bool,
 ) -> None:
-    from jaxinfer.commands.layout_table import layouts_table
     from jaxinfer.measure import compare_layouts
+    from jaxinfer.runtime.layout_table import layouts_table
 
     config = configure(run_file, (*settings, *workload_settings(workload, limit)), model)
     out = new_file(json_path, force)

@@ -19,9 +19,9 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     No weights are loaded, but the largest steps are compiled, which may take a minute.
     """
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
-    from jaxinfer.commands.layout_table import plan_tables
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.explain import step_costs
+    from jaxinfer.runtime.layout_table import plan_tables
     from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 
     config = configure(run_file, settings, model)

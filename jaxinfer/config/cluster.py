@@ -351,7 +351,7 @@ def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions
     return InstanceOptions(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        max_in_flight=2 if ahead else num_stages,
+        max_in_flight=options.max_in_flight or (2 if ahead else num_stages),
         launch_ahead=ahead,
         chunks_in_flight=options.chunks_in_flight,
         max_transfers_in_flight=options.max_transfers_in_flight,

@@ -1,20 +1,38 @@
 """The run file's section ``simulate``: what the modelled cluster's numbers leave open."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
+from jaxinfer.config.published import PublishedTables
 from jaxinfer.config.step_costs import CurveCosts, LinearCosts, PhaseCosts
 from jaxinfer.errors import JaxinferError
-from jaxinfer.options.validation import Named, OptionError, Options
+from jaxinfer.options.validation import Named, OptionError, Options, shown
 
 # Kinds of costs that take the place of the roofline's, and what then has no use.
 MEASURED = {
     "tables": ("flops", "bandwidth"),
-    "linear": ("flops", "bandwidth", "step_s", "sequence_s"),
-    "phases": ("flops", "bandwidth", "step_s", "sequence_s"),
-    "curves": ("flops", "bandwidth", "step_s", "sequence_s"),
+    "linear": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
+    "phases": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
+    "curves": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
 }
+
+
+def _as_tables(value: object) -> object:
+    """Check published tables by themselves, whose mistakes are then named."""
+    if value is None or isinstance(value, str | PublishedTables):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"must be a folder, or a mapping of folder, backend, version, not {shown(value)}"
+        )
+    try:
+        return PublishedTables.model_validate(value)
+    except JaxinferError as error:
+        raise ValueError(error) from None
+
+
+Tables = Annotated[str | PublishedTables | None, BeforeValidator(_as_tables)]
 
 
 class GroupCosts(Options):
@@ -25,8 +43,10 @@ class GroupCosts(Options):
         step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence in it.
         reserve_gb: memory of each GPU for activations and all else that is neither weights nor KV,
             in 10^9 bytes; by default what the largest step's hidden states and logits take.
-        tables: a folder with measured operators (see ``tables.py``), in place of ``flops`` and
-            ``bandwidth``.
+        tables: a folder with measured operators (see ``tables.py``), or one of published ones (see
+            ``PublishedTables``), in place of ``flops`` and ``bandwidth``.
+        skew: whether decodes that see more than the mean of their step slow its attention down, as
+            ``skew_fit.csv`` of the tables has it.
         linear: coefficients (see ``linear.py``), in place of ``flops``, ``bandwidth``, ``step_s``
             and ``sequence_s``; ``phases``: others, by phase (see ``phases.py``), likewise;
             ``curves``: of whole steps (see ``curves.py``), likewise.
@@ -38,7 +58,8 @@ class GroupCosts(Options):
     step_s: float | None = Field(default=None, ge=0)
     sequence_s: float | None = Field(default=None, ge=0)
     reserve_gb: float | None = Field(default=None, ge=0)
-    tables: str | None = None
+    tables: Tables = None
+    skew: bool | None = None
     linear: LinearCosts | None = None
     phases: PhaseCosts | None = None
     curves: CurveCosts | None = None
@@ -60,7 +81,7 @@ class SimulateOptions(Options):
     """Costs of all groups.
 
     Attributes:
-        flops, bandwidth, step_s, sequence_s, reserve_gb, tables, linear, phases, curves: see
+        flops, bandwidth, step_s, sequence_s, reserve_gb, tables, skew, linear, phases, curves: see
             ``GroupCosts``.
         hop_s: seconds that a stage is busy with sending hidden states on, beside the link's time.
         fit: what of the Balancer's predictors (Cronus eqs. 2 and 3) has the least squares: their
@@ -77,7 +98,8 @@ class SimulateOptions(Options):
     hop_s: float = Field(default=0.0, ge=0)
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
-    tables: str | None = None
+    tables: Tables = None
+    skew: bool = False
     linear: LinearCosts | None = None
     phases: PhaseCosts | None = None
     curves: CurveCosts | None = None

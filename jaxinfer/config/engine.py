@@ -3,16 +3,31 @@
 import warnings
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, field_validator, model_validator
 
-from jaxinfer.options.validation import OptionError, Options, shown
+from jaxinfer.files.shipped import SHIPPED
+from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
 from jaxinfer.serving.policies import PolicyOptions
+
+
+def engine_named(name: object) -> dict[str, Any]:
+    """The options of an engine that ships by name.
+
+    Raises:
+        OptionError: there is none.
+    """
+    known = yaml.safe_load((SHIPPED / "engines.yaml").read_text(encoding="utf-8"))
+    if not isinstance(name, str) or name not in known:
+        raise OptionError(f"like: no engine {shown(name)}: {did_you_mean(str(name), known)}")
+    return dict(known[name])
 
 
 class EngineOptions(Options):
     """Options that decide how a model is run. Names follow vLLM where it has the option.
 
     Attributes:
+        like: Engine whose options hold where none is given: a name in ``configs/engines.yaml``.
         load_format: ``auto`` reads the model's weights; ``dummy`` draws random ones from ``seed``.
             Then ``config.json`` alone will do to measure speed; without a tokenizer, prompts are
             ``prompt_token_ids``.
@@ -44,6 +59,9 @@ class EngineOptions(Options):
             on CPUs with the extra ``cpu``, ``plain`` JAX, or ``interpret`` to check results.
             ``auto`` takes the first of these that the device can run, but ``plain`` on a GPU where
             entries are float32. ``numba`` computes products of float32, too.
+        max_in_flight: Steps of an instance that are launched and have not ended, at most; by
+            default 2 where decodes are launched ahead, else one for each stage. Only a modelled
+            instance that launches ahead may have more than 2.
         launch_ahead: Start a decode before the token it follows has reached the host.
         chunks_in_flight: Chunks of one prompt in flight: with ``all`` a long prompt fills all
             pipeline stages; with 1 the next chunk waits for the last one's end, as in Vidur and in
@@ -59,6 +77,7 @@ class EngineOptions(Options):
         seed: Seed of random weights, and of requests without a seed together with their id.
     """
 
+    like: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
@@ -75,6 +94,7 @@ class EngineOptions(Options):
     max_model_len: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True
     kernels: Literal["auto", "plain", "numba", "generic", "hopper", "interpret"] = "auto"
+    max_in_flight: int | None = Field(default=None, ge=1)
     launch_ahead: bool = True
     chunks_in_flight: Literal[1, "all"] = "all"
     half_batches: Literal["never", "by_time", "always"] = "never"
@@ -83,6 +103,19 @@ class EngineOptions(Options):
     policies: PolicyOptions = PolicyOptions()
     strict_shapes: bool = False
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _be_like(cls, data: Any) -> Any:
+        """Take the options of the engine that is named, but for those that are given."""
+        if not isinstance(data, dict) or data.get("like") is None:
+            return data
+        theirs = engine_named(data["like"])
+        ours = data.get("policies")
+        if "policies" in theirs and isinstance(ours, dict):
+            theirs = theirs | {"policies": theirs["policies"] | ours}
+            data = {key: data[key] for key in data if key != "policies"}
+        return theirs | data
 
     @model_validator(mode="before")
     @classmethod
@@ -115,6 +148,14 @@ class EngineOptions(Options):
                 f"{value} is not supported: bfloat16 takes as much memory, float32 is exact"
             )
         return value
+
+    def check_real(self) -> None:
+        """Raise OptionError for what only a modelled instance can have."""
+        if self.launch_ahead and self.num_stages == 1 and (self.max_in_flight or 0) > 2:
+            raise OptionError(
+                f"max_in_flight is {self.max_in_flight}, must be at most 2: a decode's input is "
+                "the token of the step before, and only a modelled instance may have more"
+            )
 
     @property
     def num_stages(self) -> int:

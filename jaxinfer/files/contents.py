@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from jaxinfer.files.shipped import data_path
 
 # Options that may name a folder by a word alone: elsewhere a word is a system, a group, a planner.
-_FOLDERS = ("model", "tokenizer", "tables")
+_FOLDERS = ("model", "tokenizer", "tables", "folder")
 # What counts in a folder, beside its tables: a model's shape and tokenizer, or how it was measured.
 _INSIDE = ("config.json", "meta.yaml", "tokenizer.json", "tokenizer_config.json")
 
@@ -54,7 +55,10 @@ def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
             yield path
         elif may_be_folder and path.is_dir():
             named = (path / name for name in _INSIDE)
-            yield from (p for p in (*named, *path.rglob("*.csv*")) if p.is_file())
+            tables = (path.rglob(name) for name in ("*.csv*", "*.parquet"))
+            cards = path.glob("*.yaml")
+            found = dict.fromkeys(chain(named, *tables, cards))
+            yield from (p for p in found if p.is_file())
         elif colon and all(part.isidentifier() for part in module.split(".")):
             spec = find_spec(module)
             if spec and spec.origin and Path(spec.origin).is_file():

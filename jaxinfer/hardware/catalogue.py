@@ -102,6 +102,7 @@ class ModelShape(Options):
     Attributes:
         head_dim: by default ``hidden_size / num_attention_heads``.
         gated: the feed-forward layer has three matrices, not two.
+        qk_norm: queries and keys of each head are normalised.
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer; ``intermediate_size``
             is one expert's.
     """
@@ -115,6 +116,7 @@ class ModelShape(Options):
     head_dim: int | None = Field(default=None, ge=1)
     tie_word_embeddings: bool = False
     gated: bool = True
+    qk_norm: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
 
@@ -295,11 +297,12 @@ def _from_hugging_face(path: Path) -> ModelShape:
     found: dict[str, Any] = {
         name: config.get(name, config.get(names.get(name, name)))
         for name in ModelShape.model_fields
-        if name != "gated"
+        if name not in ("gated", "qk_norm")
     }
     if found["tie_word_embeddings"] is None:
         found["tie_word_embeddings"] = architecture.startswith(("Gemma3", "OPT"))
     found["gated"] = not architecture.startswith("OPT")
+    found["qk_norm"] = architecture.startswith(("Qwen3", "Gemma3"))
     for key, known in {"mlp_only_layers": [], "decoder_sparse_step": 1}.items():
         if (value := config.get(key) or known) != known:
             raise JaxinferError(

@@ -1,6 +1,6 @@
 """What is launched: the batch of a step with its rows and its work in numbers, and transfers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.serving.kv_shards import HeldPages
@@ -67,6 +67,8 @@ class Work:
         shards: for each shard of the instance, what its attention has to do; empty where each stage
             has one.
         halves: of a step that is computed as two halves of its rows in turn, the work of each.
+        single_span: least and most KV entries that a row of one token sees; None where nobody asks,
+            or no row has one token.
     """
 
     tokens: int
@@ -78,6 +80,7 @@ class Work:
     decodes: int = 0
     shards: Sequence[ShardWork] = ()
     halves: Sequence["Work"] = ()
+    single_span: tuple[int, int] | None = None
 
     @property
     def pairs(self) -> float:
@@ -85,11 +88,17 @@ class Work:
         return sum(count * (start + (count + 1) / 2) for start, count in self.chunks)
 
 
-def work_of(rows: Iterable[Row], grouped: int = 0, grouped_context: int = 0) -> Work:
+def work_of(
+    rows: Sequence[Row],
+    grouped: int = 0,
+    grouped_context: int = 0,
+    spans: Sequence[tuple[int, int]] | None = None,
+) -> Work:
     """Count once; asked for by whoever costs, reports or looks up a step.
 
     Args:
         grouped: decodes besides, which see ``grouped_context`` KV entries.
+        spans: least and most that one of these sees, if there are any; None where nobody asks.
     """
     singles = sampled = decodes = sequences = grouped
     context, tokens = grouped_context, 0
@@ -105,7 +114,11 @@ def work_of(rows: Iterable[Row], grouped: int = 0, grouped_context: int = 0) -> 
         else:
             tokens += row.count
             chunks.append((start, row.count))
-    return Work(tokens + singles, singles, sequences, sampled, context, chunks, decodes)
+    work = Work(tokens + singles, singles, sequences, sampled, context, chunks, decodes)
+    if spans is not None and singles:
+        seen = [*spans, *((row.start + 1, row.start + 1) for row in rows if row.count == 1)]
+        work.single_span = min(least for least, _ in seen), max(most for _, most in seen)
+    return work
 
 
 def shard_work(rows: Sequence[Row]) -> list[ShardWork]:
@@ -158,6 +171,7 @@ class Batch:
     ``transfers`` are of what the step computes: each piece of the model leaves as it is done.
     ``halves`` has the rows of two halves that stages compute in turn where they have KV heads on
     several devices; empty where they compute all rows at once.
+    ``spans`` has the least and most that one of the grouped sees, where the world asks.
     ``work`` counts what the rows hold.
     """
 
@@ -170,8 +184,9 @@ class Batch:
     grouped_context: int = 0
     transfers: list[Transfer] = field(default_factory=list)
     halves: Sequence[list[Row]] = ()
+    spans: Sequence[tuple[int, int]] | None = None
     work: Work = field(init=False)
 
     def __post_init__(self) -> None:
         """Count once."""
-        self.work = work_of(self.rows, self.grouped, self.grouped_context)
+        self.work = work_of(self.rows, self.grouped, self.grouped_context, self.spans)

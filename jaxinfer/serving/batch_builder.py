@@ -18,7 +18,7 @@ class BatchBuilder:
         rows: those so far, and ``grouped``: decodes besides that are advanced together.
     """
 
-    __slots__ = ("_context", "_group", "budget", "grouped", "instance", "rows")
+    __slots__ = ("_context", "_group", "_spans", "budget", "grouped", "instance", "rows")
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
@@ -26,6 +26,7 @@ class BatchBuilder:
         self.rows: list[Row] = []
         self.grouped = self._context = 0
         self._group: DecodeGroup | None = None
+        self._spans: list[tuple[int, int]] | None = [] if instance.asks_spans else None
 
     def batch(self) -> Batch | None:
         """Return the batch that has been formed; None if it is empty."""
@@ -40,6 +41,7 @@ class BatchBuilder:
             instance.kv.num_in_use,
             self.grouped,
             self._context,
+            spans=self._spans,
         )
         if instance.kv.is_spread:
             batch.work.shards = shard_work(self.rows)
@@ -76,6 +78,8 @@ class BatchBuilder:
             running.dissolve(group)
             return
         self._group = group
+        if self._spans is not None:
+            self._spans.append(group.span())
         self.grouped, self._context = running.launch(group, full)
         self.budget -= self.grouped
 

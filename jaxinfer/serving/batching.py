@@ -1,8 +1,10 @@
 """What a step computes: policies by which one instance forms its batches."""
 
+from collections.abc import Sequence
+
 from pydantic import Field
 
-from jaxinfer.options.validation import Options
+from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.request_state import RequestState
 
@@ -15,6 +17,93 @@ def mixed(batch: BatchBuilder) -> None:
     _run_on(batch)
     while batch.budget and (admitted := batch.admit()):
         batch.add_chunk(admitted)
+
+
+class MixedOptions(Options):
+    """Options of ``Mixed``.
+
+    Attributes:
+        enough_tokens: Tokens of a step, decodes included, from which no further prompt is taken in;
+            the one that reaches them is not cut there. By default the token budget ends the step.
+        whole_prompts: Whether prompts are computed whole: one that the budget has no room for
+            waits. One above the whole budget runs alone, cut.
+        wait_steps: Steps that prompts wait beside decodes for others, at most.
+        wait_share: Share of the token budget that ends such a wait.
+    """
+
+    enough_tokens: int | None = Field(default=None, ge=1)
+    whole_prompts: bool = False
+    wait_steps: int = Field(default=0, ge=0)
+    wait_share: float = Field(default=1.0, gt=0, le=1)
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse a share without a wait."""
+        if "wait_share" in self.model_fields_set and not self.wait_steps:
+            raise OptionError(f"wait_share is {self.wait_share}, has no use without wait_steps")
+
+
+class Mixed:
+    """Decodes first, then prefill chunks of what runs, then of what is admitted.
+
+    All under the instance's token budget: chunked prefill as in Sarathi-Serve and vLLM. With
+    ``whole_prompts`` as TensorRT-LLM forms batches without chunks, with ``enough_tokens`` as SGLang
+    mixes chunks with decodes.
+    """
+
+    Options = MixedOptions
+    plain = staticmethod(mixed)
+
+    def __init__(self, options: MixedOptions) -> None:
+        self._options, self._waited = options, 0
+
+    def __call__(self, batch: BatchBuilder) -> None:
+        """Form the batch."""
+        prefills = _add_decodes(batch)
+        if self._options.wait_steps and self._waits(batch, prefills):
+            return
+        for request in prefills:
+            if not (self._goes_on(batch) and self._add(batch, request)):
+                return
+        while self._goes_on(batch):
+            alone = batch.budget == batch.instance.options.max_num_batched_tokens
+            limit = batch.budget if self._options.whole_prompts and not alone else None
+            if not (admitted := batch.admit(limit)):
+                return
+            self._add(batch, admitted)
+
+    def _goes_on(self, batch: BatchBuilder) -> bool:
+        """Tell whether a further prompt may be taken in."""
+        taken = batch.instance.options.max_num_batched_tokens - batch.budget
+        enough = self._options.enough_tokens
+        return batch.budget > 0 and (enough is None or taken < enough)
+
+    def _add(self, batch: BatchBuilder, request: RequestState) -> bool:
+        """Take in a prompt; False where the next ones have to wait with it."""
+        whole = batch.instance.options.max_num_batched_tokens
+        todo = request.leg_goal - request.launched
+        if self._options.whole_prompts and todo > batch.budget < whole:
+            return False
+        batch.add_chunk(request)
+        return True
+
+    def _waits(self, batch: BatchBuilder, prefills: Sequence[RequestState]) -> bool:
+        """Tell whether prompts wait for others: beside decodes, and for so many steps at most."""
+        instance, options = batch.instance, self._options
+        whole = instance.options.max_num_batched_tokens
+        decodes = whole - batch.budget
+        seats = instance.options.max_num_seqs - instance.num_running
+        coming = [r for r in instance.waiting if r.exported is None][: max(seats, 0)]
+        if not (prefills or coming):
+            return False
+        tokens = decodes
+        for request in (*prefills, *coming):
+            todo = request.num_known - request.computed
+            if tokens + todo > whole:
+                break
+            tokens += todo
+        enough = tokens >= options.wait_share * whole or self._waited >= options.wait_steps
+        self._waited = 0 if enough or not decodes else self._waited + 1
+        return self._waited > 0
 
 
 def even_decodes(batch: BatchBuilder) -> None:
@@ -46,23 +135,25 @@ class PrefillFirstOptions(Options):
 
     Attributes:
         prefill_tokens: Tokens of one step's prompts, at most; by default the token budget.
+        cut_last: Whether the last prompt of a step is cut where its tokens end, or waits.
     """
 
     prefill_tokens: int | None = Field(default=None, ge=1)
+    cut_last: bool = False
 
 
 class PrefillFirst:
     """Whole prompts where some can be computed, else all decodes; never both in one step.
 
-    As in vLLM before it chunked prompts. A prompt above the limit runs alone, cut by the token
-    budget. A preempted request catches up like a prompt. While a decode waits for pages, prompts
-    wait, or they would take them.
+    As in vLLM before it chunked prompts, and with ``cut_last`` in SGLang. A prompt above the limit
+    runs alone, cut by the token budget. A preempted request catches up like a prompt. While a
+    decode waits for pages, prompts wait, or they would take them.
     """
 
     Options = PrefillFirstOptions
 
     def __init__(self, options: PrefillFirstOptions) -> None:
-        self._limit = options.prefill_tokens
+        self._limit, self._cuts = options.prefill_tokens, options.cut_last
         self._lacks_pages = False
 
     def __call__(self, batch: BatchBuilder) -> None:
@@ -78,11 +169,22 @@ class PrefillFirst:
     def _add_prompts(self, batch: BatchBuilder) -> None:
         left = min(self._limit or batch.budget, batch.budget)
         for request in batch.ungrouped():
-            if catches_up(request) and _takes(batch, request, left):
+            if catches_up(request) and self._takes(batch, request, left):
                 left -= batch.rows[-1].count
-        while left > 0 and (admitted := batch.admit(left if batch.rows else None)):
-            if catches_up(admitted) and batch.add_chunk(admitted):
+        while left > 0 and (
+            admitted := batch.admit(left if batch.rows and not self._cuts else None)
+        ):
+            if catches_up(admitted) and self._takes(batch, admitted, left):
                 left -= batch.rows[-1].count
+
+    def _takes(self, batch: BatchBuilder, request: RequestState, left: int) -> bool:
+        """Take in a prompt, whole unless it is the first or may be cut."""
+        todo = request.leg_goal - request.launched
+        if self._cuts:
+            return left > 0 and batch.add(request, min(todo, left))
+        if batch.rows and todo > left:
+            return False
+        return batch.add_chunk(request)
 
 
 class WholePromptsOptions(Options):
@@ -156,6 +258,13 @@ def catches_up(request: RequestState) -> bool:
 
 def _run_on(batch: BatchBuilder, most: int | None = None) -> None:
     """Decodes of what runs, at most so many, then its prefill chunks."""
+    for request in _add_decodes(batch, most):
+        if batch.budget:
+            batch.add_chunk(request)
+
+
+def _add_decodes(batch: BatchBuilder, most: int | None = None) -> list[RequestState]:
+    """Take in decodes of what runs, at most so many; returns who has more than a token to go."""
     batch.add_group(most)
     left = batch.budget if most is None else most - batch.grouped
     prefills: list[RequestState] = []
@@ -172,9 +281,7 @@ def _run_on(batch: BatchBuilder, most: int | None = None) -> None:
             prefills.append(request)
         elif todo and batch.budget and left > 0:
             left -= batch.add(request, 1)
-    for request in prefills:
-        if batch.budget:
-            batch.add_chunk(request)
+    return prefills
 
 
 def _decode(batch: BatchBuilder) -> list[RequestState]:
@@ -202,10 +309,3 @@ def _is_ready(batch: BatchBuilder, request: RequestState) -> bool:
     if request.pending and not batch.instance.options.launch_ahead:
         return False
     return request.leg_goal > request.launched
-
-
-def _takes(batch: BatchBuilder, request: RequestState, left: int) -> bool:
-    """Take in a prompt that runs, whole unless it is the first."""
-    if batch.rows and request.leg_goal - request.launched > left:
-        return False
-    return batch.add_chunk(request)

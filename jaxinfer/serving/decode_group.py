@@ -70,6 +70,8 @@ class DecodeGroup:
         # By the number of a step modulo the page size: who may need a page in it.
         self._turns: list[dict[str, Member]] = [{} for _ in range(page_size)]
         self._context = 0
+        # Least and most of the active positions, less the group's steps; None if not known.
+        self._offsets: tuple[int, int] | None = None
         # By the number of a step in flight: its rows of requests that have left meanwhile.
         self._left: dict[int, list[Row]] = {}
 
@@ -101,6 +103,7 @@ class DecodeGroup:
         self._ends[last][request.id] = self._last_launches[last_launch][request.id] = member
         self._turn_of(member)[request.id] = member
         self._context += start + 1
+        self._offsets = None
 
     def retire(self) -> None:
         """Before a step: leave those out whose last one has been launched."""
@@ -117,6 +120,17 @@ class DecodeGroup:
             if position >= hold.capacity:
                 found.append((hold, position + 1))
         return found
+
+    def span(self) -> tuple[int, int]:
+        """Return the least and most KV entries that a row of the next step sees, its own included.
+
+        They are looked for only where members have come or gone.
+        """
+        if self._offsets is None:
+            offsets = [member.start - member.first for member in self.active.values()]
+            self._offsets = min(offsets), max(offsets)
+        least, most = self._offsets
+        return least + self._launched + 1, most + self._launched + 1
 
     def launch(self, full: Sequence[tuple[HeldPages, int]]) -> tuple[int, int]:
         """Start a step, for whose pages there is room.
@@ -213,6 +227,7 @@ class DecodeGroup:
         del self.active[member.request.id]
         del self._turn_of(member)[member.request.id]
         self._context -= self._position(member) + 1
+        self._offsets = None
 
     def _position(self, member: Member) -> int:
         """The KV entry that the member's row of the next step writes."""

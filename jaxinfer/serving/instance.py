@@ -78,6 +78,7 @@ class Instance:
             only where a stage has several shards.
         halves_pay: asks whether a step is to be computed as two halves of its rows in turn; None
             where none is.
+        asks_spans: whether batches say the least and most KV entries that a decode sees.
         fit: how long steps take here, where that has been profiled.
         lacks_pages: who could not go on for want of pages, where a stage has several shards.
         role: a name for the system's use; ``next_role`` replaces it once all requests have left.
@@ -110,6 +111,7 @@ class Instance:
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
         self.halves_pay: ChooseHalves | None = None
+        self.asks_spans = False
         self.lacks_pages: RequestState | None = None
         self._admitted_imports: list[RequestState] = []
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None

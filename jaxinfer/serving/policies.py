@@ -38,7 +38,7 @@ ADMISSIONS: Mapping[str, Any] = {
     "peak": admission.Peak,
 }
 BATCHES: Mapping[str, Any] = {
-    "mixed": batching.mixed,
+    "mixed": batching.Mixed,
     "even_decodes": batching.even_decodes,
     "prefill_first": batching.PrefillFirst,
     "whole_prompts": batching.WholePrompts,
@@ -124,6 +124,8 @@ def _make(kind: str, given: Policy) -> Callable[..., Any]:
             f"{kind}: no policy {name!r}: {did_you_mean(name, KINDS[kind])}; or my_module:policy "
             "of your own"
         )
+    if not options and hasattr(found, "plain"):
+        return found.plain  # Without options, all instances may have one.
     if isinstance(found, type):
         try:
             found = make_with_options(found, options)

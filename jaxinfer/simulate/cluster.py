@@ -53,6 +53,7 @@ class ModelledInstance:
         devices: of each stage, a number for what it runs on; those with one take turns.
         tables: of each stage, what its tables had, where it has any.
         shards: where KV heads of the stages may lie, if some have attention groups.
+        asks_spans: whether step times depend on the spread of a step's contexts.
     """
 
     config: InstanceConfig
@@ -65,6 +66,7 @@ class ModelledInstance:
     devices: Sequence[int]
     tables: Sequence[Mapping[str, object] | None] = ()
     shards: Sequence[ModelledShard] = ()
+    asks_spans: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +125,7 @@ class ModelledInstance:
         policies = make_policies(self.config.policies)
         role = self.config.role
         instance = Instance(name, kv, options, policies, role, fit, grouped, num_output)
+        instance.asks_spans = self.asks_spans
         instance.halves_pay = choice(self.config.half_batches, self._is_shorter)
         return instance
 
@@ -235,6 +238,7 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
         range(len(parts)),
         tuple(getattr(stage, "read", None) for stage in stages),
         spread_shards(config, places, pages, stages) if config.is_spread else (),
+        any(getattr(stage, "asks_spans", False) for stage in stages),
     )
 
 

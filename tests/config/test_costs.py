@@ -100,3 +100,24 @@ def test_a_share_may_be_all_and_a_time_nothing() -> None:
 
 def test_a_null_has_no_use_and_needs_none() -> None:
     assert GroupCosts(tables="x", flops=None).tables == "x"
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"folder": "x", "backend": "vllm"}, r"tables.*version.*is missing"),
+        ({"folder": "x", "backend": "vllm", "version": "1", "fp8": "rows"}, r"fp8 is 'rows'"),
+        ({"folder": "x", "backend": "vllm", "version": "1", "expert_parallel": 0}, r"expert_para"),
+        (7, r"must be a folder, or a mapping of folder, backend, version, not 7"),
+    ],
+)
+def test_mistakes_in_published_tables_are_named(tables: object, message: str) -> None:
+    for kind in (GroupCosts, SimulateOptions):
+        with pytest.raises(JaxinferError, match=message) as found:
+            kind(tables=tables)
+        assert "\n" not in str(found.value)
+
+
+def test_skew_has_no_use_beside_coefficients() -> None:
+    with pytest.raises(JaxinferError, match=r"^skew has no use beside linear"):
+        SimulateOptions(linear={"step_s": 1.0}, skew=True)

@@ -1,10 +1,13 @@
 """Options of an engine that have to fit each other."""
 
 import pytest
+import yaml
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.cluster import InstanceConfig, instance_options
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.files.shipped import SHIPPED
 
 
 @pytest.mark.parametrize("buckets", [(8,), (4, 8), (6, 7, 8)])
@@ -36,3 +39,45 @@ def test_all_running_requests_decode_in_one_step() -> None:
     assert EngineOptions(max_num_seqs=8, max_num_batched_tokens=8).max_num_seqs == 8
     with pytest.raises(JaxinferError, match=r"^max_num_batched_tokens is 7, must be at least"):
         EngineOptions(max_num_seqs=8, max_num_batched_tokens=7)
+
+
+def test_an_engine_by_name_sets_its_options() -> None:
+    known = yaml.safe_load((SHIPPED / "engines.yaml").read_text())
+    for name, theirs in known.items():
+        found = EngineOptions(like=name)
+        as_given = EngineOptions(**theirs)
+        assert found.model_copy(update={"like": None}) == as_given
+
+
+def test_own_options_count_before_those_of_an_engine() -> None:
+    own = EngineOptions(
+        like="trtllm-1.2", max_num_batched_tokens=4096, policies={"order": "shortest_prompt_first"}
+    )
+    assert own.max_num_batched_tokens == 4096
+    assert own.max_num_seqs == EngineOptions(like="trtllm-1.2").max_num_seqs
+    assert own.policies.order == "shortest_prompt_first"
+    assert own.policies.batching == {"name": "mixed", "whole_prompts": True}
+
+
+def test_all_instances_are_like_the_engine() -> None:
+    data = {
+        "engine": {"like": "vllm-0.19"},
+        "groups": {"g": {}},
+        "instances": {"a": {"group": "g"}},
+    }
+    instance = as_run_file(data).instances["a"]
+    assert instance.max_num_batched_tokens == 8192
+    assert instance_options(instance, 1).max_in_flight == 3
+    assert instance_options(EngineOptions(), 1).max_in_flight == 2
+
+
+def test_an_engine_that_is_none() -> None:
+    with pytest.raises(JaxinferError, match=r"^like: no engine 'vllm-9': .*vllm-0\.19"):
+        EngineOptions(like="vllm-9")
+
+
+def test_a_real_instance_has_two_steps_in_flight_at_most() -> None:
+    EngineOptions(max_in_flight=2).check_real()
+    EngineOptions(max_in_flight=3, launch_ahead=False).check_real()
+    with pytest.raises(JaxinferError, match=r"^max_in_flight is 3, must be at most 2: a decode's"):
+        EngineOptions(max_in_flight=3).check_real()

@@ -54,6 +54,7 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
     assert imports <= {
         "jaxinfer.errors",
         "jaxinfer.config.costs",
+        "jaxinfer.config.published",
         "jaxinfer.files.shipped",
         "jaxinfer.config.stage_part",
         "jaxinfer.config.step_costs",

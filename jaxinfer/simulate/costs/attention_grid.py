@@ -8,12 +8,11 @@ entry (``c key``, ``n k``), and the run of entries that one row goes through.
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import cast
 
 import numpy as np
-from scipy.interpolate import RBFInterpolator
-from scipy.optimize import nnls
 
 At = tuple[float, float, float, float]
 # Of points that were not measured; with more, every other place of the longest axis is left out.
@@ -28,6 +27,25 @@ def base_of(at: At) -> tuple[float, ...]:
     return 1.0, c, n, c * key, n * k, k, key
 
 
+@dataclass(frozen=True)
+class GridValues:
+    """A grid that is complete.
+
+    Attributes:
+        axes: rising, of c, y, n and k; ``values``: microseconds of all points, the last axis first.
+        weights: of the base's parts, in microseconds.
+        filled: number of points that were not measured.
+    """
+
+    axes: list[list[float]]
+    values: list[float]
+    weights: list[float]
+    filled: int
+
+
+KeyOf = Callable[[float, float], float]
+
+
 class AttentionGrid:
     """Microseconds at (c, y, n, k), linear in each between the points of a grid.
 
@@ -39,42 +57,21 @@ class AttentionGrid:
     Args:
         points: microseconds by (c, y, n, k), greater than 0.
         key_of: the average of entries seen, of c and y.
+        grid: what was made of the same points before.
     """
 
-    def __init__(self, points: Mapping[At, float], key_of: Callable[[float, float], float]) -> None:
-        self._key_of = key_of
-        self._axes = _axes(points)
-        at, times = list(points), np.array(list(points.values()))
-        parts = np.array([base_of(self._keyed(a)) for a in at])
-        weights, _ = nnls(parts / times[:, None], np.ones(len(times)))
-        # So that the base is never 0.
-        weights[0] = max(weights[0], 1e-9 * times.min())
-        self._weights: list[float] = weights.tolist()
-        grid = cast(list[At], list(product(*self._axes)))
-        missing = [a for a in grid if a not in points]
-        self.filled, self.size = len(missing), len(grid)
-        found = dict(points)
-        if missing:
-            ratios = np.log(times / [self._base(a) for a in at])
-            near = RBFInterpolator(
-                self._logs(at), ratios, min(_NEIGHBOURS, len(at)), kernel="linear", degree=0
-            )
-            for a, ratio in zip(missing, near(self._logs(missing)).tolist(), strict=True):
-                found[a] = self._base(a) * math.exp(ratio)
-        self._values = [found[a] for a in grid]
+    def __init__(
+        self, points: Mapping[At, float], key_of: KeyOf, grid: GridValues | None = None
+    ) -> None:
+        self.grid = grid or _complete(points, key_of)
+        self._key_of, self._weights = key_of, self.grid.weights
+        self._axes, self._values = self.grid.axes, self.grid.values
+        self.filled, self.size = self.grid.filled, len(self._values)
         lengths = [len(axis) for axis in self._axes]
         self._strides = [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
 
-    def _keyed(self, at: Sequence[float]) -> At:
-        c, y, n, k = at
-        return c, self._key_of(c, y), n, k
-
     def _base(self, at: Sequence[float]) -> float:
-        parts = base_of(self._keyed(at))
-        return sum([weight * part for weight, part in zip(self._weights, parts, strict=True)])
-
-    def _logs(self, points: Iterable[Sequence[float]]) -> np.ndarray:
-        return np.log1p([self._keyed(at) for at in points])
+        return _base(at, self._key_of, self._weights)
 
     def __call__(self, *at: float) -> float:
         """The time there."""
@@ -94,6 +91,46 @@ class AttentionGrid:
         if tuple(inside) != at:
             found *= self._base(at) / self._base(inside)
         return found
+
+
+def _complete(points: Mapping[At, float], key_of: KeyOf) -> GridValues:
+    """Make a grid of measured points."""
+    # Loaded here: where a grid was kept, this takes more time than all else.
+    from scipy.interpolate import RBFInterpolator
+    from scipy.optimize import nnls
+
+    axes = _axes(points)
+    at, times = list(points), np.array(list(points.values()))
+    parts = np.array([base_of(_keyed(a, key_of)) for a in at])
+    found, _ = nnls(parts / times[:, None], np.ones(len(times)))
+    # So that the base is never 0.
+    found[0] = max(found[0], 1e-9 * times.min())
+    weights: list[float] = found.tolist()
+    grid = cast(list[At], list(product(*axes)))
+    missing = [a for a in grid if a not in points]
+    micros = dict(points)
+    if missing:
+        ratios = np.log(times / [_base(a, key_of, weights) for a in at])
+        near = RBFInterpolator(
+            _logs(at, key_of), ratios, min(_NEIGHBOURS, len(at)), kernel="linear", degree=0
+        )
+        for a, ratio in zip(missing, near(_logs(missing, key_of)).tolist(), strict=True):
+            micros[a] = _base(a, key_of, weights) * math.exp(ratio)
+    return GridValues(axes, [micros[a] for a in grid], weights, len(missing))
+
+
+def _keyed(at: Sequence[float], key_of: KeyOf) -> At:
+    c, y, n, k = at
+    return c, key_of(c, y), n, k
+
+
+def _base(at: Sequence[float], key_of: KeyOf, weights: Sequence[float]) -> float:
+    parts = base_of(_keyed(at, key_of))
+    return sum([weight * part for weight, part in zip(weights, parts, strict=True)])
+
+
+def _logs(points: Iterable[Sequence[float]], key_of: KeyOf) -> np.ndarray:
+    return np.log1p([_keyed(at, key_of) for at in points])
 
 
 def _axes(points: Collection[At]) -> list[list[float]]:

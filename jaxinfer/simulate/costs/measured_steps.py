@@ -21,6 +21,7 @@ from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.options.validation import Options, within
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.model import ITEMSIZE
+from jaxinfer.simulate.costs.published_stage import published_stage
 from jaxinfer.simulate.costs.table_files import (
     attention_points,
     check_meta,
@@ -28,6 +29,7 @@ from jaxinfer.simulate.costs.table_files import (
     named_points,
 )
 from jaxinfer.simulate.costs.tables import AttentionTable, Collectives, TableStage, rings
+from jaxinfer.simulate.published.files import is_published
 from jaxinfer.steps.shapes import StepLimits
 
 DENSE = ("layer", "step", "decode_layer", "decode_step")
@@ -170,13 +172,24 @@ class MeasuredTables:
         """Make the stage from a run file's options, which have these costs.
 
         Raises:
-            JaxinferError: the folder is of another model or GPU; see ``TableStage`` and
-                ``ProgramStage.open``.
+            JaxinferError: the folder is of another model or GPU; see ``TableStage.open``,
+                ``ProgramStage.open`` and ``published_stage``.
         """
         assert costs.tables
+        if costs.skew and not isinstance(costs.tables, str):
+            raise JaxinferError("published tables have no skew_fit.csv: leave out skew")
+        if not isinstance(costs.tables, str):
+            return published_stage(costs.tables, part, costs)
         folder = data_path(costs.tables)
+        if not (folder / "meta.yaml").exists() and is_published(folder):
+            raise JaxinferError(
+                f"{folder}: has published operators of several engines: give tables as "
+                "{folder: ..., backend: ..., version: ...}"
+            )
         meta = check_meta(folder, part.model, part.kind, part.devices)
         if (engine := meta.get("engine")) is None:
-            return TableStage.of(part, costs)
+            return TableStage.open(folder, part, costs)
+        if costs.skew:
+            raise JaxinferError(f"{folder}: whole steps were measured, with no skew_fit.csv")
         tp = find_degree(folder, part.devices)
         return ProgramStage.open(tp, engine, part, costs.step_s, costs.sequence_s)

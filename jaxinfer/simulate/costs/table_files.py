@@ -38,6 +38,8 @@ PER_LAYER = {
 # Those that not every model has, or not every profile apart from others. ``qk_norm`` is that of
 # queries and that of keys together.
 OPTIONAL = {"qk_norm": 1, "add": 1, "all_reduce": 2}
+# In place of one feed-forward layer, in published tables alone.
+EXPERTS = {"router": 1, "moe": 1}
 FIRST, LAST, PER_SEQUENCE = ("embedding",), ("final_layernorm",), ("lm_head", "sampler")
 # By file: its axis, operators that must be there, and those that may.
 _OPERATORS = {
@@ -138,7 +140,7 @@ def named_points(
     """Like ``operator_points``, of operators by these names."""
     axis = _OPERATORS[file][0]
     times: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row, (x, micros) in _rows(folder, file, (axis, "time_us"), ("layer",)):
+    for row, (x, micros) in read_rows(folder, file, (axis, "time_us"), ("layer",)):
         times[row["layer"]][x].append(micros)
     lacking = sorted(set(needed) - set(times))
     unknown = sorted(set(times) - {*needed, *others})
@@ -165,7 +167,9 @@ def attention_points(folder: Path) -> tuple[dict[At, float], bool]:
     entries = "prefill_key" if "prefill_key" in header else "kv_prefill"
     columns = ("prefill_chunk", entries, "n_decode", "kv_decode", "time_us")
     times: dict[At, list[float]] = defaultdict(list)
-    for row, (chunk, before, decodes, context, micros) in _rows(folder, "attention", columns, ()):
+    for row, (chunk, before, decodes, context, micros) in read_rows(
+        folder, "attention", columns, ()
+    ):
         if (layer := row.get("layer", "attention")) != "attention":
             raise JaxinferError(
                 f"{folder}: attention.csv has {layer}: how often that runs is not known"
@@ -178,7 +182,7 @@ def attention_points(folder: Path) -> tuple[dict[At, float], bool]:
     return {at: fmean(found) for at, found in times.items()}, entries == "prefill_key"
 
 
-def _rows(
+def read_rows(
     folder: Path, file: str, numbers: Sequence[str], words: Sequence[str]
 ) -> Iterator[tuple[dict[str, str], list[float]]]:
     """Each row, and its numbers."""

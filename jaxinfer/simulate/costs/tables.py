@@ -9,13 +9,14 @@ from typing import Self
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
-from jaxinfer.files.shipped import data_path
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
+from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid, GridValues
 from jaxinfer.simulate.costs.model import ITEMSIZE
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, add_up
+from jaxinfer.simulate.costs.skew import Skew
 from jaxinfer.simulate.costs.table_files import (
+    EXPERTS,
     FIRST,
     LAST,
     OPTIONAL,
@@ -35,12 +36,21 @@ class AttentionTable:
         points: by prefill_chunk, kv_prefill or prefill_key, n_decode, kv_decode.
         keyed: by prefill_key, the entries that a chunk's tokens see on average; kv_prefill are
             those before the chunk.
+        grids: by kind of batches, what was made of the same points before.
+        skew: what decodes of unlike lengths add; None where only their mean counts.
 
     Raises:
         JaxinferError: there are no chunks alone, or no decodes alone.
     """
 
-    def __init__(self, points: Mapping[At, float], keyed: bool) -> None:
+    def __init__(
+        self,
+        points: Mapping[At, float],
+        keyed: bool,
+        grids: Mapping[str, GridValues] | None = None,
+        skew: Skew | None = None,
+    ) -> None:
+        self.skew = skew
         self._own = 0.0 if keyed else 0.5
         kinds: dict[str, dict[At, float]] = {"chunks alone": {}, "decodes alone": {}, "both": {}}
         for at, micros in points.items():
@@ -49,13 +59,17 @@ class AttentionTable:
         for kind in ("chunks alone", "decodes alone"):
             if not kinds[kind]:
                 raise JaxinferError(f"has no {kind}")
-        self.grids = {kind: self._grid(found) for kind, found in kinds.items() if found}
+        self.grids = {
+            kind: AttentionGrid(found, self._key, (grids or {}).get(kind))
+            for kind, found in kinds.items()
+            if found
+        }
         self._chunks, self._decodes = self.grids["chunks alone"], self.grids["decodes alone"]
         self._both = self.grids.get("both")
         self._last: tuple[Work | None, float] = None, 0.0
 
-    def _grid(self, points: Mapping[At, float]) -> AttentionGrid:
-        return AttentionGrid(points, lambda chunk, y: y + self._own * chunk)
+    def _key(self, chunk: float, y: float) -> float:
+        return y + self._own * chunk
 
     def __call__(self, work: Work) -> float:
         """Return microseconds of all rows; chunks count as one of as many tokens and pairs."""
@@ -68,11 +82,25 @@ class AttentionTable:
     def _micros(self, work: Work) -> float:
         n = work.singles
         context = work.single_context / n if n else 0.0
-        if not work.chunks:
-            return self._decodes(0.0, 0.0, n, context) if n else 0.0
-        chunk = sum([count for _, count in work.chunks])
-        key = sum([count * (start + count / 2) for start, count in work.chunks]) / chunk
+        chunk = key = 0.0
+        if work.chunks:
+            chunk = sum([count for _, count in work.chunks])
+            key = sum([count * (start + count / 2) for start, count in work.chunks]) / chunk
         y = key - self._own * chunk
+        micros = self._at(chunk, y, n, context)
+        if self.skew and work.single_span and n > 1:
+            least, most = work.single_span
+            if most > least:
+                rate = (context - least) / (most - least)
+                share = self.skew.share(chunk, n, rate, most, max(key - chunk / 2, 0.0))
+                if share:
+                    micros += share * max(self._at(chunk, y, n, most) - micros, 0.0)
+        return micros
+
+    def _at(self, chunk: float, y: float, n: int, context: float) -> float:
+        """Microseconds of a batch whose decodes all see one context."""
+        if not chunk:
+            return self._decodes(0.0, 0.0, n, context) if n else 0.0
         if n and self._both:
             return self._both(chunk, y, n, context)
         alone = self._chunks(chunk, y, 0.0, 0.0)
@@ -95,7 +123,7 @@ class OperatorTables:
     _sums: dict[tuple[int, bool, bool], PiecewiseLinear] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, tp: Path) -> Self:
+    def read(cls, tp: Path, with_skew: bool = False) -> Self:
         """Read the operators from a folder such as ``tp1``.
 
         Raises:
@@ -107,8 +135,10 @@ class OperatorTables:
             for file in ("dense", "per_sequence")
         )
         points, keyed = attention_points(tp)
+        skew = Skew.read(tp) if with_skew else None
+        not_read = [name for name in not_read if not (skew and name == "skew_fit.csv")]
         try:
-            return cls(dense, heads, AttentionTable(points, keyed), not_read)
+            return cls(dense, heads, AttentionTable(points, keyed, skew=skew), not_read)
         except JaxinferError as error:
             raise JaxinferError(f"{tp}: attention.csv {error}") from None
 
@@ -124,19 +154,20 @@ class OperatorTables:
     @property
     def per_layer(self) -> dict[str, int]:
         """Number of runs in a layer of each operator that there is."""
-        return {name: n for name, n in (PER_LAYER | OPTIONAL).items() if name in self.dense}
+        counts = PER_LAYER | OPTIONAL | EXPERTS
+        return {name: n for name, n in counts.items() if name in self.dense}
 
 
 @lru_cache(maxsize=16)
-def _read(tp: Path, files: Sequence[tuple[str, int, int]]) -> OperatorTables:
+def _read(tp: Path, with_skew: bool, files: Sequence[tuple[str, int, int]]) -> OperatorTables:
     """Read once as long as the files are the same; a search asks for them thousands of times."""
-    return OperatorTables.read(tp)
+    return OperatorTables.read(tp, with_skew)
 
 
-def read_operators(tp: Path) -> OperatorTables:
+def read_operators(tp: Path, with_skew: bool = False) -> OperatorTables:
     """Read the operators of a folder such as ``tp1``; see ``OperatorTables.read``."""
     found = [(path.name, path.stat()) for path in sorted(tp.glob("*.csv*"))]
-    return _read(tp, tuple((name, s.st_mtime_ns, s.st_size) for name, s in found))
+    return _read(tp, with_skew, tuple((name, s.st_mtime_ns, s.st_size) for name, s in found))
 
 
 @dataclass(frozen=True)
@@ -180,7 +211,7 @@ class TableStage:
     """One pipeline stage by its operators' tables.
 
     Args:
-        folder: as ``check_meta`` has found it to be of this model and GPU.
+        found: of this model, this GPU and so many ``devices``; ``source``: where it was read.
         devices: the degree of tensor parallelism.
         itemsize: bytes of a number of hidden states and logits.
         layers: how many; ``first``, ``last``: with the embedding, with the head.
@@ -188,14 +219,13 @@ class TableStage:
 
     Attributes:
         read: what the tables had, as JSON values.
-
-    Raises:
-        JaxinferError: a table is missing, or lacks an operator or has one that is not known.
+        asks_spans: whether times depend on the spread of a step's contexts.
     """
 
     def __init__(
         self,
-        folder: Path,
+        found: OperatorTables,
+        source: str,
         model: ModelShape,
         gpu: Gpu,
         devices: int,
@@ -206,17 +236,14 @@ class TableStage:
         step_s: float = 0.0,
         sequence_s: float = 0.0,
     ) -> None:
-        if model.num_experts:
-            raise JaxinferError(f"{folder}: tables do not model mixtures of experts")
-        tp = find_degree(folder, devices)
         self._layers, self._step_s, self._sequence_s = layers, step_s, sequence_s
-        found = read_operators(tp)
         self._tokens = found.per_token(layers, first, last)
         self._sampled = add_up((found.heads[name], 1) for name in PER_SEQUENCE) if last else None
         self._attention = found.attention
+        self.asks_spans = found.attention.skew is not None
         self._collectives = Collectives()
         self.read: dict[str, object] = {
-            "folder": str(tp),
+            "folder": source,
             "per_layer": found.per_layer | {"attention": 1},
             "per_step": [*FIRST * first, *LAST * last],
             "per_sequence": list(PER_SEQUENCE * last),
@@ -233,11 +260,24 @@ class TableStage:
             self.read["collectives"] = {"gb_s": gb_s, "each_s": each_s, "all_reduces_per_layer": 2}
 
     @classmethod
-    def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, which have these costs."""
-        assert costs.tables
+    def open(cls, folder: Path, part: StagePart, costs: SimulateOptions) -> Self:
+        """Read the stage's operators from a folder, which is of this model and GPU.
+
+        Raises:
+            JaxinferError: a table is missing, or lacks an operator or has one that is not known.
+        """
+        if part.model.num_experts:
+            raise JaxinferError(f"{folder}: tables do not model mixtures of experts")
+        tp = find_degree(folder, part.devices)
+        return cls.of(read_operators(tp, costs.skew), str(tp), part, costs)
+
+    @classmethod
+    def of(
+        cls, found: OperatorTables, source: str, part: StagePart, costs: SimulateOptions
+    ) -> Self:
+        """Make the stage of operators that were read."""
         return cls(
-            data_path(costs.tables), part.model, part.gpu, part.devices, ITEMSIZE,
+            found, source, part.model, part.gpu, part.devices, ITEMSIZE,
             part.layers, part.first, part.last, costs.step_s, costs.sequence_s,
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from serving_checks import make_kv, new_instance
 
+from jaxinfer import JaxinferError
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
@@ -201,3 +202,87 @@ def test_prompts_wait_no_longer_than_a_decode_does_for_pages() -> None:
     assert step(a) == {}
     decode.paused, prompt.paused = True, False
     assert step(a) == {"p": 3}
+
+
+def mixed(**options: Any) -> dict[str, Any]:
+    return {"name": "mixed", **options}
+
+
+def test_whole_prompts_beside_decodes() -> None:
+    """Beside a decode and a prompt of six, three of ten tokens are left: one of five waits."""
+    a = make(mixed(whole_prompts=True), max_num_batched_tokens=10)
+    running(a, "d", 4, 4)
+    for name, prompt_len in (("p", 6), ("q", 5), ("r", 1)):
+        queue(a, name, prompt_len)
+    assert [step(a), step(a)] == [{"d": 1, "p": 6}, {"d": 1, "p": 1, "q": 5, "r": 1}]
+
+
+def test_a_prompt_above_the_budget_runs_alone_cut() -> None:
+    a = make(mixed(whole_prompts=True), max_num_batched_tokens=10)
+    queue(a, "p", 23)
+    queue(a, "q", 6)
+    # With three tokens left of it, q fits beside its end.
+    assert [step(a) for _ in range(3)] == [{"p": 10}, {"p": 10}, {"p": 3, "q": 6}]
+
+
+def test_prompts_are_cut_by_the_budget_where_they_need_not_be_whole() -> None:
+    a = make("mixed", max_num_batched_tokens=10)
+    running(a, "d", 4, 4)
+    queue(a, "p", 12)
+    assert [step(a), step(a)] == [{"d": 1, "p": 9}, {"d": 1, "p": 3}]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_prompts_wait_so_many_steps_beside_decodes(steps: int) -> None:
+    a = make(mixed(whole_prompts=True, wait_steps=steps), max_num_batched_tokens=10)
+    running(a, "d", 1, 1)
+    queue(a, "p", 4)
+    assert [step(a) for _ in range(steps + 1)] == [{"d": 1}] * steps + [{"d": 1, "p": 4}]
+    # The next one waits anew.
+    queue(a, "q", 4)
+    assert step(a) == {"d": 1, "p": 1}
+
+
+def test_a_wait_ends_with_the_share_of_the_budget() -> None:
+    """Of ten tokens, a decode and prompts of four are five, with the next one nine."""
+    a = make(mixed(wait_steps=9, wait_share=0.9), max_num_batched_tokens=10)
+    running(a, "d", 1, 1)
+    queue(a, "p", 4)
+    assert step(a) == {"d": 1}
+    queue(a, "q", 4)
+    assert step(a) == {"d": 1, "p": 4, "q": 4}
+
+
+def test_prompts_do_not_wait_where_nothing_decodes() -> None:
+    a = make(mixed(wait_steps=9), max_num_batched_tokens=10)
+    queue(a, "p", 4)
+    assert step(a) == {"p": 4}
+
+
+@pytest.mark.parametrize(
+    ("enough", "first"), [(5, {"d": 1, "p": 4}), (6, {"d": 1, "p": 4, "q": 4})]
+)
+def test_enough_tokens_may_be_overrun_by_one_prompt(enough: int, first: dict[str, int]) -> None:
+    """A decode and a prompt of four are five."""
+    a = make(mixed(enough_tokens=enough), max_num_batched_tokens=20)
+    running(a, "d", 1, 1)
+    for name in "pqr":
+        queue(a, name, 4)
+    assert step(a) == first
+
+
+def test_a_last_prompt_is_cut_where_it_may_be() -> None:
+    a = make({"name": "prefill_first", "cut_last": True}, max_num_batched_tokens=10)
+    running(a, "d", 1, 1)
+    queue(a, "p", 6)
+    queue(a, "q", 8)
+    assert [step(a) for _ in range(3)] == [
+        {"p": 6, "q": 4},
+        {"q": 4},
+        {"d": 1, "p": 1, "q": 1},
+    ]
+
+
+def test_a_share_without_a_wait_is_refused() -> None:
+    with pytest.raises(JaxinferError, match=r"wait_share is 0\.5, has no use without wait_steps"):
+        PolicyOptions(batching=mixed(wait_share=0.5))

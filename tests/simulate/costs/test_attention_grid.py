@@ -6,6 +6,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scenarios import examples
 
 from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
 
@@ -26,6 +27,7 @@ def grid_of(*points: At) -> AttentionGrid:
     return AttentionGrid({at: truth(*at) for at in points}, key_of)
 
 
+@examples(100)
 @given(st.lists(st.floats(0.1, 9.0), min_size=16, max_size=16), st.data())
 def test_a_full_grid_is_linear_in_each(values: list[float], data: st.DataObject) -> None:
     """Against the formula with all sixteen corners of one cell."""

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.table import Table
 
-from jaxinfer.commands.layout_table import layouts_table, mib, plan_tables
 from jaxinfer.runtime.explain import StepCost
+from jaxinfer.runtime.layout_table import layouts_table, mib, plan_tables
 from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.steps.shapes import StepLimits, StepShape
 

@@ -1,0 +1,182 @@
+"""``jaxinfer validate``: measured points of real engines beside the simulator's."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from jaxinfer.commands.common import cores, counted, kept_results, with_pictures
+from jaxinfer.config.run_file import apply_setting
+from jaxinfer.errors import JaxinferError
+
+if TYPE_CHECKING:
+    from jaxinfer.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.validate.campaigns import Launch
+    from jaxinfer.validate.points import Point
+    from jaxinfer.validate.table import Compared
+
+# What keeps the figures of a folder.
+FOUND = "found.jsonl"
+
+
+@click.command()
+@click.argument("points")
+@click.option("--operators", required=True, help="Folder of measured operators.")
+@click.option("--out", required=True, help="Folder of the results; the same command goes on there.")
+@click.option("--campaigns", default="campaigns.yaml", help="How the points were measured.")
+@click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; repeatable.")
+@click.option("--known", metavar="FOLDER", help="Results whose run files are the same count, too.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
+@with_pictures
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="A.B=C",
+    help="Override a value of all run files, e.g. simulate.sequence_s=2.0e-5; may be repeated.",
+)
+def validate(
+    points: str,
+    operators: str,
+    out: str,
+    campaigns: str,
+    without: tuple[str, ...],
+    known: str | None,
+    jobs: int | None,
+    pictures: str | None,
+    settings: tuple[str, ...],
+) -> None:
+    """Simulate measured points of real engines, and say how far off the predictions are.
+
+    POINTS is a CSV with aiconfigurator's columns.
+    """
+    from jaxinfer.files.contents import contents
+    from jaxinfer.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.validate.campaigns import launch, read_campaigns
+    from jaxinfer.validate.pictures import draw
+    from jaxinfer.validate.points import read_points
+    from jaxinfer.validate.table import show, summarise
+
+    rules, given = read_campaigns(campaigns, without), read_points(Path(points))
+    others = EvaluationCache(Path(known) / FOUND) if known else None
+    if not Path(operators).is_dir():
+        raise JaxinferError(f"--operators {operators}: no such folder")
+    tables, own = contents({"folder": operators}), _settings(settings)
+    files = contents({"trace": points}) | tables
+    asked = {"rules": rules.model_dump(mode="json"), "set": list(settings), "files": files}
+    with kept_results(out, "validate.json", json.dumps(asked, indent=2), FOUND) as (folder, kept):
+        compared = _compare(
+            given,
+            lambda point: launch(rules, point, operators, own),
+            Known(kept, others, tables),
+            jobs,
+        )
+        _write(folder, compared)
+        summary = summarise(compared)
+        text = json.dumps(summary | {"left_out": _left_out(compared)}, indent=2)
+        (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+        drawn = draw(folder, pictures or "png", compared)
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    console.print(show(summary))
+    for why, count in _left_out(compared).items():
+        console.print(f"{counted(count, 'point')} left out: {why}", soft_wrap=True, markup=False)
+    console.print(f"{counted(len(drawn), 'picture')} and points: {folder}{os.sep}", markup=False)
+
+
+def _compare(
+    points: "Sequence[Point]", make: "Callable[[Point], Launch]", kept: "Known", jobs: int | None
+) -> "list[Compared]":
+    """Simulate what is not known yet, the longest first."""
+    from jaxinfer.plan.search_progress import Bar
+    from jaxinfer.validate.points import uses
+    from jaxinfer.validate.predict import predict
+    from jaxinfer.validate.table import Compared
+
+    compared: list[Compared] = []
+    todo: list[tuple[int, Launch]] = []
+    for point, use in zip(points, uses(points), strict=True):
+        found: Any = None
+        if use.tpot:
+            try:
+                launch = make(point)
+                found = kept.find(launch)
+                if found is None:
+                    todo.append((len(compared), launch))
+            except JaxinferError as error:
+                found = {"refused": str(error)}
+        compared.append(Compared(point, use, found))
+    todo.sort(key=lambda each: -points[each[0]].osl * points[each[0]].concurrency)
+    if todo:
+        at = nullcontext((map, 1)) if jobs == 1 else cores(None, jobs)
+        with at as (map_points, _), Bar(len(todo)) as bar:
+            launches = [launch for _, launch in todo]
+            for (number, launch), found in zip(todo, map_points(predict, launches), strict=True):
+                kept.add(launch, found)
+                compared[number] = replace(compared[number], found=found)
+                bar.advance(points[number].id)
+    return compared
+
+
+class Known:
+    """Figures that are known, by run file and operators.
+
+    Args:
+        kept: of this folder; ``others``: of another one, if there is one.
+        files: digests of what the run files name.
+    """
+
+    def __init__(
+        self, kept: "EvaluationCache", others: "EvaluationCache | None", files: Mapping[str, str]
+    ) -> None:
+        self._kept, self._others, self._files = kept, others, files
+
+    def find(self, launch: "Launch") -> Any:
+        """A point's figures, or None."""
+        key = self._key(launch)
+        found = self._kept.get(key)
+        return self._others.get(key) if found is None and self._others else found
+
+    def add(self, launch: "Launch", found: Any) -> None:
+        """Keep a point's figures."""
+        self._kept.add(self._key(launch), found)
+
+    def _key(self, launch: "Launch") -> str:
+        from jaxinfer.plan.evaluation_cache import key_of
+
+        return key_of(launch.data, launch.first_wave, self._files)
+
+
+def _settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Dotted keys and their values."""
+    found = {}
+    for setting in settings:
+        data: dict[str, Any] = {}
+        apply_setting(data, setting)
+        key = setting.partition("=")[0]
+        value: Any = data
+        for name in key.split("."):
+            value = value[name]
+        found[key] = value
+    return found
+
+
+def _left_out(compared: "Sequence[Compared]") -> dict[str, int]:
+    """Count the points without figures, or without a TTFT that counts, by the reason."""
+    found: dict[str, int] = {}
+    for each in compared:
+        if why := each.row["why"]:
+            found[why] = found.get(why, 0) + 1
+    return found
+
+
+def _write(folder: Path, compared: "Sequence[Compared]") -> None:
+    from jaxinfer.plan.result import write_table
+
+    write_table(folder / "points.csv", [each.row for each in compared])

@@ -1,0 +1,41 @@
+"""Operators that others have measured and published, as a run file names them."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from jaxinfer.options.validation import Options
+
+
+class PublishedTables(Options):
+    """A folder of measured operators as NVIDIA's aiconfigurator has it, read as it lies.
+
+    Products and KV are of the instance's ``dtype`` and ``kv_cache_dtype``. Each correction may be
+    switched off.
+
+    Attributes:
+        folder: Folder with a card's tables.
+        backend: Engine whose kernels were measured, as ``vllm``, ``sglang`` or ``trtllm``.
+        version: Version of that engine. No other is taken, but for all-reduces, of which the newest
+            that is not newer counts.
+        card: Card whose tables count; by default the one that the group's ``kind`` names.
+        fp8: Scales of fp8 products: of each tensor, or of blocks of 128.
+        static_scales: Whether the checkpoint has the activations' scales, so that the quantization
+            that was measured within products is taken off.
+        quickest_all_reduce: Whether the quickest all-reduce counts of all cards of the folder with
+            a link of one speed.
+        small_operators: Whether operators on vectors, which no table has, count by their bytes.
+        expert_parallel: Ways that experts are shared whole; each is divided by the other devices.
+        routing: How tokens spread over experts, in the tables' words.
+    """
+
+    folder: str = Field(min_length=1)
+    backend: str = Field(min_length=1)
+    version: str = Field(min_length=1)
+    card: str | None = None
+    fp8: Literal["tensor", "block"] = "tensor"
+    static_scales: bool = False
+    quickest_all_reduce: bool = True
+    small_operators: bool = True
+    expert_parallel: int = Field(default=1, ge=1)
+    routing: str = "power_law_1.01"

@@ -1,0 +1,34 @@
+"""Step times from operators as aiconfigurator publishes them."""
+
+from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.published import PublishedTables
+from jaxinfer.config.stage_part import StagePart
+from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
+from jaxinfer.simulate.costs.kept_operators import published_operators
+from jaxinfer.simulate.costs.tables import TableStage
+from jaxinfer.simulate.published.convert import Wanted
+
+
+def published_stage(tables: PublishedTables, part: StagePart, costs: SimulateOptions) -> TableStage:
+    """Make one pipeline stage.
+
+    Raises:
+        JaxinferError: the folder has no such engine or version, or lacks what the model needs.
+    """
+    fp8 = "fp8_block" if tables.fp8 == "block" else "fp8"
+    if not data_path(tables.folder).is_dir():
+        raise JaxinferError(f"{tables.folder}: no such folder")
+    wanted = Wanted(
+        data_path(tables.folder), tables.backend, tables.version, tables.card, part.kind,
+        part.model, part.devices,
+        "bfloat16" if part.weight_size > 1 else fp8,
+        "bfloat16" if part.kv_size > 1 else "fp8",
+        tables.static_scales, tables.quickest_all_reduce, tables.small_operators,
+        tables.expert_parallel, tables.routing,
+    )  # fmt: skip
+    where = f"{tables.folder}, {tables.backend} {tables.version}"
+    found = published_operators(wanted)
+    stage = TableStage.of(found.operators, where, part, costs)
+    stage.read["files"] = found.files
+    return stage

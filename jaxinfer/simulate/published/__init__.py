@@ -1,0 +1,1 @@
+"""Operators as NVIDIA's aiconfigurator publishes them, read as they lie."""

@@ -1,0 +1,235 @@
+"""One model's operators out of published tables, per GPU and layer, in microseconds.
+
+Times are milliseconds in the tables, sizes of all-reduces are elements. What no table has, the
+small operators on vectors, takes its bytes at the card's bandwidth and a launch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.simulate.published.columns import Measured, read_measured
+from jaxinfer.simulate.published.files import Card, cards, find_card
+from jaxinfer.simulate.published.products import Curve, Products
+
+# Up to so many tokens vLLM replays a graph; above, it launches each operator.
+_GRAPH_TOKENS = 512
+_ITEMSIZE = 2
+# Width of a product that costs nothing but its launch and its input's quantization.
+_NARROW = 64.0
+Points = dict[float, float]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One model on some GPUs, as a backend runs it.
+
+    Attributes:
+        card: name of the card's folder; None for the one that ``kind``, the GPU, names.
+        devices: how many share each layer.
+        products: format of products, ``bfloat16``, ``fp8`` or ``fp8_block``; ``kv``: of KV.
+        static_scales: the checkpoint has scales of activations, so that none is computed.
+        quickest_all_reduce: of cards with one link, the quickest all-reduce counts.
+        small_operators: whether operators on vectors count.
+        expert_parallel: ways that experts are shared whole; each is divided by the other devices.
+        routing: how tokens spread over experts, in the tables' words.
+    """
+
+    folder: Path
+    backend: str
+    version: str
+    card: str | None
+    kind: str
+    model: ModelShape
+    devices: int
+    products: str
+    kv: str
+    static_scales: bool
+    quickest_all_reduce: bool
+    small_operators: bool
+    expert_parallel: int
+    routing: str
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Heads of queries and of KV on each GPU."""
+        model, tp = self.model, self.devices
+        return model.num_attention_heads // tp, max(model.num_key_value_heads // tp, 1)
+
+
+@dataclass
+class OperatorPoints:
+    """Microseconds of operators at measured points.
+
+    Attributes:
+        dense, heads: of each operator, by tokens and by sequences.
+        chunks: by tokens and entries that each sees on average; ``decodes``: by rows and entries.
+        files: that they are from.
+    """
+
+    dense: dict[str, Points] = field(default_factory=dict)
+    heads: dict[str, Points] = field(default_factory=dict)
+    chunks: dict[tuple[float, float], float] = field(default_factory=dict)
+    decodes: dict[tuple[float, float], float] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+
+def convert(wanted: Wanted) -> OperatorPoints:
+    """Read a model's operators.
+
+    Raises:
+        JaxinferError: a table is missing, or lacks what the model needs.
+    """
+    card = find_card(wanted.folder, wanted.card, wanted.kind)
+    found = OperatorPoints()
+    _add_attention(found, wanted, card)
+    _add_products(found, wanted, card)
+    if wanted.model.num_experts:
+        _add_experts(found, wanted, card)
+    _add_small(found, wanted, card)
+    if wanted.devices > 1:
+        _add_all_reduces(found, wanted, card)
+    return found
+
+
+def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
+    model, (queries, keys) = wanted.model, wanted.heads
+    only: dict[str, object] = {}
+    only |= {"num_heads": queries, "num_key_value_heads": keys, "head_dim": model.head_size}
+    only |= {"attn_dtype": "bfloat16", "kv_cache_dtype": wanted.kv, "beam_width": 1}
+    for name in ("context_attention_perf", "generation_attention_perf"):
+        path = card.file(name, wanted.backend, wanted.version)
+        found.files.append(str(path))
+        read = read_measured(path, ("batch_size", "isl", "step"), only, {"window_size": 0})
+        for (batch, length, step), ms in zip(read.points.tolist(), read.ms.tolist(), strict=True):
+            if name.startswith("generation"):
+                found.decodes[batch, length + step] = ms * 1e3
+            else:
+                found.chunks.setdefault((batch * length, length / 2), ms * 1e3)
+
+
+def _add_products(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
+    model, tp, (queries, keys) = wanted.model, wanted.devices, wanted.heads
+    h, each = model.hidden_size, model.intermediate_size // tp
+    own = model.head_size * queries
+    path = card.file("gemm_perf", wanted.backend, wanted.version)
+    found.files.append(str(path))
+    times = _products(path, wanted.products)
+    plain = times if wanted.products == "bfloat16" else _products(path, "bfloat16")
+    sizes = [("qkv_proj", own + 2 * keys * model.head_size, h), ("o_proj", h, own)]
+    if not model.num_experts:
+        sizes += [("gate_up_proj", (1 + model.gated) * each, h), ("down_proj", h, each)]
+    for name, n, k in sizes:
+        curve = times.curve(n, k)
+        if wanted.static_scales and times is not plain:
+            curve = _without_scaling(curve, times.curve(_NARROW, k), plain.curve(_NARROW, k))
+        found.dense[name] = _micros(curve)
+    if model.num_experts:
+        found.dense["router"] = _micros(plain.curve(model.num_experts, h))
+    found.heads["lm_head"] = _micros(plain.curve(model.vocab_size / tp, h))
+
+
+def _add_experts(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
+    """Both products of all experts and what lies between, which are measured together."""
+    model, ways = wanted.model, wanted.expert_parallel
+    if wanted.devices % ways:
+        raise JaxinferError(f"expert_parallel is {ways}, must divide {wanted.devices} devices")
+    only: dict[str, object] = {
+        "moe_dtype": wanted.products,
+        "hidden_size": model.hidden_size,
+        "inter_size": model.intermediate_size,
+        "topk": model.num_experts_per_tok,
+        "num_experts": model.num_experts,
+        "moe_tp_size": wanted.devices // ways,
+        "moe_ep_size": ways,
+        "distribution": wanted.routing,
+    }
+    path = card.file("moe_perf", wanted.backend, wanted.version)
+    found.files.append(str(path))
+    read = read_measured(path, ("num_tokens",), only, {})
+    found.dense["moe"] = _by_tokens(read, 1)
+
+
+def _products(path: Path, dtype: str) -> Products:
+    return Products(read_measured(path, ("m", "n", "k"), {"gemm_dtype": dtype}, {}))
+
+
+def _without_scaling(curve: Curve, narrow: Curve, plain: Curve) -> Points:
+    """Take off what a narrow product takes longer than in bfloat16: its input's quantization."""
+    found = {}
+    for m, ms in curve.items():
+        if m in narrow and m in plain:
+            off = max(narrow[m] - plain[m], 0.0)
+            # A product is no quicker than a narrow one.
+            found[m] = max(ms - off, min(plain[m], ms))
+    return found
+
+
+def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
+    model, tp, (queries, keys) = wanted.model, wanted.devices, wanted.heads
+    h, heads = model.hidden_size, (queries + keys) * model.head_size
+    each = 0 if model.num_experts else model.intermediate_size // tp
+    numbers = {
+        "layernorm": 4 * h,
+        # TensorRT-LLM turns queries and keys within its attention.
+        "rotary_emb": 0 if wanted.backend == "trtllm" else 2 * heads,
+        "act_fn": (2 + model.gated) * each,
+        "embedding": 2 * h,
+        "final_layernorm": 4 * h,
+    }
+    if model.qk_norm:
+        numbers["qk_norm"] = 2 * heads
+    counts = wanted.small_operators
+    for name, each in numbers.items():
+        found.dense[name] = _on_vectors(card, each * _ITEMSIZE if counts else 0)
+    sampled = 2 * model.vocab_size * _ITEMSIZE
+    found.heads["sampler"] = _on_vectors(card, sampled if counts else 0)
+
+
+def _on_vectors(card: Card, num_bytes: float) -> Points:
+    """Microseconds of so many bytes for each of one and of two rows; nothing of none."""
+    launch = card.launch_s * (num_bytes > 0)
+    return {rows: 1e6 * (launch + rows * num_bytes / card.bandwidth) for rows in (1.0, 2.0)}
+
+
+def _add_all_reduces(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
+    """Two in each layer, and one of the embedding."""
+    alike = [card]
+    if wanted.quickest_all_reduce:
+        alike += [c for c in cards(wanted.folder) if c.name != card.name and c.link == card.link]
+    points: Points = {}
+    for number, each in enumerate(alike):
+        if number and not each.versions("custom_allreduce_perf", wanted.backend):
+            continue
+        path = each.newest_file("custom_allreduce_perf", wanted.backend, wanted.version)
+        found.files.append(str(path))
+        for tokens, micros in _all_reduces(path, wanted).items():
+            points[tokens] = min(micros, points.get(tokens, micros))
+    found.dense["all_reduce"] = points
+    embedding = found.dense["embedding"]
+    slope, base = embedding[2.0] - embedding[1.0], 2 * embedding[1.0] - embedding[2.0]
+    found.dense["embedding"] = {x: base + slope * x + micros for x, micros in points.items()}
+
+
+def _all_reduces(path: Path, wanted: Wanted) -> Points:
+    """Microseconds by tokens, each of which has ``hidden_size`` elements."""
+    only = {"num_gpus": wanted.devices, "allreduce_dtype": "bfloat16"}
+    h = wanted.model.hidden_size
+    if wanted.backend != "vllm":
+        return _by_tokens(read_measured(path, ("message_size",), only, {}), h)
+    graph, eager = (
+        _by_tokens(read_measured(path, ("message_size",), only | {"backend": kind}, {}), h)
+        for kind in ("vllm_graph", "vllm_eager")
+    )
+    graph = {x: micros for x, micros in graph.items() if x <= _GRAPH_TOKENS}
+    return graph | {x: micros for x, micros in eager.items() if x > _GRAPH_TOKENS}
+
+
+def _by_tokens(read: Measured, hidden_size: int) -> Points:
+    return {size / hidden_size: ms * 1e3 for (size,), ms in zip(read.points, read.ms, strict=True)}
+
+
+def _micros(curve: Mapping[float, float]) -> Points:
+    return {m: ms * 1e3 for m, ms in curve.items()}

@@ -1,0 +1,151 @@
+"""Where the tables of a card, a backend and a version lie, in a folder as aiconfigurator has it.
+
+``CARD.yaml`` has a card's numbers. Its tables are Parquet files, one per operator, of which a
+snapshot has ``CARD/FAMILY/BACKEND/VERSION/NAME.parquet`` and a wheel
+``data/CARD/BACKEND/VERSION/NAME.parquet`` beside ``CARD.yaml``.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxinfer.errors import JaxinferError
+
+# By name of the file: the folder that it lies in.
+FAMILIES = {
+    "gemm_perf": "gemm",
+    "context_attention_perf": "attention",
+    "generation_attention_perf": "attention",
+    "custom_allreduce_perf": "comm",
+    "moe_perf": "moe",
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card's tables.
+
+    Attributes:
+        name: of its folder, as ``h100_sxm``.
+        bandwidth: bytes per second that an operator on vectors reaches.
+        launch_s: seconds that such an operator takes besides.
+        link: bytes per second between the cards of a node, each way.
+    """
+
+    folder: Path
+    name: str
+    bandwidth: float
+    launch_s: float
+    link: float
+
+    def file(self, name: str, backend: str, version: str) -> Path:
+        """Find one table of exactly this version.
+
+        Raises:
+            JaxinferError: it is not there; the nearest version is named.
+        """
+        there = self.versions(name, backend)
+        if version in there:
+            return there[version]
+        where = self.folder / FAMILIES[name]
+        if not there:
+            known = sorted({path.parts[-3] for path in self._all(name)})
+            hint = f"there are {', '.join(known)}" if known else "no backend has it"
+            raise JaxinferError(f"{where}: no {name}.parquet of {backend}; {hint}")
+        raise JaxinferError(
+            f"{where}: no {name}.parquet of {backend} {version}; the nearest is "
+            f"{_nearest(version, list(there))}, of {', '.join(sorted(there, key=_numbers))}"
+        )
+
+    def newest_file(self, name: str, backend: str, version: str) -> Path:
+        """Find the newest table that is not of a later version than this one.
+
+        Collectives are measured less often than kernels.
+
+        Raises:
+            JaxinferError: there is none.
+        """
+        there = self.versions(name, backend)
+        older = [each for each in there if _numbers(each) <= _numbers(version)]
+        return self.file(name, backend, max(older, key=_numbers) if older else version)
+
+    def versions(self, name: str, backend: str) -> dict[str, Path]:
+        """Files of one table of a backend, by version."""
+        found = (path for path in self._all(name) if path.parts[-3] == backend)
+        return {path.parts[-2]: path for path in found}
+
+    def _all(self, name: str) -> Iterator[Path]:
+        yield from sorted(self.folder.glob(f"*/*/{name}.parquet"))
+        yield from sorted(self.folder.glob(f"{FAMILIES[name]}/*/*/{name}.parquet"))
+
+
+def is_published(folder: Path) -> bool:
+    """Tell whether a folder has tables as aiconfigurator publishes them."""
+    return any(True for _ in _card_files(folder))
+
+
+def find_card(folder: Path, name: str | None, kind: str) -> Card:
+    """The card of this name; by default the one that a GPU's name in ``gpus.yaml`` begins.
+
+    Raises:
+        JaxinferError: there is none, or several, or its numbers cannot be read.
+    """
+    there = {path.stem: path for path in _card_files(folder)}
+    plain = re.sub(r"\W+", "_", kind).lower()
+    fitting = [name] if name else [card for card in there if f"{card}_".startswith(f"{plain}_")]
+    if len(fitting) != 1 or fitting[0] not in there:
+        asked = f"no card {name!r}" if name else f"no card whose name begins like {kind}"
+        raise JaxinferError(f"{folder}: {asked}; there are {', '.join(sorted(there)) or 'none'}")
+    return _read_card(there[fitting[0]])
+
+
+def cards(folder: Path) -> list[Card]:
+    """All cards of a folder, by their names."""
+    return [_read_card(path) for path in sorted(_card_files(folder))]
+
+
+def _card_files(folder: Path) -> Iterator[Path]:
+    for path in folder.glob("*.yaml"):
+        if (folder / path.stem).is_dir() or (folder / "data" / path.stem).is_dir():
+            yield path
+
+
+def _read_card(path: Path) -> Card:
+    folder = path.with_suffix("")
+    if not folder.is_dir():
+        folder = path.parent / "data" / path.stem
+    try:
+        read: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        gpu, node = read["gpu"], read["node"]
+        numbers = (
+            float(gpu["mem_bw"]) * float(gpu["mem_bw_empirical_scaling_factor"]),
+            float(gpu["mem_empirical_constant_latency"]),
+            float(node["intra_node_bw"]),
+        )
+    except OSError as error:
+        raise JaxinferError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, KeyError, TypeError, ValueError):
+        raise JaxinferError(
+            f"{path}: must have gpu.mem_bw, gpu.mem_bw_empirical_scaling_factor, "
+            "gpu.mem_empirical_constant_latency and node.intra_node_bw, all numbers"
+        ) from None
+    if min(numbers[0], numbers[2]) <= 0 or not 0 <= numbers[1] < 0.1:
+        raise JaxinferError(
+            f"{path}: bandwidths must be greater than 0 and mem_empirical_constant_latency seconds "
+            "below 0.1"
+        )
+    return Card(folder, path.stem, *numbers)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in re.findall(r"\d+", version))
+
+
+def _nearest(version: str, known: list[str]) -> str:
+    ordered = sorted(known, key=_numbers)
+    older = [each for each in ordered if _numbers(each) <= _numbers(version)]
+    return older[-1] if older else ordered[0]

@@ -1,0 +1,80 @@
+"""Times of matrix products of any size, between those that were measured."""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.simulate.published.columns import Measured
+
+# Curves over m.
+Curve = Mapping[float, float]
+# A pair of n and k that was measured at fewer m than this has no curve.
+_FEWEST = 8
+
+
+class Products:
+    """Milliseconds of ``[m, k] x [k, n]``, in one format.
+
+    Between measured n, then k, times go by powers, as lines over logarithms; beyond the largest,
+    they grow in proportion, and below the smallest they stay.
+
+    Args:
+        measured: over m, n and k.
+    """
+
+    def __init__(self, measured: Measured) -> None:
+        self._path = measured.path
+        self._curves: dict[tuple[float, float], dict[float, float]] = {}
+        for (m, n, k), ms in zip(measured.points.tolist(), measured.ms.tolist(), strict=True):
+            if m >= 1:
+                self._curves.setdefault((n, k), {})[m] = ms
+        self._curves = {at: c for at, c in self._curves.items() if len(c) >= _FEWEST}
+        self._n = sorted({n for n, _ in self._curves})
+
+    def curve(self, n: float, k: float) -> Curve:
+        """Milliseconds by m.
+
+        Raises:
+            JaxinferError: too little was measured to tell.
+        """
+        found = self._over_n(n, k)
+        if not found:
+            raise JaxinferError(
+                f"{self._path}: no products near n = {n:g}, k = {k:g} at {_FEWEST} sizes of m"
+            )
+        return found
+
+    def _over_n(self, n: float, k: float) -> Curve:
+        if (n, k) in self._curves:
+            return self._curves[n, k]
+        curves = {each: curve for each in _around(self._n, n) if (curve := self._over_k(each, k))}
+        return _between(curves, n)
+
+    def _over_k(self, n: float, k: float) -> Curve:
+        ks = sorted(each for at, each in self._curves if at == n)
+        return _between({each: self._curves[n, each] for each in _around(ks, k)}, k)
+
+
+def _around(values: Sequence[float], x: float) -> list[float]:
+    """The value, or its neighbours on both sides, or the one at its end."""
+    i = bisect_left(values, x)
+    if i < len(values) and values[i] == x:
+        return [x]
+    return list(values[max(i - 1, 0) : i + 1])
+
+
+def _between(curves: Mapping[float, Curve], x: float) -> Curve:
+    """The curve at x, of one or two measured ones."""
+    if not curves:
+        return {}
+    if len(curves) == 1:
+        ((at, curve),) = curves.items()
+        return {m: ms * max(x / at, 1.0) for m, ms in curve.items()}
+    (a, low), (b, high) = sorted(curves.items())
+    share = np.log(x / a) / np.log(b / a)
+    both = [m for m in low if m in high]
+    if len(both) < _FEWEST:
+        return {}
+    return {m: float(low[m] ** (1 - share) * high[m] ** share) for m in both}

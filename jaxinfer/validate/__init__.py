@@ -1,0 +1,1 @@
+"""Measured TTFT and TPOT of real engines, beside the simulator's."""

@@ -1,0 +1,69 @@
+"""aiconfigurator's own figures of measured points, in an environment of its own.
+
+    pip install aiconfigurator==0.12.0        # in an environment of its own
+    python scripts/validate/peer_estimates.py POINTS.csv OUT.csv
+
+OUT.csv has ``id``, ``aiconfigurator_ttft_ms`` and ``aiconfigurator_tpot_ms``, or ``refused``, by
+its newest tables of the row's backend. ``python -m scripts.validate.silicon --peer OUT.csv`` sets
+them beside ours. What its distribution has of measured points is not read.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+# Names under which it ships a model's shape.
+MODELS = {
+    "meta-llama/Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B",
+    "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B",
+    "Qwen/Qwen3-32B": "Qwen/Qwen3-32B",
+}
+
+
+def estimate(row: dict[str, str]) -> dict[str, object]:
+    """One point's figures in milliseconds, or why there are none."""
+    from aiconfigurator.cli.api import cli_estimate
+
+    quant = row["gemm_quant_mode"] or "bfloat16"
+    kv = "fp8" if quant == "fp8" else "bfloat16"
+    try:
+        found = cli_estimate(
+            model_path=MODELS[row["model_path"]],
+            system_name=row["system"],
+            backend_name=row["backend"],
+            isl=int(float(row["isl"])),
+            osl=int(float(row["osl"])),
+            batch_size=int(float(row["batch_size"])),
+            tp_size=int(float(row["tp_size"])),
+            gemm_quant_mode=quant,
+            kvcache_quant_mode=kv,
+            fmha_quant_mode="bfloat16",
+        )
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}".replace("\n", " ")[:200]}
+    return {"aiconfigurator_ttft_ms": found.ttft, "aiconfigurator_tpot_ms": found.tpot}
+
+
+def main(points: str, out: str) -> None:
+    """Estimate all aggregated points of models that are known."""
+    with Path(points).open(newline="", encoding="utf-8") as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if row["mode"] == "agg" and row["model_path"] in MODELS
+        ]
+    names = ["id", "aiconfigurator_ttft_ms", "aiconfigurator_tpot_ms", "refused"]
+    with Path(out).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({"id": row["id"]} | estimate(row))
+            file.flush()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("points")
+    parser.add_argument("out")
+    given = parser.parse_args()
+    main(given.points, given.out)

@@ -1,0 +1,237 @@
+"""The scoreboard of measured points: ours as published, by ablation, and with one number fitted.
+
+    python -m scripts.validate.silicon --points points.csv --operators FOLDER --out DIR
+
+Each variant is a run of ``jaxinfer validate`` in a folder of its own below DIR, which goes on where
+it was cut off. DIR gets ``groups.csv``, ``ablations.csv`` and ``halves.csv``, and with ``--peer
+FILE`` of ``peer_estimates.py`` also ``peer.csv``; none has a point's own figures. The number,
+``sequence_s``, is fitted on one half of the points and tested on the other.
+"""
+
+import csv
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxinfer.errors import JaxinferError
+from scripts.tables import Row, read_csv, show_table, write_csv
+
+# Its engines' launches and operators are known.
+DENSE = ("Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-32B")
+# Above, a point takes as long as ten others.
+LONGEST = 8191
+FITTED = "0.00002"
+TRIED = ("0", "0.00001", FITTED, "0.00003")
+BUDGETS = (
+    "max_num_tokens", "max_num_tokens_then", "max_prefill_tokens", "vllm_budget",
+    "inferencex_vllm", "inferencex_trtllm", "batch_wait",
+)  # fmt: skip
+# By name: rules left out, and values set.
+VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "as published": ((), ()),
+    "one budget of 8,192, chunks for all, no correction": (
+        (*BUDGETS, "static_scales"),
+        (
+            "engine.max_num_batched_tokens=8192",
+            "engine.policies.batching=mixed",
+            "engine.max_in_flight=2",
+            "simulate.tables.quickest_all_reduce=false",
+        ),
+    ),
+    "quantization within products": (("static_scales",), ()),
+    "the card's own all-reduces": ((), ("simulate.tables.quickest_all_reduce=false",)),
+    "no small operators": ((), ("simulate.tables.small_operators=false",)),
+    "two steps in flight": ((), ("engine.max_in_flight=2",)),
+    "no wait of prompts": (("batch_wait",), ()),
+    "KV in 16 bits but for InferenceX": (("fp8_kv",), ()),
+    "today's budget for 1.0.0rc3": (("max_num_tokens_then",), ()),
+    "SGLang's prompts first for all": (("max_prefill_tokens",), ()),
+}
+
+
+@click.command()
+@click.option("--points", required=True, type=click.Path(path_type=Path))
+@click.option("--operators", required=True)
+@click.option("--out", required=True, type=click.Path(path_type=Path))
+@click.option("--peer", type=click.Path(path_type=Path), help="aiconfigurator's figures.")
+def main(points: Path, operators: str, out: Path, peer: Path | None) -> None:
+    """Run all variants, and write and print their tables."""
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = choose(points, out / "dense.csv")
+    first = out / "variant0"
+    runs = {
+        name: run(chosen, operators, out / f"variant{number}", first, *asked)
+        for number, (name, asked) in enumerate(VARIANTS.items())
+    }
+    fits = {
+        value: run(
+            chosen, operators, out / f"fit{value}", first, (), (f"simulate.sequence_s={value}",)
+        )
+        for value in TRIED[1:]
+    }
+    fits[TRIED[0]] = runs["as published"]
+    tables = {
+        "groups": [*groups("uncalibrated", fits["0"]), *groups("sequence_s fitted", fits[FITTED])],
+        "ablations": [row(name, found) for name, found in runs.items()],
+        "halves": halves(fits),
+    }
+    if peer:
+        tables["peer"] = beside(peer, {"uncalibrated": fits["0"], "fitted": fits[FITTED]})
+    for name, rows in tables.items():
+        write_csv(out / f"{name}.csv", rows)
+        print(f"\n{name}:")
+        show_table(rows)
+
+
+def choose(points: Path, path: Path) -> Path:
+    """Write the dense models' points whose outputs are not the longest."""
+    with points.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    kept = [
+        each
+        for each in rows
+        if any(name in each["model_path"] for name in DENSE) and float(each["osl"]) <= LONGEST
+    ]
+    write_csv(path, kept)
+    return path
+
+
+def run(
+    points: Path,
+    operators: str,
+    out: Path,
+    known: Path,
+    without: Iterable[str],
+    settings: Iterable[str],
+) -> Path:
+    """Run one variant, or go on with it; what it changes nothing of is ``known``."""
+    command = [sys.executable, "-m", "jaxinfer", "validate", points, "--operators", operators]
+    command += ["--known", known] if known != out else []
+    for rule in (*without, "fitted"):
+        command += ["--without", rule]
+    for setting in settings:
+        command += ["--set", setting]
+    if subprocess.run([*map(str, command), "--out", str(out)], check=False).returncode:
+        raise JaxinferError(f"{out}: jaxinfer validate has failed")
+    return out
+
+
+def groups(name: str, out: Path) -> list[Row]:
+    """One row per group of a run."""
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    summary.pop("left_out")
+    return [{"run": name, "group": group} | _columns(found) for group, found in summary.items()]
+
+
+def row(name: str, out: Path) -> Row:
+    """All points of a run as one row."""
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    return {"variant": name} | _columns(summary["all"])
+
+
+def _columns(found: Mapping[str, Any]) -> Row:
+    row: Row = {}
+    for figure in ("tpot", "ttft", "e2e"):
+        each = found[figure]
+        row |= {f"{figure} n": each["n"]}
+        for name in ("median", "p90", "bias"):
+            row[f"{figure} {name} %"] = _percent(each[name])
+        row[f"{figure} tau"] = "" if each["tau"] is None else round(each["tau"], 2)
+    return row
+
+
+def halves(fits: Mapping[str, Path]) -> list[Row]:
+    """For all engines together and for each: fitted on one half, tested on the other."""
+    points = {value: _usable(out) for value, out in fits.items()}
+    engines = sorted({each["backend"] for each in points["0"]})
+    rows = []
+    for engine in ["all", *engines]:
+        for fitted_on in (0, 1):
+            errors = {
+                value: [_errors(found, engine, half) for half in (0, 1)]
+                for value, found in points.items()
+            }
+            best = min(errors, key=lambda v: statistics.median(errors[v][fitted_on]))
+            tested = 1 - fitted_on
+            rows.append(
+                {
+                    "engine": engine,
+                    "fitted on half": fitted_on,
+                    "sequence_s": float(best),
+                    "n tested": len(errors[best][tested]),
+                    "TPOT uncalibrated %": _percent(statistics.median(errors["0"][tested])),
+                    "TPOT fitted %": _percent(statistics.median(errors[best][tested])),
+                }
+            )
+    return rows
+
+
+def beside(peer: Path, runs: Mapping[str, Path]) -> list[Row]:
+    """Median errors of the peer and of ours, on the points that the peer has figures for."""
+    theirs = {each["id"]: each for each in read_csv(peer) if not each["refused"]}
+    ours = {name: {each["id"]: each for each in _usable(out)} for name, out in runs.items()}
+    rows = []
+    for engine in ["all", *sorted({each["backend"] for each in _usable(runs["uncalibrated"])})]:
+        for figure in ("tpot", "ttft", "e2e"):
+            row: Row = {"engine": engine, "figure": figure}
+            for name, points in ours.items():
+                chosen = [
+                    each
+                    for id, each in points.items()
+                    if id in theirs
+                    and engine in ("all", each["backend"])
+                    and (figure == "tpot" or each["usable"] == "both")
+                ]
+                row["n"] = len(chosen)
+                row[f"{name} %"] = _median_error(chosen, chosen, figure, "")
+                others = [theirs[each["id"]] for each in chosen]
+                row["aiconfigurator %"] = _median_error(chosen, others, figure, "aiconfigurator_")
+            rows.append(row)
+    return rows
+
+
+def _median_error(
+    measured: Sequence[Row], predicted: Sequence[Row], figure: str, prefix: str
+) -> float | str:
+    """Median of the size of a figure's error, in percent."""
+
+    def milliseconds(found: Row, point: Row, of: str) -> float:
+        if figure != "e2e":
+            return float(found[f"{of}{figure}_ms"])
+        ttft, tpot = (float(found[f"{of}{name}_ms"]) for name in ("ttft", "tpot"))
+        return ttft + (point["osl"] - 1) * tpot
+
+    errors = [
+        abs(milliseconds(found, point, prefix) / milliseconds(point, point, "silicon_") - 1)
+        for point, found in zip(measured, predicted, strict=True)
+    ]
+    return _percent(statistics.median(errors)) if errors else ""
+
+
+def _usable(out: Path) -> list[Row]:
+    return [each for each in read_csv(out / "points.csv") if each["usable"]]
+
+
+def _errors(points: Sequence[Row], engine: str, half: int) -> list[float]:
+    """Errors of TPOT of an engine's points in one half, which a digest of their ids decides."""
+    return [
+        abs(each["tpot_ms"] / each["silicon_tpot_ms"] - 1)
+        for each in points
+        if engine in ("all", each["backend"])
+        and hashlib.sha256(str(each["id"]).encode()).digest()[0] % 2 == half
+    ]
+
+
+def _percent(share: float | None) -> float | str:
+    return "" if share is None else round(100 * share, 1)
+
+
+if __name__ == "__main__":
+    main()
