@@ -1,9 +1,8 @@
 """What a checkpoint says of its model, and how its tensors become our parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from jaxinfer.models.layouts import LAYOUTS, Layout
 
@@ -76,9 +75,20 @@ class WeightSpec:
     Attributes:
         names: one tensor, or several that are stacked along a new first axis.
         shape: each tensor's shape in the checkpoint.
-        convert: each tensor, from the checkpoint's layout to the parameter's.
+        convert: each tensor, from the checkpoint's layout to the parameter's; of numpy's arrays
+            and of JAX's. The same function for tensors alike, so that they share a program.
     """
 
     names: str | tuple[str, ...]
     shape: tuple[int, ...]
-    convert: Callable[[np.ndarray], np.ndarray]
+    convert: Callable[[Any], Any]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names, where there is one, too."""
+        return (self.names,) if isinstance(self.names, str) else self.names
+
+    def made_of(self, arrays: Sequence[Any], stack: Callable[[list[Any]], Any]) -> Any:
+        """The parameter of its tensors, which ``stack`` joins along a new first axis."""
+        converted = [self.convert(array) for array in arrays]
+        return converted[0] if isinstance(self.names, str) else stack(converted)
