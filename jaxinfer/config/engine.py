@@ -1,12 +1,15 @@
 """The options of one engine, for ``LLM``, run files and instances alike."""
 
 import warnings
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from jaxinfer.options.validation import OptionError, Options, shown
 from jaxinfer.serving.policies import PolicyOptions
+
+# Requests and tokens of a step on a GPU where none are given.
+GPU_SEQS, GPU_TOKENS = 256, 8192
 
 
 class EngineOptions(Options):
@@ -30,10 +33,11 @@ class EngineOptions(Options):
         num_pages: Pages of the KV pool, one padding page included; by default as many as
             ``memory_fraction`` allows and as could be of use.
         memory_fraction: Share of a GPU's memory for weights and KV (default 0.9), or of a CPU's
-            free memory for KV (0.2). A GPU's memory is what JAX may take: 75 % of it, unless
-            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
-        max_num_seqs: Requests that run at once, at most.
-        max_num_batched_tokens: Tokens computed in one step, at most.
+            free memory for KV (0.2). A GPU's memory is what JAX may take: 95 % of what is free,
+            unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
+        max_num_seqs: Requests that run at once, at most; 256 by default where a run has GPUs.
+        max_num_batched_tokens: Tokens computed in one step, at most; 8,192 by default where a run
+            has GPUs.
         token_buckets: Token counts for which steps with prefill are compiled; a step costs as much
             as its bucket. The largest is ``max_num_batched_tokens``; by default down to 64, each a
             quarter of the next.
@@ -120,6 +124,20 @@ class EngineOptions(Options):
     def num_stages(self) -> int:
         """Pipeline stages: as many steps at once share the running requests."""
         return 1
+
+    def on_gpu(self) -> Self:
+        """The same with a GPU's sizes of steps where none are given, as far as others allow them.
+
+        A modelled GPU has the sizes that are given, or those of a CPU.
+        """
+        given, buckets = self.model_fields_set, self.token_buckets
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if "max_num_batched_tokens" not in given and buckets is None:
+            tokens = max(GPU_TOKENS, seqs)
+        if "max_num_seqs" not in given:
+            least = buckets[0] if buckets else tokens
+            seqs = min(GPU_SEQS, self.num_stages * tokens, least)
+        return self.model_copy(update={"max_num_batched_tokens": tokens, "max_num_seqs": seqs})
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse combinations that cannot work."""

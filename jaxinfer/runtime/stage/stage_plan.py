@@ -75,7 +75,8 @@ class StageFacts:
             counted as if all of them lay here.
         max_model_len: prompt and output tokens of one request at most.
         weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
-        memory_bytes: what of that memory was free when the plan was made.
+        memory_bytes: what of that memory was free when the plan was made; None where the device
+            does not say.
         axes: sizes of the mesh's axes.
         attention: devices besides where KV heads may lie.
     """
@@ -91,7 +92,7 @@ class StageFacts:
     max_model_len: int
     weight_bytes: int
     kv_bytes: int
-    memory_bytes: int
+    memory_bytes: int | None
     devices: Sequence[Device]
     axes: Mapping[str, int] = field(kw_only=True)
     attention: Sequence[AttentionPlan] = field(default=(), kw_only=True)
@@ -213,6 +214,10 @@ def make_plan(
     each = memory_of(jax.tree.leaves(page))
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
     free, budget = _memory(devices[0], fraction, weights, taken)
+    if free is None and not options.num_pages:
+        raise JaxinferError(
+            f"{devices[0].device_kind} does not say how much memory it has: set num_pages"
+        )
     useful = limits.max_pages * options.max_num_seqs + 1
     heads = wide.num_key_value_heads // ways(wide.layout.kv.get("K", ()), axes)
     addressed = _addressable(wide, kv_dtype, options.page_size, heads)
@@ -222,7 +227,7 @@ def make_plan(
             f"num_pages is {num_pages}, kernels {kernels} address {addressed} pages of "
             f"{options.page_size} tokens in 8 bits"
         )
-    if num_pages < 2 or weights + num_pages * each > free:
+    if free is not None and (num_pages < 2 or weights + num_pages * each > free):
         what = f"num_pages {num_pages} of {options.page_size} tokens takes"
         if not options.num_pages:
             what = f"memory_fraction {fraction} leaves room for {max(num_pages, 0)} KV pages of"
@@ -305,17 +310,24 @@ def _abstract_model(
     }
 
 
-def free_memory(device: jax.Device, taken: int) -> int:
-    """Bytes that can be taken of a device's memory, or of the host's where ``taken`` are."""
+def free_memory(device: jax.Device, taken: int) -> int | None:
+    """Bytes that can be taken of a device's memory, or of the host's where ``taken`` are.
+
+    None of a device that does not say.
+    """
     if device.platform == "cpu":
         return available_memory() - taken
     stats = device.memory_stats()
-    return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    return int(stats["bytes_limit"] - stats["bytes_in_use"]) if stats else None
 
 
-def _memory(device: jax.Device, fraction: float, weights: int, taken: int) -> tuple[int, int]:
+def _memory(
+    device: jax.Device, fraction: float, weights: int, taken: int
+) -> tuple[int | None, int]:
     """Free bytes of the memory, and how many of them pages may take beside the weights."""
     free = free_memory(device, taken)
+    if free is None:
+        return None, 0
     if device.platform == "cpu":
         # Shared with the rest of the machine: a share of what is left, the weights apart.
         return free, math.floor(min(free * fraction, free - weights))
