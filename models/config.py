@@ -21,6 +21,19 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class EightBits:
+    """How linear weights of 8 bits are kept and multiplied, by names of dtypes.
+
+    Attributes:
+        stored: ``int8`` or ``float8_e4m3fn``.
+        computed: to which they are converted to be multiplied.
+    """
+
+    stored: str
+    computed: str
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The numbers that define a decoder-only transformer, under Hugging Face's names.
 
@@ -41,6 +54,7 @@ class ModelConfig:
         kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
             model.
         layout: where all lies on the mesh; no property of the model either.
+        eight_bits: of linear weights, where they have 8 bits; neither.
     """
 
     architecture: str
@@ -66,6 +80,7 @@ class ModelConfig:
     norm_topk_prob: bool = True
     kernels: str = "plain"
     layout: Layout = LAYOUTS["megatron"]
+    eight_bits: EightBits | None = None
 
 
 @dataclass(frozen=True)

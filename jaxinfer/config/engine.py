@@ -20,8 +20,9 @@ class EngineOptions(Options):
             Then ``config.json`` alone will do to measure speed; without a tokenizer, prompts are
             ``prompt_token_ids``.
         dtype: Format of weights and computation; ``auto`` is float32 on CPU and bfloat16 on GPU.
-            ``int8`` and ``fp8`` are weights of 8 bits beside a computation in bfloat16, of a
-            modelled GPU only.
+        weight_dtype: Format of linear layers' weights; ``auto`` is that of the checkpoint where it
+            has 8 bits, else ``dtype``. ``int8`` and ``fp8`` have a scale per output channel, and
+            are multiplied in ``dtype``; embeddings, heads, norms and biases stay in it.
         kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``, ``int8`` and ``fp8`` halve
             it. Both keep a scale per page and head; fp8 is e4m3, on GPUs from sm_89 on.
         tensor_parallel_size: Devices that share each layer.
@@ -64,7 +65,8 @@ class EngineOptions(Options):
     """
 
     load_format: Literal["auto", "dummy"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    weight_dtype: Literal["auto", "int8", "fp8"] = "auto"
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
     layout: str | None = None
@@ -113,7 +115,9 @@ class EngineOptions(Options):
 
     @field_validator("dtype", mode="before")
     @classmethod
-    def _no_half(cls, value: object) -> object:
+    def _wide(cls, value: object) -> object:
+        if value in ("int8", "fp8"):
+            raise ValueError(f"{value} is a format of weights alone: weight_dtype: {value}")
         if value in ("float16", "fp16", "half"):
             raise ValueError(
                 f"{value} is not supported: bfloat16 takes as much memory, float32 is exact"

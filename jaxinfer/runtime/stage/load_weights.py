@@ -22,6 +22,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import WeightSpec
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.weights import as_it_is
+from jaxinfer.runtime.stage.goal import Goal, goal_of, parameters_of
 from jaxinfer.runtime.stage.random_weights import random_parameters
 from jaxinfer.runtime.stage.stage_plan import StagePlan, parameter_shapes
 from jaxinfer.runtime.stage.step import Parameters
@@ -31,9 +32,6 @@ T = TypeVar("T")
 ON_DEVICE = 2**23
 # Parameters whose tensors are read at once, each by a thread.
 READERS = 2
-
-# What a parameter is to be: shape, dtype and sharding.
-Wanted = jax.ShapeDtypeStruct
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[Parameters]:
@@ -53,31 +51,26 @@ def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[
     check_tensors(checkpoint, specs)
     # Segments of one stage share a tied embedding.
     wanted = {
-        (path, plan.parameters[path]): spec
+        (path, goal_of(plan, path)): spec
         for path, spec in specs.items()
         for plan in plans
         if path in plan.parameters
     }
     loaded = dict(zip(wanted, _load(checkpoint, wanted), strict=True))
-    states = []
-    for plan in plans:
-        assert plan.parameters.keys() <= specs.keys(), plan.parameters.keys() - specs.keys()
-        leaves = {path: loaded[path, to] for path, to in plan.parameters.items()}
-        states.append(plan.state(leaves))
-    return states
+    return [parameters_of(plan, lambda path, goal: loaded[path, goal]) for plan in plans]
 
 
 def _load(
-    checkpoint: Checkpoint, wanted: Mapping[tuple[str, Wanted], WeightSpec]
-) -> Iterator[jax.Array]:
+    checkpoint: Checkpoint, wanted: Mapping[tuple[str, Goal], WeightSpec]
+) -> Iterator[Sequence[jax.Array]]:
     """Yield parameters in order, each once it is there."""
     program = cache(_program)
-    jobs = (partial(_read, checkpoint, spec, to) for (_, to), spec in wanted.items())
-    for (_, to), spec, found in zip(wanted, wanted.values(), _ahead(jobs), strict=False):
+    jobs = (partial(_read, checkpoint, spec, goal) for (_, goal), spec in wanted.items())
+    for (_, goal), spec, found in zip(wanted, wanted.values(), _ahead(jobs), strict=False):
         if isinstance(found, list):
             # Programs are launched here alone: several devices must see them in one order.
-            convert = program(spec.convert, isinstance(spec.names, str), to)
-            yield convert(found).block_until_ready()
+            make = program(spec.convert, isinstance(spec.names, str), goal)
+            yield jax.block_until_ready(make(found))
         else:
             yield found
 
@@ -94,26 +87,26 @@ def _ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
             yield under_way.popleft().result()
 
 
-def _read(checkpoint: Checkpoint, spec: WeightSpec, to: Wanted) -> jax.Array | list[jax.Array]:
+def _read(
+    checkpoint: Checkpoint, spec: WeightSpec, goal: Goal
+) -> tuple[jax.Array, ...] | list[jax.Array]:
     """Read a parameter's tensors: one that is done, or those that are yet to be converted."""
-    tensors = read_tensors(checkpoint, spec)
+    tensors, to = read_tensors(checkpoint, spec), goal.values
     is_done = (
         spec.convert is as_it_is and tensors[0].dtype == to.dtype and tensors[0].shape == to.shape
     )
     if is_done or sum(tensor.nbytes for tensor in tensors) < ON_DEVICE:
-        array = _on_host(spec.made_of(tensors, np.stack), to)
-        return jax.device_put(array, to.sharding, may_alias=False).block_until_ready()
+        arrays = goal.made_of(spec.made_of(tensors, np.stack), np)
+        found = [
+            jax.device_put(np.ascontiguousarray(array), each.sharding, may_alias=False)
+            for array, each in zip(arrays, goal.arrays, strict=True)
+        ]
+        return tuple(jax.block_until_ready(found))
     places = [_rows(to, tensor.shape) for tensor in tensors]
     return jax.block_until_ready(jax.device_put(tensors, places))
 
 
-def _on_host(array: np.ndarray, to: Wanted) -> np.ndarray:
-    more = [(0, n - old) for n, old in zip(to.shape, array.shape, strict=True)]
-    grown = np.pad(array, more) if array.shape != to.shape else array
-    return np.ascontiguousarray(grown).astype(to.dtype, copy=False)
-
-
-def _rows(to: Wanted, shape: tuple[int, ...]) -> NamedSharding:
+def _rows(to: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
     """Where a tensor lies until it is converted: a share of the rows on each device, or whole."""
     assert isinstance(to.sharding, NamedSharding)
     mesh = to.sharding.mesh
@@ -121,16 +114,16 @@ def _rows(to: Wanted, shape: tuple[int, ...]) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names) if divides else PartitionSpec())
 
 
-def _program(convert: Callable[[Any], Any], is_one: bool, to: Wanted) -> Callable[..., jax.Array]:
+def _program(
+    convert: Callable[[Any], Any], is_one: bool, goal: Goal
+) -> Callable[[list[jax.Array]], tuple[jax.Array, ...]]:
     """The program that makes a parameter of its tensors."""
     spec = WeightSpec("" if is_one else (), (), convert)
 
-    def make(tensors: list[jax.Array]) -> jax.Array:
-        x = spec.made_of(tensors, jnp.stack)
-        grown = jnp.pad(x, [(0, n - old) for n, old in zip(to.shape, x.shape, strict=True)])
-        return grown.astype(to.dtype)
+    def make(tensors: list[jax.Array]) -> tuple[jax.Array, ...]:
+        return goal.made_of(spec.made_of(tensors, jnp.stack), jnp)
 
-    return jax.jit(make, out_shardings=to.sharding)
+    return jax.jit(make, out_shardings=goal.shardings)
 
 
 def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan) -> Parameters:
@@ -142,4 +135,23 @@ def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan) -> Paramet
                 f"{checkpoint.path}: parameter {path} has shape {stored.get(path)}, the "
                 f"configuration wants {wanted.get(path)}; convert the model again"
             )
-    return plan.state(restore(checkpoint.path, plan.parameters))
+    paths = [path for path in wanted if path in plan.parameters]
+    found: dict[str, Sequence[jax.Array]] = {}
+    for batch in _batches(plan, paths):
+        goals = {path: goal_of(plan, path) for path in batch}
+        arrays = restore(checkpoint.path, {path: goal.wide for path, goal in goals.items()})
+        found |= {
+            path: _program(as_it_is, True, goal)([arrays.pop(path)])
+            if goal.scale
+            else (arrays[path],)
+            for path, goal in goals.items()
+        }
+    return parameters_of(plan, lambda path, goal: found[path])
+
+
+def _batches(plan: StagePlan, paths: Sequence[str]) -> list[list[str]]:
+    """Paths to restore at once: few of those that become 8 bits, which come wide, or all others."""
+    wide = [path for path in paths if goal_of(plan, path).scale]
+    rest = [path for path in paths if path not in wide]
+    few = (wide[i : i + 16] for i in range(0, len(wide), 16))
+    return [batch for batch in (rest, *few) if batch]

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.config import EightBits, ModelConfig
+from jaxinfer.models.eight_bits import is_scale, scale_path
 from jaxinfer.models.layouts import DEFAULT_AXIS, ways
 from jaxinfer.models.sharding import shard
 from jaxinfer.models.stage import Layers, make_model
@@ -24,7 +25,8 @@ from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, me
 from jaxinfer.runtime.stage.lay_out import lay_out
 from jaxinfer.steps.shapes import StepLimits
 
-KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
+# Formats of 8 bits, of weights and of KV, by their options' values.
+DTYPES_OF_8_BITS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 
 
 class Device(Protocol):
@@ -187,7 +189,8 @@ def make_plan(
     axes = axes or {DEFAULT_AXIS: len(devices)}
     mesh = Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
     dtype = choose_dtype(options, devices[0])
-    kv_dtype = KV_DTYPES.get(options.kv_cache_dtype, dtype)
+    config = _with_bits(config, options, dtype)
+    kv_dtype = DTYPES_OF_8_BITS.get(options.kv_cache_dtype, dtype)
     kernels = choose_kernels(
         options.kernels,
         devices[0],
@@ -253,18 +256,22 @@ def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, heads
 
 
 def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
-    """Choose the type of weights, and of the KV cache unless ``kv_cache_dtype`` says otherwise.
-
-    Raises:
-        JaxinferError: weights of 8 bits, which are modelled only.
-    """
-    if options.dtype in KV_DTYPES:
-        raise JaxinferError(
-            f"dtype is {options.dtype}, a run has weights of float32 or bfloat16: weights of 8 "
-            "bits are for simulate"
-        )
+    """Choose the type of weights and KV cache, unless they have types of their own."""
     automatic = "float32" if device.platform == "cpu" else "bfloat16"
     return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
+
+
+def _with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> ModelConfig:
+    """The config with its linear weights' format, where that has 8 bits."""
+    if options.weight_dtype == "auto":
+        return config
+    if config.num_experts:
+        raise JaxinferError(
+            f"weight_dtype is {options.weight_dtype}, must be auto: the weights of a mixture's "
+            "experts have 16 or 32 bits"
+        )
+    stored = DTYPES_OF_8_BITS[options.weight_dtype]
+    return replace(config, eight_bits=EightBits(stored.name, dtype.name))
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -290,14 +297,22 @@ def _parameters(
     graphdef, abstract = _abstract_model(config, layers)
     parameters = {}
     for path, array in abstract.items():
-        # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
-        kind = jnp.dtype("float32") if array.ndim == 1 else dtype
+        kind = _dtype_of(path, array.ndim, config, dtype)
         try:
             sharding = shard(path, array.shape, mesh, config.layout)
         except JaxinferError as error:
             raise JaxinferError(f"layout {layout}: {error}") from None
         parameters[path] = jax.ShapeDtypeStruct(array.shape, kind, sharding=sharding)
     return graphdef, parameters
+
+
+def _dtype_of(path: str, ndim: int, config: ModelConfig, dtype: jnp.dtype) -> jnp.dtype:
+    # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
+    if ndim == 1 or is_scale(path):
+        return jnp.dtype("float32")
+    if config.eight_bits and scale_path(path):
+        return jnp.dtype(config.eight_bits.stored)
+    return dtype
 
 
 def _abstract_model(

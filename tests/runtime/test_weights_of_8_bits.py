@@ -1,0 +1,176 @@
+"""Runs with weights of 8 bits, beside runs of the same weights in float32, quantised by numpy."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint_files import plan_alone
+from safetensors.numpy import load_file, save_file
+from tiny_model import TINY_OPTIONS, write_tiny_mixture, write_tiny_model
+
+from jaxinfer import LLM, JaxinferError, SamplingParams
+from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.config.engine import EngineOptions
+from jaxinfer.convert import convert
+from jaxinfer.runtime.stage import load_weights
+from jaxinfer.runtime.stage.load_weights import load_parameters
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+PROMPTS = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (1, 5, 40)]
+FORMATS = {"int8": (np.dtype(np.int8), 127), "fp8": (np.dtype(ml_dtypes.float8_e4m3fn), 448)}
+formats = pytest.mark.parametrize("weight_dtype", FORMATS)
+
+
+def run(folder: Path, **options: Any) -> tuple[list[list[int]], np.ndarray]:
+    """Greedy tokens, and their log probabilities."""
+    llm = LLM(str(folder), progress=False, **TINY_OPTIONS | options)
+    outputs = [each.outputs[0] for each in llm.generate(PROMPTS, GREEDY, progress=False)]
+    found = [
+        entry[token].logprob
+        for output in outputs
+        for token, entry in zip(output.token_ids, output.logprobs or (), strict=True)
+    ]
+    return [output.token_ids for output in outputs], np.array(found)
+
+
+def is_linear(name: str) -> bool:
+    return "_proj." in name
+
+
+def channels(weight: np.ndarray, weight_dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values of 8 bits [out, in] and scales [out], channel by channel."""
+    dtype, largest = FORMATS[weight_dtype]
+    values, scale = np.zeros(weight.shape, dtype), np.zeros(len(weight), np.float32)
+    for row, channel in enumerate(weight):
+        scale[row] = np.float32(np.abs(channel).max()) / np.float32(largest)
+        share = channel / scale[row]
+        values[row] = (np.rint(share) if weight_dtype == "int8" else share).astype(dtype)
+    return values, scale
+
+
+def write_dequantised(folder: Path, weight_dtype: str) -> Path:
+    """The tiny model in float32, of the numbers that its weights of 8 bits stand for."""
+    folder.mkdir()
+    write_tiny_model(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in tensors.items():
+        if is_linear(name):
+            values, scale = channels(weight, weight_dtype)
+            tensors[name] = values.astype(np.float32) * scale[:, None]
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@formats
+@pytest.mark.parametrize("kernels", ["plain", "numba"])
+@pytest.mark.slow
+def test_tokens_of_the_same_weights_in_float32(
+    tiny_folder: Path, tmp_path: Path, weight_dtype: str, kernels: str
+) -> None:
+    wide = write_dequantised(tmp_path / "wide", weight_dtype)
+    expected, logprobs = run(wide, kernels=kernels)
+    tokens, found = run(tiny_folder, kernels=kernels, weight_dtype=weight_dtype)
+    assert tokens == expected
+    np.testing.assert_allclose(found, logprobs, atol=1e-4)
+    # The numbers are others than those that were not rounded.
+    assert np.abs(found - run(tiny_folder, kernels=kernels)[1]).max() > 1e-3
+
+
+@formats
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.slow
+def test_several_devices_find_the_tokens_of_one(
+    tiny_folder: Path, weight_dtype: str, devices: int
+) -> None:
+    """Scales lie where their channels do; three devices pad heads and columns."""
+    expected, logprobs = run(tiny_folder, weight_dtype=weight_dtype)
+    tokens, found = run(tiny_folder, weight_dtype=weight_dtype, tensor_parallel_size=devices)
+    assert tokens == expected
+    np.testing.assert_allclose(found, logprobs, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp", "weight_stationary_2d", "attention_dp"])
+def test_layouts_find_the_tokens_of_one_device(tiny_folder: Path, layout: str) -> None:
+    expected, logprobs = run(tiny_folder, weight_dtype="int8")
+    tokens, found = run(
+        tiny_folder, weight_dtype="int8", layout=layout, tensor_parallel_size=2, kernels="plain"
+    )
+    assert tokens == expected
+    np.testing.assert_allclose(found, logprobs, atol=1e-4)
+
+
+@formats
+@pytest.mark.parametrize("on_device", [0, 2**30])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_values_and_scales(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weight_dtype: str,
+    on_device: int,
+    devices: int,
+) -> None:
+    """By numpy, on the device and from a converted folder; padding is zero; bytes are counted."""
+    monkeypatch.setattr(load_weights, "ON_DEVICE", on_device)
+    tensors = load_file(tiny_folder / "model.safetensors")
+    options = EngineOptions(**TINY_OPTIONS, weight_dtype=weight_dtype, tensor_parallel_size=devices)
+    for model in (
+        str(tiny_folder),
+        str(convert(str(tiny_folder), str(tmp_path / "c"), None, False)),
+    ):
+        checkpoint = open_checkpoint(model)
+        plan = plan_alone(checkpoint.config, options)
+        (state,) = load_parameters(checkpoint, [plan])
+        attn, mlp = state["layers"][1]["attn"], state["layers"][1]["mlp"]
+        hf = "model.layers.1."
+        for leaf, scales, name, heads in (
+            (attn["k_DKH"], attn["k_scale_KH"], "self_attn.k_proj", 2),
+            (attn["o_NHD"], attn["o_scale_D"], "self_attn.o_proj", None),
+            (mlp["down_FD"], mlp["down_scale_D"], "mlp.down_proj", None),
+        ):
+            values, scale = channels(tensors[f"{hf}{name}.weight"], weight_dtype)
+            if heads:
+                values = values.reshape(heads, -1, values.shape[1]).transpose(2, 0, 1)
+                scale = scale.reshape(heads, -1)
+            else:
+                values = values.T.reshape(-1, *leaf[...].shape[1:])
+            got, got_scale = np.asarray(leaf[...]), np.asarray(scales[...])
+            assert got.dtype == FORMATS[weight_dtype][0]
+            at = tuple(slice(size) for size in values.shape)
+            np.testing.assert_array_equal(got[at].view(np.uint8), values.view(np.uint8))
+            # A compiler multiplies by what numpy divides by.
+            kept = tuple(slice(size) for size in scale.shape)
+            np.testing.assert_allclose(got_scale[kept], scale, rtol=1.3e-7)
+            rest = got.astype(np.float32)
+            rest[at] = 0
+            assert not rest.any()
+        leaves = jax.tree.leaves(state)
+        held = sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards)
+        assert plan.weight_bytes == held
+        assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32"), FORMATS[weight_dtype][0]}
+
+
+def test_random_weights_are_those_of_wide_ones(tiny_folder: Path) -> None:
+    checkpoint, found = open_checkpoint(str(tiny_folder)), []
+    for options in ({"weight_dtype": "int8"}, {}):
+        plan = plan_alone(
+            checkpoint.config, EngineOptions(**TINY_OPTIONS, **options, load_format="dummy")
+        )
+        found += load_parameters(checkpoint, [plan])
+    ours, wide = (state["layers"][0]["mlp"] for state in found)
+    near = np.asarray(ours["up_DF"][...]) * np.asarray(ours["up_scale_F"][...])
+    largest = np.abs(np.asarray(wide["up_DF"][...])).max(0)
+    assert np.all(np.abs(near - wide["up_DF"][...]) <= 0.51 * largest / 127)
+
+
+def test_a_mixture_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(write_tiny_mixture(tmp_path)))
+    with pytest.raises(
+        JaxinferError, match="weight_dtype is fp8, must be auto: the weights of a m"
+    ):
+        plan_alone(checkpoint.config, EngineOptions(**TINY_OPTIONS, weight_dtype="fp8"))
