@@ -20,7 +20,7 @@ from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.devices import device_name
 from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.stage import Stage
-from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
+from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan, weight_dtype_name
 from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.half_batches import by_fits, choice
@@ -173,6 +173,7 @@ class Cluster:
                         "devices": [device_name(device) for device in plan.devices],
                         "layers": plan.layers.stop - plan.layers.start,
                         "dtype": plan.dtype.name,
+                        "weight_dtype": weight_dtype_name(plan),
                         "kv_dtype": plan.kv_dtype.name,
                         "kernels": plan.config.kernels,
                         "num_pages": plan.num_pages,

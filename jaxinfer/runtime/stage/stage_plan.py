@@ -274,6 +274,12 @@ def _with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) ->
     return replace(config, eight_bits=EightBits(stored.name, dtype.name))
 
 
+def weight_dtype_name(plan: StageFacts) -> str:
+    """The name of the dtype that linear layers' weights are kept in."""
+    bits = plan.config.eight_bits
+    return bits.stored if bits else plan.dtype.name
+
+
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return shapes of parameters by path, of the model as ``config`` has it."""
     L = config.num_hidden_layers
