@@ -51,6 +51,7 @@ class ModelConfig:
         attention_bias: whether Llama's queries, keys, values and outputs have biases.
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
         norm_topk_prob: whether the shares of a token's experts add up to 1.
+        stored_bits: dtype of linear weights in the checkpoint, where it has scales beside them.
         kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
             model.
         layout: where all lies on the mesh; no property of the model either.
@@ -78,6 +79,7 @@ class ModelConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
+    stored_bits: str | None = None
     kernels: str = "plain"
     layout: Layout = LAYOUTS["megatron"]
     eight_bits: EightBits | None = None

@@ -17,7 +17,13 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.options.validation import read_json
 
-_DTYPES = {"F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+}
 
 
 def open_folder(path: Path, name: str, weights: bool = True) -> Checkpoint:
@@ -49,7 +55,9 @@ def read_folder_config(folder: Path) -> ModelConfig:
     Raises:
         JaxinferError: a file is missing or no JSON, or as for ``read_gguf_config``.
     """
-    from jaxinfer.models.registry import ARCHITECTURES  # brings JAX
+    # These bring JAX.
+    from jaxinfer.checkpoints.stored_bits import read_stored_bits
+    from jaxinfer.models.registry import ARCHITECTURES
 
     path = folder / "config.json"
     if not path.exists():
@@ -58,8 +66,8 @@ def read_folder_config(folder: Path) -> ModelConfig:
     names = keys.get("architectures")
     if not (isinstance(names, list) and names and names[0] in list(ARCHITECTURES)):
         raise keys.wrong("architectures", names, f"one of: {', '.join(ARCHITECTURES)}")
-    keys.only("quantization_config", None)
-    config = ARCHITECTURES[names[0]].read_config(keys)
+    stored_bits = read_stored_bits(keys)
+    config = replace(ARCHITECTURES[names[0]].read_config(keys), stored_bits=stored_bits)
     more_path = folder / "generation_config.json"
     more = Keys(more_path, read_json(more_path) if more_path.exists() else {})
     ends = dict.fromkeys([*config.eos_token_ids, *more.tokens("eos_token_id")])

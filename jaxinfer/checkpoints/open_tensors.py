@@ -100,33 +100,48 @@ def check_tensors(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> No
         _check_tied_copy(checkpoint, specs["embed_VD"])
 
 
+def read_scales(checkpoint: Checkpoint, spec: WeightSpec) -> np.ndarray:
+    """Scales of a weight of 8 bits as they lie in the checkpoint: one for each row, or for all."""
+    from jaxinfer.checkpoints.stored_bits import scale_name  # brings JAX
+
+    (name,) = spec.tensors
+    return checkpoint.tensors[scale_name(name)].load()
+
+
 def read_tensors(checkpoint: Checkpoint, spec: WeightSpec) -> list[np.ndarray]:
     """Tensors that a parameter is made of, as they lie in the checkpoint."""
     return [checkpoint.tensors[name].load() for name in spec.tensors]
 
 
 def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> list[str]:
-    tensors = checkpoint.tensors
+    from jaxinfer.checkpoints.stored_bits import bit_problems, scale_name  # brings JAX
+
+    tensors, stored = checkpoint.tensors, checkpoint.config.stored_bits
     shapes = {name: spec.shape for spec in specs.values() for name in spec.tensors}
     missing = [f"missing {name}" for name in shapes if name not in tensors]
     if "missing lm_head.weight" in missing:
         missing.append("tie_word_embeddings: true would take the embedding for it")
+    scales = {scale_name(name) for name in shapes} if stored else set()
     unexpected = [
         f"unexpected {name}"
         for name in tensors
-        if name not in shapes and not _is_superfluous(name, checkpoint.config)
+        if name not in shapes
+        and name not in scales
+        and not _is_superfluous(name, checkpoint.config)
     ]
     misshapen = [
         f"{name} has shape {tensors[name].shape}, must be {shape}"
         for name, shape in shapes.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    return missing + unexpected + misshapen
+    return missing + unexpected + misshapen + bit_problems(tensors, specs, stored)
 
 
 def _is_superfluous(name: str, config: ModelConfig) -> bool:
     tied_copy = name == "lm_head.weight" and config.tie_word_embeddings
-    return tied_copy or _ROTARY_BUFFER.fullmatch(name) is not None
+    # Of activations, which are not quantised here.
+    of_inputs = config.stored_bits is not None and name.endswith(".input_scale")
+    return tied_copy or of_inputs or _ROTARY_BUFFER.fullmatch(name) is not None
 
 
 def _check_tied_copy(checkpoint: Checkpoint, embedding: WeightSpec) -> None:

@@ -64,13 +64,13 @@ def main(
     """Measure steps of decodes."""
     read, took = best_read_rate(), dict[tuple[str, int], list[float]]()
     with model_of(layers) as (model, needed):
-        engines = {}
+        llms = {}
         for name in formats:
-            llm = LLM(
+            llms[name] = LLM(
                 model, progress=False, max_num_seqs=max(rows), max_num_batched_tokens=64,
                 max_model_len=256, enable_prefix_caching=False, **needed, **options_of(name),
             )  # fmt: skip
-            engines[name] = llm.engine
+        engines = {name: llm.engine for name, llm in llms.items()}
         for _ in range(rounds):
             for name, engine in engines.items():
                 for count in rows:

@@ -1,5 +1,6 @@
 """Runs with weights of 8 bits, beside runs of the same weights in float32, quantised by numpy."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,150 @@ def test_several_devices_find_the_tokens_of_one(
     np.testing.assert_allclose(found, logprobs, atol=1e-4)
 
 
+CONFIGS = {
+    "int8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "input_activations": None,
+                "weights": {
+                    "num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True,
+                },
+            }
+        },
+    },
+    "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
+}  # fmt: skip
+
+
+def write_quantised(
+    folder: Path, weight_dtype: str, **changes: Any
+) -> tuple[Path, dict[str, np.ndarray]]:
+    """The tiny model with weights of 8 bits and scales, by channel for int8, by tensor for fp8.
+
+    Also what its tensors are in float32.
+    """
+    folder.mkdir()
+    write_tiny_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = CONFIGS[weight_dtype] | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    wide = dict(tensors)
+    for name in [name for name in tensors if is_linear(name)]:
+        values, scale = channels(tensors[name], weight_dtype)
+        if weight_dtype == "fp8":
+            scale = np.abs(tensors[name]).max() / np.float32(448)
+            values = (tensors[name] / scale).astype(values.dtype)
+            tensors[name.replace("weight", "input_scale")] = np.float32([0.5])
+        tensors[name] = values
+        tensors[f"{name}_scale"] = np.float32(scale).reshape(-1, *[1] * (weight_dtype == "int8"))
+        wide[name] = values.astype(np.float32) * tensors[f"{name}_scale"]
+    save_file(tensors, folder / "model.safetensors")
+    return folder, wide
+
+
+@pytest.mark.slow
+@formats
+@pytest.mark.parametrize("on_device", [0, 2**30])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_checkpoint_of_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight_dtype: str, on_device: int, devices: int
+) -> None:
+    """Its own numbers and scales, by default."""
+    monkeypatch.setattr(load_weights, "ON_DEVICE", on_device)
+    folder, numbers = write_quantised(tmp_path / "narrow", weight_dtype)
+    wide = write_dequantised(tmp_path / "wide", weight_dtype)
+    save_file(numbers, wide / "model.safetensors")
+    expected, logprobs = run(wide, kernels="plain")
+    tokens, found = run(folder, kernels="plain", tensor_parallel_size=devices)
+    assert tokens == expected
+    np.testing.assert_allclose(found, logprobs, atol=1e-4)
+
+
+@formats
+def test_what_a_checkpoint_of_8_bits_is_loaded_as(tmp_path: Path, weight_dtype: str) -> None:
+    folder, wide = write_quantised(tmp_path / "narrow", weight_dtype)
+    checkpoint = open_checkpoint(str(folder))
+    plan = plan_alone(checkpoint.config, EngineOptions(**TINY_OPTIONS))
+    (state,) = load_parameters(checkpoint, [plan])
+    mlp = state["layers"][0]["mlp"]
+    expected = wide["model.layers.0.mlp.up_proj.weight"].T
+    assert mlp["up_DF"][...].dtype == FORMATS[weight_dtype][0]
+    got = np.asarray(mlp["up_DF"][...]).astype(np.float32) * np.asarray(mlp["up_scale_F"][...])
+    np.testing.assert_array_equal(got, expected)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "tensors", "message"),
+    [
+        (
+            {},
+            {"weight_dtype": "fp8"},
+            {},
+            "weight_dtype is fp8, the checkpoint has int8: leave it auto",
+        ),
+        ({}, {}, {f"{UP}_scale": None}, f"missing {UP}_scale"),
+        ({}, {}, {UP: np.ones((64, 32), np.float32)}, f"{UP} has type F32, must be I8"),
+        (
+            {},
+            {},
+            {f"{UP}_scale": np.ones((5, 1), np.float32)},
+            f"{UP}_scale has shape (5, 1), must be one of",
+        ),
+        ({"format": "pack-quantized"}, {}, {}, "format is 'pack-quantized', must be one of"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128]},
+            {},
+            {},
+            "quantization_config.weight_block_size is [128, 128], must be None",
+        ),
+        ({"quant_method": "gptq"}, {}, {}, "quant_method is 'gptq', must be one of"),
+    ],
+)
+def test_checkpoints_of_8_bits_that_are_refused(
+    tmp_path: Path,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    tensors: dict[str, np.ndarray | None],
+    message: str,
+) -> None:
+    folder, _ = write_quantised(tmp_path / "narrow", "int8", **changes)
+    found = load_file(folder / "model.safetensors") | tensors
+    save_file({n: x for n, x in found.items() if x is not None}, folder / "model.safetensors")
+    with pytest.raises(JaxinferError) as error:
+        load(folder, **options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def load(folder: Path, **options: Any) -> None:
+    checkpoint = open_checkpoint(str(folder))
+    load_parameters(
+        checkpoint, [plan_alone(checkpoint.config, EngineOptions(**TINY_OPTIONS | options))]
+    )
+
+
+def test_weights_of_8_bits_without_a_word_in_the_configuration(tmp_path: Path) -> None:
+    folder, _ = write_quantised(tmp_path / "narrow", "int8")
+    with pytest.raises(JaxinferError, match="has weights of 8 bits: run it as it is"):
+        convert(str(folder), str(tmp_path / "converted"), None, False)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name: x for name, x in tensors.items() if not name.endswith("_scale")}
+    save_file(bare, folder / "model.safetensors")
+    with pytest.raises(JaxinferError, match=r"q_proj.weight has type I8, must be of 16 or 32 bits"):
+        load(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "weight_stationary_2d", "attention_dp"])
 def test_layouts_find_the_tokens_of_one_device(tiny_folder: Path, layout: str) -> None:
@@ -170,7 +315,5 @@ def test_random_weights_are_those_of_wide_ones(tiny_folder: Path) -> None:
 
 def test_a_mixture_is_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(write_tiny_mixture(tmp_path)))
-    with pytest.raises(
-        JaxinferError, match="weight_dtype is fp8, must be auto: the weights of a m"
-    ):
+    with pytest.raises(JaxinferError, match="weights are of float8_e4m3fn, must be of 16 or"):
         plan_alone(checkpoint.config, EngineOptions(**TINY_OPTIONS, weight_dtype="fp8"))

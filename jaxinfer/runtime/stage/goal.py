@@ -1,5 +1,6 @@
 """What a parameter is to be on its devices: padded, cast, or in 8 bits with scales beside it."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,16 +39,27 @@ class Goal(NamedTuple):
         to = self.values
         return jax.ShapeDtypeStruct(to.shape, self.computed, sharding=to.sharding)
 
-    def made_of(self, x: Any, xp: Any) -> tuple[Any, ...]:
+    def made_of(self, x: Any, xp: Any, scales: Any = None) -> tuple[Any, ...]:
         """The arrays of a parameter's values, by ``xp``, which is numpy or JAX's; not yet placed.
 
         Padding is zero.
+
+        Args:
+            scales: of values that have 8 bits already: one for each output channel, or one.
         """
-        more = [(0, n - old) for n, old in zip(self.values.shape, x.shape, strict=True)]
-        grown = xp.pad(x, more) if x.shape != self.values.shape else x
+        grown = _padded(x, self.values.shape, xp)
         if self.scale is None:
             return (grown.astype(self.values.dtype),)
+        if scales is not None:
+            outputs = x.shape[x.ndim - len(self.scale.shape) :]
+            each = xp.broadcast_to(scales.astype(xp.float32).reshape(-1), math.prod(outputs))
+            return grown, _padded(each.reshape(outputs), self.scale.shape, xp)
         return quantise(grown, len(self.scale.shape), self.values.dtype, xp)
+
+
+def _padded(x: Any, shape: tuple[int, ...], xp: Any) -> Any:
+    more = [(0, n - old) for n, old in zip(shape, x.shape, strict=True)]
+    return xp.pad(x, more) if x.shape != shape else x
 
 
 def goal_of(plan: StagePlan, path: str) -> Goal:

@@ -17,7 +17,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.checkpoints.converted import Shapes, restore
-from jaxinfer.checkpoints.open_tensors import Checkpoint, check_tensors, read_tensors
+from jaxinfer.checkpoints.open_tensors import (
+    Checkpoint,
+    check_tensors,
+    read_scales,
+    read_tensors,
+)
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import WeightSpec
 from jaxinfer.models.registry import ARCHITECTURES
@@ -92,36 +97,39 @@ def _read(
 ) -> tuple[jax.Array, ...] | list[jax.Array]:
     """Read a parameter's tensors: one that is done, or those that are yet to be converted."""
     tensors, to = read_tensors(checkpoint, spec), goal.values
+    has_scales = goal.scale is not None and checkpoint.config.stored_bits is not None
+    scales = [read_scales(checkpoint, spec)] if has_scales else []
     is_done = (
         spec.convert is as_it_is and tensors[0].dtype == to.dtype and tensors[0].shape == to.shape
     )
     if is_done or sum(tensor.nbytes for tensor in tensors) < ON_DEVICE:
-        arrays = goal.made_of(spec.made_of(tensors, np.stack), np)
+        arrays = goal.made_of(spec.made_of(tensors, np.stack), np, *scales)
         found = [
             jax.device_put(np.ascontiguousarray(array), each.sharding, may_alias=False)
             for array, each in zip(arrays, goal.arrays, strict=True)
         ]
         return tuple(jax.block_until_ready(found))
-    places = [_rows(to, tensor.shape) for tensor in tensors]
-    return jax.block_until_ready(jax.device_put(tensors, places))
+    places = [_rows(to, tensor.shape) for tensor in (*tensors, *scales)]
+    return jax.block_until_ready(jax.device_put([*tensors, *scales], places))
 
 
 def _rows(to: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
     """Where a tensor lies until it is converted: a share of the rows on each device, or whole."""
     assert isinstance(to.sharding, NamedSharding)
     mesh = to.sharding.mesh
-    divides = mesh.size > 1 and shape[0] % mesh.size == 0
+    divides = mesh.size > 1 and shape != () and shape[0] % mesh.size == 0
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names) if divides else PartitionSpec())
 
 
 def _program(
     convert: Callable[[Any], Any], is_one: bool, goal: Goal
 ) -> Callable[[list[jax.Array]], tuple[jax.Array, ...]]:
-    """The program that makes a parameter of its tensors."""
+    """The program that makes a parameter of its tensors, and of scales after one of 8 bits."""
     spec = WeightSpec("" if is_one else (), (), convert)
 
     def make(tensors: list[jax.Array]) -> tuple[jax.Array, ...]:
-        return goal.made_of(spec.made_of(tensors, jnp.stack), jnp)
+        weights, scales = (tensors[:1], tensors[1:]) if goal.scale else (tensors, [])
+        return goal.made_of(spec.made_of(weights, jnp.stack), jnp, *scales)
 
     return jax.jit(make, out_shardings=goal.shardings)
 

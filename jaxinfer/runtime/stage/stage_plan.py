@@ -263,15 +263,18 @@ def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
 
 def _with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> ModelConfig:
     """The config with its linear weights' format, where that has 8 bits."""
-    if options.weight_dtype == "auto":
+    wanted, there = options.weight_dtype, config.stored_bits
+    stored = there if wanted == "auto" else DTYPES_OF_8_BITS[wanted].name
+    if stored is None:
         return config
+    if there not in (None, stored):
+        raise JaxinferError(f"weight_dtype is {wanted}, the checkpoint has {there}: leave it auto")
     if config.num_experts:
         raise JaxinferError(
-            f"weight_dtype is {options.weight_dtype}, must be auto: the weights of a mixture's "
-            "experts have 16 or 32 bits"
+            f"weights are of {stored}, must be of 16 or 32 bits: those of a mixture's experts "
+            "have no products of 8 bits"
         )
-    stored = DTYPES_OF_8_BITS[options.weight_dtype]
-    return replace(config, eight_bits=EightBits(stored.name, dtype.name))
+    return replace(config, eight_bits=EightBits(stored, dtype.name))
 
 
 def weight_dtype_name(plan: StageFacts) -> str:
