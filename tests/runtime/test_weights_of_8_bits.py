@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import plan_alone
+from cluster_cases import load as load_cluster_of
 from safetensors.numpy import load_file, save_file
+from scatter import spread
 from tiny_model import TINY_OPTIONS, write_tiny_mixture, write_tiny_model
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
@@ -317,3 +320,42 @@ def test_a_mixture_is_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(write_tiny_mixture(tmp_path)))
     with pytest.raises(JaxinferError, match="weights are of float8_e4m3fn, must be of 16 or"):
         plan_alone(checkpoint.config, EngineOptions(**TINY_OPTIONS, weight_dtype="fp8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weight_dtype", "bound"), [("int8", 0.075), ("fp8", 0.15)])
+def test_log_probabilities_of_the_demo_model(weight_dtype: str, bound: float) -> None:
+    """They change little, of 900 tokens of Python's own help."""
+    found = []
+    for options in ({}, {"weight_dtype": weight_dtype}):
+        llm = LLM(
+            "smollm2-135m-instruct", progress=False, dtype="float32", max_num_seqs=2,
+            max_num_batched_tokens=64, token_buckets=[64], num_pages=20, max_model_len=512,
+            **options,  # type: ignore[arg-type]
+        )  # fmt: skip
+        texts = [topics[name] for name in ("formatstrings", "types")]
+        prompts = [{"prompt_token_ids": [*llm.tokenizer.encode(text)][:450]} for text in texts]
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        outputs = llm.generate(prompts, params, progress=False)
+        rows = [row for out in outputs for row in (out.prompt_logprobs or ())[1:] if row]
+        found.append(np.array([next(iter(row.values())).logprob for row in rows]))
+    change = np.abs(found[1] - found[0])
+    assert len(change) == 2 * 449
+    assert 0.001 < change.mean() < bound, change.mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["stages", "attention groups"])
+def test_instances_of_several_parts_find_the_tokens_of_one(
+    tiny_folder: Path, tmp_path: Path, where: str
+) -> None:
+    expected, _ = run(tiny_folder, weight_dtype="int8", kernels="plain")
+    sections: dict[str, Any] = spread([20, 40])
+    if where == "stages":
+        stages = [{"group": name, "layers": 1} for name in "pq"]
+        sections = {"groups": {"p": {}, "q": {}}, "instances": {"x": {"stages": stages}}}
+        sections["system"] = "single"
+    sections["instances"]["x"] |= TINY_OPTIONS | {"weight_dtype": "int8", "kernels": "plain"}
+    llm = load_cluster_of(tiny_folder, tmp_path, **sections)
+    outputs = llm.generate(PROMPTS, GREEDY, progress=False)
+    assert [each.outputs[0].token_ids for each in outputs] == expected
