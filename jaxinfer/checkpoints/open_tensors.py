@@ -1,5 +1,6 @@
 """What every kind of checkpoint is opened as, and how its tensors become parameters."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,11 +29,14 @@ class LazyTensor:
         dtype: the stored type by the file's own name, e.g. ``"BF16"`` or ``"Q4_1"``.
         load: reads the values: float32 from a GGUF file; from safetensors the stored type, as a
             view of the file, whose bytes are read where they are used.
+        blocks: reads the stored bytes of a Q8_0 matrix, uint8 [out, in / 32, 34], which a device
+            can dequantise; none of other tensors.
     """
 
     shape: tuple[int, ...]
     dtype: str
     load: Callable[[], np.ndarray]
+    blocks: Callable[[], np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,20 @@ def read_scales(checkpoint: Checkpoint, spec: WeightSpec) -> np.ndarray:
     return checkpoint.tensors[scale_name(name)].load()
 
 
-def read_tensors(checkpoint: Checkpoint, spec: WeightSpec) -> list[np.ndarray]:
-    """Tensors that a parameter is made of, as they lie in the checkpoint."""
-    return [checkpoint.tensors[name].load() for name in spec.tensors]
+def read_tensors(
+    checkpoint: Checkpoint, spec: WeightSpec, blocks_from: float = math.inf
+) -> list[np.ndarray]:
+    """Tensors that a parameter is made of, as they lie in the checkpoint.
+
+    Args:
+        blocks_from: numbers in a tensor from which its blocks are read, where it has some.
+    """
+    found = []
+    for name in spec.tensors:
+        tensor = checkpoint.tensors[name]
+        is_large = math.prod(tensor.shape) >= blocks_from
+        found.append((tensor.blocks if is_large and tensor.blocks else tensor.load)())
+    return found
 
 
 def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> list[str]:

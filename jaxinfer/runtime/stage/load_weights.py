@@ -96,13 +96,14 @@ def _read(
     checkpoint: Checkpoint, spec: WeightSpec, goal: Goal
 ) -> tuple[jax.Array, ...] | list[jax.Array]:
     """Read a parameter's tensors: one that is done, or those that are yet to be converted."""
-    tensors, to = read_tensors(checkpoint, spec), goal.values
+    tensors, to = read_tensors(checkpoint, spec, ON_DEVICE), goal.values
     has_scales = goal.scale is not None and checkpoint.config.stored_bits is not None
     scales = [read_scales(checkpoint, spec)] if has_scales else []
     is_done = (
         spec.convert is as_it_is and tensors[0].dtype == to.dtype and tensors[0].shape == to.shape
     )
-    if is_done or sum(tensor.nbytes for tensor in tensors) < ON_DEVICE:
+    has_blocks = tensors[0].dtype == np.uint8
+    if is_done or (not has_blocks and sum(tensor.nbytes for tensor in tensors) < ON_DEVICE):
         arrays = goal.made_of(spec.made_of(tensors, np.stack), np, *scales)
         found = [
             jax.device_put(np.ascontiguousarray(array), each.sharding, may_alias=False)
@@ -129,9 +130,18 @@ def _program(
 
     def make(tensors: list[jax.Array]) -> tuple[jax.Array, ...]:
         weights, scales = (tensors[:1], tensors[1:]) if goal.scale else (tensors, [])
+        weights = [_dequantised(x) if x.dtype == jnp.uint8 else x for x in weights]
         return goal.made_of(spec.made_of(weights, jnp.stack), jnp, *scales)
 
     return jax.jit(make, out_shardings=goal.shardings)
+
+
+def _dequantised(blocks: jax.Array) -> jax.Array:
+    """A matrix [out, in] in float32 of its blocks of Q8_0: a half, and 32 int8 that it scales."""
+    scale = jax.lax.bitcast_convert_type(blocks[..., :2], jnp.float16)
+    values = jax.lax.bitcast_convert_type(blocks[..., 2:], jnp.int8)
+    x = values.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
+    return x.reshape(len(blocks), -1)
 
 
 def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan) -> Parameters:

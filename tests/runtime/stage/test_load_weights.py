@@ -3,15 +3,16 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_files import plan_alone
+from checkpoint_files import LAYER, make_gguf, make_weights, plan_alone
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -19,6 +20,7 @@ from scenarios import examples
 from tiny_model import write_tiny_mixture
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.gguf_file import GGUFTensor
 from jaxinfer.checkpoints.small_model import small_checkpoint
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.weights import heads_in, heads_out, stacked
@@ -89,6 +91,38 @@ def test_of_experts(tmp_path: Path, on_device: None) -> None:
     for e, up_DF in enumerate(up_EDF):
         name = f"model.layers.0.block_sparse_moe.experts.{e}.w3.weight"
         np.testing.assert_array_equal(up_DF, tensors[name].T)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_dtype": "int8"}], ids=["wide", "int8"])
+def test_blocks_of_q8_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """A device makes of them what llama.cpp's package does, queries' rows in order."""
+    weights, kind = make_weights(), gguf.GGMLQuantizationType.Q8_0
+    types = {name: kind for name, array in weights.items() if array.ndim == 2}
+    file = make_gguf(tmp_path / "x.gguf", weights, types)
+    plan = plan_for(str(file), **options)
+    monkeypatch.setattr(load_weights, "ON_DEVICE", 0)
+    monkeypatch.setattr(GGUFTensor, "load", partialmethod(_only_vectors, GGUFTensor.load))
+    by_device = values(str(file), plan)
+    monkeypatch.undo()
+    by_numpy = values(str(file), plan)
+    for path, array in by_numpy.items():
+        wide = array.astype(np.float32), by_device[path].astype(np.float32)
+        # A compiler multiplies scales by what numpy divides by.
+        np.testing.assert_allclose(*wide, rtol=1.3e-7 if "_scale_" in path else 0, err_msg=path)
+    if not options:
+        rows = gguf.dequantize(
+            gguf.quantize(weights[LAYER + "self_attn.q_proj.weight"], kind), kind
+        )
+        np.testing.assert_array_equal(
+            by_device["layers.0.attn.q_DNH"], rows.reshape(4, 8, 32).transpose(2, 0, 1)
+        )
+
+
+def _only_vectors(tensor: GGUFTensor, load: Callable[[GGUFTensor], np.ndarray]) -> np.ndarray:
+    assert len(tensor.shape) == 1, "dequantised on the host"
+    return load(tensor)
 
 
 @examples(10)
