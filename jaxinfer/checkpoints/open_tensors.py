@@ -105,11 +105,11 @@ def check_tensors(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> No
 
 
 def read_scales(checkpoint: Checkpoint, spec: WeightSpec) -> np.ndarray:
-    """Scales of a weight of 8 bits as they lie in the checkpoint: one for each row, or for all."""
+    """Scales of a weight of 8 bits, one for each row, or for all: no view, which may be kept."""
     from jaxinfer.checkpoints.stored_bits import scale_name  # brings JAX
 
     (name,) = spec.tensors
-    return checkpoint.tensors[scale_name(name)].load()
+    return checkpoint.tensors[scale_name(name)].load().copy()
 
 
 def read_tensors(

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import jax
@@ -14,19 +14,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.config import EightBits, ModelConfig
-from jaxinfer.models.eight_bits import is_scale, scale_path
+from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layouts import DEFAULT_AXIS, ways
 from jaxinfer.models.sharding import shard
 from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, memory_of
-from jaxinfer.runtime.stage.lay_out import lay_out
+from jaxinfer.runtime.stage.lay_out import DTYPES_OF_8_BITS, dtype_of, lay_out, with_bits
 from jaxinfer.steps.shapes import StepLimits
-
-# Formats of 8 bits, of weights and of KV, by their options' values.
-DTYPES_OF_8_BITS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 
 
 class Device(Protocol):
@@ -189,7 +185,7 @@ def make_plan(
     axes = axes or {DEFAULT_AXIS: len(devices)}
     mesh = Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
     dtype = choose_dtype(options, devices[0])
-    config = _with_bits(config, options, dtype)
+    config = with_bits(config, options, dtype)
     kv_dtype = DTYPES_OF_8_BITS.get(options.kv_cache_dtype, dtype)
     kernels = choose_kernels(
         options.kernels,
@@ -261,22 +257,6 @@ def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
     return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
 
 
-def _with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> ModelConfig:
-    """The config with its linear weights' format, where that has 8 bits."""
-    wanted, there = options.weight_dtype, config.stored_bits
-    stored = there if wanted == "auto" else DTYPES_OF_8_BITS[wanted].name
-    if stored is None:
-        return config
-    if there not in (None, stored):
-        raise JaxinferError(f"weight_dtype is {wanted}, the checkpoint has {there}: leave it auto")
-    if config.num_experts:
-        raise JaxinferError(
-            f"weights are of {stored}, must be of 16 or 32 bits: those of a mixture's experts "
-            "have no products of 8 bits"
-        )
-    return replace(config, eight_bits=EightBits(stored, dtype.name))
-
-
 def weight_dtype_name(plan: StageFacts) -> str:
     """The name of the dtype that linear layers' weights are kept in."""
     bits = plan.config.eight_bits
@@ -306,22 +286,13 @@ def _parameters(
     graphdef, abstract = _abstract_model(config, layers)
     parameters = {}
     for path, array in abstract.items():
-        kind = _dtype_of(path, array.ndim, config, dtype)
+        kind = dtype_of(path, array.ndim, config, dtype)
         try:
             sharding = shard(path, array.shape, mesh, config.layout)
         except JaxinferError as error:
             raise JaxinferError(f"layout {layout}: {error}") from None
         parameters[path] = jax.ShapeDtypeStruct(array.shape, kind, sharding=sharding)
     return graphdef, parameters
-
-
-def _dtype_of(path: str, ndim: int, config: ModelConfig, dtype: jnp.dtype) -> jnp.dtype:
-    # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
-    if ndim == 1 or is_scale(path):
-        return jnp.dtype("float32")
-    if config.eight_bits and scale_path(path):
-        return jnp.dtype(config.eight_bits.stored)
-    return dtype
 
 
 def _abstract_model(
