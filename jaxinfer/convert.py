@@ -42,6 +42,8 @@ def convert(model: str, destination: str, dtype: str | None, force: bool) -> Pat
     checkpoint = open_checkpoint(model)
     if checkpoint.converted is not None:
         raise JaxinferError(f"{model} is converted already: convert the original instead")
+    if checkpoint.config.stored_bits:
+        raise JaxinferError(f"{model} has weights of 8 bits: run it as it is, it loads as fast")
     try:
         if force and partial.exists():
             shutil.rmtree(partial)

@@ -1,9 +1,8 @@
 """What a checkpoint says of its model, and how its tensors become our parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from jaxinfer.models.layouts import LAYOUTS, Layout
 
@@ -19,6 +18,19 @@ class Rope:
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """How linear weights of 8 bits are kept and multiplied, by names of dtypes.
+
+    Attributes:
+        stored: ``int8`` or ``float8_e4m3fn``.
+        computed: to which they are converted to be multiplied.
+    """
+
+    stored: str
+    computed: str
 
 
 @dataclass(frozen=True)
@@ -39,9 +51,11 @@ class ModelConfig:
         attention_bias: whether Llama's queries, keys, values and outputs have biases.
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
         norm_topk_prob: whether the shares of a token's experts add up to 1.
+        stored_bits: dtype of linear weights in the checkpoint, where it has scales beside them.
         kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
             model.
         layout: where all lies on the mesh; no property of the model either.
+        eight_bits: of linear weights, where they have 8 bits; neither.
     """
 
     architecture: str
@@ -65,8 +79,10 @@ class ModelConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
+    stored_bits: str | None = None
     kernels: str = "plain"
     layout: Layout = LAYOUTS["megatron"]
+    eight_bits: EightBits | None = None
 
 
 @dataclass(frozen=True)
@@ -76,9 +92,20 @@ class WeightSpec:
     Attributes:
         names: one tensor, or several that are stacked along a new first axis.
         shape: each tensor's shape in the checkpoint.
-        convert: each tensor, from the checkpoint's layout to the parameter's.
+        convert: each tensor, from the checkpoint's layout to the parameter's; of numpy's arrays
+            and of JAX's. The same function for tensors alike, so that they share a program.
     """
 
     names: str | tuple[str, ...]
     shape: tuple[int, ...]
-    convert: Callable[[np.ndarray], np.ndarray]
+    convert: Callable[[Any], Any]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names, where there is one, too."""
+        return (self.names,) if isinstance(self.names, str) else self.names
+
+    def made_of(self, arrays: Sequence[Any], stack: Callable[[list[Any]], Any]) -> Any:
+        """The parameter of its tensors, which ``stack`` joins along a new first axis."""
+        converted = [self.convert(array) for array in arrays]
+        return converted[0] if isinstance(self.names, str) else stack(converted)

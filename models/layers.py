@@ -15,9 +15,16 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxinfer.models.config import Rope
+from jaxinfer.models.eight_bits import Scaled, Weight
 from jaxinfer.models.layouts import LAYOUTS, Layout, named
 from jaxinfer.models.sharding import spec
-from jaxinfer.pallas_kernels.choice import AttentionKernels, Products, attention, products
+from jaxinfer.pallas_kernels.choice import (
+    AttentionKernels,
+    Products,
+    attention,
+    products,
+    scaled_products,
+)
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 # A numpy array on the host, a jax.Array inside the step.
@@ -53,11 +60,13 @@ def project(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
 
 
-def dense(x_TD: jax.Array, weight: jax.Array, kernels: str) -> jax.Array:
+def dense(x_TD: jax.Array, weight: Weight, kernels: str) -> jax.Array:
     """x by a weight whose first axis is x's last: float32 [T, the weight's other axes].
 
     As ``project`` does; ``kernels`` may have a product of their own, on one device.
     """
+    if isinstance(weight, Scaled):
+        return _scaled(x_TD, weight, kernels)
     if own := _own_products(kernels, weight):
         out_TF = own.matmul(x_TD.astype(jnp.float32), weight.reshape(len(weight), -1))
         return out_TF.reshape(len(x_TD), *weight.shape[1:])
@@ -65,10 +74,22 @@ def dense(x_TD: jax.Array, weight: jax.Array, kernels: str) -> jax.Array:
     return jnp.tensordot(x_TD, weight, 1, preferred_element_type=jnp.float32)
 
 
+def _scaled(x_TD: jax.Array, weight: Scaled, kernels: str) -> jax.Array:
+    """The product with values of 8 bits, whose scales are the columns' of what comes out."""
+    values, scale = weight.values, weight.scale
+    own = scaled_products(kernels, values.dtype) if alone() else None
+    if own:
+        matrix_DF = values.reshape(len(values), -1)
+        out_TF = own.matmul(x_TD.astype(jnp.float32), matrix_DF, scale.reshape(-1))
+        return out_TF.reshape(len(x_TD), *scale.shape)
+    x_TD, values = x_TD.astype(weight.computed), values.astype(weight.computed)
+    return jnp.tensordot(x_TD, values, 1, preferred_element_type=jnp.float32) * scale
+
+
 def gated(
     x_TD: jax.Array,
-    gate_DF: jax.Array,
-    up_DF: jax.Array,
+    gate_DF: Weight,
+    up_DF: Weight,
     activation: Callable[[jax.Array], jax.Array],
     kernels: str,
 ) -> jax.Array:
@@ -76,9 +97,13 @@ def gated(
 
     ``kernels`` may have both products with SiLU in one pass.
     """
-    own = _own_products(kernels, gate_DF)
-    if own and activation is jax.nn.silu:
-        return own.gated(x_TD.astype(jnp.float32), gate_DF, up_DF)
+    if activation is jax.nn.silu and alone():
+        if isinstance(gate_DF, Scaled) and isinstance(up_DF, Scaled):
+            if scaled := scaled_products(kernels, gate_DF.values.dtype):
+                pairs = gate_DF[:2], up_DF[:2]
+                return scaled.gated(x_TD.astype(jnp.float32), *pairs[0], *pairs[1])
+        elif not isinstance(gate_DF, Scaled) and (own := _own_products(kernels, gate_DF)):
+            return own.gated(x_TD.astype(jnp.float32), gate_DF, up_DF)
     return activation(dense(x_TD, gate_DF, kernels)) * dense(x_TD, up_DF, kernels)
 
 

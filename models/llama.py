@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
+from jaxinfer.models.eight_bits import as_matrix, weight
 from jaxinfer.models.layers import (
     PagedBatch,
     RMSNorm,
@@ -82,9 +83,9 @@ class Attention(nnx.Module):
         """Queries [T, N, H], keys and values [T, K, H]."""
         x_TD = place(self.layout, "attention_inputs", x_TD)
         layout = self.layout
-        q_TNH = place(layout, "queries", dense(x_TD, self.q_DNH[...], self.kernels))
-        k_TKH = place(layout, "new_kv", dense(x_TD, self.k_DKH[...], self.kernels))
-        v_TKH = place(layout, "new_kv", dense(x_TD, self.v_DKH[...], self.kernels))
+        q_TNH = place(layout, "queries", dense(x_TD, weight(self, "q_DNH"), self.kernels))
+        k_TKH = place(layout, "new_kv", dense(x_TD, weight(self, "k_DKH"), self.kernels))
+        v_TKH = place(layout, "new_kv", dense(x_TD, weight(self, "v_DKH"), self.kernels))
         if self.qkv_bias:
             q_TNH += self.q_bias_NH[...]
             k_TKH += self.k_bias_KH[...]
@@ -99,9 +100,9 @@ class Attention(nnx.Module):
         """Return the addend [T, D] of the residual stream from the heads' results."""
         # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
         out_TNH = place(self.layout, "heads", out_TNH)
-        o_NHD, out_TNH = self.o_NHD[...], place(self.layout, "attention_outputs", out_TNH)
+        out_TNH = place(self.layout, "attention_outputs", out_TNH)
         out_TE = out_TNH.reshape(len(out_TNH), -1)
-        out_TD = dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
+        out_TD = dense(out_TE, as_matrix(weight(self, "o_NHD")), self.kernels)
         out_TD = place(self.layout, "residual", out_TD)
         return out_TD + self.o_bias_D[...] if self.o_bias else out_TD
 
@@ -125,9 +126,10 @@ class MLP(nnx.Module):
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         """Token-wise."""
         x_TD = place(self.layout, "ffn_inputs", x_TD)
-        x_TF = gated(x_TD, self.gate_DF[...], self.up_DF[...], self.activation, self.kernels)
+        gate_DF, up_DF = weight(self, "gate_DF"), weight(self, "up_DF")
+        x_TF = gated(x_TD, gate_DF, up_DF, self.activation, self.kernels)
         x_TF = place(self.layout, "ffn_outputs", place(self.layout, "ffn", x_TF))
-        return place(self.layout, "residual", dense(x_TF, self.down_FD[...], self.kernels))
+        return place(self.layout, "residual", dense(x_TF, weight(self, "down_FD"), self.kernels))
 
 
 class Layer(nnx.Module):

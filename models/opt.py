@@ -6,6 +6,7 @@ from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
+from jaxinfer.models.eight_bits import as_matrix, weight
 from jaxinfer.models.layers import (
     LayerNorm,
     PagedBatch,
@@ -53,11 +54,11 @@ class Layer(nnx.Module):
         """Return queries [T, N, H], keys and values [T, K, H] for attention."""
         layout, kernels = self.layout, self.kernels
         y_TD = place(layout, "attention_inputs", self.attn_norm(x_TD))
-        q_TNH = place(layout, "queries", dense(y_TD, self.q_DNH[...], kernels))
+        q_TNH = place(layout, "queries", dense(y_TD, weight(self, "q_DNH"), kernels))
         q_TNH += self.q_bias_NH[...]
-        k_TKH = place(layout, "new_kv", dense(y_TD, self.k_DKH[...], kernels))
+        k_TKH = place(layout, "new_kv", dense(y_TD, weight(self, "k_DKH"), kernels))
         k_TKH += self.k_bias_KH[...]
-        v_TKH = place(layout, "new_kv", dense(y_TD, self.v_DKH[...], kernels))
+        v_TKH = place(layout, "new_kv", dense(y_TD, weight(self, "v_DKH"), kernels))
         v_TKH += self.v_bias_KH[...]
         return (
             place(layout, "heads", q_TNH),
@@ -67,16 +68,16 @@ class Layer(nnx.Module):
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
         """The residual stream after this layer, from that before it and what attention gives."""
-        layout, o_NHD = self.layout, self.o_NHD[...]
+        layout = self.layout
         out_TNH = place(layout, "attention_outputs", place(layout, "heads", out_TNH))
         out_TE = out_TNH.reshape(len(out_TNH), -1)
-        out_TD = dense(out_TE, o_NHD.reshape(-1, o_NHD.shape[-1]), self.kernels)
+        out_TD = dense(out_TE, as_matrix(weight(self, "o_NHD")), self.kernels)
         x_TD = x_TD + place(layout, "residual", out_TD)
         x_TD = place(layout, "residual", x_TD + self.o_bias_D[...])
         y_TD = place(layout, "ffn_inputs", self.mlp_norm(x_TD))
-        up_TF = dense(y_TD, self.up_DF[...], self.kernels) + self.up_bias_F[...]
+        up_TF = dense(y_TD, weight(self, "up_DF"), self.kernels) + self.up_bias_F[...]
         up_TF = place(layout, "ffn_outputs", place(layout, "ffn", jax.nn.relu(up_TF)))
-        down_TD = dense(up_TF, self.down_FD[...], self.kernels)
+        down_TD = dense(up_TF, weight(self, "down_FD"), self.kernels)
         x_TD = x_TD + place(layout, "residual", down_TD)
         return place(layout, "residual", x_TD + self.down_bias_D[...])
 

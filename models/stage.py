@@ -8,6 +8,7 @@ from typing import Any
 from flax import nnx
 
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.eight_bits import add_scales
 from jaxinfer.models.registry import ARCHITECTURES
 
 # Besides its layers, a model has what comes before the first and what comes after the last.
@@ -70,6 +71,8 @@ def make_model(config: ModelConfig, layers: Layers, rngs: nnx.Rngs) -> Any:
         windows=config.windows[layers.start : layers.stop],
     )
     model = ARCHITECTURES[config.architecture].model(part, rngs)
+    if config.eight_bits:
+        add_scales(model, config.eight_bits)
     kept: set[str] = set()
     if layers.first:
         kept.update(_BEFORE)

@@ -1,38 +1,57 @@
 """From Hugging Face's layout of a tensor, where linear weights are [out, in], to a parameter's."""
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 from jaxinfer.models.config import WeightSpec
 
 
 def same(name: str, *shape: int) -> WeightSpec:
     """Return the spec of a parameter that is its tensor as it is."""
-    return WeightSpec(name, shape, lambda array: array)
+    return WeightSpec(name, shape, as_it_is)
 
 
 def transposed(name: str, out: int, into: int) -> WeightSpec:
     """[out, in] to [in, out]."""
-    return WeightSpec(name, (out, into), lambda array: array.T)
+    return WeightSpec(name, (out, into), _turned)
 
 
 def stacked(name: str, count: int, out: int, into: int) -> WeightSpec:
     """One [out, in] for each expert, named with its number for ``{}``, to [E, in, out]."""
     names = tuple(name.format(i) for i in range(count))
-    return WeightSpec(names, (out, into), lambda array: array.T)
+    return WeightSpec(names, (out, into), _turned)
 
 
 def heads_out(name: str, heads: int, head_dim: int, into: int) -> WeightSpec:
     """[heads * H, in] to [in, heads, H]."""
-    return WeightSpec(
-        name,
-        (heads * head_dim, into),
-        lambda x: x.reshape(heads, head_dim, into).transpose(2, 0, 1),
-    )
+    return WeightSpec(name, (heads * head_dim, into), _heads_last(heads, head_dim))
 
 
 def heads_in(name: str, heads: int, head_dim: int, out: int) -> WeightSpec:
     """[out, heads * H] to [heads, H, out]."""
-    return WeightSpec(name, (out, heads * head_dim), lambda x: x.T.reshape(heads, head_dim, out))
+    return WeightSpec(name, (out, heads * head_dim), _heads_first(heads, head_dim))
 
 
 def heads_bias(name: str, heads: int, head_dim: int) -> WeightSpec:
     """[heads * H] to [heads, H]."""
     return WeightSpec(name, (heads * head_dim,), lambda x: x.reshape(heads, head_dim))
+
+
+def as_it_is(x: Any) -> Any:
+    """The array itself."""
+    return x
+
+
+def _turned(x: Any) -> Any:
+    return x.T
+
+
+@cache
+def _heads_last(heads: int, head_dim: int) -> Callable[[Any], Any]:
+    return lambda x: x.reshape(heads, head_dim, -1).transpose(2, 0, 1)
+
+
+@cache
+def _heads_first(heads: int, head_dim: int) -> Callable[[Any], Any]:
+    return lambda x: x.T.reshape(heads, head_dim, -1)

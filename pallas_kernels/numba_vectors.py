@@ -15,6 +15,9 @@ from numba.extending import intrinsic
 
 I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FAST = ("fast",)
+# What an fp8 (e4m3) number is to be multiplied by once it has been taken for a half: their
+# exponents' biases are 7 and 15.
+FP8_UNIT = 2.0**8
 
 
 @functools.cache
@@ -36,9 +39,11 @@ class Product(NamedTuple):
 
     Attributes:
         rows: of the weights; ``columns``: of the matrix.
-        bits: of the matrix' entries, float32 or bfloat16; the others have 32.
+        bits: of the matrix' entries, float32, bfloat16 or of 8 bits; the others have 32.
         add: to what the sums are already.
         prefetch: 64 bytes for each row of the matrix.
+        is_float: entries of 8 bits are fp8 (e4m3), each counted in units of ``FP8_UNIT``; else
+            int8.
     """
 
     rows: int
@@ -46,6 +51,7 @@ class Product(NamedTuple):
     bits: int
     add: bool = False
     prefetch: bool = False
+    is_float: bool = False
 
     @property
     def width(self) -> int:
@@ -164,14 +170,28 @@ class _Loop(NamedTuple):
         self.builder.call(prefetch, [at, *(ir.Constant(I32, x) for x in (0, 2, 1))])
 
     def _floats(self, address: Any, bits: int) -> Any:
-        """A vector, kept there in 32 bits, or in 16 as bfloat16."""
+        """A vector, kept there in 32 bits, in 16 as bfloat16, or in 8."""
         b, width = self.builder, self.of.width
+        if bits == 8:
+            return self._of_8_bits(address)
         floats, wide = ir.VectorType(F32, width), ir.VectorType(I32, width)
         kept = floats if bits == 32 else ir.VectorType(ir.IntType(16), width)
         x = b.load(b.inttoptr(address, kept.as_pointer()), align=bits // 8)
         if bits == 32:
             return x
         return b.bitcast(b.shl(b.zext(x, wide), ir.Constant(wide, [16] * width)), floats)
+
+    def _of_8_bits(self, address: Any) -> Any:
+        """A vector of int8, or of fp8: those are halves whose exponents are 8 too small."""
+        b, width = self.builder, self.of.width
+        floats, half = ir.VectorType(F32, width), ir.VectorType(ir.IntType(16), width)
+        x = b.load(b.inttoptr(address, ir.VectorType(I8, width).as_pointer()), align=1)
+        if not self.of.is_float:
+            return b.sitofp(b.sext(x, ir.VectorType(I32, width)), floats)
+        # Sign, 4 bits of exponent and 3 of fraction; a half has 5 and 10.
+        wide = b.shl(b.sext(x, half), ir.Constant(half, [7] * width))
+        kept = b.and_(wide, ir.Constant(half, [0xBFFF - 0x10000] * width))
+        return b.fpext(b.bitcast(kept, ir.VectorType(ir.HalfType(), width)), floats)
 
     def _splat(self, x: Any) -> Any:
         b, width = self.builder, self.of.width

@@ -253,7 +253,7 @@ def test_bad_prompts_are_named_before_anything_runs(
         ({"max_num_seq": 4}, "max_num_seq: unknown option, did you mean 'max_num_seqs'"),
         ({"num_pages": 1}, "num_pages is 1, must be"),
         ({"dtype": "fp16"}, "dtype: fp16 is not supported: bfloat16 takes as much memory"),
-        ({"dtype": "fp8"}, "dtype is fp8, a run has weights of float32 or bfloat16"),
+        ({"dtype": "fp8"}, "fp8 is a format of weights alone: weight_dtype: fp8"),
         ({"max_model_len": 257}, "max_model_len is 257, the model was made for 256"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least max_num_seqs"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5"),

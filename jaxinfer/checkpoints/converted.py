@@ -187,7 +187,10 @@ def restore(folder: Path, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[
         _check_index(arrays)
         with ocp.Checkpointer(handler) as checkpointer:
             restored: dict[str, jax.Array] = checkpointer.restore(
-                arrays, args=ocp.args.PyTreeRestore(restore_args=arguments)
+                arrays,
+                args=ocp.args.PyTreeRestore(
+                    item=dict(wanted), restore_args=arguments, partial_restore=True
+                ),
             )
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise

@@ -67,12 +67,14 @@ def open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
         if gguf_name == "rope_freqs.weight":  # is in the configuration
             continue
         load, part = tensor.load, gguf_name.split(".")[-2] if "." in gguf_name else ""
+        blocks = tensor.blocks if tensor.dtype == "Q8_0" and len(tensor.shape) == 2 else None
         if kind == "llama" and part in heads:
             load = partial(_load_rotated, load, heads[part])
+            blocks = blocks and partial(_load_rotated, blocks, heads[part])
         if kind == "gemma3" and part.endswith("norm"):
             load = partial(_load_less_one, load)
         name_there = _hugging_face_name(gguf_name, names)
-        tensors[name_there] = LazyTensor(tensor.shape, tensor.dtype, load)
+        tensors[name_there] = LazyTensor(tensor.shape, tensor.dtype, load, blocks)
     return Checkpoint(name, file.path, config, tensors, tokenizer_source=file.metadata)
 
 

@@ -50,6 +50,11 @@ class GGUFTensor:
     dtype: str
     data: np.ndarray
 
+    def blocks(self) -> np.ndarray:
+        """The bytes of each block of a matrix [out, blocks of a row, bytes], as they are stored."""
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.dtype]]
+        return self.data.reshape(-1, self.shape[-1] // block, size)
+
     def load(self) -> np.ndarray:
         """The values as a new float32 array of ``shape``."""
         values: np.ndarray = dequantize(self.data, GGMLQuantizationType[self.dtype])

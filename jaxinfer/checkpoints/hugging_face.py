@@ -1,11 +1,14 @@
 """Hugging Face folders: ``config.json`` and safetensors."""
 
+import json
+import struct
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches numpy, through which safetensors loads, bfloat16)
+import ml_dtypes
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxinfer.checkpoints.open_tensors import Checkpoint, LazyTensor
@@ -14,7 +17,13 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.options.validation import read_json
 
-_SAFETENSORS_TYPES = ("F32", "F16", "BF16")
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "I8": np.dtype(np.int8),
+}
 
 
 def open_folder(path: Path, name: str, weights: bool = True) -> Checkpoint:
@@ -46,7 +55,9 @@ def read_folder_config(folder: Path) -> ModelConfig:
     Raises:
         JaxinferError: a file is missing or no JSON, or as for ``read_gguf_config``.
     """
-    from jaxinfer.models.registry import ARCHITECTURES  # brings JAX
+    # These bring JAX.
+    from jaxinfer.checkpoints.stored_bits import read_stored_bits
+    from jaxinfer.models.registry import ARCHITECTURES
 
     path = folder / "config.json"
     if not path.exists():
@@ -55,8 +66,8 @@ def read_folder_config(folder: Path) -> ModelConfig:
     names = keys.get("architectures")
     if not (isinstance(names, list) and names and names[0] in list(ARCHITECTURES)):
         raise keys.wrong("architectures", names, f"one of: {', '.join(ARCHITECTURES)}")
-    keys.only("quantization_config", None)
-    config = ARCHITECTURES[names[0]].read_config(keys)
+    stored_bits = read_stored_bits(keys)
+    config = replace(ARCHITECTURES[names[0]].read_config(keys), stored_bits=stored_bits)
     more_path = folder / "generation_config.json"
     more = Keys(more_path, read_json(more_path) if more_path.exists() else {})
     ends = dict.fromkeys([*config.eos_token_ids, *more.tokens("eos_token_id")])
@@ -104,14 +115,31 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
         raise JaxinferError(f"{path}: damaged or truncated: {one_line(error)}") from None
     except OSError as error:
         raise JaxinferError(f"{path}: cannot read the file: {one_line(error)}") from None
+    content = _Content(path)
     tensors = {}
     for name in file.keys():  # noqa: SIM118  (not a mapping)
         view = file.get_slice(name)
-        if view.get_dtype() not in _SAFETENSORS_TYPES:
+        if view.get_dtype() not in _DTYPES:
             raise JaxinferError(
                 f"{path}: tensor {name!r} has type {view.get_dtype()}, "
-                f"must be one of: {', '.join(_SAFETENSORS_TYPES)}"
+                f"must be one of: {', '.join(_DTYPES)}"
             )
-        load = partial(file.get_tensor, name)
-        tensors[name] = LazyTensor(tuple(view.get_shape()), view.get_dtype(), load)
+        shape = tuple(view.get_shape())
+        tensors[name] = LazyTensor(shape, view.get_dtype(), partial(content.view, name))
     return tensors
+
+
+class _Content:
+    """A safetensors file in memory as it lies on disk; safetensors' own tensors are copies."""
+
+    def __init__(self, path: Path) -> None:
+        self._bytes = np.memmap(path, np.uint8, "r")
+        (length,) = struct.unpack("<Q", self._bytes[:8].tobytes())
+        self._start = 8 + length
+        self._header = json.loads(self._bytes[8 : self._start].tobytes())
+
+    def view(self, name: str) -> np.ndarray:
+        """A tensor, read-only."""
+        begin, end = (self._start + at for at in self._header[name]["data_offsets"])
+        dtype, shape = _DTYPES[self._header[name]["dtype"]], self._header[name]["shape"]
+        return np.asarray(self._bytes)[begin:end].view(dtype).reshape(shape)

@@ -33,7 +33,7 @@ def small_checkpoint() -> Checkpoint:
 def _tensors(config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
     specs = ARCHITECTURES[config.architecture].hf_weights(config).values()
     for spec in specs:
-        for name in (spec.names,) if isinstance(spec.names, str) else spec.names:
+        for name in spec.tensors:
             yield name, LazyTensor(spec.shape, "F32", partial(_draw, name, spec.shape))
 
 

@@ -233,6 +233,8 @@ def _result_options(options: EngineOptions) -> dict[str, Any]:
     found = {name: getattr(options, name) for name in RESULT_OPTIONS}
     if options.load_format != "auto":
         found["load_format"] = options.load_format
+    if options.weight_dtype != "auto":
+        found["weight_dtype"] = options.weight_dtype
     if options.kv_cache_dtype != "auto":
         # A page shares its scales.
         found |= {name: getattr(options, name) for name in ("kv_cache_dtype", "page_size")}

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, name_of_device
 from jaxinfer.report.comparison import new_folder
 from jaxinfer.report.progress import LoadProgress
@@ -58,6 +59,12 @@ def profile_operators(
     most = group.model_copy(update={"devices": max(degrees), "tensor_parallel_size": None})
     count_cpu_devices([cluster.model_copy(update={"groups": {place: most}})])
     checkpoint = open_checkpoint(name, "dummy")
+    if instance.weight_dtype != "auto" or checkpoint.config.stored_bits:
+        found_bits = checkpoint.config.stored_bits or instance.weight_dtype
+        raise JaxinferError(
+            f"weights are of {found_bits}: tables have times of weights of 16 or 32 bits, leave "
+            "weight_dtype auto and take a checkpoint without scales"
+        )
     depths = choose_depths(checkpoint.config, layers)
     new_folder(out)
     found: list[Degree] = []

@@ -1,7 +1,7 @@
 """The options of one engine, for ``LLM``, run files and instances alike."""
 
 import warnings
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
 from jaxinfer.serving.policies import PolicyOptions
+
+# Requests and tokens of a step on a GPU where none are given.
+GPU_SEQS, GPU_TOKENS = 256, 8192
 
 
 def engine_named(name: object) -> dict[str, Any]:
@@ -32,8 +35,9 @@ class EngineOptions(Options):
             Then ``config.json`` alone will do to measure speed; without a tokenizer, prompts are
             ``prompt_token_ids``.
         dtype: Format of weights and computation; ``auto`` is float32 on CPU and bfloat16 on GPU.
-            ``int8`` and ``fp8`` are weights of 8 bits beside a computation in bfloat16, of a
-            modelled GPU only.
+        weight_dtype: Format of linear layers' weights; ``auto`` is that of the checkpoint where it
+            has 8 bits, else ``dtype``. ``int8`` and ``fp8`` have a scale per output channel, and
+            are multiplied in ``dtype``; embeddings, heads, norms and biases stay in it.
         kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``, ``int8`` and ``fp8`` halve
             it. Both keep a scale per page and head; fp8 is e4m3, on GPUs from sm_89 on.
         tensor_parallel_size: Devices that share each layer.
@@ -45,10 +49,11 @@ class EngineOptions(Options):
         num_pages: Pages of the KV pool, one padding page included; by default as many as
             ``memory_fraction`` allows and as could be of use.
         memory_fraction: Share of a GPU's memory for weights and KV (default 0.9), or of a CPU's
-            free memory for KV (0.2). A GPU's memory is what JAX may take: 75 % of it, unless
-            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
-        max_num_seqs: Requests that run at once, at most.
-        max_num_batched_tokens: Tokens computed in one step, at most.
+            free memory for KV (0.2). A GPU's memory is what JAX may take: 95 % of what is free,
+            unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
+        max_num_seqs: Requests that run at once, at most; 256 by default where a run has GPUs.
+        max_num_batched_tokens: Tokens computed in one step, at most; 8,192 by default where a run
+            has GPUs.
         token_buckets: Token counts for which steps with prefill are compiled; a step costs as much
             as its bucket. The largest is ``max_num_batched_tokens``; by default down to 64, each a
             quarter of the next.
@@ -79,7 +84,8 @@ class EngineOptions(Options):
 
     like: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    weight_dtype: Literal["auto", "int8", "fp8"] = "auto"
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
     layout: str | None = None
@@ -142,7 +148,9 @@ class EngineOptions(Options):
 
     @field_validator("dtype", mode="before")
     @classmethod
-    def _no_half(cls, value: object) -> object:
+    def _wide(cls, value: object) -> object:
+        if value in ("int8", "fp8"):
+            raise ValueError(f"{value} is a format of weights alone: weight_dtype: {value}")
         if value in ("float16", "fp16", "half"):
             raise ValueError(
                 f"{value} is not supported: bfloat16 takes as much memory, float32 is exact"
@@ -161,6 +169,20 @@ class EngineOptions(Options):
     def num_stages(self) -> int:
         """Pipeline stages: as many steps at once share the running requests."""
         return 1
+
+    def on_gpu(self) -> Self:
+        """The same with a GPU's sizes of steps where none are given, as far as others allow them.
+
+        A modelled GPU has the sizes that are given, or those of a CPU.
+        """
+        given, buckets = self.model_fields_set, self.token_buckets
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if "max_num_batched_tokens" not in given and buckets is None:
+            tokens = max(GPU_TOKENS, seqs)
+        if "max_num_seqs" not in given:
+            least = buckets[0] if buckets else tokens
+            seqs = min(GPU_SEQS, self.num_stages * tokens, least)
+        return self.model_copy(update={"max_num_batched_tokens": tokens, "max_num_seqs": seqs})
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse combinations that cannot work."""

@@ -165,9 +165,8 @@ def _stages(
     options: SimulateOptions,
     path: _PathOf,
 ) -> list[SiteStage]:
-    if instance.dtype not in WEIGHT_SIZES:
-        known = ", ".join(WEIGHT_SIZES)
-        raise OptionError(f"dtype is {instance.dtype}, modelled weights are one of: {known}")
+    if instance.dtype == "float32":
+        raise OptionError("dtype is float32, must be auto or bfloat16: others are not modelled")
     own = [groups[place.group] for place in instance.places]
     parts, last = _parts(instance, model, own), len(own) - 1
     found = []
@@ -206,7 +205,7 @@ def _parts(
     layers = count_layers(total, instance.places, lambda number: speeds[number])
     if instance.segments > min(layers):
         raise OptionError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
-    sizes = WEIGHT_SIZES[instance.dtype], KV_SIZES[instance.kv_cache_dtype]
+    sizes = WEIGHT_SIZES[instance.weight_dtype], KV_SIZES[instance.kv_cache_dtype]
     limits = StepLimits(
         max_num_seqs=instance.max_num_seqs,
         max_num_batched_tokens=instance.max_num_batched_tokens,

@@ -6,9 +6,11 @@ from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.sharding.costs import LayoutFlow
 from jaxinfer.steps.shapes import StepLimits
 
-# Bytes of a number that is stored, by its option's value.
-WEIGHT_SIZES = {"auto": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
+# Bytes of a number that is stored, by its option's value: those of layers' weights, and of KV.
+WEIGHT_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
 KV_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
+# Of the embedding's and the head's numbers.
+TABLE_SIZE = 2
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class StagePart:
         kind: the GPU's name; ``devices``: how many share each layer.
         layers: number of layers; ``share``: their share of the model's.
         first, last: with the embedding, with the head.
-        weight_size, kv_size: bytes of a weight, and of a KV entry's number.
+        weight_size, kv_size: bytes of a layer's weight, and of a KV entry's number.
         limits: sizes to which an engine pads the instance's steps; None where not known.
         flow: what each layer does under its layout; without one, the devices have equal parts of
             all weights and of KV.
@@ -41,10 +43,11 @@ class StagePart:
     @property
     def weight_bytes(self) -> float:
         """Weights on one of the devices."""
-        if self.flow:
-            return self.flow.parameters(self.layers, self.first, self.last) * self.weight_size
-        parameters = self.model.parameters(self.layers, self.first, self.last)
-        return parameters / self.devices * self.weight_size
+        of: LayoutFlow | ModelShape = self.flow or self.model
+        layers = of.parameters(self.layers, False, False)
+        tables = of.parameters(self.layers, self.first, self.last) - layers
+        held = layers * self.weight_size + tables * TABLE_SIZE
+        return held if self.flow else held / self.devices
 
     @property
     def kv_ways(self) -> float:

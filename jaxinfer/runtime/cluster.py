@@ -5,14 +5,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import jax
-import numpy as np
-
-from jaxinfer.checkpoints.converted import Shapes, restore
-from jaxinfer.checkpoints.open_tensors import Checkpoint, load_weights
+from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig, TransportChoice, instance_options
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.kv_endpoint import KVProcess, ThisProcess
 from jaxinfer.runtime.kv.kv_messages import TransportName
@@ -23,9 +18,9 @@ from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.devices import device_name
-from jaxinfer.runtime.stage.random_weights import random_parameters
+from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.stage import Stage
-from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan, parameter_shapes
+from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan, weight_dtype_name
 from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.half_batches import by_fits, choice
@@ -178,6 +173,7 @@ class Cluster:
                         "devices": [device_name(device) for device in plan.devices],
                         "layers": plan.layers.stop - plan.layers.start,
                         "dtype": plan.dtype.name,
+                        "weight_dtype": weight_dtype_name(plan),
                         "kv_dtype": plan.kv_dtype.name,
                         "kernels": plan.config.kernels,
                         "num_pages": plan.num_pages,
@@ -348,51 +344,3 @@ def connect(
                 groups = source.groups[i], dest.groups[j]
                 pairs.append(StagePair.between(ours, theirs, i, j, groups, config.link(*groups)))
     return Channel((source.name, dest.name), sides, pairs, verify, transports)
-
-
-def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[Parameters]:
-    """The weights of several stages on their devices, in the plans' dtypes; padding is zero.
-
-    Raises:
-        JaxinferError: the tensors do not fit the architecture, or are damaged.
-    """
-    if plans[0].options.load_format == "dummy":
-        return random_parameters(checkpoint.config, plans)
-    if checkpoint.converted is not None:
-        return [_restore(checkpoint, checkpoint.converted, plan) for plan in plans]
-    architecture = ARCHITECTURES[checkpoint.config.architecture]
-
-    def place(path: str, array: np.ndarray) -> list[jax.Array | None]:
-        # Segments of one stage share a tied embedding.
-        wanted = [plan.parameters.get(path) for plan in plans]
-        placed = {to: _put(array, to) for to in wanted}
-        return [placed[to] for to in wanted]
-
-    loaded = load_weights(checkpoint, architecture.hf_weights(checkpoint.config), place)
-    states = []
-    for number, plan in enumerate(plans):
-        leaves = {
-            path: arrays[number] for path, arrays in loaded.items() if arrays[number] is not None
-        }
-        assert leaves.keys() == plan.parameters.keys(), leaves.keys() ^ plan.parameters.keys()
-        states.append(plan.state(leaves))
-    return states
-
-
-def _put(array: np.ndarray, to: jax.ShapeDtypeStruct | None) -> jax.Array | None:
-    if to is None:
-        return None
-    grown = np.pad(array, [(0, n - old) for n, old in zip(to.shape, array.shape, strict=True)])
-    return jax.device_put(np.ascontiguousarray(grown).astype(to.dtype), to.sharding)
-
-
-def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan) -> Parameters:
-    """Restore a converted checkpoint; refuse it if a parameter would silently be padded or cut."""
-    wanted = parameter_shapes(checkpoint.config)
-    for path in sorted(wanted.keys() | stored.keys()):
-        if stored.get(path) != wanted.get(path):
-            raise JaxinferError(
-                f"{checkpoint.path}: parameter {path} has shape {stored.get(path)}, the "
-                f"configuration wants {wanted.get(path)}; convert the model again"
-            )
-    return plan.state(restore(checkpoint.path, plan.parameters))

@@ -54,12 +54,15 @@ def _memory(plan: StagePlan) -> Table:
     table.add_row("weights per device", mib(weight_bytes_per_device(plan)))
     table.add_row(f"weights, {on}", mib(plan.weight_bytes))
     table.add_row(f"KV pages, {on}", mib(plan.kv_bytes))
-    table.add_row(f"free, {on}", mib(plan.memory_bytes))
+    free = "not known" if plan.memory_bytes is None else mib(plan.memory_bytes)
+    table.add_row(f"free, {on}", free)
     table.add_row("KV pages", f"{pages:,} of {size} tokens, {pages * size:,} tokens")
     for place in plan.attention:
         pages = place.num_pages - 1
         what = f"{pages:,} of {size} tokens, {pages * size:,} tokens, {mib(place.kv_bytes)}"
         table.add_row(f"KV pages of {place.group}, a {place.device.device_kind}", what)
+    step = f"{plan.limits.max_num_batched_tokens:,} tokens of {plan.limits.max_num_seqs:,} requests"
+    table.add_row("largest step", step)
     table.add_row("longest request", f"{longest_request(plan):,} tokens")
     return table
 

@@ -159,7 +159,8 @@ class LayoutCosts:
     Args:
         links: of each axis of the mesh.
         flops, bandwidth: shares of the card's peaks that kernels reach.
-        weight_size, kv_size: bytes of a weight, and of a KV entry's number.
+        weight_size, kv_size: bytes of a weight, and of a KV entry's number; ``table_size``: of
+            the embedding's and the head's, by default as of other weights.
     """
 
     def __init__(
@@ -172,18 +173,21 @@ class LayoutCosts:
         itemsize: int = ITEMSIZE,
         weight_size: float = ITEMSIZE,
         kv_size: float = ITEMSIZE,
+        table_size: float | None = None,
     ) -> None:
         self.flow, self._links = flow, links
+        self._table_size = table_size or weight_size
         self._per_flop = 1 / (gpu.bf16_tflops * 1e12 * flops)
         self._per_byte = 1 / (gpu.memory_gb_s * 1e9 * bandwidth)
         self._itemsize, self._weight_size, self._kv_size = itemsize, weight_size, kv_size
         E, k = flow.model.num_experts, flow.model.num_experts_per_tok
         self._share = k / E if E else 1.0
-        self._layer = self._coefficients(flow.layer.products, flow.layer.collectives)
-        self._head = self._coefficients(flow.head.products, flow.head.collectives)
+        layer, head = flow.layer, flow.head
+        self._layer = self._coefficients(layer.products, layer.collectives, weight_size)
+        self._head = self._coefficients(head.products, head.collectives, self._table_size)
 
     def _coefficients(
-        self, products: Sequence[Product], collectives: Sequence[Collective]
+        self, products: Sequence[Product], collectives: Sequence[Collective], size: float
     ) -> tuple[list[tuple[float, float, float, float]], float, float]:
         """Kernels by seconds, and those of links per token and per step.
 
@@ -198,7 +202,7 @@ class LayoutCosts:
             kernels.append(
                 (
                     sum(each.flops for each in parts) * share * self._per_flop,
-                    sum(each.weights for each in parts) * self._weight_size * self._per_byte,
+                    sum(each.weights for each in parts) * size * self._per_byte,
                     activations * share * self._itemsize * self._per_byte,
                     parts[0].rows if parts[0].experts else 0.0,
                 )
@@ -211,14 +215,16 @@ class LayoutCosts:
                 share = self._share if {*"TEF"} <= {*each.letters} else 1.0
                 token_s += sent_s * share * self._itemsize
             else:
-                step_s += sent_s * self._weight_size
+                step_s += sent_s * size
         return kernels, token_s, step_s
 
     @property
     def weight_bytes(self) -> float:
         """Bytes of weights on one device; of norms and biases there are few."""
         layers = self.flow.model.num_hidden_layers
-        return self.flow.parameters(layers, True, True) * self._weight_size
+        held = self.flow.parameters(layers, False, False)
+        tables = self.flow.parameters(layers, True, True) - held
+        return held * self._weight_size + tables * self._table_size
 
     @property
     def kv_bytes(self) -> float:

@@ -28,7 +28,7 @@ from jaxinfer.commands.app import cli
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.convert import convert
 from jaxinfer.models.llama import hf_weights
-from jaxinfer.runtime.cluster import load_parameters
+from jaxinfer.runtime.stage.load_weights import load_parameters
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ARCHITECTURES = Path(__file__).parents[1] / "data" / "architectures"

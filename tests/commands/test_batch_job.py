@@ -145,6 +145,7 @@ def test_another_instance_is_another_job(
         ({"seed": 5, "dtype": "bfloat16", "max_model_len": 77}, {}),
         ({"load_format": "dummy"}, {"load_format": "dummy"}),
         ({"kv_cache_dtype": "int8", "page_size": 8}, {"kv_cache_dtype": "int8", "page_size": 8}),
+        ({"weight_dtype": "fp8"}, {"weight_dtype": "fp8"}),
     ],
 )
 def test_what_a_job_is_known_by(

@@ -22,9 +22,9 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.pallas_kernels.choice import Kernels
-from jaxinfer.runtime.cluster import load_parameters
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate
+from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.step import ready
 
 DATA = Path(__file__).parents[1] / "data" / "architectures"

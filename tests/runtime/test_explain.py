@@ -76,8 +76,8 @@ def test_bytes_are_those_of_the_arrays_that_are_loaded(
 
 
 def test_no_weight_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_tensors, "load_weights", None)
-    monkeypatch.setattr("jaxinfer.runtime.cluster.load_weights", None)
+    monkeypatch.setattr(open_tensors, "read_tensors", None)
+    monkeypatch.setattr("jaxinfer.runtime.stage.load_weights.read_tensors", None)
     arguments = ["explain", "--model", str(tiny_folder)]
     for name, value in (TINY | {"tensor_parallel_size": 2}).items():
         arguments += ["--set", f"engine.{name}={value}"]

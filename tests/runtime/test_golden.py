@@ -22,7 +22,8 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.request import Sampling, SamplingParams
-from jaxinfer.runtime.cluster import Engine, load_cluster, load_parameters
+from jaxinfer.runtime.cluster import Engine, load_cluster
+from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards

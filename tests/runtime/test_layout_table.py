@@ -61,6 +61,7 @@ def test_a_plan() -> None:
         ("KV pages, of the host", "0.5 MiB"),
         ("free, of the host", "2,000.0 MiB"),
         ("KV pages", "1,000 of 16 tokens, 16,000 tokens"),
+        ("largest step", "512 tokens of 64 requests"),
         ("longest request", "16,001 tokens"),
     ]
     assert steps.title == "Steps: 5 shapes and 3 samplers to compile"

@@ -331,7 +331,7 @@ class Modelled:
 
     def _sizes(self, role: GroupRole) -> tuple[int, int]:
         engine = self.engines[role]
-        return WEIGHT_SIZES[engine.dtype], KV_SIZES[engine.kv_cache_dtype]
+        return WEIGHT_SIZES[engine.weight_dtype], KV_SIZES[engine.kv_cache_dtype]
 
     def _part(self, role: GroupRole, end: End, layers: int) -> StagePart:
         type_, tp, first, last = end

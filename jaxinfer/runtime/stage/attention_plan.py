@@ -82,7 +82,7 @@ def _plan(
     mesh = Mesh(np.array([device]), (DEFAULT_AXIS,))
     pages = abstract_pages(held, plan.layers, 1, options.page_size, plan.kv_dtype, mesh)
     size = num_pages * memory_of(jax.tree.leaves(pages))
-    if size > (free := free_memory(device, taken)):
+    if (free := free_memory(device, taken)) is not None and size > free:
         raise JaxinferError(
             f"num_pages {num_pages} of {options.page_size} tokens takes {size / 2**30:.3f} GiB; "
             f"{free / 2**30:.1f} GiB are free"

@@ -35,6 +35,8 @@ def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[St
     taken = 0
     for name, instance in config.instances.items():
         try:
+            if any(groups[stage.group][0].platform == "gpu" for stage in instance.places):
+                instance = instance.on_gpu()
             plans[name] = list(_plan_stages(model, config, instance, groups, free, taken))
             taken += _host_bytes(plans[name])
         except JaxinferError as error:

@@ -10,6 +10,7 @@ import jax
 
 from jaxinfer.config.cluster import ClusterConfig, GroupConfig
 from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.stage.gpu_memory import share_chosen
 
 CACHE_FOLDER = Path("~/.cache/jaxinfer/compiled")
 
@@ -33,6 +34,8 @@ def open_groups(groups: Mapping[str, GroupConfig]) -> dict[str, list[jax.Device]
         JaxinferError: there are fewer, or none of the kind, or one is to play a slower GPU.
     """
     _count(groups)
+    with share_chosen():
+        jax.devices()
     taken: set[jax.Device] = set()
     opened = {}
     for name, group in groups.items():

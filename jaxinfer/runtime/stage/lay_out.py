@@ -1,11 +1,14 @@
-"""A model and its steps as a layout makes them, on the mesh of one stage."""
+"""A model and its steps as a layout makes them, on the mesh of one stage; formats of weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+import jax.numpy as jnp
+
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.config import EightBits, ModelConfig
+from jaxinfer.models.eight_bits import is_scale, scale_path
 from jaxinfer.models.layout_checks import check_divides, check_names, check_on_mesh
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS, Layout, most_ways
@@ -14,6 +17,8 @@ from jaxinfer.steps.shapes import StepLimits
 
 # Rows whose logits are in memory at once where all prompt positions are reported on.
 BLOCK_ROWS = 64
+# Formats of 8 bits, of weights and of KV, by their options' values.
+DTYPES_OF_8_BITS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 # What a stage with attention groups has, besides any rules of parameters.
 _ANY_RULES = replace(LAYOUTS["megatron"], parameters=())
 
@@ -58,3 +63,33 @@ def _multiple(options: EngineOptions, axes: Mapping[str, int], layout: Layout) -
     for rows in (*buckets, BLOCK_ROWS):
         check_divides("S", "logits", rows, pieces)
     return multiple
+
+
+def with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> ModelConfig:
+    """The config with its linear weights' format, where that has 8 bits.
+
+    Raises:
+        JaxinferError: the checkpoint has another format of 8 bits, or experts.
+    """
+    wanted, there = options.weight_dtype, config.stored_bits
+    stored = there if wanted == "auto" else DTYPES_OF_8_BITS[wanted].name
+    if stored is None:
+        return config
+    if there not in (None, stored):
+        raise JaxinferError(f"weight_dtype is {wanted}, the checkpoint has {there}: leave it auto")
+    if config.num_experts:
+        raise JaxinferError(
+            f"weights are of {stored}, must be of 16 or 32 bits: those of a mixture's experts "
+            "have no products of 8 bits"
+        )
+    return replace(config, eight_bits=EightBits(stored, dtype.name))
+
+
+def dtype_of(path: str, ndim: int, config: ModelConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of a parameter, where ``dtype`` is that of what is not kept in 8 bits."""
+    # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
+    if ndim == 1 or is_scale(path):
+        return jnp.dtype("float32")
+    if config.eight_bits and scale_path(path):
+        return jnp.dtype(config.eight_bits.stored)
+    return dtype

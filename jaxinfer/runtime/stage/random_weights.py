@@ -1,14 +1,15 @@
 """Random weights, drawn where they are to lie: speed can be measured without a checkpoint."""
 
 import hashlib
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.runtime.stage.goal import Goal, parameters_of
 from jaxinfer.runtime.stage.stage_plan import StagePlan, parameter_shapes
 from jaxinfer.runtime.stage.step import Parameters
 
@@ -27,18 +28,16 @@ def random_parameters(config: ModelConfig, plans: Sequence[StagePlan]) -> list[P
     shapes = parameter_shapes(config)
     program = cache(_program)  # Layers are alike.
     # Segments of one stage share a tied embedding.
-    drawn: dict[tuple[str, jax.ShapeDtypeStruct], jax.Array] = {}
-    states = []
-    for plan in plans:
-        leaves = {}
-        for path, to in plan.parameters.items():
-            if (path, to) not in drawn:
-                is_scale = path.rpartition(".")[2].startswith("scale_")
-                draw = program(shapes[path], to, is_scale)
-                drawn[path, to] = draw(_key_data(plan.options.seed, path))
-            leaves[path] = drawn[path, to]
-        states.append(plan.state(leaves))
-    return states
+    drawn: dict[tuple[str, Goal], tuple[jax.Array, ...]] = {}
+
+    def found(path: str, goal: Goal, seed: int) -> tuple[jax.Array, ...]:
+        if (path, goal) not in drawn:
+            is_scale = path.rpartition(".")[2].startswith("scale_")
+            draw = program(shapes[path], goal, is_scale)
+            drawn[path, goal] = draw(_key_data(seed, path))
+        return drawn[path, goal]
+
+    return [parameters_of(plan, partial(found, seed=plan.options.seed)) for plan in plans]
 
 
 def _key_data(seed: int, path: str) -> np.ndarray:
@@ -47,14 +46,13 @@ def _key_data(seed: int, path: str) -> np.ndarray:
 
 
 def _program(
-    shape: tuple[int, ...], to: jax.ShapeDtypeStruct, is_scale: bool
-) -> jax.stages.Wrapped:
+    shape: tuple[int, ...], goal: Goal, is_scale: bool
+) -> Callable[[np.ndarray], tuple[jax.Array, ...]]:
     """Each device draws its own shard; the values are the same for any sharding."""
 
-    def draw(key_data: jax.Array) -> jax.Array:
+    def draw(key_data: jax.Array) -> tuple[jax.Array, ...]:
         key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
         x = jnp.ones(shape) if is_scale else _SCALE * jax.random.normal(key, shape)
-        grown = jnp.pad(x, [(0, n - old) for n, old in zip(to.shape, shape, strict=True)])
-        return grown.astype(to.dtype)
+        return goal.made_of(x, jnp)
 
-    return jax.jit(draw, out_shardings=to.sharding)
+    return jax.jit(draw, out_shardings=goal.shardings)

@@ -21,10 +21,8 @@ from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, memory_of
-from jaxinfer.runtime.stage.lay_out import lay_out
+from jaxinfer.runtime.stage.lay_out import DTYPES_OF_8_BITS, dtype_of, lay_out, with_bits
 from jaxinfer.steps.shapes import StepLimits
-
-KV_DTYPES = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
 
 
 class Device(Protocol):
@@ -75,7 +73,8 @@ class StageFacts:
             counted as if all of them lay here.
         max_model_len: prompt and output tokens of one request at most.
         weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
-        memory_bytes: what of that memory was free when the plan was made.
+        memory_bytes: what of that memory was free when the plan was made; None where the device
+            does not say.
         axes: sizes of the mesh's axes.
         attention: devices besides where KV heads may lie.
     """
@@ -91,7 +90,7 @@ class StageFacts:
     max_model_len: int
     weight_bytes: int
     kv_bytes: int
-    memory_bytes: int
+    memory_bytes: int | None
     devices: Sequence[Device]
     axes: Mapping[str, int] = field(kw_only=True)
     attention: Sequence[AttentionPlan] = field(default=(), kw_only=True)
@@ -186,7 +185,8 @@ def make_plan(
     axes = axes or {DEFAULT_AXIS: len(devices)}
     mesh = Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
     dtype = choose_dtype(options, devices[0])
-    kv_dtype = KV_DTYPES.get(options.kv_cache_dtype, dtype)
+    config = with_bits(config, options, dtype)
+    kv_dtype = DTYPES_OF_8_BITS.get(options.kv_cache_dtype, dtype)
     kernels = choose_kernels(
         options.kernels,
         devices[0],
@@ -213,6 +213,10 @@ def make_plan(
     each = memory_of(jax.tree.leaves(page))
     fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
     free, budget = _memory(devices[0], fraction, weights, taken)
+    if free is None and not options.num_pages:
+        raise JaxinferError(
+            f"{devices[0].device_kind} does not say how much memory it has: set num_pages"
+        )
     useful = limits.max_pages * options.max_num_seqs + 1
     heads = wide.num_key_value_heads // ways(wide.layout.kv.get("K", ()), axes)
     addressed = _addressable(wide, kv_dtype, options.page_size, heads)
@@ -222,7 +226,7 @@ def make_plan(
             f"num_pages is {num_pages}, kernels {kernels} address {addressed} pages of "
             f"{options.page_size} tokens in 8 bits"
         )
-    if num_pages < 2 or weights + num_pages * each > free:
+    if free is not None and (num_pages < 2 or weights + num_pages * each > free):
         what = f"num_pages {num_pages} of {options.page_size} tokens takes"
         if not options.num_pages:
             what = f"memory_fraction {fraction} leaves room for {max(num_pages, 0)} KV pages of"
@@ -248,18 +252,15 @@ def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, heads
 
 
 def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
-    """Choose the type of weights, and of the KV cache unless ``kv_cache_dtype`` says otherwise.
-
-    Raises:
-        JaxinferError: weights of 8 bits, which are modelled only.
-    """
-    if options.dtype in KV_DTYPES:
-        raise JaxinferError(
-            f"dtype is {options.dtype}, a run has weights of float32 or bfloat16: weights of 8 "
-            "bits are for simulate"
-        )
+    """Choose the type of weights and KV cache, unless they have types of their own."""
     automatic = "float32" if device.platform == "cpu" else "bfloat16"
     return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
+
+
+def weight_dtype_name(plan: StageFacts) -> str:
+    """The name of the dtype that linear layers' weights are kept in."""
+    bits = plan.config.eight_bits
+    return bits.stored if bits else plan.dtype.name
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -285,8 +286,7 @@ def _parameters(
     graphdef, abstract = _abstract_model(config, layers)
     parameters = {}
     for path, array in abstract.items():
-        # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
-        kind = jnp.dtype("float32") if array.ndim == 1 else dtype
+        kind = dtype_of(path, array.ndim, config, dtype)
         try:
             sharding = shard(path, array.shape, mesh, config.layout)
         except JaxinferError as error:
@@ -305,17 +305,24 @@ def _abstract_model(
     }
 
 
-def free_memory(device: jax.Device, taken: int) -> int:
-    """Bytes that can be taken of a device's memory, or of the host's where ``taken`` are."""
+def free_memory(device: jax.Device, taken: int) -> int | None:
+    """Bytes that can be taken of a device's memory, or of the host's where ``taken`` are.
+
+    None of a device that does not say.
+    """
     if device.platform == "cpu":
         return available_memory() - taken
     stats = device.memory_stats()
-    return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    return int(stats["bytes_limit"] - stats["bytes_in_use"]) if stats else None
 
 
-def _memory(device: jax.Device, fraction: float, weights: int, taken: int) -> tuple[int, int]:
+def _memory(
+    device: jax.Device, fraction: float, weights: int, taken: int
+) -> tuple[int | None, int]:
     """Free bytes of the memory, and how many of them pages may take beside the weights."""
     free = free_memory(device, taken)
+    if free is None:
+        return None, 0
     if device.platform == "cpu":
         # Shared with the rest of the machine: a share of what is left, the weights apart.
         return free, math.floor(min(free * fraction, free - weights))

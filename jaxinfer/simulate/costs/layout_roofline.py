@@ -3,7 +3,7 @@
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
-from jaxinfer.config.stage_part import StagePart
+from jaxinfer.config.stage_part import TABLE_SIZE, StagePart
 from jaxinfer.serving.batch import Work
 from jaxinfer.sharding.costs import LayoutCosts, Seconds, stated_links
 
@@ -39,6 +39,7 @@ class LayoutStage:
             costs.bandwidth,
             weight_size=part.weight_size,
             kv_size=part.kv_size,
+            table_size=TABLE_SIZE,
         )
         return cls(made, part.layers, part.last, costs.step_s, costs.sequence_s)
 

@@ -37,8 +37,8 @@ class RooflineStage:
 
     Args:
         layers: how many; ``last``: with the head.
-        itemsize: bytes of a number of hidden states; ``weight_size`` and ``kv_size``, of a weight
-            and of a KV entry's, are by default the same.
+        itemsize: bytes of a number of hidden states and of the head; ``weight_size`` and
+            ``kv_size``, of a layer's weight and of a KV entry's, are by default the same.
         link_gb_s: of the all-reduces, each way; ``all_reduce_s``: seconds of each besides.
     """
 
@@ -63,11 +63,11 @@ class RooflineStage:
         D, H = model.hidden_size, model.head_size
         N, K, F = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
 
-        def product(parameters: int, numbers: int) -> _Product:
+        def product(parameters: int, numbers: int, size: int | None = weight_size) -> _Product:
             """A matrix product: seconds per token by FLOPs; of the weights, per token by bytes."""
             return (
                 2 * parameters * self._per_flop,
-                parameters * (weight_size or itemsize) * self._per_byte,
+                parameters * (size or itemsize) * self._per_byte,
                 numbers * itemsize * self._per_byte,
             )
 
@@ -79,7 +79,7 @@ class RooflineStage:
         if not model.num_experts:
             self._products += mlp
         V = model.vocab_size
-        self._head = product(D * V, D + V) if last else None
+        self._head = product(D * V, D + V, itemsize) if last else None
         self._kv_bytes = model.kv_bytes(1, kv_size or itemsize)
         self._attention_flops = 4 * N * H
         # Two all-reduces of the hidden states in each layer, as rings.

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
 from jaxinfer.pallas_kernels.choice import keys_by_token
-from jaxinfer.runtime.cluster import Engine, load_parameters
+from jaxinfer.runtime.cluster import Engine
 from jaxinfer.runtime.explain import longest_request
 from jaxinfer.runtime.spread.slice_move import SliceMoves
 from jaxinfer.runtime.spread.spread_inputs import HalvedInputs
@@ -26,6 +26,7 @@ from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.spread.spread_step import Cut
 from jaxinfer.runtime.stage import attention_plan
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
+from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.step import Key

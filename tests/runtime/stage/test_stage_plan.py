@@ -8,13 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from scenarios import examples
 
 from jaxinfer import JaxinferError
+from jaxinfer.config.cluster import one_engine
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.stage import Layers
-from jaxinfer.runtime.stage import kv_cache
+from jaxinfer.runtime.stage import cluster_plan, kv_cache
 from jaxinfer.runtime.stage import stage_plan as plans
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate, available_memory, memory_of
 from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
@@ -35,9 +39,9 @@ PAGE = 4 * 2 * 2 * 2 * 8 * 16
 def planned(
     taken: int = 0, devices: int = 1, config: ModelConfig = MODEL, **options: Any
 ) -> StagePlan:
-    given = EngineOptions(**{"page_size": 16, "max_num_seqs": 4} | options)
+    asked = EngineOptions(**{"page_size": 16, "max_num_seqs": 4} | options)
     layers = Layers(0, config.num_hidden_layers, config.num_hidden_layers)
-    return make_plan(config, given, jax.devices()[:devices], layers, taken)
+    return make_plan(config, asked, jax.devices()[:devices], layers, taken)
 
 
 @pytest.fixture
@@ -99,9 +103,11 @@ def test_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"bytes_limit": 1000, "bytes_in_use": 100}
     gpu: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
     assert plans._memory(gpu, 0.75, 50, taken=10**9) == (900, 750 - 100 - 50)
-    given: list[float] = []
+    fractions: list[float] = []
     monkeypatch.setattr(
-        plans, "_memory", lambda device, fraction, *args: given.append(fraction) or (2**40, 2**40)
+        plans,
+        "_memory",
+        lambda device, fraction, *args: fractions.append(fraction) or (2**40, 2**40),
     )
     planned()
     planned(memory_fraction=0.3)
@@ -110,7 +116,58 @@ def test_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "Mesh", lambda *args: Mesh(np.array(jax.devices()[:1]), ("tp",)))
     layers = Layers(0, 2, 2)
     make_plan(MODEL, EngineOptions(page_size=16), [device], layers, 0)
-    assert given == [0.2, 0.3, 0.9]
+    assert fractions == [0.2, 0.3, 0.9]
+
+
+def test_a_device_that_does_not_say_what_memory_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "free_memory", lambda device, taken: None)
+    with pytest.raises(JaxinferError, match="cpu does not say how much memory it has: set num_pa"):
+        planned()
+    plan = planned(num_pages=5)
+    assert plan.num_pages == 5
+    assert plan.memory_bytes is None
+    gpu: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
+    monkeypatch.undo()
+    assert plans.free_memory(gpu, 0) is None
+
+
+def test_a_gpus_sizes_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none are given; on a CPU they are as they were."""
+    sizes = []
+
+    def plan_stages(model: ModelConfig, config: Any, instance: Any, *rest: Any) -> list[Any]:
+        sizes.append((instance.max_num_seqs, instance.max_num_batched_tokens))
+        return []
+
+    device: Any = SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(cluster_plan, "_plan_stages", plan_stages)
+    monkeypatch.setattr(cluster_plan, "open_groups", lambda groups: {"engine": [device]})
+    for platform in ("gpu", "cpu"):
+        device.platform = platform
+        for options in ({}, {"max_num_seqs": 32}, {"max_num_batched_tokens": 128}):
+            cluster_plan.plan_cluster(MODEL, one_engine(EngineOptions(**options)))
+    assert sizes == [(256, 8192), (32, 8192), (128, 128), (64, 512), (32, 512), (64, 128)]
+
+
+@examples(50)
+@given(st.data())
+def test_a_gpus_sizes_are_such_as_may_be_given(data: st.DataObject) -> None:
+    draw, asked = data.draw, dict[str, Any]()
+    if draw(st.booleans()):
+        asked["max_num_batched_tokens"] = draw(st.integers(65, 20_000))
+    most = asked.get("max_num_batched_tokens", 512)
+    if draw(st.booleans()):
+        asked["token_buckets"] = (draw(st.integers(64, most - 1)), most)
+    if draw(st.booleans()):
+        asked["max_num_seqs"] = draw(st.integers(1, 64))
+    options = EngineOptions(**asked).on_gpu()
+    again = EngineOptions.model_validate(options.model_dump())
+    assert (again.max_num_seqs, again.token_buckets) == (
+        options.max_num_seqs,
+        options.token_buckets,
+    )
+    for name, value in asked.items():
+        assert getattr(options, name) == value
 
 
 def test_dtypes() -> None:
@@ -131,8 +188,6 @@ def test_dtypes() -> None:
     gpu: Any = SimpleNamespace(platform="gpu")
     assert choose_dtype(EngineOptions(), gpu) == "bfloat16"
     assert choose_dtype(EngineOptions(dtype="float32"), gpu) == "float32"
-    with pytest.raises(JaxinferError, match="dtype is fp8, a run has weights of float32 or bfloa"):
-        choose_dtype(EngineOptions(dtype="fp8"), gpu)
 
 
 def test_the_longest_sequence() -> None:

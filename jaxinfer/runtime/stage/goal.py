@@ -1,0 +1,80 @@
+"""What a parameter is to be on its devices: padded, cast, or in 8 bits with scales beside it."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.models.eight_bits import is_scale, quantise, scale_path
+from jaxinfer.runtime.stage.stage_plan import StagePlan
+from jaxinfer.runtime.stage.step import Parameters
+
+
+class Goal(NamedTuple):
+    """Shape, dtype and sharding of a parameter, and of its scales where it has 8 bits.
+
+    Attributes:
+        computed: dtype in which weights of 8 bits are multiplied; that of others is their own.
+    """
+
+    values: jax.ShapeDtypeStruct
+    scale: jax.ShapeDtypeStruct | None
+    computed: jnp.dtype
+
+    @property
+    def arrays(self) -> list[jax.ShapeDtypeStruct]:
+        """The parameter, and its scales where there are some."""
+        return [self.values] if self.scale is None else [self.values, self.scale]
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """Those of the arrays."""
+        return tuple(each.sharding for each in self.arrays)
+
+    @property
+    def wide(self) -> jax.ShapeDtypeStruct:
+        """The parameter before it has 8 bits."""
+        to = self.values
+        return jax.ShapeDtypeStruct(to.shape, self.computed, sharding=to.sharding)
+
+    def made_of(self, x: Any, xp: Any, scales: Any = None) -> tuple[Any, ...]:
+        """The arrays of a parameter's values, by ``xp``, which is numpy or JAX's; not yet placed.
+
+        Padding is zero.
+
+        Args:
+            scales: of values that have 8 bits already: one for each output channel, or one.
+        """
+        grown = _padded(x, self.values.shape, xp)
+        if self.scale is None:
+            return (grown.astype(self.values.dtype),)
+        if scales is not None:
+            outputs = x.shape[x.ndim - len(self.scale.shape) :]
+            each = xp.broadcast_to(scales.astype(xp.float32).reshape(-1), math.prod(outputs))
+            return grown, _padded(each.reshape(outputs), self.scale.shape, xp)
+        return quantise(grown, len(self.scale.shape), self.values.dtype, xp)
+
+
+def _padded(x: Any, shape: tuple[int, ...], xp: Any) -> Any:
+    more = [(0, n - old) for n, old in zip(shape, x.shape, strict=True)]
+    return xp.pad(x, more) if x.shape != shape else x
+
+
+def goal_of(plan: StagePlan, path: str) -> Goal:
+    """The goal of a parameter that is no scale."""
+    scale = scale_path(path) if plan.config.eight_bits else None
+    to = plan.parameters[path]
+    return Goal(to, plan.parameters[scale] if scale else None, plan.dtype if scale else to.dtype)
+
+
+def parameters_of(plan: StagePlan, found: Callable[[str, Goal], Sequence[jax.Array]]) -> Parameters:
+    """A stage's parameters: ``found`` gives the arrays of each path and goal."""
+    leaves: dict[str, jax.Array] = {}
+    for path in plan.parameters:
+        if not is_scale(path):
+            paths = (path, scale_path(path) or "")
+            leaves |= dict(zip(paths, found(path, goal_of(plan, path)), strict=False))
+    assert leaves.keys() == plan.parameters.keys(), leaves.keys() ^ plan.parameters.keys()
+    return plan.state(leaves)

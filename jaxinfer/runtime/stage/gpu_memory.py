@@ -1,0 +1,88 @@
+"""How much of a GPU's memory JAX takes: chosen before it starts, where the user has not said.
+
+JAX takes 75 % at its start, or fails where less is free.
+"""
+
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+# Names of one setting; JAX refuses to have both.
+SETTINGS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+# Of what is free: the rest is for CUDA's context, its libraries and captured graphs.
+SHARE = 0.95
+
+
+class _Memory(ctypes.Structure):
+    """``nvmlMemory_t``: bytes."""
+
+    _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
+
+
+@contextmanager
+def share_chosen() -> Iterator[None]:
+    """Let JAX start within, with ``SHARE`` of what the fullest visible GPU has free.
+
+    What the user has set stays; processes that are started later choose for themselves.
+    """
+    fraction = _fraction()
+    if fraction is None:
+        yield
+        return
+    os.environ[SETTINGS[0]] = f"{fraction:.2f}"
+    try:
+        yield
+    finally:
+        del os.environ[SETTINGS[0]]
+    if jax.default_backend() == "gpu":
+        print(
+            f"jaxinfer: JAX takes {fraction:.0%} of each GPU's memory, {SHARE:.0%} of what is "
+            f"free; {SETTINGS[0]} sets another share",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _fraction() -> float | None:
+    """The share to take; None where it is set, or JAX has started, or NVML knows no GPU."""
+    from jax._src.xla_bridge import backends_are_initialized
+
+    if any(os.environ.get(name) for name in SETTINGS) or backends_are_initialized():
+        return None
+    shares = _free_shares()
+    return math.floor(100 * SHARE * min(shares)) / 100 if shares else None
+
+
+def _free_shares() -> list[float]:
+    """The free share of each visible GPU's memory; none where NVML is not there."""
+    try:
+        library: Any = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    if library.nvmlInit_v2():
+        return []
+    try:
+        count = ctypes.c_uint()
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        found = {number: _free_share(library, number) for number in range(count.value)}
+    finally:
+        library.nvmlShutdown()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    # Those named otherwise than by number may be any.
+    chosen = [int(name) for name in visible if name.strip().isdigit()] or list(found)
+    return [share for number in chosen if (share := found.get(number)) is not None]
+
+
+def _free_share(library: Any, number: int) -> float | None:
+    device, memory = ctypes.c_void_p(), _Memory()
+    if library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)):
+        return None
+    if library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) or not memory.total:
+        return None
+    return memory.free / memory.total

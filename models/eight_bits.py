@@ -1,0 +1,95 @@
+"""Linear weights of 8 bits, with a float32 scale for each output channel.
+
+A weight is ``values * scale``: the largest of a channel is the largest number that 8 bits have.
+Embeddings, heads, norms and biases stay as they are. Scales are parameters of their own, named for
+the axes that they have: ``q_scale_NH`` beside ``q_DNH``, so that layouts know where they lie.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.models.config import EightBits
+
+# Weights of linear layers, which have their inputs' axes first, and their scales.
+SCALES = {
+    "q_DNH": "q_scale_NH",
+    "k_DKH": "k_scale_KH",
+    "v_DKH": "v_scale_KH",
+    "o_NHD": "o_scale_D",
+    "gate_DF": "gate_scale_F",
+    "up_DF": "up_scale_F",
+    "down_FD": "down_scale_D",
+}
+_NAMES = frozenset(SCALES.values())
+# What a channel's largest weight becomes.
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+class Scaled(NamedTuple):
+    """A weight of 8 bits.
+
+    Attributes:
+        values: in its inputs' and outputs' axes; ``scale``: float32, in the outputs'.
+        computed: dtype in which it is multiplied.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    computed: jnp.dtype
+
+
+Weight = jax.Array | Scaled
+
+
+def scale_path(path: str) -> str | None:
+    """The path of a weight's scale; None of parameters that have none."""
+    module, dot, name = path.rpartition(".")
+    return f"{module}{dot}{SCALES[name]}" if name in SCALES else None
+
+
+def is_scale(path: str) -> bool:
+    """True of the path of a scale."""
+    return path.rpartition(".")[2] in _NAMES
+
+
+def add_scales(model: nnx.Module, bits: EightBits) -> None:
+    """Give each linear weight of a model its scale, all ones."""
+    for _, module in nnx.iter_graph(model):
+        for name, scale in SCALES.items():
+            if isinstance(module, nnx.Module) and hasattr(module, name):
+                shape = getattr(module, name).shape
+                outputs = shape[len(shape) - len(scale.rpartition("_")[2]) :]
+                setattr(module, scale, nnx.Param(jnp.ones(outputs)))
+                module.computed = bits.computed  # type: ignore[attr-defined]
+
+
+def weight(module: Any, name: str) -> Weight:
+    """A module's weight as it is multiplied, with its scale where it has one."""
+    values: jax.Array = getattr(module, name)[...]
+    scale = getattr(module, SCALES[name], None)
+    return values if scale is None else Scaled(values, scale[...], jnp.dtype(module.computed))
+
+
+def as_matrix(weight: Weight) -> Weight:
+    """The weight with one axis of inputs; it has one axis of outputs."""
+    if isinstance(weight, Scaled):
+        return weight._replace(values=weight.values.reshape(-1, weight.values.shape[-1]))
+    return weight.reshape(-1, weight.shape[-1])
+
+
+def quantise(x: Any, outputs: int, dtype: jnp.dtype, xp: Any = jnp) -> tuple[Any, Any]:
+    """A weight's values in 8 bits, and its scales.
+
+    Args:
+        x: any float dtype; its last ``outputs`` axes are those of its outputs.
+        xp: numpy, or JAX's.
+    """
+    x, largest = x.astype(xp.float32), LARGEST[jnp.dtype(dtype).name]
+    scale = xp.max(xp.abs(x), axis=tuple(range(x.ndim - outputs))) / xp.float32(largest)
+    # By the reciprocal, a largest weight could come out beyond what fp8 has.
+    shares = xp.clip(x / xp.where(scale > 0, scale, xp.float32(1)), -largest, largest)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return (xp.round(shares) if is_integer else shares).astype(dtype), scale
