@@ -57,7 +57,7 @@ def pieces(size: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def whole(x: jax.Array) -> pl.BlockSpec:
+def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
     """All of an array for every program; it stays in the GPU's memory.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from jaxinfer import LLM
-from jaxinfer.commands.layout_table import mib
+from jaxinfer.runtime.layout_table import mib
 from jaxinfer.runtime.profiling.measure_steps import measure_in_a_row
 from scripts.bench.step_parts import IN_A_ROW, MODEL, best_read_rate
 
