@@ -10,8 +10,8 @@ from jaxinfer.options.validation import Options
 class PublishedTables(Options):
     """A folder of measured operators as NVIDIA's aiconfigurator has it, read as it lies.
 
-    Products and KV are of the instance's ``dtype`` and ``kv_cache_dtype``. Each correction may be
-    switched off.
+    Products and KV are of the instance's ``weight_dtype`` and ``kv_cache_dtype``. Each correction
+    may be switched off.
 
     Attributes:
         folder: Folder with a card's tables.

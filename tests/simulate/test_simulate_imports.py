@@ -63,6 +63,7 @@ def test_costs_know_nothing_of_scheduling(module: str) -> None:
         "jaxinfer.serving.world",
         "jaxinfer.simulate.costs.model",
         "jaxinfer.simulate.costs.piecewise_linear",
+        "jaxinfer.simulate.costs.step_floor",
         "jaxinfer.simulate.costs.curves",
         "jaxinfer.hardware.catalogue",
         "jaxinfer.simulate.costs.linear",

@@ -181,6 +181,10 @@ class MeasuredTables:
         if not isinstance(costs.tables, str):
             return published_stage(costs.tables, part, costs)
         folder = data_path(costs.tables)
+        if part.weight_size != ITEMSIZE:
+            raise JaxinferError(
+                f"{folder}: has times of weights of 16 bits: leave out weight_dtype, or the tables"
+            )
         if not (folder / "meta.yaml").exists() and is_published(folder):
             raise JaxinferError(
                 f"{folder}: has published operators of several engines: give tables as "

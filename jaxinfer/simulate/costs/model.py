@@ -54,11 +54,6 @@ def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
             "and mesh, or the measured costs"
         )
     kind = costs.measured or ("layout" if part.flow else "roofline")
-    if kind == "tables" and part.weight_size != ITEMSIZE:
-        raise JaxinferError(
-            f"{costs.where}tables have times of weights of 16 bits: leave out weight_dtype, or "
-            "the tables"
-        )
     module, name = STAGES[kind].split(":")
     try:
         stage: StageCost = getattr(import_module(module), name).of(part, costs)
