@@ -7,7 +7,7 @@ from scripts.kernels.lower_kernels import lower, variants
 VARIANTS = {variant.name: variant for variant in variants()}
 # Shapes, dtypes and options; few of them have every dtype, with and without a window.
 CASES = list(dict.fromkeys(name.partition(": ")[2] for name in VARIANTS))
-FEW = CASES[::7]
+FEW = CASES[::11]
 
 
 @pytest.mark.parametrize(

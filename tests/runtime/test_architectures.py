@@ -111,7 +111,10 @@ def pieces(model: Model, tokens: np.ndarray, sizes: list[int]) -> np.ndarray:
     return np.concatenate(parts)
 
 
-@pytest.mark.parametrize("name", CASES)
+# qwen2_window has qwen2's parts.
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "qwen2" else n for n in CASES]
+)
 def test_logits_whole_chunked_and_token_by_token(name: str) -> None:
     model = Model(name)
     tokens, logits = expected(name)

@@ -56,9 +56,27 @@ def expected(models: dict[str, str]) -> Callable[[str], Tokens]:
     return cache(lambda name: tokens(load(models[name], {"g": {}}, {"g": "megatron"}, **plain)))
 
 
-@pytest.mark.parametrize("name", ["dense", "mixture"])
-@pytest.mark.parametrize("mesh", MESHES, ids=["1x8", "2x4"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+# Of the others, half a minute of compilation.
+FEW = ("megatron", "expert_parallel")
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "layout"),
+    [
+        pytest.param(
+            name,
+            mesh,
+            layout,
+            marks=[]
+            if mesh is MESHES[1] and (name == "dense" or layout in FEW)
+            else pytest.mark.slow,
+            id=f"{layout}-{'x'.join(map(str, mesh.values()))}-{name}",
+        )
+        for layout in LAYOUTS
+        for mesh in MESHES
+        for name in ("dense", "mixture")
+    ],
+)
 def test_every_layout_gives_the_tokens_of_one_device(
     name: str,
     mesh: dict[str, int],

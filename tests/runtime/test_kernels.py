@@ -239,7 +239,7 @@ def test_a_cache_of_8_bits() -> None:
         assert abs(change.mean() + change.var() / 2) < 4 * error
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])
 def test_a_cache_of_8_bits_in_kernels(tiny_folder: Path, kv_cache_dtype: str) -> None:
     """The same as in plain JAX, but for the kernels' products of bfloat16."""
     options = TINY_OPTIONS | {"page_size": 24, "num_pages": 20}

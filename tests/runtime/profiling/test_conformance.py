@@ -254,7 +254,7 @@ def test_bytes_are_the_narrower_side_s(outcomes: dict[tuple[str, str], HandOffCh
     ("side", "reason"),
     [
         ("E", "kernels is generic, the device is a cpu, they need 8.0 or more: auto, plain or"),
-        ("F", "dtype is int8, a run has weights of float32 or bfloat16"),
+        ("F", "dtype: int8 is a format of weights alone: weight_dtype: int8"),
         ("G", "stages"),
     ],
 )
@@ -282,5 +282,5 @@ def test_what_arrives_changed_is_wrong(
 
 
 def test_without_any_side() -> None:
-    with pytest.raises(JaxinferError, match=r"^no side can be loaded: dtype is int8, a run"):
+    with pytest.raises(JaxinferError, match=r"^no side can be loaded: instances\.F\.dtype: int8"):
         Conformance(small_checkpoint(), {"F": SIDES["F"]}, PROMPT, 4, lambda part, left: None)

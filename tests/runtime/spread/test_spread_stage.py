@@ -202,6 +202,7 @@ def test_logits_of_halves_in_turn() -> None:
             row.hold.release()
 
 
+@pytest.mark.slow
 def test_logits_on_devices_that_divide_neither_heads_nor_columns() -> None:
     """One of four devices that share the layers has KV heads, as have two others."""
     tokens, logits = expected("qwen3")
