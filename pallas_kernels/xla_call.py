@@ -44,6 +44,24 @@ ASK_WORDS = 5
 SHARED_WORDS = ASK + ASK_WORDS
 
 
+class Target(NamedTuple):
+    """Code that others call by its name; it is freed with this."""
+
+    name: str
+    code: tuple[Code, ...]
+
+
+def compiled_once(make: Callable[[S], Target]) -> Callable[[S], Target]:
+    """A function that compiles a kernel of some sizes once, whichever threads trace steps."""
+    lock, kept = threading.Lock(), functools.cache(make)
+
+    def target(sizes: S) -> Target:
+        with lock:
+            return kept(sizes)
+
+    return target
+
+
 def ffi_version() -> tuple[int, int]:
     """The version of XLA's FFI, major and minor, by the header that comes with jaxlib.
 
@@ -194,12 +212,12 @@ def _task(shared: int) -> None:
     _leave(shared)
 
 
-@functools.cache
-def _task_symbol() -> tuple[str, Code]:
-    """The name by which code knows the task, and its code."""
-    code = compiled("jaxinfer_task", types.void(types.int64), _task)
-    binding.add_symbol("jaxinfer_task", code.address)
-    return "jaxinfer_task", code
+@compiled_once
+def _task_target(name: str) -> Target:
+    """Compile the task of all kernels, once: what is made twice is freed while it is called."""
+    code = compiled(name, types.void(types.int64), _task)
+    binding.add_symbol(name, code.address)
+    return Target(name, (code,))
 
 
 def register_target(
@@ -224,7 +242,8 @@ def register_target(
     # Called by address: inlined, it would be compiled for each of its callers.
     work_code = compiled(f"{name}-work", types.int64(*[types.int64] * 5), work)
     binding.add_symbol(f"{name}_work", work_code.address)
-    work_address, task_address = address_of(f"{name}_work"), address_of(_task_symbol()[0])
+    work_address = address_of(f"{name}_work")
+    task_address = address_of(_task_target("jaxinfer_task").name)
 
     def handler(frame: int) -> int:
         extension = words(frame)[EXTENSION]
@@ -257,24 +276,6 @@ def register_target(
     capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler_code.address))
     jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return Target(name, (handler_code, work_code))
-
-
-class Target(NamedTuple):
-    """A registered handler; its machine code is freed with it."""
-
-    name: str
-    code: tuple[Code, Code]
-
-
-def compiled_once(make: Callable[[S], Target]) -> Callable[[S], Target]:
-    """A function that compiles a kernel of some sizes once, whichever threads trace steps."""
-    lock, kept = threading.Lock(), functools.cache(make)
-
-    def target(sizes: S) -> Target:
-        with lock:
-            return kept(sizes)
-
-    return target
 
 
 def threads() -> int:

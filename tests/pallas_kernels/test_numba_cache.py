@@ -6,6 +6,7 @@ import pwd
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import llvmlite
 import numba
 from numba import types
 
-from jaxinfer.pallas_kernels import numba_cache
+from jaxinfer.pallas_kernels import numba_cache, xla_call
 
 ONE_WORD = types.int64(types.int64)
 
@@ -121,6 +122,24 @@ def test_other_sources_and_another_processor_are_another_entry(
     kernel.write_text("a")
     monkeypatch.setenv("NUMBA_OPT", "1")
     assert before != numba_cache.digest(tmp_path, ("x86_64", "znver4", "+avx512f"))
+
+
+def test_threads_that_trace_at_once_compile_the_task_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Code that another thread had made, too, would be freed while kernels call it."""
+    made: list[str] = []
+
+    def compile_slowly(name: str, *what: object) -> numba_cache.Code:
+        made.append(name)
+        time.sleep(0.05)
+        return numba_cache.Code(1 << 12, object())
+
+    monkeypatch.setattr(xla_call, "compiled", compile_slowly)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(xla_call._task_target, ["jaxinfer_task_of_a_test"] * 4))
+    assert made == ["jaxinfer_task_of_a_test"]
+    assert all(target is found[0] for target in found)
 
 
 SCRIPT = """
