@@ -204,7 +204,7 @@ def _work(shared: int, worker: int, unit: int) -> None:
 
 
 def _task(shared: int) -> None:
-    """What a thread of XLA's pool does for a call, whichever kernel is called."""
+    """Does the part of a thread of XLA's pool in a call, whichever kernel is called."""
     unit = take(shared)
     # A task that comes late must not look at the call's buffers.
     if not is_past(shared, unit):

@@ -16,7 +16,7 @@ _TYPES = {"int8": "I8", "float8_e4m3fn": "F8_E4M3"}
 
 
 class Stored(Protocol):
-    """What a checkpoint says of a tensor."""
+    """A tensor as a checkpoint describes it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -71,7 +71,7 @@ def scale_name(name: str) -> str:
 def bit_problems(
     tensors: Mapping[str, Stored], specs: Mapping[str, WeightSpec], stored: str | None
 ) -> list[str]:
-    """What is amiss with weights of 8 bits: those without scales, and those that are wider."""
+    """Describe weights of 8 bits that lack scales, and those that are wider."""
     problems = []
     for path, spec in specs.items():
         wanted = _TYPES[stored] if stored and scale_path(path) else None

@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What bounds one kind of instance, of which there are some alike.
+    """The limits of one kind of instance, of which there are some alike.
 
     Attributes:
         stages: the least times of each stage's steps.

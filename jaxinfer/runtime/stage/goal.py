@@ -1,4 +1,4 @@
-"""What a parameter is to be on its devices: padded, cast, or in 8 bits with scales beside it."""
+"""A parameter as its devices are to have it: padded, cast, or in 8 bits with scales beside it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Goal(NamedTuple):
 
     @property
     def shardings(self) -> tuple[Any, ...]:
-        """Those of the arrays."""
+        """The shardings of the arrays."""
         return tuple(each.sharding for each in self.arrays)
 
     @property

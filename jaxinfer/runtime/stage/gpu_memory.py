@@ -29,34 +29,27 @@ class _Memory(ctypes.Structure):
 def share_chosen() -> Iterator[None]:
     """Let JAX start within, with ``SHARE`` of what the fullest visible GPU has free.
 
-    What the user has set stays; processes that are started later choose for themselves.
+    What the user has set stays, and so does JAX's own share where NVML knows no GPU; processes that
+    are started later choose for themselves.
     """
-    fraction = _fraction()
-    if fraction is None:
-        yield
-        return
-    os.environ[SETTINGS[0]] = f"{fraction:.2f}"
-    try:
-        yield
-    finally:
-        del os.environ[SETTINGS[0]]
-    if jax.default_backend() == "gpu":
-        print(
-            f"jaxinfer: JAX takes {fraction:.0%} of each GPU's memory, {SHARE:.0%} of what is "
-            f"free; {SETTINGS[0]} sets another share",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def _fraction() -> float | None:
-    """The share to take; None where it is set, or JAX has started, or NVML knows no GPU."""
     from jax._src.xla_bridge import backends_are_initialized
 
     if any(os.environ.get(name) for name in SETTINGS) or backends_are_initialized():
-        return None
+        yield
+        return
     shares = _free_shares()
-    return math.floor(100 * SHARE * min(shares)) / 100 if shares else None
+    said = "its own share of each GPU's memory, since NVML does not tell what is free"
+    if shares:
+        fraction = math.floor(100 * SHARE * min(shares)) / 100
+        said = f"{fraction:.0%} of each GPU's memory, {SHARE:.0%} of what is free"
+        os.environ[SETTINGS[0]] = f"{fraction:.2f}"
+    try:
+        yield
+    finally:
+        os.environ.pop(SETTINGS[0], None)
+    if jax.default_backend() == "gpu":
+        line = f"jaxinfer: JAX takes {said}; {SETTINGS[0]} sets another share"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _free_shares() -> list[float]:

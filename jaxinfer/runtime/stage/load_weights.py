@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to parameters on devices.
+"""Parameters on devices, made of a checkpoint's tensors.
 
 A tensor goes to the device as it lies in the file, and is transposed, padded, cast and sharded
 there, by one program for all tensors alike. Small ones are faster by numpy, since a program takes
@@ -115,7 +115,7 @@ def _read(
 
 
 def _rows(to: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
-    """Where a tensor lies until it is converted: a share of the rows on each device, or whole."""
+    """The place of a tensor until it is converted: a share of the rows on each device, or whole."""
     assert isinstance(to.sharding, NamedSharding)
     mesh = to.sharding.mesh
     divides = mesh.size > 1 and shape != () and shape[0] % mesh.size == 0

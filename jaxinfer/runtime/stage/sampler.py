@@ -18,7 +18,7 @@ from jaxinfer.models.layers import HostOrTraced
 
 
 class SamplerShape(NamedTuple):
-    """What samplers are compiled for, besides their rows; 0 and False leave a part out.
+    """The parts that samplers are compiled with, besides rows; 0 and False leave one out.
 
     Attributes:
         edits: logits changed per row: a bias, or a token forbidden for now.

@@ -8,12 +8,13 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxinfer.made_from import digest_of
 from jaxinfer.simulate.costs.attention_grid import GridValues
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from jaxinfer.simulate.costs.tables import AttentionTable, OperatorTables
@@ -21,8 +22,6 @@ from jaxinfer.simulate.published.convert import OperatorPoints, Wanted, convert
 from jaxinfer.simulate.published.files import FAMILIES
 
 FOLDER = Path("~/.cache/jaxinfer/operators")
-# Raised with each change of what a conversion makes.
-_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def _tables(found: OperatorPoints, grids: Mapping[str, GridValues]) -> Published
 
 
 def _key(wanted: Wanted) -> str:
-    """A digest of what is wanted, and of all files that it may be read from."""
+    """A digest of what is wanted, of all files that it may be read from, and of our conversion."""
     model = wanted.model.model_dump()
     asked = {name: str(value) for name, value in vars(wanted).items() if name != "model"}
     digests = {
@@ -67,8 +66,13 @@ def _key(wanted: Wanted) -> str:
         for path in sorted(wanted.folder.rglob("*"))
         if path.suffix == ".yaml" or (path.stem in FAMILIES and wanted.backend in path.parts)
     }
-    text = json.dumps([_VERSION, asked, model, digests], sort_keys=True)
+    text = json.dumps([_code(), asked, model, digests], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _code() -> str:
+    return digest_of(Path(__file__).parents[1])
 
 
 @lru_cache(maxsize=1024)
@@ -113,6 +117,9 @@ def _save(path: Path, found: OperatorPoints, attention: AttentionTable) -> None:
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         number, temporary = tempfile.mkstemp(suffix=".npz", dir=path.parent)
-        with os.fdopen(number, "wb") as file:
-            np.savez(file, **arrays)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(number, "wb") as file:
+                np.savez(file, **arrays)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)

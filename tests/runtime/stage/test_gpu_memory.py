@@ -99,6 +99,17 @@ def test_nothing_is_set_without_nvml_or_once_jax_has_started(
     assert not capsys.readouterr().err
 
 
+def test_a_gpu_that_nvml_does_not_know_keeps_jax_s_share(
+    before_jax: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch)
+    assert chosen() is None
+    assert capsys.readouterr().err == (
+        "jaxinfer: JAX takes its own share of each GPU's memory, since NVML does not tell what is "
+        f"free; {NAME} sets another share\n"
+    )
+
+
 def test_nothing_is_said_where_jax_has_no_gpu(
     before_jax: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
