@@ -50,12 +50,10 @@ def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> MatmulSizes:
     return MatmulSizes(min(8 if has_avx512() else 4, T), min(VECTORS * lanes(), F))
 
 
-def _product(sizes: MatmulSizes) -> Any:
-    """``run(x, weight, D, row_bytes, sums, ahead)``: ``Product``'s, over D in blocks."""
-    rows, columns = sizes
-    first, more = (
-        Product(rows, columns, 32, add=add, prefetch=True).intrinsic() for add in (False, True)
-    )
+def in_blocks(product: Product) -> Any:
+    """``run(x, weight, D, row_bytes, sums, ahead)``: the product over D, summed in blocks."""
+    columns = product.columns
+    first, more = (product._replace(add=add, prefetch=True).intrinsic() for add in (False, True))
 
     @part
     def run(x: int, weight: int, D: int, row_bytes: int, sums: int, ahead: int) -> None:
@@ -98,7 +96,7 @@ def _register(name: str, sizes: MatmulSizes, tile: Callable[..., None]) -> Targe
 
 @compiled_once
 def _matmul(sizes: MatmulSizes) -> Target:
-    (rows, columns), product = sizes, _product(sizes)
+    (rows, columns), product = sizes, in_blocks(Product(*sizes, 32))
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-columns * 4 // 64)
 
@@ -122,7 +120,7 @@ def _matmul(sizes: MatmulSizes) -> Target:
 
 @compiled_once
 def _gated(sizes: MatmulSizes) -> Target:
-    (rows, columns), product = sizes, _product(sizes)
+    (rows, columns), product = sizes, in_blocks(Product(*sizes, 32))
     lines = -(-columns * 4 // 64)
 
     @part

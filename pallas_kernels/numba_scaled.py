@@ -4,14 +4,14 @@ As ``numba_matmul``, but for the weights: int8, or fp8 (e4m3), which become floa
 registers, so that a weight moves one byte from memory. A column's scale is that of its sums.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numba as nb
 import numpy as np
 
-from jaxinfer.pallas_kernels.numba_matmul import BLOCK
+from jaxinfer.pallas_kernels.numba_matmul import in_blocks
 from jaxinfer.pallas_kernels.numba_vectors import FP8_UNIT, Product, has_avx512, silu
 from jaxinfer.pallas_kernels.xla_call import (
     Target,
@@ -39,28 +39,11 @@ class ScaledSizes(NamedTuple):
     gated: bool
 
 
-def _tile(sizes: ScaledSizes) -> Any:
-    """``run(x, weight, D, row_bytes, sums, ahead)``: ``Product``'s, over D in blocks."""
-    rows, columns, is_float, _ = sizes
-    first, more = (
-        Product(rows, columns, 8, add, prefetch=True, is_float=is_float).intrinsic()
-        for add in (False, True)
-    )
-
-    @part
-    def run(x: int, weight: int, D: int, row_bytes: int, sums: int, ahead: int) -> None:
-        first(x, 4 * D, weight, row_bytes, sums, 4 * columns, min(BLOCK, D), ahead)
-        for d in range(BLOCK, D, BLOCK):
-            at, far, count = weight + row_bytes * d, ahead + row_bytes * d, min(BLOCK, D - d)
-            more(x + 4 * d, 4 * D, at, row_bytes, sums, 4 * columns, count, far)
-
-    return run
-
-
 @compiled_once
 def _register(sizes: ScaledSizes) -> Target:
     rows, columns, is_float, gated = sizes
-    product, weights = _tile(sizes), 1 + gated
+    product = in_blocks(Product(rows, columns, 8, is_float=is_float))
+    weights = 1 + gated
     unit = np.float32(FP8_UNIT if is_float else 1)
 
     @part
