@@ -19,7 +19,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import DEFAULT_AXIS
-from jaxinfer.options.validation import OptionError, within
+from jaxinfer.options.validation import OptionError, did_you_mean, within
 from jaxinfer.sharding.costs import LayoutFlow
 from jaxinfer.steps.shapes import StepLimits
 
@@ -146,9 +146,12 @@ def model_site(resolved: Resolved) -> ModelledSite:
     model = known.model(run_file.require_model())
     path = partial(_path, resolved.cluster, placement)
     stages = {}
+    _check_sharing(run_file.simulate.shared_experts, resolved.cluster, model)
     for name, instance in resolved.cluster.instances.items():
+        sharing = run_file.simulate.shared_experts
+        sharers = len(sharing) if name in sharing else 1
         try:
-            stages[name] = _stages(instance, model, groups, run_file.simulate, path)
+            stages[name] = _stages(instance, model, groups, run_file.simulate, path, sharers)
         except JaxinferError as error:
             raise within(f"instances.{name}", error) from None
     paths = {
@@ -158,17 +161,40 @@ def model_site(resolved: Resolved) -> ModelledSite:
     return ModelledSite(resolved, placement, groups, model, stages, paths)
 
 
+def _check_sharing(names: Sequence[str], cluster: ClusterConfig, model: ModelShape) -> None:
+    """Refuse to share experts among instances that cannot step together."""
+    where = "simulate.shared_experts"
+    if names and not model.num_experts:
+        raise OptionError(f"{where}: the model has no experts: leave it out")
+    if len(names) == 1 or len(set(names)) < len(names):
+        raise OptionError(f"{where} must name two instances or more, each once")
+    devices = {}
+    for name in names:
+        if name not in cluster.instances:
+            raise OptionError(f"{where}: {did_you_mean(name, cluster.instances)}")
+        places = cluster.instances[name].places
+        if len(places) > 1 or places[0].attention:
+            raise OptionError(f"{where}: {name} must be one stage, without attention groups")
+        group = cluster.groups[places[0].group]
+        if group.mesh is not None or cluster.instances[name].layout is not None:
+            raise OptionError(f"{where}: {name} must have neither mesh nor layout")
+        devices[name] = group.stage_devices
+    if len(set(devices.values())) > 1:
+        raise OptionError(f"{where}: {devices} devices, must be as many of each")
+
+
 def _stages(
     instance: InstanceConfig,
     model: ModelShape,
     groups: Mapping[str, SiteGroup],
     options: SimulateOptions,
     path: _PathOf,
+    sharers: int,
 ) -> list[SiteStage]:
     if instance.dtype == "float32":
         raise OptionError("dtype is float32, must be auto or bfloat16: others are not modelled")
     own = [groups[place.group] for place in instance.places]
-    parts, last = _parts(instance, model, own), len(own) - 1
+    parts, last = _parts(instance, model, own, sharers), len(own) - 1
     found = []
     for i, (place, group, part) in enumerate(zip(instance.places, own, parts, strict=True)):
         costs = (_roofline if place.attention else SimulateOptions.of)(options, place.group)
@@ -179,12 +205,13 @@ def _stages(
 
 
 def _parts(
-    instance: InstanceConfig, model: ModelShape, groups: Sequence[SiteGroup]
+    instance: InstanceConfig, model: ModelShape, groups: Sequence[SiteGroup], sharers: int
 ) -> list[StagePart]:
     """Return each stage's part of the model, by stated layers or the groups' peak FLOPs.
 
     Args:
         groups: one for each stage.
+        sharers: instances that share the experts.
     """
     flows = [_flow(instance, model, group) for group in groups]
     for group, place, flow in zip(groups, instance.places, flows, strict=True):
@@ -216,7 +243,7 @@ def _parts(
     return [
         StagePart(
             group.gpu, group.kind, model, layers[i], layers[i] / total, i == 0, i == last,
-            group.stage_devices, *sizes, limits, flows[i],
+            group.stage_devices, *sizes, limits, flows[i], sharers,
         )
         for i, group in enumerate(groups)
     ]  # fmt: skip

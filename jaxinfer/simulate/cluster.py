@@ -27,6 +27,7 @@ from jaxinfer.simulate.attention import (
     spread_stage,
 )
 from jaxinfer.simulate.costs.fit import fit_costs
+from jaxinfer.simulate.costs.joint import GRAPH_TOKENS, JointExperts, JointSteps
 from jaxinfer.simulate.costs.model import (
     ITEMSIZE,
     CostModel,
@@ -54,6 +55,7 @@ class ModelledInstance:
         tables: of each stage, what its tables had, where it has any.
         shards: where KV heads of the stages may lie, if some have attention groups.
         asks_spans: whether step times depend on the spread of a step's contexts.
+        experts: times of experts that it shares with others, which ``cost`` has none of.
     """
 
     config: InstanceConfig
@@ -67,6 +69,7 @@ class ModelledInstance:
     tables: Sequence[Mapping[str, object] | None] = ()
     shards: Sequence[ModelledShard] = ()
     asks_spans: bool = False
+    experts: JointExperts | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -142,6 +145,7 @@ class ModelledCluster:
     Attributes:
         site: where it stands; None of a replay, whose times are not a model's.
         slice_lanes: by instance that has attention groups, from shard to shard.
+        joint: times of instances that share experts, if some do.
     """
 
     instances: Mapping[str, ModelledInstance]
@@ -149,6 +153,7 @@ class ModelledCluster:
     capacities: Mapping[Link, float]
     site: ModelledSite | None = None
     slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePair]] = field(default_factory=dict)
+    joint: JointSteps | None = None
 
     @property
     def efficiency(self) -> Efficiency:
@@ -201,7 +206,20 @@ def model_cluster(site: ModelledSite) -> ModelledCluster:
         if instance.shards
     }
     capacities = {link: rate for path in site.paths.values() for link, rate in path.links.items()}
-    return ModelledCluster(instances, lanes, capacities, site, slices)
+    sharing = site.resolved.run_file.simulate.shared_experts
+    joint = _joint_steps({name: instances[name] for name in sharing}) if sharing else None
+    return ModelledCluster(instances, lanes, capacities, site, slices, joint)
+
+
+def _joint_steps(members: Mapping[str, ModelledInstance]) -> JointSteps:
+    """Put together what instances that share experts have in common."""
+    found = [each.experts for each in members.values()]
+    if None in found:
+        raise JaxinferError("simulate.shared_experts needs tables with times of experts")
+    seqs = max(each.config.max_num_seqs for each in members.values())
+    slowest = max((each for each in found if each), key=lambda each: each.seconds(1))
+    own = {name: each.cost for name, each in members.items()}
+    return JointSteps(own, slowest, min(2 * seqs, GRAPH_TOKENS))
 
 
 def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> ModelledInstance:
@@ -239,6 +257,7 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
         tuple(getattr(stage, "read", None) for stage in stages),
         spread_shards(config, places, pages, stages) if config.is_spread else (),
         any(getattr(stage, "asks_spans", False) for stage in stages),
+        getattr(stages[0], "joint", None),
     )
 
 

@@ -89,6 +89,7 @@ def serve(
         start,
         cluster.slice_lanes,
         {name: each.visits for name, each in modelled.items()},
+        cluster.joint,
     )
     waiting = requests.by_ends()
 

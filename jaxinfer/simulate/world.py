@@ -13,7 +13,9 @@ from jaxinfer.hardware.network import Link, Network
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone
+from jaxinfer.simulate.costs.joint import JointSteps
 from jaxinfer.simulate.costs.model import CostModel
+from jaxinfer.simulate.joint_rounds import JointRounds
 from jaxinfer.simulate.shared_device import SharedDevice
 from jaxinfer.simulate.spread import Visit
 
@@ -58,6 +60,7 @@ class SimulatedWorld:
         start: the time at which the cluster is there; requests that come before wait for it.
         slice_lanes: by instance, from shard to shard, of one KV head; where heads move.
         visits: by instance, what each stage has done by groups that work for several of them.
+        joint: times of instances that step together, if some do.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class SimulatedWorld:
         start: float = 0.0,
         slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePair]] | None = None,
         visits: Mapping[str, Sequence[Sequence[Visit]]] | None = None,
+        joint: JointSteps | None = None,
     ) -> None:
         self._costs, self._segments, self._lanes = costs, segments, lanes
         self._devices, self._slice_lanes = devices, slice_lanes or {}
@@ -84,6 +88,8 @@ class SimulatedWorld:
         self._now = start
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
+        self._joint = joint.own if joint else {}
+        self._rounds = JointRounds(joint) if joint else None
         # When each device of an instance is done with what it has been given.
         self._free = {name: dict.fromkeys(numbers, 0.0) for name, numbers in devices.items()}
 
@@ -110,6 +116,10 @@ class SimulatedWorld:
 
     def launch(self, batch: Batch) -> None:
         """Start a step behind those that its stages have been given."""
+        if self._rounds and batch.instance in self._joint:
+            assert not batch.transfers
+            self._rounds.add(batch)
+            return
         work, cost = batch.work, self._costs[batch.instance]
         seconds, hops = cost.stages(work), cost.hops(work)
         devices = self._devices[batch.instance]
@@ -188,6 +198,9 @@ class SimulatedWorld:
     def due_events(self) -> Sequence[Event]:
         """Return the next event in virtual time, and all that happens at the same moment."""
         events: list[Event] = []
+        if self._rounds:  # All that could be launched at this time has been.
+            for done in self._rounds.begin(self._now):
+                self._at(done.end, done)
         while not events and (time := self._next_time()) < math.inf:
             assert time >= self._now, "time runs back"
             self._now = time

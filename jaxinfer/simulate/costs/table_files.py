@@ -3,6 +3,7 @@
 A folder has what LLMServingSim's profiler writes for one GPU and model: ``meta.yaml``, and for each
 degree of tensor parallelism a folder such as ``tp1`` with times in microseconds of one layer's
 operators. ``dense.csv``: layer, tokens, time_us; ``per_sequence.csv``: layer, sequences, time_us;
+``moe.csv``, of models with experts: tokens, activated_experts, time_us;
 ``attention.csv``: prefill_chunk, kv_prefill, n_decode, kv_decode, time_us, of batches of a chunk
 and decodes that all see one context; or, in place of kv_prefill, prefill_key: how many entries the
 tokens of all chunks see on average. Points may lie anywhere; of one that is there several times,
@@ -38,8 +39,9 @@ PER_LAYER = {
 # Those that not every model has, or not every profile apart from others. ``qk_norm`` is that of
 # queries and that of keys together.
 OPTIONAL = {"qk_norm": 1, "add": 1, "all_reduce": 2}
-# In place of one feed-forward layer, in published tables alone.
+# In place of one feed-forward layer; the router's own product in published tables alone.
 EXPERTS = {"router": 1, "moe": 1}
+FEED_FORWARD = ("gate_up_proj", "act_fn", "down_proj")
 FIRST, LAST, PER_SEQUENCE = ("embedding",), ("final_layernorm",), ("lm_head", "sampler")
 # By file: its axis, operators that must be there, and those that may.
 _OPERATORS = {
@@ -80,6 +82,8 @@ def check_meta(folder: Path, model: ModelShape, kind: str, devices: int) -> dict
     ours["head_dim"] = model.head_size
     known = {name: size for name, size in sizes.items() if name in ours}
     known.pop("num_hidden_layers", None)
+    if model.num_experts:  # It is that of dense layers, which such a model has none of.
+        known.pop("intermediate_size", None)
     degrees = [1, *(degree for degree in _degrees(folder) if degree > 1)]
     wrong = [
         [n for n, size in known.items() if size * (d if n in _SHARDED else 1) != ours[n]]
@@ -111,27 +115,49 @@ def find_degree(folder: Path, devices: int) -> Path:
     return path
 
 
-def unread_files(folder: Path) -> list[str]:
+def unread_files(folder: Path, experts: bool) -> list[str]:
     """Names of what is beside the tables and has no part in a step's time.
+
+    Args:
+        experts: whether the model has any, whose times are then in ``moe.csv``.
 
     Raises:
         JaxinferError: a file has operators that are not known, such as those of experts.
     """
     found = sorted({path.name.partition(".")[0] for path in folder.glob("*.csv*")})
     for name in found:
-        if name not in (*_OPERATORS, *_UNREAD, "attention"):
+        if name not in (*_OPERATORS, *_UNREAD, "attention", *["moe"] * experts):
             raise JaxinferError(f"{folder}: {name}.csv has operators that tables do not model")
     return [f"{name}.csv" for name in found if name in _UNREAD]
 
 
-def operator_points(folder: Path, file: str) -> dict[str, dict[float, float]]:
+def operator_points(folder: Path, file: str, experts: bool) -> dict[str, dict[float, float]]:
     """Microseconds of each operator of ``dense`` or ``per_sequence``, by tokens or sequences.
+
+    Args:
+        experts: whether the model has any in place of the feed-forward layer.
 
     Raises:
         JaxinferError: the file is missing or wrong, lacks an operator or has one not known.
     """
     _, needed, others = _OPERATORS[file]
-    return named_points(folder, file, needed, others)
+    wanted = [name for name in needed if not (experts and name in FEED_FORWARD)]
+    return named_points(folder, file, wanted, others)
+
+
+def expert_points(folder: Path) -> dict[tuple[float, float], float]:
+    """Microseconds of one layer's experts on a device, by tokens and experts that they go to.
+
+    Raises:
+        JaxinferError: the file is missing, wrong or empty.
+    """
+    columns = ("tokens", "activated_experts", "time_us")
+    times: dict[tuple[float, float], list[float]] = defaultdict(list)
+    for _, (tokens, experts, micros) in read_rows(folder, "moe", columns, ()):
+        times[tokens, experts].append(micros)
+    if not times:
+        raise JaxinferError(f"{folder}: moe.csv has no rows")
+    return {at: fmean(found) for at, found in times.items()}
 
 
 def named_points(

@@ -1,7 +1,7 @@
 """Step times from tables of measured operators, interpolated, as Vidur does (section 4.2)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Self
@@ -12,6 +12,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid, GridValues
+from jaxinfer.simulate.costs.joint import Exchange, JointExperts, experts_curve
 from jaxinfer.simulate.costs.model import ITEMSIZE
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, add_up
 from jaxinfer.simulate.costs.skew import Skew
@@ -23,6 +24,7 @@ from jaxinfer.simulate.costs.table_files import (
     PER_LAYER,
     PER_SEQUENCE,
     attention_points,
+    expert_points,
     find_degree,
     operator_points,
     unread_files,
@@ -120,18 +122,21 @@ class OperatorTables:
     heads: Mapping[str, PiecewiseLinear]
     attention: AttentionTable
     not_read: Sequence[str]
-    _sums: dict[tuple[int, bool, bool], PiecewiseLinear] = field(default_factory=dict)
+    _sums: dict[tuple[int, bool, bool, bool], PiecewiseLinear] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, tp: Path, with_skew: bool = False) -> Self:
-        """Read the operators from a folder such as ``tp1``.
+    def read(cls, tp: Path, with_skew: bool = False, experts: bool = False) -> Self:
+        """Read the operators from a folder such as ``tp1``; times of experts are apart.
+
+        Args:
+            experts: whether the model has any in place of the feed-forward layer.
 
         Raises:
             JaxinferError: a table is missing, or lacks an operator or has one that is not known.
         """
-        not_read = unread_files(tp)
+        not_read = unread_files(tp, experts)
         dense, heads = (
-            {name: PiecewiseLinear(points) for name, points in operator_points(tp, file).items()}
+            {name: PiecewiseLinear(y) for name, y in operator_points(tp, file, experts).items()}
             for file in ("dense", "per_sequence")
         )
         points, keyed = attention_points(tp)
@@ -142,11 +147,18 @@ class OperatorTables:
         except JaxinferError as error:
             raise JaxinferError(f"{tp}: attention.csv {error}") from None
 
-    def per_token(self, layers: int, first: bool, last: bool) -> PiecewiseLinear:
-        """Microseconds of a stage's operators but attention, by tokens; added up once."""
-        stage = layers, first, last
+    def per_token(
+        self, layers: int, first: bool, last: bool, experts: bool = True
+    ) -> PiecewiseLinear:
+        """Microseconds of a stage's operators but attention, by tokens; added up once.
+
+        Args:
+            experts: whether those of experts count.
+        """
+        stage = layers, first, last, experts
         if stage not in self._sums:
-            each = [(self.dense[name], layers * n) for name, n in self.per_layer.items()]
+            counts = {name: n for name, n in self.per_layer.items() if experts or name != "moe"}
+            each = [(self.dense[name], layers * n) for name, n in counts.items()]
             once = [(self.dense[name], 1) for name in (*FIRST * first, *LAST * last)]
             self._sums[stage] = add_up(each + once)
         return self._sums[stage]
@@ -159,15 +171,18 @@ class OperatorTables:
 
 
 @lru_cache(maxsize=16)
-def _read(tp: Path, with_skew: bool, files: Sequence[tuple[str, int, int]]) -> OperatorTables:
+def _read(
+    tp: Path, with_skew: bool, experts: bool, files: Sequence[tuple[str, int, int]]
+) -> OperatorTables:
     """Read once as long as the files are the same; a search asks for them thousands of times."""
-    return OperatorTables.read(tp, with_skew)
+    return OperatorTables.read(tp, with_skew, experts)
 
 
-def read_operators(tp: Path, with_skew: bool = False) -> OperatorTables:
+def read_operators(tp: Path, with_skew: bool = False, experts: bool = False) -> OperatorTables:
     """Read the operators of a folder such as ``tp1``; see ``OperatorTables.read``."""
     found = [(path.name, path.stat()) for path in sorted(tp.glob("*.csv*"))]
-    return _read(tp, with_skew, tuple((name, s.st_mtime_ns, s.st_size) for name, s in found))
+    files = tuple((name, s.st_mtime_ns, s.st_size) for name, s in found)
+    return _read(tp, with_skew, experts, files)
 
 
 @dataclass(frozen=True)
@@ -216,9 +231,11 @@ class TableStage:
         itemsize: bytes of a number of hidden states and logits.
         layers: how many; ``first``, ``last``: with the embedding, with the head.
         step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence.
+        sharers: instances that share the experts, this one included.
 
     Attributes:
         read: what the tables had, as JSON values.
+        joint: times that instances which share experts have together; None of one by itself.
         asks_spans: whether times depend on the spread of a step's contexts.
     """
 
@@ -235,9 +252,14 @@ class TableStage:
         last: bool,
         step_s: float = 0.0,
         sequence_s: float = 0.0,
+        sharers: int = 1,
     ) -> None:
         self._layers, self._step_s, self._sequence_s = layers, step_s, sequence_s
-        self._tokens = found.per_token(layers, first, last)
+        self._tokens = found.per_token(layers, first, last, experts=sharers == 1)
+        self.joint: JointExperts | None = None
+        if sharers > 1:
+            exchange = Exchange.of(gpu, model, sharers, itemsize)
+            self.joint = JointExperts(found.dense["moe"], exchange, layers)
         self._sampled = add_up((found.heads[name], 1) for name in PER_SEQUENCE) if last else None
         self._attention = found.attention
         self.asks_spans = found.attention.skew is not None
@@ -266,10 +288,13 @@ class TableStage:
         Raises:
             JaxinferError: a table is missing, or lacks an operator or has one that is not known.
         """
-        if part.model.num_experts:
-            raise JaxinferError(f"{folder}: tables do not model mixtures of experts")
         tp = find_degree(folder, part.devices)
-        return cls.of(read_operators(tp, costs.skew), str(tp), part, costs)
+        experts = part.model.num_experts > 0
+        found = read_operators(tp, costs.skew, experts)
+        if experts:
+            curve = experts_curve(expert_points(tp), part.model, part.sharers * part.devices)
+            found = replace(found, dense={**found.dense, "moe": PiecewiseLinear(curve)}, _sums={})
+        return cls.of(found, str(tp), part, costs)
 
     @classmethod
     def of(
@@ -278,11 +303,11 @@ class TableStage:
         """Make the stage of operators that were read."""
         return cls(
             found, source, part.model, part.gpu, part.devices, ITEMSIZE,
-            part.layers, part.first, part.last, costs.step_s, costs.sequence_s,
+            part.layers, part.first, part.last, costs.step_s, costs.sequence_s, part.sharers,
         )  # fmt: skip
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of one step."""
+        """Return the seconds of one step; of one whose experts are shared, those without them."""
         micros = self._layers * self._attention(work) + self._tokens(work.tokens)
         if self._sampled and work.sampled:
             micros += self._sampled(work.sampled)

@@ -33,6 +33,7 @@ class Wanted:
         static_scales: the checkpoint has scales of activations, so that none is computed.
         quickest_all_reduce: of cards with one link, the quickest all-reduce counts.
         small_operators: whether operators on vectors count.
+        sharers: instances whose devices share the experts.
         expert_parallel: ways that experts are shared whole; each is divided by the other devices.
         routing: how tokens spread over experts, in the tables' words.
     """
@@ -49,6 +50,7 @@ class Wanted:
     static_scales: bool
     quickest_all_reduce: bool
     small_operators: bool
+    sharers: int
     expert_parallel: int
     routing: str
 
@@ -134,15 +136,16 @@ def _add_products(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 def _add_experts(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     """Both products of all experts and what lies between, which are measured together."""
     model, ways = wanted.model, wanted.expert_parallel
-    if wanted.devices % ways:
-        raise JaxinferError(f"expert_parallel is {ways}, must divide {wanted.devices} devices")
+    devices = wanted.devices * wanted.sharers
+    if devices % ways:
+        raise JaxinferError(f"expert_parallel is {ways}, must divide {devices} devices")
     only: dict[str, object] = {
         "moe_dtype": wanted.products,
         "hidden_size": model.hidden_size,
         "inter_size": model.intermediate_size,
         "topk": model.num_experts_per_tok,
         "num_experts": model.num_experts,
-        "moe_tp_size": wanted.devices // ways,
+        "moe_tp_size": devices // ways,
         "moe_ep_size": ways,
         "distribution": wanted.routing,
     }

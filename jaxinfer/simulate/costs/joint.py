@@ -1,0 +1,110 @@
+"""Steps of instances that share the experts of each layer: replicas of data-parallel attention.
+
+Each attends to requests of its own. Before the experts of a layer all tokens are gathered, and the
+experts' sums scattered after them, so that none is ahead of the others: all begin and end a step
+together, and the one with the most work sets the pace. One that has nothing to do goes along with
+a token of no request, as in vLLM and SGLang.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.costs.model import CostModel
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
+
+# Steps of up to twice ``max_num_seqs`` tokens, and of no more than these, are replayed as a graph,
+# for which vLLM pads all replicas to the one with the most tokens.
+GRAPH_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Seconds of one layer's gathering and scattering: ``each_s``, and ``token_s`` per token."""
+
+    each_s: float
+    token_s: float
+
+    @classmethod
+    def of(cls, gpu: Gpu, model: ModelShape, sharers: int, itemsize: int) -> Self:
+        """An all-gather and a reduce-scatter of hidden states, at the rate of collectives."""
+        gb_s, each_s = gpu.collective
+        byte_s = (sharers - 1) / sharers / (gb_s * 1e9)
+        return cls(2 * each_s, 2 * model.hidden_size * itemsize * byte_s)
+
+
+@dataclass(frozen=True)
+class JointExperts:
+    """The part of a step that instances have in common.
+
+    Attributes:
+        micros: of one layer's experts on a device, by the tokens of all instances.
+    """
+
+    micros: PiecewiseLinear
+    exchange: Exchange
+    layers: int
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds of all layers' experts and exchanges for so many tokens."""
+        each = self.micros(tokens) * 1e-6 + self.exchange.each_s + self.exchange.token_s * tokens
+        return self.layers * each
+
+
+@dataclass(frozen=True)
+class JointSteps:
+    """Seconds of steps that several instances take together.
+
+    Attributes:
+        own: by instance, times without experts.
+        graph_tokens: tokens up to which all are padded to the one that has the most.
+    """
+
+    own: Mapping[str, CostModel]
+    experts: JointExperts
+    graph_tokens: int
+
+    def seconds(self, works: Mapping[str, Work]) -> float:
+        """Return the seconds of one step.
+
+        Args:
+            works: by instance; one that is not there goes along with a single token.
+        """
+        counts = [works[name].tokens if name in works else 1 for name in self.own]
+        most, total = max(counts), sum(counts)
+        if most <= self.graph_tokens:
+            total = len(counts) * most
+        slowest = max(sum(self.own[name].stages(work)) for name, work in works.items())
+        return slowest + self.experts.seconds(total)
+
+
+def experts_curve(
+    points: Mapping[tuple[float, float], float], model: ModelShape, ways: int
+) -> dict[float, float]:
+    """Microseconds of a layer's experts on one of the devices that share them whole.
+
+    Args:
+        points: by tokens, each with all its experts on the device, and experts that they go to.
+        ways: devices that share the experts.
+
+    Returns:
+        By tokens of all devices: as many products as such tokens have on each device in the mean,
+        with as many of its experts as they go to (``ModelShape.experts_read``).
+    """
+    rows: dict[float, dict[float, float]] = {}
+    for (tokens, experts), micros in points.items():
+        rows.setdefault(tokens, {})[experts] = micros
+    curves = {tokens: PiecewiseLinear(row) for tokens, row in rows.items()}
+
+    def at(total: float) -> float:
+        read = model.experts_read(total) / ways
+        over = {
+            tokens: curve(min(max(read, curve.x[0]), curve.x[-1]))
+            for tokens, curve in curves.items()
+        }
+        return PiecewiseLinear(over)(max(total / ways, min(over)))
+
+    totals = {*range(1, 65), *(ways * tokens for tokens in rows if ways * tokens > 64)}
+    return {float(total): at(total) for total in sorted(totals)}
