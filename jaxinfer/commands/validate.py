@@ -28,9 +28,10 @@ FOUND = "found.jsonl"
 
 @click.command()
 @click.argument("points")
-@click.option("--operators", required=True, help="Folder of measured operators.")
+@click.option("--operators", help="Folder of measured operators.")
 @click.option("--out", required=True, help="Folder of the results; the same command goes on there.")
-@click.option("--campaigns", default="campaigns.yaml", help="How the points were measured.")
+@click.option("--run", "run_file", metavar="RUNFILE", help="Of the engine that wrote a log.")
+@click.option("--campaigns", help="How the points were measured; by default campaigns.yaml.")
 @click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; repeatable.")
 @click.option("--known", metavar="FOLDER", help="Results whose run files are the same count, too.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
@@ -44,9 +45,10 @@ FOUND = "found.jsonl"
 )
 def validate(
     points: str,
-    operators: str,
+    operators: str | None,
     out: str,
-    campaigns: str,
+    run_file: str | None,
+    campaigns: str | None,
     without: tuple[str, ...],
     known: str | None,
     jobs: int | None,
@@ -55,8 +57,25 @@ def validate(
 ) -> None:
     """Simulate measured points of real engines, and say how far off the predictions are.
 
-    POINTS is a CSV with aiconfigurator's columns.
+    POINTS is a CSV with aiconfigurator's columns, or a log of vLLM's requests (.jsonl), which takes
+    --run.
     """
+    if points.endswith(".jsonl"):
+        if unused := [
+            name
+            for name, value in (
+                ("--campaigns", campaigns), ("--without", without), ("--known", known),
+                ("--jobs", jobs),
+            )
+            if value
+        ]:  # fmt: skip
+            raise JaxinferError(f"{unused[0]} has no use beside a log of requests: leave it out")
+        _validate_log(Path(points), run_file, operators, out, settings, pictures or "png")
+        return
+    if run_file:
+        raise JaxinferError(f"--run has no use beside {points}: campaigns make its run files")
+    if operators is None:
+        raise JaxinferError("--operators is missing, must be the folder of measured operators")
     from jaxinfer.files.contents import contents
     from jaxinfer.plan.evaluation_cache import EvaluationCache
     from jaxinfer.validate.campaigns import launch, read_campaigns
@@ -64,7 +83,8 @@ def validate(
     from jaxinfer.validate.points import read_points
     from jaxinfer.validate.table import show, summarise
 
-    rules, given = read_campaigns(campaigns, without), read_points(Path(points))
+    rules = read_campaigns(campaigns or "campaigns.yaml", without)
+    given = read_points(Path(points))
     others = EvaluationCache(Path(known) / FOUND) if known else None
     if not Path(operators).is_dir():
         raise JaxinferError(f"--operators {operators}: no such folder")
@@ -88,6 +108,46 @@ def validate(
     for why, count in _left_out(compared).items():
         console.print(f"{counted(count, 'point')} left out: {why}", soft_wrap=True, markup=False)
     console.print(f"{counted(len(drawn), 'picture')} and points: {folder}{os.sep}", markup=False)
+
+
+def _validate_log(
+    log: Path,
+    run_file: str | None,
+    operators: str | None,
+    out: str,
+    settings: Sequence[str],
+    ending: str,
+) -> None:
+    """Simulate the requests of a log, and write and print both sides."""
+    from jaxinfer.commands.common import own_folder
+    from jaxinfer.config.run_file import load_run_file
+    from jaxinfer.files.contents import contents
+    from jaxinfer.plan.result import write_table
+    from jaxinfer.validate.pictures import draw_requests
+    from jaxinfer.validate.request_log import figures, read_requests, request_rows, simulated
+
+    if run_file is None:
+        raise JaxinferError("--run is missing, must be a run file of the engine that wrote the log")
+    tables = [f"simulate.tables={operators}"] if operators else []
+    real, config = read_requests(log), load_run_file(run_file, [*tables, *settings])
+    files = contents({"trace": str(log), "run": run_file, "folder": operators or ""})
+    asked = {"log": str(log), "run": run_file, "set": [*tables, *settings], "files": files}
+    own_folder(Path(out), "validate.json", json.dumps(asked, indent=2))
+    folder = Path(out)
+    ours = simulated(config, real, folder).requests
+    rows = request_rows(real, ours)
+    write_table(folder / "points.csv", rows)
+    found = figures(rows, real, ours)
+    summary = {
+        each.name: {"measured_s": each.measured, "simulated_s": each.simulated, "off": each.error}
+        for each in found
+    }
+    text = json.dumps({"requests": len(rows)} | summary, indent=2)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    draw_requests(folder / f"scatter-requests.{ending}", rows)
+    for each in found:
+        print(each.line)
+    print(f"{counted(len(rows), 'request')}, picture and run: {folder}{os.sep}")
 
 
 def _compare(

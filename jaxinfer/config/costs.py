@@ -46,7 +46,7 @@ class GroupCosts(Options):
         tables: a folder with measured operators (see ``tables.py``), or one of published ones (see
             ``PublishedTables``), in place of ``flops`` and ``bandwidth``.
         skew: whether decodes that see more than the mean of their step slow its attention down, as
-            ``skew_fit.csv`` of the tables has it.
+            ``skew_fit.csv`` of the tables has it; by default, if it is there.
         linear: coefficients (see ``linear.py``), in place of ``flops``, ``bandwidth``, ``step_s``
             and ``sequence_s``; ``phases``: others, by phase (see ``phases.py``), likewise;
             ``curves``: of whole steps (see ``curves.py``), likewise.
@@ -101,7 +101,7 @@ class SimulateOptions(Options):
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
     tables: Tables = None
-    skew: bool = False
+    skew: bool | None = None
     linear: LinearCosts | None = None
     phases: PhaseCosts | None = None
     curves: CurveCosts | None = None

@@ -24,6 +24,8 @@ class PublishedTables(Options):
             that was measured within products is taken off.
         quickest_all_reduce: Whether the quickest all-reduce counts of all cards of the folder with
             a link of one speed.
+        possible_attention: Whether prompts' attention that the card's peak FLOPs forbid counts by
+            the table of another card of the folder with the same peak.
         small_operators: Whether operators on vectors, which no table has, count by their bytes.
         expert_parallel: Ways that experts are shared whole; each is divided by the other devices.
         routing: How tokens spread over experts, in the tables' words.
@@ -36,6 +38,7 @@ class PublishedTables(Options):
     fp8: Literal["tensor", "block"] = "tensor"
     static_scales: bool = False
     quickest_all_reduce: bool = True
+    possible_attention: bool = True
     small_operators: bool = True
     expert_parallel: int = Field(default=1, ge=1)
     routing: str = "power_law_1.01"

@@ -109,8 +109,6 @@ def launch(
     stages = int(float(row["pp_size"] or 1))
     if stages != 1:
         raise JaxinferError(f"pp_size is {stages}: points with pipelines are not simulated")
-    if point.attention_dp > 1:
-        raise JaxinferError("data-parallel attention beside shared experts is not simulated")
     own: dict[str, Any] = {"rounds": 10, "first_wave": None, "shortest": 1.0}
     data: dict[str, Any] = {
         "model": model,
@@ -119,6 +117,12 @@ def launch(
         "instances": {"engine": {"group": "cards"}},
         "simulate": {"tables": {"folder": operators, "backend": row["backend"]}},
     }
+    if point.attention_dp > 1:
+        # Replicas of attention, each on GPUs of its own, beside experts that all share.
+        data["groups"]["cards"]["replicas"] = point.attention_dp
+        data["instances"]["engine"]["replicas"] = point.attention_dp
+        data["simulate"]["shared_experts"] = ["engine"]
+        data["system"] = "least_loaded"
     given = [(k, v) for rule in campaigns.rules if rule.holds(point) for k, v in rule.set.items()]
     for key, value in [*given, *settings.items()]:
         if key in own:

@@ -126,7 +126,7 @@ def wanted(root: Path, **changes: Any) -> Wanted:
     asked: dict[str, Any] = {
         "folder": root, "backend": "trtllm", "version": "1.2.0", "card": None, "kind": "X9-SXM",
         "model": MODEL, "devices": 1, "products": "bfloat16", "kv": "bfloat16",
-        "static_scales": False, "quickest_all_reduce": True, "small_operators": True,
-        "expert_parallel": 1, "routing": "balanced",
+        "static_scales": False, "quickest_all_reduce": True, "possible_attention": True,
+        "small_operators": True, "sharers": 1, "expert_parallel": 1, "routing": "balanced",
     }  # fmt: skip
     return Wanted(**(asked | changes))

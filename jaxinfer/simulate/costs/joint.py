@@ -6,7 +6,7 @@ together, and the one with the most work sets the pace. One that has nothing to 
 a token of no request, as in vLLM and SGLang.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 

@@ -33,6 +33,11 @@ class Skew:
         self._shares = shares
         self._axes = [sorted(set(values)) for values in zip(*shares, strict=True)]
 
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Tell whether a folder such as ``tp1`` has shares."""
+        return any(folder.glob("skew_fit.csv*"))
+
     @classmethod
     def read(cls, folder: Path) -> "Skew":
         """Read ``skew_fit.csv`` of a folder such as ``tp1``.

@@ -290,7 +290,8 @@ class TableStage:
         """
         tp = find_degree(folder, part.devices)
         experts = part.model.num_experts > 0
-        found = read_operators(tp, costs.skew, experts)
+        skew = Skew.is_in(tp) if costs.skew is None else costs.skew
+        found = read_operators(tp, skew, experts)
         if experts:
             curve = experts_curve(expert_points(tp), part.model, part.sharers * part.devices)
             found = replace(found, dense={**found.dense, "moe": PiecewiseLinear(curve)}, _sums={})

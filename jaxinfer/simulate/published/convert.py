@@ -32,6 +32,8 @@ class Wanted:
         products: format of products, ``bfloat16``, ``fp8`` or ``fp8_block``; ``kv``: of KV.
         static_scales: the checkpoint has scales of activations, so that none is computed.
         quickest_all_reduce: of cards with one link, the quickest all-reduce counts.
+        possible_attention: whether a table of prompts' attention that the card's peak forbids is
+            replaced by that of a card with the same peak.
         small_operators: whether operators on vectors count.
         sharers: instances whose devices share the experts.
         expert_parallel: ways that experts are shared whole; each is divided by the other devices.
@@ -49,6 +51,7 @@ class Wanted:
     kv: str
     static_scales: bool
     quickest_all_reduce: bool
+    possible_attention: bool
     small_operators: bool
     sharers: int
     expert_parallel: int
@@ -101,15 +104,41 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     only: dict[str, object] = {}
     only |= {"num_heads": queries, "num_key_value_heads": keys, "head_dim": model.head_size}
     only |= {"attn_dtype": "bfloat16", "kv_cache_dtype": wanted.kv, "beam_width": 1}
-    for name in ("context_attention_perf", "generation_attention_perf"):
-        path = card.file(name, wanted.backend, wanted.version)
-        found.files.append(str(path))
-        read = read_measured(path, ("batch_size", "isl", "step"), only, {"window_size": 0})
-        for (batch, length, step), ms in zip(read.points.tolist(), read.ms.tolist(), strict=True):
-            if name.startswith("generation"):
-                found.decodes[batch, length + step] = ms * 1e3
-            else:
-                found.chunks.setdefault((batch * length, length / 2), ms * 1e3)
+
+    def read(name: str, of: Card) -> Measured:
+        path = of.file(name, wanted.backend, wanted.version)
+        return read_measured(path, ("batch_size", "isl", "step"), only, {"window_size": 0})
+
+    chunks = read("context_attention_perf", card)
+    if wanted.possible_attention and not _is_possible(chunks, wanted, card.flops):
+        alike = [each for each in cards(wanted.folder) if each.flops == card.flops]
+        others = (
+            read("context_attention_perf", each)
+            for each in alike
+            if wanted.version in each.versions("context_attention_perf", wanted.backend)
+        )
+        possible = [each for each in others if _is_possible(each, wanted, card.flops)]
+        if not possible:
+            raise JaxinferError(
+                f"{chunks.path}: prompts take less than the card's peak FLOPs allow, and no card "
+                "of the folder has the same peak and another table: take another version, or "
+                "possible_attention: false"
+            )
+        chunks = possible[0]
+    decodes = read("generation_attention_perf", card)
+    found.files += [str(chunks.path), str(decodes.path)]
+    for (batch, length, _), ms in zip(chunks.points.tolist(), chunks.ms.tolist(), strict=True):
+        found.chunks.setdefault((batch * length, length / 2), ms * 1e3)
+    for (batch, length, step), ms in zip(decodes.points.tolist(), decodes.ms.tolist(), strict=True):
+        found.decodes[batch, length + step] = ms * 1e3
+
+
+def _is_possible(chunks: Measured, wanted: Wanted, flops: float) -> bool:
+    """Tell whether no prompts' attention is quicker than the peak: 4 FLOPs per pair and number."""
+    batch, length, _ = chunks.points.T
+    pairs = batch * length * (length + 1) / 2
+    least = 4 * pairs * wanted.heads[0] * wanted.model.head_size / flops
+    return bool((chunks.ms * 1e-3 >= least).all())
 
 
 def _add_products(found: OperatorPoints, wanted: Wanted, card: Card) -> None:

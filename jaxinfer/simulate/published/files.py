@@ -5,6 +5,7 @@ snapshot has ``CARD/FAMILY/BACKEND/VERSION/NAME.parquet`` and a wheel
 ``data/CARD/BACKEND/VERSION/NAME.parquet`` beside ``CARD.yaml``.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Card:
         bandwidth: bytes per second that an operator on vectors reaches.
         launch_s: seconds that such an operator takes besides.
         link: bytes per second between the cards of a node, each way.
+        flops: peak of bfloat16 per second; infinite where the file does not say.
     """
 
     folder: Path
@@ -41,6 +43,7 @@ class Card:
     bandwidth: float
     launch_s: float
     link: float
+    flops: float
 
     def file(self, name: str, backend: str, version: str) -> Path:
         """Find one table of exactly this version.
@@ -125,6 +128,7 @@ def _read_card(path: Path) -> Card:
             float(gpu["mem_bw"]) * float(gpu["mem_bw_empirical_scaling_factor"]),
             float(gpu["mem_empirical_constant_latency"]),
             float(node["intra_node_bw"]),
+            float(gpu.get("bfloat16_tc_flops", math.inf)),
         )
     except OSError as error:
         raise JaxinferError(f"{path}: {error.strerror}") from None

@@ -266,7 +266,7 @@ def test_a_ring_of_four(tmp_path: Path) -> None:
 
 def test_it_says_what_it_read(tmp_path: Path) -> None:
     holes = [row for row in ROWS if row not in ((36, 0, 1, 100), (64, 100, 8, 100))]
-    folder = write(tmp_path / "t", degree=2, attention=batches(holes), skew="", skew_fit="x")
+    folder = write(tmp_path / "t", degree=2, attention=batches(holes), skew="", step="x")
     assert stage(folder, devices=2, last=False).read == {
         "folder": str(folder / "tp2"),
         "per_layer": {**LAYER, "attention": 1},
@@ -278,7 +278,7 @@ def test_it_says_what_it_read(tmp_path: Path) -> None:
             "decodes alone": {"points": 4, "filled_in": 0},
             "both": {"points": 22, "filled_in": 2},
         },
-        "not_read": ["skew.csv", "skew_fit.csv"],
+        "not_read": ["skew.csv", "step.csv"],
         "collectives": {"gb_s": 17.0, "each_s": 30e-6, "all_reduces_per_layer": 2},
     }
 
