@@ -27,6 +27,7 @@ class PublishedTables(Options):
         possible_attention: Whether prompts' attention that the card's peak FLOPs forbid counts by
             the table of another card of the folder with the same peak.
         small_operators: Whether operators on vectors, which no table has, count by their bytes.
+        experts: Format of experts in the tables' words, where it is not that of the other products.
         expert_parallel: Ways that experts are shared whole; each is divided by the other devices.
         routing: How tokens spread over experts, in the tables' words.
     """
@@ -40,5 +41,6 @@ class PublishedTables(Options):
     quickest_all_reduce: bool = True
     possible_attention: bool = True
     small_operators: bool = True
+    experts: Literal["w4a16_mxfp4", "int4_wo"] | None = None
     expert_parallel: int = Field(default=1, ge=1)
     routing: str = "power_law_1.01"

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, permutations
 
@@ -13,7 +13,8 @@ from jaxinfer.config.costs import GroupCosts, SimulateOptions
 from jaxinfer.config.layer_split import count_layers, shared_layers
 from jaxinfer.config.nodes import NetworkPath, Placement, place_groups
 from jaxinfer.config.resolve import Resolved
-from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
+from jaxinfer.config.published import PublishedTables
+from jaxinfer.config.stage_part import EXPERT_SIZES, KV_SIZES, WEIGHT_SIZES, StagePart
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
@@ -194,7 +195,11 @@ def _stages(
     if instance.dtype == "float32":
         raise OptionError("dtype is float32, must be auto or bfloat16: others are not modelled")
     own = [groups[place.group] for place in instance.places]
-    parts, last = _parts(instance, model, own, sharers), len(own) - 1
+    parts, last = _parts(instance, model, own), len(own) - 1
+    parts = [
+        replace(part, sharers=sharers, expert_size=_expert_size(options.of(group.name)))
+        for part, group in zip(parts, own, strict=True)
+    ]
     found = []
     for i, (place, group, part) in enumerate(zip(instance.places, own, parts, strict=True)):
         costs = (_roofline if place.attention else SimulateOptions.of)(options, place.group)
@@ -204,14 +209,20 @@ def _stages(
     return found
 
 
+def _expert_size(costs: SimulateOptions) -> float | None:
+    """Bytes of an expert's weight where tables have experts in a format of their own."""
+    tables = costs.tables
+    published = tables if isinstance(tables, PublishedTables) else None
+    return EXPERT_SIZES[published.experts] if published and published.experts else None
+
+
 def _parts(
-    instance: InstanceConfig, model: ModelShape, groups: Sequence[SiteGroup], sharers: int
+    instance: InstanceConfig, model: ModelShape, groups: Sequence[SiteGroup]
 ) -> list[StagePart]:
     """Return each stage's part of the model, by stated layers or the groups' peak FLOPs.
 
     Args:
         groups: one for each stage.
-        sharers: instances that share the experts.
     """
     flows = [_flow(instance, model, group) for group in groups]
     for group, place, flow in zip(groups, instance.places, flows, strict=True):
@@ -243,7 +254,7 @@ def _parts(
     return [
         StagePart(
             group.gpu, group.kind, model, layers[i], layers[i] / total, i == 0, i == last,
-            group.stage_devices, *sizes, limits, flows[i], sharers,
+            group.stage_devices, *sizes, limits, flows[i],
         )
         for i, group in enumerate(groups)
     ]  # fmt: skip

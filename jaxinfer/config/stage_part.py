@@ -9,6 +9,9 @@ from jaxinfer.steps.shapes import StepLimits
 # Bytes of a number that is stored, by its option's value: those of layers' weights, and of KV.
 WEIGHT_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
 KV_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
+# Of experts in formats of their own, as published tables name them: with a scale of 8 bits for each
+# 32 numbers, and of 16 bits for each 128.
+EXPERT_SIZES = {"w4a16_mxfp4": 17 / 32, "int4_wo": 33 / 64}
 # Of the embedding's and the head's numbers.
 TABLE_SIZE = 2
 
@@ -25,6 +28,7 @@ class StagePart:
         limits: sizes to which an engine pads the instance's steps; None where not known.
         flow: what each layer does under its layout; without one, the devices have equal parts of
             all weights and of KV.
+        expert_size: bytes of an expert's weight, where it is not ``weight_size``.
         sharers: how many instances share the experts of each layer, this one included.
     """
 
@@ -41,6 +45,7 @@ class StagePart:
     limits: StepLimits | None = None
     flow: LayoutFlow | None = None
     sharers: int = 1
+    expert_size: float | None = None
 
     @property
     def weight_bytes(self) -> float:
@@ -48,10 +53,11 @@ class StagePart:
         of: LayoutFlow | ModelShape = self.flow or self.model
         layers = of.parameters(self.layers, False, False)
         tables = of.parameters(self.layers, self.first, self.last) - layers
-        if self.sharers > 1:
-            experts = self.model.num_experts * self.model.expert_parameters * self.layers
-            layers -= experts * (1 - 1 / self.sharers)
         held = layers * self.weight_size + tables * TABLE_SIZE
+        if self.sharers > 1 or self.expert_size:
+            experts = self.model.num_experts * self.model.expert_parameters * self.layers
+            own = (self.expert_size or self.weight_size) / self.sharers
+            held += experts * (own - self.weight_size)
         return held if self.flow else held / self.devices
 
     @property

@@ -105,6 +105,8 @@ class ModelShape(Options):
         qk_norm: queries and keys of each head are normalised.
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer; ``intermediate_size``
             is one expert's.
+        sliding_window: entries that a token sees in ``windowed_layers`` of the layers. Published
+            tables alone have times of them.
     """
 
     hidden_size: int = Field(ge=1)
@@ -119,6 +121,8 @@ class ModelShape(Options):
     qk_norm: bool = False
     num_experts: int = 0
     num_experts_per_tok: int = 0
+    sliding_window: int = Field(default=0, ge=0)
+    windowed_layers: int = Field(default=0, ge=0)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse heads that do not share evenly, and experts of whom none is asked."""
@@ -131,6 +135,12 @@ class ModelShape(Options):
             raise OptionError(
                 f"head_dim is missing: hidden_size, {self.hidden_size}, is no multiple of "
                 f"num_attention_heads, {self.num_attention_heads}"
+            )
+        if not bool(self.windowed_layers) <= bool(self.sliding_window):
+            raise OptionError("sliding_window is missing, windowed_layers are given")
+        if self.windowed_layers > self.num_hidden_layers:
+            raise OptionError(
+                f"windowed_layers is {self.windowed_layers}, of {self.num_hidden_layers} layers"
             )
         if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
             raise JaxinferError(
@@ -297,7 +307,7 @@ def _from_hugging_face(path: Path) -> ModelShape:
     found: dict[str, Any] = {
         name: config.get(name, config.get(names.get(name, name)))
         for name in ModelShape.model_fields
-        if name not in ("gated", "qk_norm")
+        if name not in ("gated", "qk_norm", "sliding_window", "windowed_layers")
     }
     if found["tie_word_embeddings"] is None:
         found["tie_word_embeddings"] = architecture.startswith(("Gemma3", "OPT"))

@@ -181,6 +181,8 @@ class MeasuredTables:
         if not isinstance(costs.tables, str):
             return published_stage(costs.tables, part, costs)
         folder = data_path(costs.tables)
+        if part.model.windowed_layers:
+            raise JaxinferError(f"{folder}: has no times of layers with windows")
         if part.weight_size != ITEMSIZE:
             raise JaxinferError(
                 f"{folder}: has times of weights of 16 bits: leave out weight_dtype, or the tables"

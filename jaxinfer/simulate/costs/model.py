@@ -54,6 +54,8 @@ def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
             "and mesh, or the measured costs"
         )
     kind = costs.measured or ("layout" if part.flow else "roofline")
+    if part.model.windowed_layers and kind != "tables":
+        raise JaxinferError(f"{kind} has no times of layers with windows: give published tables")
     module, name = STAGES[kind].split(":")
     try:
         stage: StageCost = getattr(import_module(module), name).of(part, costs)

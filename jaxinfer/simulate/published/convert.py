@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.simulate.published.columns import Measured, read_measured
@@ -35,6 +37,7 @@ class Wanted:
         possible_attention: whether a table of prompts' attention that the card's peak forbids is
             replaced by that of a card with the same peak.
         small_operators: whether operators on vectors count.
+        experts: their format, where it is not that of products.
         sharers: instances whose devices share the experts.
         expert_parallel: ways that experts are shared whole; each is divided by the other devices.
         routing: how tokens spread over experts, in the tables' words.
@@ -54,6 +57,7 @@ class Wanted:
     possible_attention: bool
     small_operators: bool
     sharers: int
+    experts: str | None
     expert_parallel: int
     routing: str
 
@@ -107,15 +111,15 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
     def read(name: str, of: Card) -> Measured:
         path = of.file(name, wanted.backend, wanted.version)
-        return read_measured(path, ("batch_size", "isl", "step"), only, {"window_size": 0})
+        return _over_layers(path, model, only)
 
-    chunks = read("context_attention_perf", card)
+    name = "context_attention_perf"
+    chunks, decodes = read(name, card), read("generation_attention_perf", card)
     if wanted.possible_attention and not _is_possible(chunks, wanted, card.flops):
-        alike = [each for each in cards(wanted.folder) if each.flops == card.flops]
         others = (
-            read("context_attention_perf", each)
-            for each in alike
-            if wanted.version in each.versions("context_attention_perf", wanted.backend)
+            read(name, each)
+            for each in cards(wanted.folder)
+            if each.flops == card.flops and wanted.version in each.versions(name, wanted.backend)
         )
         possible = [each for each in others if _is_possible(each, wanted, card.flops)]
         if not possible:
@@ -125,7 +129,6 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
                 "possible_attention: false"
             )
         chunks = possible[0]
-    decodes = read("generation_attention_perf", card)
     found.files += [str(chunks.path), str(decodes.path)]
     for (batch, length, _), ms in zip(chunks.points.tolist(), chunks.ms.tolist(), strict=True):
         found.chunks.setdefault((batch * length, length / 2), ms * 1e3)
@@ -133,10 +136,26 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
         found.decodes[batch, length + step] = ms * 1e3
 
 
+def _over_layers(path: Path, model: ModelShape, only: Mapping[str, object]) -> Measured:
+    """Milliseconds of attention in the mean over layers, of which some may have windows."""
+    axes = ("batch_size", "isl", "step")
+    read = read_measured(path, axes, only, {"window_size": 0})
+    if not model.windowed_layers:
+        return read
+    near = read_measured(path, axes, {**only, "window_size": model.sliding_window}, {})
+    share = model.windowed_layers / model.num_hidden_layers
+    windowed = dict(zip(map(tuple, near.points.tolist()), near.ms.tolist(), strict=True))
+    both = [at for at in map(tuple, read.points.tolist()) if at in windowed]
+    whole = dict(zip(map(tuple, read.points.tolist()), read.ms.tolist(), strict=True))
+    ms = [(1 - share) * whole[at] + share * windowed[at] for at in both]
+    return Measured(path, np.array(both), np.array(ms))
+
+
 def _is_possible(chunks: Measured, wanted: Wanted, flops: float) -> bool:
     """Tell whether no prompts' attention is quicker than the peak: 4 FLOPs per pair and number."""
     batch, length, _ = chunks.points.T
-    pairs = batch * length * (length + 1) / 2
+    full = 1 - wanted.model.windowed_layers / wanted.model.num_hidden_layers
+    pairs = full * batch * length * (length + 1) / 2
     least = 4 * pairs * wanted.heads[0] * wanted.model.head_size / flops
     return bool((chunks.ms * 1e-3 >= least).all())
 
@@ -169,7 +188,7 @@ def _add_experts(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     if devices % ways:
         raise JaxinferError(f"expert_parallel is {ways}, must divide {devices} devices")
     only: dict[str, object] = {
-        "moe_dtype": wanted.products,
+        "moe_dtype": wanted.experts or wanted.products,
         "hidden_size": model.hidden_size,
         "inter_size": model.intermediate_size,
         "topk": model.num_experts_per_tok,
