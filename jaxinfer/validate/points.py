@@ -19,6 +19,7 @@ COLUMNS = (
 _FALLS = 0.05
 # A series whose TTFT falls in more than this share of pairs, of so many or more, gives none.
 _MOST_FALLING, _FEWEST_PAIRS = 0.2, 10
+_CONCURRENCY = re.compile(r"concurrency=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Point:
     def id(self) -> str:
         """Name of the point."""
         return self.row["id"]
+
+    @property
+    def states_concurrency(self) -> bool:
+        """True if ``note`` has the concurrency; ``batch_size`` alone may be an engine's limit."""
+        return _CONCURRENCY.search(self.row.get("note") or "") is not None
 
     @property
     def moe_ep(self) -> int:
@@ -121,7 +127,7 @@ def _point(path: Path, line: int, row: Mapping[str, str]) -> Point:
             )
         return value
 
-    given = re.search(r"concurrency=(\d+)", row.get("note") or "")
+    given = _CONCURRENCY.search(row.get("note") or "")
     # Disaggregated points have sizes of both sides in place of one; none is simulated.
     concurrency = int(given[1]) if given else int(number("batch_size", 1, empty=0))
     tp = re.search(r"_tp(\d+)_ep\d+|_tp(\d+)_\d+_ep\d+", row["id"])
@@ -136,6 +142,7 @@ def _point(path: Path, line: int, row: Mapping[str, str]) -> Point:
 def uses(points: Sequence[Point]) -> list[Use]:
     """Decide what each point may be used for, by rules that no prediction has a part in."""
     twice = set(_duplicates(points))
+    some_stated = any(point.states_concurrency for point in points)
     falling = _falling_groups([p for n, p in enumerate(points) if n not in twice])
     found = []
     for number, point in enumerate(points):
@@ -143,6 +150,8 @@ def uses(points: Sequence[Point]) -> list[Use]:
             found.append(Use(False, False, "the same as a point before"))
         elif point.row["mode"] != "agg":
             found.append(Use(False, False, f"mode {point.row['mode']}: its launch is not known"))
+        elif some_stated and not point.states_concurrency:
+            found.append(Use(False, False, "does not say its concurrency, as others do"))
         elif not point.tpot_ms or not point.ttft_ms or point.osl < 2:
             found.append(Use(False, False, "has no TTFT or no TPOT"))
         elif point.group in falling:

@@ -3,7 +3,8 @@
     python -m scripts.validate.silicon --points points.csv --operators FOLDER --out DIR
 
 Each variant is a run of ``jaxinfer validate`` in a folder of its own below DIR, which goes on where
-it was cut off. DIR gets ``groups.csv``, ``ablations.csv`` and ``halves.csv``, and with ``--peer
+it was cut off. DIR gets ``groups.csv``, ``experts.csv`` (of models with experts), ``ablations.csv``
+and ``halves.csv``, and with ``--peer
 FILE`` of ``peer_estimates.py`` also ``peer.csv``; none has a point's own figures. The number,
 ``sequence_s``, is fitted on one half of the points and tested on the other.
 """
@@ -25,6 +26,8 @@ from scripts.tables import Row, read_csv, show_table, write_csv
 
 # Its engines' launches and operators are known.
 DENSE = ("Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-32B")
+# One run of these; most of their engines have no tables of experts.
+EXPERTS = ("Qwen3-235B", "gpt-oss")
 # Above, a point takes as long as ten others.
 LONGEST = 8191
 FITTED = "0.00002"
@@ -43,10 +46,15 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
             "engine.policies.batching=mixed",
             "engine.max_in_flight=2",
             "simulate.tables.quickest_all_reduce=false",
+            "simulate.tables.possible_attention=false",
         ),
     ),
     "quantization within products": (("static_scales",), ()),
     "the card's own all-reduces": ((), ("simulate.tables.quickest_all_reduce=false",)),
+    "prompts' attention that the card's peak forbids": (
+        (),
+        ("simulate.tables.possible_attention=false",),
+    ),
     "no small operators": ((), ("simulate.tables.small_operators=false",)),
     "two steps in flight": ((), ("engine.max_in_flight=2",)),
     "no wait of prompts": (("batch_wait",), ()),
@@ -64,7 +72,8 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 def main(points: Path, operators: str, out: Path, peer: Path | None) -> None:
     """Run all variants, and write and print their tables."""
     out.mkdir(parents=True, exist_ok=True)
-    chosen = choose(points, out / "dense.csv")
+    chosen = choose(points, out / "dense.csv", DENSE)
+    mixtures = choose(points, out / "mixtures.csv", EXPERTS)
     first = out / "variant0"
     runs = {
         name: run(chosen, operators, out / f"variant{number}", first, *asked)
@@ -77,8 +86,10 @@ def main(points: Path, operators: str, out: Path, peer: Path | None) -> None:
         for value in TRIED[1:]
     }
     fits[TRIED[0]] = runs["as published"]
+    experts = run(mixtures, operators, out / "experts", first, (), ())
     tables = {
         "groups": [*groups("uncalibrated", fits["0"]), *groups("sequence_s fitted", fits[FITTED])],
+        "experts": groups("uncalibrated", experts),
         "ablations": [row(name, found) for name, found in runs.items()],
         "halves": halves(fits),
     }
@@ -90,14 +101,14 @@ def main(points: Path, operators: str, out: Path, peer: Path | None) -> None:
         show_table(rows)
 
 
-def choose(points: Path, path: Path) -> Path:
-    """Write the dense models' points whose outputs are not the longest."""
+def choose(points: Path, path: Path, models: Sequence[str]) -> Path:
+    """Write some models' points whose outputs are not the longest."""
     with points.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     kept = [
         each
         for each in rows
-        if any(name in each["model_path"] for name in DENSE) and float(each["osl"]) <= LONGEST
+        if any(name in each["model_path"] for name in models) and float(each["osl"]) <= LONGEST
     ]
     write_csv(path, kept)
     return path
