@@ -1,10 +1,11 @@
 """The run file's section ``simulate``: what the modelled cluster's numbers leave open."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
-from jaxinfer.config.published import PublishedTables
+from jaxinfer.config.published import PublishedTables, shipped_tables
 from jaxinfer.config.step_costs import CurveCosts, LinearCosts, PhaseCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, shown
@@ -19,7 +20,9 @@ MEASURED = {
 
 
 def _as_tables(value: object) -> object:
-    """Check published tables by themselves, whose mistakes are then named."""
+    """Check published tables by themselves, whose mistakes are then named; find those that ship."""
+    if isinstance(value, str) and value in shipped_tables() and not Path(value).exists():
+        return shipped_tables()[value]
     if value is None or isinstance(value, str | PublishedTables):
         return value
     if not isinstance(value, dict):
@@ -44,7 +47,8 @@ class GroupCosts(Options):
         reserve_gb: memory of each GPU for activations and all else that is neither weights nor KV,
             in 10^9 bytes; by default what the largest step's hidden states and logits take.
         tables: a folder with measured operators (see ``tables.py``), or one of published ones (see
-            ``PublishedTables``), in place of ``flops`` and ``bandwidth``.
+            ``PublishedTables``), or the name of tables that ship, such as ``h100``; in place of
+            ``flops`` and ``bandwidth``.
         skew: whether decodes that see more than the mean of their step slow its attention down, as
             ``skew_fit.csv`` of the tables has it; by default, if it is there.
         linear: coefficients (see ``linear.py``), in place of ``flops``, ``bandwidth``, ``step_s``

@@ -1,10 +1,17 @@
 """Operators that others have measured and published, as a run file names them."""
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Literal
 
+import yaml
 from pydantic import Field
 
+from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.options.validation import Options
+
+# Where tables ship, by card, in aiconfigurator's order.
+OPERATORS = "operators"
 
 
 class PublishedTables(Options):
@@ -44,3 +51,15 @@ class PublishedTables(Options):
     experts: Literal["w4a16_mxfp4", "int4_wo"] | None = None
     expert_parallel: int = Field(default=1, ge=1)
     routing: str = "power_law_1.01"
+
+
+@cache
+def shipped_tables() -> Mapping[str, PublishedTables]:
+    """Tables that ship, by the names that stand for them in run files, as ``h100``."""
+    found = {}
+    for path in sorted((SHIPPED / OPERATORS).glob("*.yaml")):
+        ships = yaml.safe_load(path.read_text(encoding="utf-8"))["ships_as"]
+        found[str(ships["name"])] = PublishedTables(
+            folder=OPERATORS, backend=ships["backend"], version=ships["version"], card=path.stem
+        )
+    return found

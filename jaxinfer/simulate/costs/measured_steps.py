@@ -14,6 +14,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.published import shipped_tables
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
@@ -181,6 +182,9 @@ class MeasuredTables:
         if not isinstance(costs.tables, str):
             return published_stage(costs.tables, part, costs)
         folder = data_path(costs.tables)
+        if not folder.is_dir():
+            known = ", ".join(shipped_tables())
+            raise JaxinferError(f"{costs.tables}: no such folder, and none that ships: {known}")
         if part.model.windowed_layers:
             raise JaxinferError(f"{folder}: has no times of layers with windows")
         if part.weight_size != ITEMSIZE:

@@ -1,5 +1,6 @@
-"""Columns of a Parquet file of measured times, checked; of a point measured twice, the median."""
+"""Columns of a file of measured times, checked; of a point measured twice, the median."""
 
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -36,9 +37,32 @@ def read_measured(
     Raises:
         JaxinferError: pyarrow is not installed, the file is no such table, or has no such row.
     """
+    table = _parquet(path) if path.suffix == ".parquet" else _arrays(path)
+    if missing := [name for name in (*axes, *only, "latency") if name not in table]:
+        raise JaxinferError(f"{path}: lacks the column {missing[0]}")
+    wanted = dict(only) | {name: some[name] for name in some if name in table}
+    kept = np.ones(len(table["latency"]), bool)
+    for name, value in wanted.items():
+        left = kept & (table[name] == value)
+        if not left.any():
+            there = ", ".join(sorted({str(each) for each in table[name][kept].tolist()}))
+            raise JaxinferError(f"{path}: nothing with {name} {value}; there is {there}")
+        kept = left
+    columns = [table[name][kept].astype(float) for name in axes]
+    ms = table["latency"][kept].astype(float)
+    if not (np.isfinite(ms).all() and ms.min() > 0 and ms.max() < _LONGEST_MS):
+        raise JaxinferError(
+            f"{path}: latency goes from {ms.min():g} to {ms.max():g}, must be milliseconds greater "
+            f"than 0 and below {_LONGEST_MS:g}"
+        )
+    return Measured(path, np.stack(columns, 1), ms)
+
+
+def _parquet(path: Path) -> Mapping[str, np.ndarray]:
+    """Columns as aiconfigurator publishes them."""
     try:
         import pyarrow
-        from pyarrow import compute, parquet
+        from pyarrow import parquet
     except ImportError:
         raise JaxinferError(
             f"{path}: Parquet takes pyarrow, which is not installed: pip install "
@@ -50,23 +74,16 @@ def read_measured(
         raise JaxinferError(f"{path}: {error.strerror or one_line(error)}") from None
     except pyarrow.ArrowException as error:
         raise JaxinferError(f"{path}: {one_line(error)}") from None
-    if missing := [name for name in (*axes, *only, "latency") if name not in table.column_names]:
-        raise JaxinferError(f"{path}: lacks the column {missing[0]}")
-    wanted = dict(only) | {name: some[name] for name in some if name in table.column_names}
-    for name, value in wanted.items():
-        kept = table.filter(compute.equal(table[name], pyarrow.scalar(value)))
-        if not kept.num_rows:
-            there = ", ".join(sorted(str(each) for each in compute.unique(table[name]).to_pylist()))
-            raise JaxinferError(f"{path}: nothing with {name} {value}; there is {there}")
-        table = kept
-    columns = [table[name].to_numpy().astype(float) for name in axes]
-    ms = table["latency"].to_numpy().astype(float)
-    if not (np.isfinite(ms).all() and ms.min() > 0 and ms.max() < _LONGEST_MS):
-        raise JaxinferError(
-            f"{path}: latency goes from {ms.min():g} to {ms.max():g}, must be milliseconds greater "
-            f"than 0 and below {_LONGEST_MS:g}"
-        )
-    return Measured(path, np.stack(columns, 1), ms)
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def _arrays(path: Path) -> Mapping[str, np.ndarray]:
+    """Columns as they ship: arrays of numbers and of words."""
+    try:
+        with np.load(path) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise JaxinferError(f"{path}: {one_line(error)}") from None
 
 
 def _medians(points: np.ndarray, ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

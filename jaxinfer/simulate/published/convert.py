@@ -98,7 +98,7 @@ def convert(wanted: Wanted) -> OperatorPoints:
     if wanted.model.num_experts:
         _add_experts(found, wanted, card)
     _add_small(found, wanted, card)
-    if wanted.devices > 1:
+    if wanted.devices > 1 and card.has_all_reduces:
         _add_all_reduces(found, wanted, card)
     return found
 
@@ -266,12 +266,12 @@ def _add_all_reduces(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
 def _all_reduces(path: Path, wanted: Wanted) -> Points:
     """Microseconds by tokens, each of which has ``hidden_size`` elements."""
-    only = {"num_gpus": wanted.devices, "allreduce_dtype": "bfloat16"}
+    only: dict[str, object] = {"num_gpus": wanted.devices, "allreduce_dtype": "bfloat16"}
     h = wanted.model.hidden_size
     if wanted.backend != "vllm":
         return _by_tokens(read_measured(path, ("message_size",), only, {}), h)
     graph, eager = (
-        _by_tokens(read_measured(path, ("message_size",), only | {"backend": kind}, {}), h)
+        _by_tokens(read_measured(path, ("message_size",), only, {"backend": kind}), h)
         for kind in ("vllm_graph", "vllm_eager")
     )
     graph = {x: micros for x, micros in graph.items() if x <= _GRAPH_TOKENS}

@@ -36,6 +36,8 @@ class Card:
         launch_s: seconds that such an operator takes besides.
         link: bytes per second between the cards of a node, each way.
         flops: peak of bfloat16 per second; infinite where the file does not say.
+        has_all_reduces: false where none was measured, so that they are modelled.
+        kinds: names in ``gpus.yaml`` that the card has; none where the file does not say.
     """
 
     folder: Path
@@ -44,6 +46,8 @@ class Card:
     launch_s: float
     link: float
     flops: float
+    has_all_reduces: bool
+    kinds: tuple[str, ...]
 
     def file(self, name: str, backend: str, version: str) -> Path:
         """Find one table of exactly this version.
@@ -82,8 +86,9 @@ class Card:
         return {path.parts[-2]: path for path in found}
 
     def _all(self, name: str) -> Iterator[Path]:
-        yield from sorted(self.folder.glob(f"*/*/{name}.parquet"))
-        yield from sorted(self.folder.glob(f"{FAMILIES[name]}/*/*/{name}.parquet"))
+        for ending in (".parquet", ".npz"):
+            yield from sorted(self.folder.glob(f"*/*/{name}{ending}"))
+            yield from sorted(self.folder.glob(f"{FAMILIES[name]}/*/*/{name}{ending}"))
 
 
 def is_published(folder: Path) -> bool:
@@ -103,7 +108,11 @@ def find_card(folder: Path, name: str | None, kind: str) -> Card:
     if len(fitting) != 1 or fitting[0] not in there:
         asked = f"no card {name!r}" if name else f"no card whose name begins like {kind}"
         raise JaxinferError(f"{folder}: {asked}; there are {', '.join(sorted(there)) or 'none'}")
-    return _read_card(there[fitting[0]])
+    card = _read_card(there[fitting[0]])
+    if card.kinds and kind not in card.kinds:
+        known = " or ".join(card.kinds)
+        raise JaxinferError(f"{folder}: {card.name} is of {known}, the group has {kind}")
+    return card
 
 
 def cards(folder: Path) -> list[Card]:
@@ -142,7 +151,8 @@ def _read_card(path: Path) -> Card:
             f"{path}: bandwidths must be greater than 0 and mem_empirical_constant_latency seconds "
             "below 0.1"
         )
-    return Card(folder, path.stem, *numbers)
+    measured = read.get("all_reduces") != "modelled"
+    return Card(folder, path.stem, *numbers, measured, tuple(read.get("kinds", ())))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
