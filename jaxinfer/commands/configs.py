@@ -63,6 +63,8 @@ def copy(name: str, destination: str) -> None:
 
 def _about(path: Path) -> str:
     """The first sentence that a file says of itself; of a table, its columns."""
+    if path.suffix == ".npz":
+        return f"Operators of {path.parents[2].name}, {path.parent.name}: {path.stem}."
     text = path.read_text(encoding="utf-8")
     match path.suffix:
         case ".csv":
@@ -73,6 +75,8 @@ def _about(path: Path) -> str:
             comment = re.match(r"(#.*\n)+", text)
             source = re.search(r"^source: \"(.*)\"$", text, re.MULTILINE)
             said = source[1] if source else comment[0].replace("#", "") if comment else ""
+        case ".md":
+            said = text.partition("\n\n")[2].partition(":")[0] + "."
         case ".jsonl":
             return f"{len(text.splitlines())} lines"
         case _:

@@ -172,7 +172,8 @@ def _check_sharing(names: Sequence[str], cluster: ClusterConfig, model: ModelSha
     devices = {}
     for name in names:
         if name not in cluster.instances:
-            raise OptionError(f"{where}: {did_you_mean(name, cluster.instances)}")
+            near = did_you_mean(name, cluster.instances)
+            raise OptionError(f"{where}: no instance {name!r}: {near}")
         places = cluster.instances[name].places
         if len(places) > 1 or places[0].attention:
             raise OptionError(f"{where}: {name} must be one stage, without attention groups")

@@ -62,7 +62,9 @@ def main(operators: Path, profiles: Path, out: Path) -> None:
             source = INSTEAD.get((card, name), card)
             if (found := _read(operators, profiles, source, name, version)) is not None:
                 write(folder / f"{name}.npz", chosen(name, found), KEYS[name])
-        (out / f"{card}.yaml").write_text(yaml.safe_dump(_numbers(card), sort_keys=False))
+        about = f"# vLLM's operators on {KINDS[card]}, as NVIDIA's aiconfigurator has them (Apache-2.0).\n"
+        numbers = yaml.safe_dump(_numbers(card), sort_keys=False)
+        (out / f"{card}.yaml").write_text(about + numbers)
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"{card}: {size / 1e3:.0f} kB")
 

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from published_cases import (
@@ -172,3 +175,63 @@ def _made(root: Path) -> None:
 
 
 MADE: Products
+
+
+def test_attention_that_the_peak_forbids_is_another_cards(tmp_path: Path) -> None:
+    """Times of the made-up card are possible for 10^15 FLOPs per second, not for a tenth."""
+    quick = make_card(tmp_path / "systems")
+    make_card(quick, "y9_sxm")
+    slow = 8.0  # So many times as long on the other card.
+    table = "attention/trtllm/1.2.0/context_attention_perf.parquet"
+    rows = pq.read_table(quick / "y9_sxm" / table).to_pylist()
+    write(quick / "y9_sxm" / table, [row | {"latency": slow * row["latency"]} for row in rows])
+    longest = 4 * 1024, 512.0  # Four prompts of 1,024 tokens.
+    flops = 4 * 4 * 1024 * 1025 / 2 * 4 * 128  # Per pair and number of each head.
+
+    def given(peak: float) -> None:
+        for card in ("x9_sxm", "y9_sxm"):
+            numbers = yaml.safe_load((quick / f"{card}.yaml").read_text())
+            numbers["gpu"]["bfloat16_tc_flops"] = peak
+            (quick / f"{card}.yaml").write_text(yaml.safe_dump(numbers))
+
+    own = chunks_ms(4, 1024) * 1e-3
+    given(1.01 * flops / own)
+    assert convert(wanted(quick)).chunks[longest] == pytest.approx(own * 1e6)
+    given(0.99 * flops / own)
+    assert convert(wanted(quick)).chunks[longest] == pytest.approx(slow * own * 1e6)
+    as_it_is = convert(wanted(quick, possible_attention=False))
+    assert as_it_is.chunks[longest] == pytest.approx(own * 1e6)
+    given(0.99 * flops / own / slow)
+    with pytest.raises(JaxinferError, match=r"prompts take less than the card's peak FLOPs allow"):
+        convert(wanted(quick))
+
+
+def test_layers_with_windows_are_in_the_mean(tmp_path: Path) -> None:
+    """A quarter of the layers in a table where these take half of the time."""
+    root = make_card(tmp_path / "systems")
+    for name in ("context_attention_perf", "generation_attention_perf"):
+        path = root / "x9_sxm" / "attention" / "trtllm" / "1.2.0" / f"{name}.parquet"
+        rows = pq.read_table(path).to_pylist()
+        near = [row | {"window_size": 128, "latency": row["latency"] / 2} for row in rows]
+        write(path, [*rows, *near])
+    model = MODEL.model_copy(
+        update={"num_hidden_layers": 4, "sliding_window": 128, "windowed_layers": 1}
+    )
+    found, whole = convert(wanted(root, model=model)), convert(wanted(root))
+    assert found.chunks == pytest.approx({at: 0.875 * us for at, us in whole.chunks.items()})
+    assert found.decodes == pytest.approx({at: 0.875 * us for at, us in whole.decodes.items()})
+
+
+def test_arrays_are_read_like_parquet(tmp_path: Path) -> None:
+    root = make_card(tmp_path / "systems")
+    by_parquet = convert(wanted(root, devices=2))
+    for path in root.rglob("*.parquet"):
+        table = pq.read_table(path)
+        columns = {name: np.array(table[name].to_pylist()) for name in table.column_names}
+        np.savez_compressed(path.with_suffix(".npz"), **columns)
+        path.unlink()
+    by_arrays = convert(wanted(root, devices=2))
+    assert by_arrays.dense == by_parquet.dense
+    assert by_arrays.decodes == by_parquet.decodes
+    with pytest.raises(JaxinferError, match=r"gemm_perf\.npz: nothing with gemm_dtype fp4"):
+        convert(wanted(root, products="fp4"))
