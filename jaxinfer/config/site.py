@@ -12,8 +12,8 @@ from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.config.costs import GroupCosts, SimulateOptions
 from jaxinfer.config.layer_split import count_layers, shared_layers
 from jaxinfer.config.nodes import NetworkPath, Placement, place_groups
-from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.published import PublishedTables
+from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.stage_part import EXPERT_SIZES, KV_SIZES, WEIGHT_SIZES, StagePart
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError

@@ -62,16 +62,15 @@ def main(operators: Path, profiles: Path, out: Path) -> None:
             source = INSTEAD.get((card, name), card)
             if (found := _read(operators, profiles, source, name, version)) is not None:
                 write(folder / f"{name}.npz", chosen(name, found), KEYS[name])
-        about = f"# vLLM's operators on {KINDS[card]}, as NVIDIA's aiconfigurator has them (Apache-2.0).\n"
+        of = f"# vLLM's operators on {KINDS[card]}"
+        about = f"{of}, as NVIDIA's aiconfigurator has them (Apache-2.0).\n"
         numbers = yaml.safe_dump(_numbers(card), sort_keys=False)
         (out / f"{card}.yaml").write_text(about + numbers)
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"{card}: {size / 1e3:.0f} kB")
 
 
-def _read(
-    operators: Path, profiles: Path, card: str, name: str, version: str
-) -> Columns | None:
+def _read(operators: Path, profiles: Path, card: str, name: str, version: str) -> Columns | None:
     """One table's columns; None where the card has none."""
     of = COLLECTIVES if name == "custom_allreduce_perf" else version
     for path in operators.glob(f"{card}/*/vllm/{of}/{name}.parquet"):
@@ -129,7 +128,7 @@ def write(path: Path, columns: Columns, keys: Sequence[str]) -> None:
     for at, ms in zip(points, columns["latency"].astype(float).tolist(), strict=True):
         times.setdefault(tuple(int(part) if part.isdigit() else part for part in at), []).append(ms)
     ordered = sorted(times)
-    arrays = {
+    arrays: dict[str, Any] = {
         key: np.array(values) if isinstance(values[0], str) else np.array(values, np.int32)
         for key, values in zip(own, zip(*ordered, strict=True), strict=True)
     }

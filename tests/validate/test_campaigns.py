@@ -126,3 +126,24 @@ def test_the_rules_that_ship_tell_campaigns_apart(tmp_path: Path) -> None:
     }  # fmt: skip
     assert theirs.first_wave is None
     assert {r.max_tokens for r in theirs.config.requests()} <= set(range(819, 1025))
+
+
+def test_replicas_of_attention_share_the_experts(tmp_path: Path) -> None:
+    """Of two by four ways of experts on two GPUs each, four replicas."""
+    changes = {"tp_size": "2.0", "moe_tp_size": "2.0", "moe_ep_size": "4.0"}
+    found = config(tmp_path, [], **changes)
+    assert list(found.instances or ()) == [f"engine{number}" for number in range(4)]
+    assert {group.devices for group in (found.groups or {}).values()} == {2}
+    assert found.simulate.shared_experts == ("engine0", "engine1", "engine2", "engine3")
+    assert not config(tmp_path, [], tp_size="2.0").simulate.shared_experts
+
+
+def test_vllm_prepares_no_step_ahead_before_014(tmp_path: Path) -> None:
+    campaigns = read_campaigns(SHIPPED)
+    for version, steps in (("0.12.0", 1), ("0.18.0", 3)):
+        given = point(
+            tmp_path, backend="vllm", backend_version=version, system="h200_sxm",
+            model_path="openai/gpt-oss-120b",
+        )  # fmt: skip
+        engine = launch(campaigns, given, "tables", {}).config.engine
+        assert (engine.max_in_flight or 3) == steps

@@ -22,6 +22,15 @@ def test_a_note_has_the_concurrency(tmp_path: Path) -> None:
     assert (first.concurrency, second.concurrency) == (16, 20)
 
 
+def test_without_a_concurrency_where_others_say_one_it_does_not_count(tmp_path: Path) -> None:
+    silent, said = row(id="a"), row(id="b", osl="9", note="silicon_concurrency=4")
+    found = uses(points(tmp_path, silent, said))
+    assert [(use.tpot, use.why) for use in found] == [
+        (False, "does not say its concurrency, as others do"), (True, ""),
+    ]  # fmt: skip
+    assert [use.tpot for use in uses(points(tmp_path, silent))] == [True]
+
+
 @pytest.mark.parametrize(
     ("id", "tp"),
     [

@@ -343,7 +343,7 @@ def of_model(**sizes: int) -> ModelShape:
         ),
         (
             lambda path: stage(write(path / "t"), model=of_model(num_experts=2)),
-            "t/tp1: dense.csv has act_fn, down_proj, gate_up_proj: how often that runs is not known",
+            "t/tp1: dense.csv has act_fn, down_proj, gate_up_proj: how often",
         ),
         (
             lambda path: stage(write(path / "t"), devices=2),
