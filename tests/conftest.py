@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import properties  # noqa: F401  (the examples that property tests draw)
 import pytest
 
 if TYPE_CHECKING:
