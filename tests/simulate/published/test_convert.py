@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from published_cases import (
     MODEL,
     M,
@@ -19,7 +20,6 @@ from published_cases import (
     wanted,
     write,
 )
-from scenarios import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
