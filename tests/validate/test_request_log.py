@@ -80,6 +80,15 @@ def test_a_preempted_prompt_finds_its_own_pages(folder: Path) -> None:
         ends.append(max(request.token_times[-1] for request in found.requests))
         assert len(request_rows(real, found.requests)) == 2
     assert ends[0] < ends[1]
+    # With room for both, nothing is computed again, and no prompt begins like another.
+    roomy = {**engine, "num_pages": 100}
+    both = [
+        simulated(as_run_file({**RUN, "engine": {**roomy, "enable_prefix_caching": caching},
+                               "simulate": {"linear": {"token_s": 0.01}}}),
+                  real, folder / f"roomy{caching}").requests
+        for caching in (True, False)
+    ]  # fmt: skip
+    assert [each.token_times for each in both[0]] == [each.token_times for each in both[1]]
 
 
 @pytest.mark.parametrize(
