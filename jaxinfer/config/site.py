@@ -90,6 +90,7 @@ class ModelledSite:
         placement: of the groups on the nodes of a hardware file; None without one.
         stages: of each instance, in the layers' order.
         paths: from group to group, for KV; all those that it may take.
+        sharing: instances that share the experts of each layer.
     """
 
     resolved: Resolved
@@ -98,6 +99,7 @@ class ModelledSite:
     model: ModelShape
     stages: Mapping[str, Sequence[SiteStage]]
     paths: Mapping[tuple[str, str], NetworkPath]
+    sharing: Sequence[str] = ()
 
 
 def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGroup]]:
@@ -146,10 +148,9 @@ def model_site(resolved: Resolved) -> ModelledSite:
     known: Catalogue = placement.known if placement else run_file.own
     model = known.model(run_file.require_model())
     path = partial(_path, resolved.cluster, placement)
-    stages = {}
-    _check_sharing(run_file.simulate.shared_experts, resolved.cluster, model)
+    stages, sharing = {}, run_file.simulate.shared_experts
+    _check_sharing(sharing, resolved.cluster, model)
     for name, instance in resolved.cluster.instances.items():
-        sharing = run_file.simulate.shared_experts
         sharers = len(sharing) if name in sharing else 1
         try:
             stages[name] = _stages(instance, model, groups, run_file.simulate, path, sharers)
@@ -159,7 +160,7 @@ def model_site(resolved: Resolved) -> ModelledSite:
         (source, dest): path(groups[source], groups[dest], "KV")
         for source, dest in _ends(stages, resolved.pairs)
     }
-    return ModelledSite(resolved, placement, groups, model, stages, paths)
+    return ModelledSite(resolved, placement, groups, model, stages, paths, sharing)
 
 
 def _check_sharing(names: Sequence[str], cluster: ClusterConfig, model: ModelShape) -> None:

@@ -206,8 +206,8 @@ def model_cluster(site: ModelledSite) -> ModelledCluster:
         if instance.shards
     }
     capacities = {link: rate for path in site.paths.values() for link, rate in path.links.items()}
-    sharing = site.resolved.run_file.simulate.shared_experts
-    joint = _joint_steps({name: instances[name] for name in sharing}) if sharing else None
+    sharing = {name: instances[name] for name in site.sharing}
+    joint = _joint_steps(sharing) if sharing else None
     return ModelledCluster(instances, lanes, capacities, site, slices, joint)
 
 

@@ -19,8 +19,8 @@ from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.plan.sweep.sweep import Sweep, clusters
 
 ROOT = Path(__file__).parents[2]
-# Others than run files: tests/config/test_nodes.py and test_targets.py have them.
-OTHERS = ("clusters", "targets", "plan", "sweep")
+# Others than run files: test_nodes.py, test_targets.py and test_shipped_tables.py have them.
+OTHERS = ("clusters", "targets", "plan", "sweep", "operators")
 FILES = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name not in OTHERS)
 DEAR = ("hexgen2", "splitwise", "splitwise_power")  # Their planners search for seconds.
 PLANS = [

@@ -240,7 +240,7 @@ def test_two_instances_of_one_group_have_its_link_between_them(tmp_path: Path) -
         (["groups.g.devices=16"], "groups.g: 16 devices do not divide the model's 8 heads"),
         (["instances.i.segments=33"], "segments is 33, a stage has 32 layers"),
         (["instances.i.max_model_len=100"], "request 0: "),
-        (["simulate.tables=nowhere"], "instances.i: simulate.tables: nowhere/meta.yaml: No such"),
+        (["simulate.tables=nowhere"], "instances.i: simulate.tables: nowhere: no such folder"),
         (
             ["simulate.groups.g.curves={file: nowhere}"],
             "instances.i: simulate.groups.g.curves: nowhere: No such file",

@@ -80,7 +80,8 @@ def test_a_preempted_prompt_finds_its_own_pages(folder: Path) -> None:
         ends.append(max(request.token_times[-1] for request in found.requests))
         assert len(request_rows(real, found.requests)) == 2
     assert ends[0] < ends[1]
-    # With room for both, nothing is computed again, and no prompt begins like another.
+    # With room for both, nothing is computed again; no prompt begins like one that has ended.
+    real[1] = {**real[1], "arrival": real[1]["arrival"] + 100}
     roomy = {**engine, "num_pages": 100}
     both = [
         simulated(as_run_file({**RUN, "engine": {**roomy, "enable_prefix_caching": caching},
