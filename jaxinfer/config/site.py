@@ -148,7 +148,8 @@ def model_site(resolved: Resolved) -> ModelledSite:
     known: Catalogue = placement.known if placement else run_file.own
     model = known.model(run_file.require_model())
     path = partial(_path, resolved.cluster, placement)
-    stages, sharing = {}, run_file.simulate.shared_experts
+    stages = {}
+    sharing = run_file.simulate.shared_experts
     _check_sharing(sharing, resolved.cluster, model)
     for name, instance in resolved.cluster.instances.items():
         sharers = len(sharing) if name in sharing else 1
