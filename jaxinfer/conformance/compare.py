@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.conformance.formats import FORMATS
-from jaxinfer.conformance.golden import BLOCK, GoldenModel, Origin
+from jaxinfer.conformance.golden import BLOCK, Origin
 from jaxinfer.conformance.layout import Layout, Shard
 from jaxinfer.conformance.mover import narrower
 from jaxinfer.conformance.side import Side
@@ -156,5 +156,3 @@ def changed_elsewhere(
             if changed.any():
                 yield name, origin, np.stack(np.divmod(where, B), -1)
 
-
-__all__ = ["GoldenModel", "Wrong", "allowed_change", "changed_elsewhere", "wrong_blocks"]

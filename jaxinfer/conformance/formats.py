@@ -59,6 +59,9 @@ _POSITIVE = _E4M3[:0x7F]
 def encode(numbers: np.ndarray, name: str) -> np.ndarray:
     """Round numbers that fit, already divided by their scale, to how they are stored."""
     x = np.asarray(numbers, np.float32)
+    if name == "float16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16)
     if name == "bfloat16":
         bits = x.view(np.uint32).astype(np.uint64)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -101,9 +101,10 @@ class GoldenModel:
 
     def origins(self, found: np.ndarray) -> Origin:
         """Read the code words of [..., H]: arrays [..., H / 16]."""
-        x = found.reshape(*found.shape[:-1], found.shape[-1] // BLOCK, BLOCK).astype(np.float64)
-        unit = np.abs(x[..., 0])
+        x = found.reshape(*found.shape[:-1], found.shape[-1] // BLOCK, BLOCK)
         with np.errstate(all="ignore"):
+            x = x.astype(np.float64)
+            unit = np.abs(x[..., 0])
             size = np.abs(x) / unit[..., None]
             half = size > 1.25
             # What no code word has: other sizes, and other bits in the two channels beside it.

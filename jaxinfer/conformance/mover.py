@@ -25,15 +25,14 @@ class Mover:
 
     def move(self, request: int) -> None:
         """Move all of a request's entries to the pages that the destination has for it."""
-        stop = self.stop_of(request)
+        stop = self.source.lengths[request]
         for shard in self.dest.pools:
             for start in range(0, stop, self.slab_tokens):
                 tokens = range(start, min(start + self.slab_tokens, stop))
                 self.put(shard, request, tokens, self.travel(self.take(shard, request, tokens)))
 
-    def stop_of(self, request: int) -> int:
-        """Count the tokens that go."""
-        return self.source.lengths[request]
+    def finish(self) -> None:
+        """Do what is to be done when all requests have been moved: nothing."""
 
     def take(self, shard: Shard, request: int, tokens: range) -> np.ndarray:
         """[2, T, K, H]: the entries of a destination's shard, out of the source's pages."""

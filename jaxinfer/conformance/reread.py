@@ -1,17 +1,19 @@
 """Pages whose entries are nobody's, read once more as if they lay there in another way."""
 
 from collections.abc import Iterator
+from itertools import permutations
 
 import numpy as np
 
 from jaxinfer.conformance.compare import Wrong
-from jaxinfer.conformance.formats import FORMATS, decode
+from jaxinfer.conformance.formats import FORMATS, decode, encode
 from jaxinfer.conformance.golden import BLOCK
 from jaxinfer.conformance.layout import from_order
 from jaxinfer.conformance.side import Side
 
 # Share of a page's blocks that have to be golden in another reading.
 _ENOUGH = 0.4
+_TWO_BYTES = ("float16", "bfloat16")
 
 
 def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, str]]:
@@ -65,9 +67,14 @@ def _readings(
             text = f"lies as {other}, read as {order}"
             blocks = from_order(pages.reshape(shape), other)
             yield "order of axes misread", text, _blocks(decode(blocks, name))
-    flat = decode(from_order(pages, order), name).reshape(len(pages), -1)
-    for by in range(1, BLOCK):
+    x_MKBH = decode(from_order(pages, order), name)
+    for one, other in permutations(_TWO_BYTES, 2):
+        bits = encode(x_MKBH, other).view(FORMATS[one].storage)
+        yield "dtype reinterpreted", f"was {one}, taken for {other}", _blocks(decode(bits, one))
+    flat = x_MKBH.reshape(len(pages), -1)
+    for by in range(1, x_MKBH.shape[-1]):
         text = f"lies {by} channels further on"
+        yield "channel offset", text, _blocks(np.roll(x_MKBH, -by, axis=-1))
         yield "channel offset", text, _blocks(np.roll(flat, -by, axis=1))
 
 

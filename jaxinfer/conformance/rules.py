@@ -54,17 +54,18 @@ def by_owner(case: Case) -> Iterator[Named]:
         np.isin(owner, [r for r in others if r not in case.freed]),
         "holds entries of {request}, layer {layer}, token {token}",
     )
-    yield "zeros", case.wrong.zero, "holds zeros"
 
 
 def by_absence(case: Case) -> Iterator[Named]:
     """Entries that have not been written: what the destination's page held before is there."""
     wrong = case.wrong
+    length, B = case.dest.lengths[wrong.request], case.dest.layout.page_size
     never = wrong.origin.request == case.dest.former
+    if (wrong.token[wrong.zero] == length - 1).all():
+        never |= wrong.zero  # A page of 8 bits is cleared from where its last write has ended.
     if not never.any():
         return
-    text = "holds what the destination's page held before"
-    length, B = case.dest.lengths[wrong.request], case.dest.layout.page_size
+    text = "holds what the destination's page held before, or zeros"
     # A head or layer of which nothing has arrived, on a device where other things have.
     whole = _whole_parts(case, never)
     yield "part never sent", never & whole, text
@@ -165,7 +166,7 @@ def _misread(case: Case, layout: Layout, order: str, other: str, ours: bool) -> 
         index, heads_of = wrong.index, wrong.shards
         ranks = np.array([shard.rank for shard in heads_of])[wrong.shard]
     else:
-        ranks, index = _places(layout, model.heads, wrong.head, model)
+        ranks, index = _places(layout, model.heads, wrong.head)
     width = len(layout.heads_of(model, 0))
     page, offset = np.divmod(wrong.token, B)
     # The reader has ``order`` in mind at the destination, ``other`` at the source.
@@ -180,9 +181,7 @@ def _misread(case: Case, layout: Layout, order: str, other: str, ours: bool) -> 
     return case.own & (wrong.origin.token == token) & (wrong.origin.head == head)
 
 
-def _places(
-    layout: Layout, num_heads: int, head: np.ndarray, model: object
-) -> tuple[np.ndarray, np.ndarray]:
+def _places(layout: Layout, num_heads: int, head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first rank that has each head, and the head's index there."""
     if layout.tp > num_heads:
         return head * (layout.tp // num_heads), np.zeros_like(head)
@@ -195,6 +194,7 @@ def by_value(case: Case) -> Iterator[Named]:
     scaled = np.abs(np.log2(np.maximum(case.wrong.ratio, 1e-9))) > 0.35
     yield "scale of another page", here & scaled, "is {ratio:.3g} times what it should be"
     yield "rounded", here & ~scaled, "is rounded to a narrower format"
+    yield "zeros", case.wrong.zero, "holds zeros"
 
 
 def by_rest(case: Case) -> Iterator[Named]:

@@ -12,6 +12,10 @@ from jaxinfer.conformance.mover import SLAB_TOKENS, Mover
 from jaxinfer.conformance.side import Side
 
 MODEL = GoldenModel()
+# Layers that attend to the last 24 tokens, which an engine may send alone.
+WINDOWED = GoldenModel(windows=(None, 24, None, 24))
+# Heads that two devices have one and a half of each: the last is padded.
+WIDE = GoldenModel(heads=3, head_dim=32)
 # Of two requests that move: pages that end within, slabs that end within.
 LENGTHS = {1: 75, 2: 50}
 # A request that only the source has, one that only the destination has, and one whose pages at the
@@ -19,21 +23,23 @@ LENGTHS = {1: 75, 2: 50}
 SOURCE_ONLY, DEST_ONLY, FREED = 3, 4, 9
 OTHER_LENGTH = 40
 _SPARE_PAGES = 3
-PAIRS: tuple[tuple[Layout, Layout], ...] = (
-    (Layout(), Layout()),
-    (Layout(tp=2, page_size=8), Layout(page_size=24, keys="NHD", values="NHD")),
-    (Layout(stages=(1, 3), keys="HDN"), Layout(tp=4, stages=(2, 2), page_size=8)),
-    (Layout(kv_dtype="bfloat16", page_size=24), Layout(tp=2, kv_dtype="bfloat16", keys="HDN")),
-    (Layout(tp=8, kv_dtype="float16"), Layout(tp=2, stages=(3, 1), kv_dtype="float16")),
-    (Layout(page_size=8), Layout(tp=2, page_size=8, kv_dtype="int8")),
-    (Layout(stages=(2, 2), kv_dtype="int8", page_size=8), Layout(kv_dtype="int8", page_size=24)),
-    (
-        Layout(kv_dtype="bfloat16", keys="NHD", values="NHD"),
-        Layout(stages=(2, 2), kv_dtype="float8_e4m3fn", page_size=8),
-    ),
-    (Layout(kv_dtype="float8_e4m3fn", page_size=8), Layout(tp=8, page_size=64, keys="HDN")),
-    (Layout(tp=4, kv_dtype="bfloat16", keys="HDN"), Layout(tp=2)),
-)
+PAIRS: tuple[tuple[Layout, Layout, GoldenModel], ...] = (
+    (Layout(), Layout(), MODEL),
+    (Layout(tp=2, page_size=8), Layout(page_size=24, keys="NHD", values="NHD"), MODEL),
+    (Layout(stages=(1, 3), keys="HDN"), Layout(tp=4, stages=(2, 2), page_size=8), MODEL),
+    (Layout(kv_dtype="bfloat16", page_size=24), Layout(tp=2, kv_dtype="bfloat16", keys="HDN"),
+     MODEL),
+    (Layout(tp=8, kv_dtype="float16"), Layout(tp=2, stages=(3, 1), kv_dtype="float16"), MODEL),
+    (Layout(page_size=8), Layout(tp=2, page_size=8, kv_dtype="int8"), MODEL),
+    (Layout(stages=(2, 2), kv_dtype="int8", page_size=8), Layout(kv_dtype="int8", page_size=24),
+     MODEL),
+    (Layout(kv_dtype="bfloat16", keys="NHD", values="NHD"),
+     Layout(stages=(2, 2), kv_dtype="float8_e4m3fn", page_size=8), MODEL),
+    (Layout(kv_dtype="float8_e4m3fn", page_size=8), Layout(tp=8, page_size=64, keys="HDN"), MODEL),
+    (Layout(tp=4, kv_dtype="bfloat16", keys="HDN"), Layout(tp=2), MODEL),
+    (Layout(tp=2, stages=(2, 2)), Layout(page_size=24), WINDOWED),
+    (Layout(tp=2, page_size=24), Layout(keys="NHD", values="NHD", kv_dtype="bfloat16"), WIDE),
+)  # fmt: skip
 
 
 @dataclass
@@ -53,6 +59,7 @@ class Scenario:
         """Move all requests, and check them."""
         for request in LENGTHS:
             mover.move(request)
+        mover.finish()
         return check(
             self.source,
             self.dest,
@@ -63,7 +70,7 @@ class Scenario:
         )
 
 
-def scenario(source: Layout, dest: Layout, model: GoldenModel = MODEL) -> Scenario:
+def scenario(source: Layout, dest: Layout, model: GoldenModel) -> Scenario:
     """Make a scenario; its sides may be changed."""
     given, taken = _side(model, source, True), _side(model, dest, False)
     return Scenario(given.copy(), taken.copy(), taken)
