@@ -71,7 +71,7 @@ def check(
 
 def _explain(case: Case) -> list[Finding]:
     """Name the wrong blocks of a request: greedily, by the rule that explains the most."""
-    found = []
+    found: list[Finding] = []
     while len(case.wrong) and len(found) < _MOST:
         named: list[Named] = [each for rule in RULES for each in rule(case)]
         named += other_readings(case.dest, case.wrong)

@@ -1,7 +1,7 @@
 """What arrived beside what should have: every block that is wrong, and whose entries it holds."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,24 +50,23 @@ class Wrong:
             for name in ("shard", "layer", "part", "token", "head", "index", "block", "zero",
                          "ratio")
         }  # fmt: skip
-        origin = Origin(*(x[mask] for x in self.origin))
-        return Wrong(request=self.request, shards=self.shards, origin=origin, **arrays)
+        return replace(self, origin=self.origin.at(mask), **arrays)
 
 
 def wrong_blocks(source: Layout, dest: Side, request: int, wire: str | None) -> Wrong:
     """Find the blocks of a request at the destination that differ by more than formats round."""
     shards = list(dest.pools)
     formats = source, wire or narrower(source.kv_dtype, dest.layout.kv_dtype), dest.layout
-    rows = [
-        _of_shard(number, shard, dest, request, formats) for number, shard in enumerate(shards)
-    ]
-    columns = [np.concatenate(column) for column in zip(*rows, strict=True)]
-    at, found = columns[:7], columns[7]
+    rows = [_of_shard(number, shard, dest, request, formats) for number, shard in enumerate(shards)]
+    *at, found = (np.concatenate(column) for column in zip(*rows, strict=True))
     origin = dest.model.origins(found)
-    origin = Origin(*(x[:, 0] for x in origin))
+    origin = origin.at(np.s_[:, 0])
     expected = dest.model.unit(*(x.clip(0) for x in origin[1:5]))
     ratio = np.where(origin.request >= 0, origin.unit / expected, 0)
-    return Wrong(request, shards, *at, origin, ~found.any(-1), ratio)
+    shard, layer, part, token, head, index, block = at
+    zero = np.all(found == 0, axis=-1)
+    place = shard, layer, part, token, head, index, block
+    return Wrong(request, shards, *place, origin, zero, ratio)
 
 
 def _of_shard(
@@ -150,9 +149,8 @@ def changed_elsewhere(
             changed = (found[:, at] != was[:, at]).reshape(-1, BLOCK).any(-1)
             # A last page's rest may be cleared.
             changed &= blocks.any(-1) if name == "tail" else True
-            origin = Origin(*(x[:, 0] for x in dest.model.origins(blocks[changed])))
-            where = np.broadcast_to(at[None, :, None], found[:, at].shape[:2] + (
-                found.shape[2] * found.shape[3] // BLOCK,)).reshape(-1)[changed]  # fmt: skip
+            origin = dest.model.origins(blocks[changed]).at(np.s_[:, 0])
+            of_token = found[0, 0].size // BLOCK
+            where = np.repeat(np.tile(at, 2), of_token)[changed]
             if changed.any():
                 yield name, origin, np.stack(np.divmod(where, B), -1)
-

@@ -4,7 +4,7 @@ The grammar is a step, an object and a mistake (``source_faults``, ``dest_faults
 layouts that they are a fault of. The check knows nothing of it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,14 +57,11 @@ class _Faulty(Mover):
             self._after(self)
 
 
-def all_faults() -> list[Fault]:
+def all_faults(pairs: Sequence[tuple[Layout, Layout, GoldenModel]] = PAIRS) -> list[Fault]:
     """Every production of the grammar on each pair of layouts."""
     return [
         Fault(each.name, each.mistake, source, dest, model, each.steps, each.after)
-        for source, dest, model in PAIRS
+        for source, dest, model in pairs
         for production in (*SOURCE_PRODUCTIONS, *DEST_PRODUCTIONS)
         for each in production(source, dest, model)
     ]
-
-
-

@@ -9,7 +9,7 @@ the way; a share of up to 2^-7 by place shows it.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,10 @@ class Origin(NamedTuple):
     head: np.ndarray
     block: np.ndarray
     unit: np.ndarray
+
+    def at(self, key: Any) -> "Origin":
+        """Those that a mask, or another key of numpy's, picks."""
+        return Origin._make(x[key] for x in self)
 
 
 @dataclass(frozen=True)
@@ -116,5 +120,5 @@ class GoldenModel:
         request, place = np.divmod(number, np.prod(self._sizes, dtype=np.int64))
         sound &= request < MAX_REQUESTS
         at = np.unravel_index(np.where(sound, place, 0), self._sizes)
-        places = (np.where(sound, x, -1) for x in (request, *at))
-        return Origin(*places, np.where(sound, unit, 0.0))
+        places = [np.where(sound, x, -1) for x in (request, *at)]
+        return Origin._make([*places, np.where(sound, unit, 0.0)])

@@ -38,9 +38,7 @@ def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, 
         yield kind, mask, text
 
 
-def _readings(
-    pages: np.ndarray, name: str, order: str
-) -> Iterator[tuple[str, str, np.ndarray]]:
+def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, str, np.ndarray]]:
     """Yield pages in other formats, in other orders, and from another channel on."""
     for other in FORMATS:
         form = FORMATS[other]

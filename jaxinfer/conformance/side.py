@@ -137,4 +137,3 @@ class Side:
                 mine.pages[:] = theirs.pages
                 if mine.scale_PK is not None and theirs.scale_PK is not None:
                     mine.scale_PK[:] = theirs.scale_PK
-

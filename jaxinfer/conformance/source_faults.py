@@ -89,7 +89,8 @@ def _other_tables(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[
 
     def neighbour(self: Mover, request: int) -> list[int]:
         table = Mover.source_table(self, request)
-        return self.source.tables[SOURCE_ONLY][:2] + table[2:] if request == 1 else table
+        theirs = self.source.tables[SOURCE_ONLY][:2]
+        return theirs + table[len(theirs) :] if request == 1 else table
 
     def reused(self: Mover, request: int) -> None:
         if request == 2:
@@ -101,7 +102,7 @@ def _other_tables(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[
     def overwritten(mover: Mover) -> None:
         mover.dest.write(DEST_ONLY, mover.dest.tables[1], 0, OTHER_LENGTH)
 
-    yield replacing(name, "source: two pages of a neighbour's", source_table=neighbour)
+    yield replacing(name, "source: first pages of a neighbour's", source_table=neighbour)
     yield replacing(name, "source: pages given away before they are sent", move=reused)
     yield afterwards(name, "dest: pages that two requests have", overwritten)
 

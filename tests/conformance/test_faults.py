@@ -15,7 +15,9 @@ from jaxinfer.conformance.scenario import LENGTHS, MODEL, PAIRS, WIDE, WINDOWED,
 
 FAULTS = all_faults()
 # One for each name, and with each as different layouts as there are.
-SAMPLE = list({fault.name: fault for fault in random.Random(0).sample(FAULTS, len(FAULTS))}.values())
+SAMPLE = list(
+    {fault.name: fault for fault in random.Random(0).sample(FAULTS, len(FAULTS))}.values()
+)
 
 
 def test_the_grammar_has_enough_faults() -> None:
