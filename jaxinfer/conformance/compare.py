@@ -131,7 +131,7 @@ def changed_elsewhere(
     # An entry's place among all of the pool's, page by page.
     B = dest.layout.page_size
     place = np.arange(dest.num_pages * B)
-    own = {page for r in requests for page in dest.tables[r]}
+    own = {0} | {page for r in requests for page in dest.tables[r]}
     kind = np.array(["other"] * len(place), dtype=object)
     for page in own:
         kind[page * B : (page + 1) * B] = "own"

@@ -20,9 +20,9 @@ _SPREAD = 0x9E3779B1
 _UNSPREAD = pow(_SPREAD, -1, 1 << _CODE_BITS)
 # Tokens that have the same power of two.
 _RUN = 8
-# Requests of a pool's past, from here on.
-FORMER = 100
-MAX_REQUESTS = 256
+# Requests of pools' pasts, from here on; of those that are handed over the numbers are smaller.
+FORMER = 12
+MAX_REQUESTS = 16
 
 
 class Origin(NamedTuple):

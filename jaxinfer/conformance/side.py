@@ -28,7 +28,7 @@ class Side:
     """One engine's KV.
 
     Attributes:
-        num_pages: of each pool; page 0 is nobody's.
+        num_pages: of each pool; page 0 is nobody's, and may hold anything.
         former: of what the pools held before, the number that golden requests count from.
         tables: each request's pages in token order; ``lengths``: its tokens.
         pools: keys and values of each shard.
