@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxinfer.conformance import GoldenModel, Layout, hand_over
+from jaxinfer.conformance import Finding, GoldenModel, Layout, hand_over
 from jaxinfer.conformance.layout import Shard
 from jaxinfer.conformance.side import Pool
 
@@ -56,10 +56,15 @@ def transfer(
                 theirs[keys_or_values][dest.tables[request][b], j] = entry
 
 
+def findings(off: int) -> list[Finding]:
+    """Hand golden requests over from pages of 16 to pages of 24."""
+    source, dest = NumpyEngine(16, 16), NumpyEngine(24, 10)
+    return hand_over(
+        GoldenModel(), source, dest, lambda *request: transfer(source, dest, *request, off=off)
+    )
+
+
 if __name__ == "__main__":
     for off in (0, 1):
-        source, dest = NumpyEngine(16, 16), NumpyEngine(24, 10)
-        found = hand_over(
-            GoldenModel(), source, dest, lambda *request: transfer(source, dest, *request, off=off)
-        )
-        print("all is well" if not found else found[0])
+        found = findings(off)
+        print(found[0] if found else "all is well")

@@ -13,7 +13,7 @@ def name_by_sums(sent_LT: np.ndarray, found_LT: np.ndarray, page_size: int) -> s
         sent_LT: a sum of each layer's keys and values of each token; ``found_LT``: likewise.
         page_size: of the destination.
     """
-    L, T = sent_LT.shape
+    T = sent_LT.shape[1]
     sums, first = np.unique(sent_LT, return_index=True)
     wrong = np.argwhere(found_LT != sent_LT)
     at = np.searchsorted(sums, found_LT[tuple(wrong.T)]).clip(max=len(sums) - 1)
