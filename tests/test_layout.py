@@ -17,7 +17,7 @@ FLOORS = (
     ("options", "made_from"),
     ("request", "hardware", "pallas_kernels"),
     ("serving", "models"),
-    ("systems", "steps", "workload", "checkpoints", "sharding", "simulate.published"),
+    ("systems", "ledger", "steps", "workload", "checkpoints", "sharding", "simulate.published"),
     ("text",),
     ("config",),
     ("report", "simulate.costs", "runtime.stage"),
