@@ -57,7 +57,7 @@ class Ledger:
 
     def _legs(self, request: RequestState) -> None:
         legs = [[leg.instance, leg.until, leg.hand_off] for leg in request.legs]
-        self.keep("legs", [request.id, legs], None)
+        self.keep("legs", [request.id, legs], request.predicted)
 
 
 class ObservedWorld:
