@@ -94,9 +94,13 @@ def _modelled(config: InstanceConfig, described: Mapping[str, Any]) -> ModelledI
         raise JaxinferError(
             "an instance has attention groups: what moves within it is not compared as yet"
         )
-    given = {**config.model_dump(exclude={"stages"}), **described["engine"]}
-    known = {name: value for name, value in given.items() if name in InstanceConfig.model_fields}
-    config = config.model_copy(update=known)
+    # What the run has worked out, such as limits by the memory there was.
+    found = {
+        name: value
+        for name, value in described["engine"].items()
+        if name in InstanceConfig.model_fields and isinstance(value, int | float | str)
+    }
+    config = config.model_copy(update=found)
     stages = described["stages"]
     return ModelledInstance(
         config, [], [stage["layers"] for stage in stages],
