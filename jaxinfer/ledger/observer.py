@@ -8,6 +8,7 @@ from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import (
     Arrival,
     Event,
@@ -130,16 +131,20 @@ def pages_of(hold: HeldPages, start: int, stop: int) -> list[Any]:
 def box_of(transfer: Transfer) -> list[Any]:
     """What a transfer moves: request, ends, tokens, and the pages at both ends."""
     t = transfer
-    found = [
-        t.request.id,
-        t.source,
-        t.dest,
-        t.start,
-        t.stop,
-        pages_of(t.source_hold, t.start, t.stop),
-        pages_of(t.dest_hold, t.start, t.stop),
-    ]
-    return found if t.slice_move is None else [*found, [list(move) for move in t.slice_move.moves]]
+    ends = (t.source_hold, t.dest_hold)
+    pages = [pages_of(hold, t.start, t.stop) for hold in ends]
+    found = [t.request.id, t.source, t.dest, t.start, t.stop, *pages]
+    return found if t.slice_move is None else [*found, _moves(t.slice_move)]
+
+
+def way_of(t: Transfer) -> list[Any]:
+    """A transfer without its pages: request, ends, tokens, and the slices that move."""
+    found = [t.request.id, t.source, t.dest, t.start, t.stop]
+    return found if t.slice_move is None else [*found, _moves(t.slice_move)]
+
+
+def _moves(move: MoveSlices) -> list[Any]:
+    return [[source, dest, list(slices)] for source, dest, slices in move.moves]
 
 
 def _arrival(ledger: Ledger, event: Arrival) -> None:
@@ -158,8 +163,7 @@ def _step(ledger: Ledger, event: StepDone) -> None:
 
 def _transfer(ledger: Ledger, event: TransferDone) -> None:
     t = event.transfer
-    decided = [t.request.id, t.source, t.dest, t.start, t.stop]
-    ledger.keep("landed", decided, [event.start, event.end, event.num_bytes])
+    ledger.keep("landed", way_of(t), [event.start, event.end, event.num_bytes])
 
 
 def _lost(ledger: Ledger, event: InstanceLost) -> None:

@@ -1,12 +1,15 @@
 """A modelled world whose times are those that a ledger has of a real run."""
 
 import heapq
+import json
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.ledger.ledger_file import Entry
+from jaxinfer.ledger.observer import way_of
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.loop import Stop
 from jaxinfer.serving.request_state import RequestState
@@ -22,8 +25,8 @@ from jaxinfer.simulate.world import SimulatedWorld
 
 # When something reached the loop: the time of its round, and its place among all that was heard.
 When = tuple[float, int]
-# Of a transfer: request, source, destination, first and last token, and losses of its ends so far.
-Way = tuple[Any, ...]
+# Of a transfer, what ``way_of`` says, and losses of its ends so far.
+Way = tuple[str, int, int]
 
 
 @dataclass
@@ -82,7 +85,7 @@ def measured(entries: Sequence[Entry]) -> Measured:
             case "step":
                 found.steps[decided[0], lives[decided[0]]].append((when, given))
             case "landed":
-                way = *decided, lives[decided[1]], lives[decided[2]]
+                way = json.dumps(decided), lives[decided[1]], lives[decided[2]]
                 found.transfers[way].append((when, given))
             case "tick":
                 found.ticks.append(when)
@@ -114,7 +117,7 @@ class MeasuredWorld(SimulatedWorld):
 
     def __init__(self, given: Measured) -> None:
         super().__init__({}, {}, {}, {}, {}, (), given.start)
-        self._given = given
+        self._given, self._is_over = given, False
         self._lives: dict[str, int] = defaultdict(int)
         for when, request in given.arrivals:
             self._num_added += 1
@@ -137,9 +140,8 @@ class MeasuredWorld(SimulatedWorld):
 
     def start_transfer(self, transfer: Transfer) -> None:
         """Start one, likewise."""
-        t = transfer
-        lives = self._lives[t.source], self._lives[t.dest]
-        way = t.request.id, t.source, t.dest, t.start, t.stop, *lives
+        lives = self._lives[transfer.source], self._lives[transfer.dest]
+        way = json.dumps(way_of(transfer)), *lives
         if found := self._given.transfers[way]:
             when, (start, end, num_bytes) = found.popleft()
             self._then(when, TransferDone(transfer, start, end, num_bytes))
@@ -150,8 +152,15 @@ class MeasuredWorld(SimulatedWorld):
             self._then(self._given.ticks.popleft(), Tick())
 
     def due_events(self) -> Sequence[Event]:
-        """See SimulatedWorld."""
+        """See SimulatedWorld.
+
+        Raises:
+            JaxinferError: the loop waits for what the real one has never heard of.
+        """
         events = super().due_events()
+        if not events and self._is_over:
+            raise JaxinferError("the real run has heard of nothing more")
+        self._is_over = not events
         for event in events:
             if isinstance(event, InstanceLost):
                 self._lives[event.instance] += 1
