@@ -21,6 +21,7 @@ _WORDS = {
     "send": "KV {3} to {4} of request {0!r} leaves {1} for {2}, from pages {5} to {6}",
     "victim": "{0} preempts request {1!r}",
     "role": "instance {0} takes the role {1!r}",
+    "failed": "it cannot go on: {0}",
     "end": "request {0!r} ends ({1}) with {2} tokens",
 }
 

@@ -1,14 +1,13 @@
 """Does the simulator decide as a real run did? Its ledger says, by the times that it measured."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.resolve import Resolved, resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.ledger.difference import first_difference
 from jaxinfer.ledger.ledger_file import NAME, Entry, ledger_hash, read_ledger
 from jaxinfer.ledger.observer import Ledger
@@ -79,9 +78,16 @@ def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:
         ledger.ended, predict=given.predict, renew=renew,
     )  # fmt: skip
     ledger.watch(loop)
-    with suppress(JaxinferError):  # It has gone another way; the ledgers tell where.
-        loop.run()
+    run_to_its_end(loop, entries)
     return entries
+
+
+def run_to_its_end(loop: ServingLoop, entries: list[Entry]) -> None:
+    """Run a loop; where it goes another way than what it is told, that ends its ledger."""
+    try:
+        loop.run()
+    except Exception as error:
+        entries.append(("failed", [one_line(error) or type(error).__name__], None))
 
 
 def _max_tokens(request: RequestState) -> int:
