@@ -39,7 +39,7 @@ def first_difference(
             return f"entry {number}, at {time:.6g} s, after {event}: {sides}{_where(one, two)}"
         kind, decided, measured = one
         if kind == "round":
-            time = measured
+            time = measured or time
         elif kind in ("arrival", "step", "landed", "tick", "lost", "back"):
             event = describe((kind, decided, None))
     return None
@@ -64,8 +64,14 @@ def describe(entry: Entry | None) -> str:
     return _WORDS[kind].format(*decided, **more)
 
 
+def _parts(decided: list[Any]) -> tuple[int, list[Any], list[Any], list[Any]]:
+    """Grouped decodes, rows, the pages that each writes, and what is sent along."""
+    rows, pages, transfers = [*decided[4:], [], [], []][:3]
+    return decided[2], rows, pages, transfers
+
+
 def _rows(decided: list[Any]) -> str:
-    _, rows, pages, _, (grouped, _), transfers = decided
+    grouped, rows, pages, transfers = _parts(decided)
     said = [
         f"{request!r} {start} to {start + count} in pages {where}"
         for (request, start, count, _), where in zip(rows, pages, strict=True)
@@ -79,12 +85,12 @@ def _where(one: Entry | None, two: Entry | None) -> str:
     """Of two steps of one instance, the first rows that differ."""
     if not (one and two) or one[0] != two[0] or one[0] != "batch" or one[1][0] != two[1][0]:
         return ""
-    rows = list(zip_longest(one[1][1], two[1][1]))
-    for number, (mine, theirs) in enumerate(rows):
-        if mine != theirs:
-            return f" (row {number}: {mine} and {theirs})"
-    if one[1][2] != two[1][2]:
+    (_, mine, here, _), (_, theirs, there, _) = _parts(one[1]), _parts(two[1])
+    for number, (row, other) in enumerate(zip_longest(mine, theirs)):
+        if row != other:
+            return f" (row {number}: {row} and {other})"
+    if here != there:
         return " (the rows are alike, their pages differ)"
-    if one[1][3] != two[1][3]:
-        return f" (pages in use: {one[1][3]} and {two[1][3]})"
+    if one[1][1] != two[1][1]:
+        return f" (pages in use: {one[1][1]} and {two[1][1]})"
     return " (what is sent along differs)"

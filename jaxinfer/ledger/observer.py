@@ -29,10 +29,11 @@ class Ledger:
 
     Args:
         keep: takes each entry: its kind, what was decided or heard, and what was measured.
+        measures: whether somebody asks for what was measured; a simulation's times are its own.
     """
 
-    def __init__(self, keep: Keep) -> None:
-        self.keep = keep
+    def __init__(self, keep: Keep, measures: bool = True) -> None:
+        self.keep, self.measures = keep, measures
         # Page digests are of tokens: where a prefix cache is, they are part of what was heard.
         self.keeps_tokens = False
 
@@ -77,7 +78,7 @@ class ObservedWorld:
         """Return the next round's events, and note them."""
         events = self._world.due_events()
         self._now = self._world.now()
-        self._keep("round", [], self._now)
+        self._keep("round", [], self._now if self._ledger.measures else None)
         for event in events:
             _NOTES[type(event)](self._ledger, event)
         return events
@@ -102,16 +103,16 @@ class ObservedWorld:
 
 
 def _batch(batch: Batch) -> list[Any]:
-    """Instance, rows, the pages that each writes, pages in use, grouped decodes, and transfers."""
-    rows = [[row.request.id, row.start, row.count, row.samples] for row in batch.rows]
-    return [
-        batch.instance,
-        rows,
-        [_written(row) for row in batch.rows],
-        batch.pages_in_use,
-        [batch.grouped, batch.grouped_context],
-        [box_of(transfer) for transfer in batch.transfers],
-    ]
+    """Instance, pages in use, grouped decodes, rows, the pages that each writes, and transfers."""
+    found: list[Any] = [
+        batch.instance, batch.pages_in_use, batch.grouped, batch.grouped_context
+    ]  # fmt: skip
+    if batch.rows:
+        found.append([[row.request.id, row.start, row.count, row.samples] for row in batch.rows])
+        found.append([_written(row) for row in batch.rows])
+        if batch.transfers:
+            found.append([box_of(transfer) for transfer in batch.transfers])
+    return found
 
 
 def _written(row: Row) -> list[Any]:
@@ -156,6 +157,9 @@ def _arrival(ledger: Ledger, event: Arrival) -> None:
 
 
 def _step(ledger: Ledger, event: StepDone) -> None:
+    if not ledger.measures:
+        ledger.keep("step", [event.instance], None)
+        return
     tokens = list(event.tokens) if ledger.keeps_tokens else len(event.tokens)
     stages = list(event.stages) if len(event.stages) > 1 else []
     ledger.keep("step", [event.instance], [event.start, event.end, stages, tokens])

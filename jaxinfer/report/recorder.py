@@ -30,7 +30,8 @@ class Recorder:
         describe: what runs where, as JSON values.
         counts_transfer: whether a first token counts only once its KV has arrived.
         on_step: called with each step, once it is counted.
-        keeps_ledger: whether the folder gets a ledger of what the loop decided, too.
+        keeps_ledger: whether the folder gets a ledger of what the loop decided, too; ``measures``:
+            and of the times at which it heard of things.
 
     Attributes:
         ledger: observes the loop, where one is kept.
@@ -46,6 +47,7 @@ class Recorder:
         counts_transfer: bool,
         on_step: Callable[[StepDone], None] | None = None,
         keeps_ledger: bool = False,
+        measures: bool = True,
     ) -> None:
         if keeps_ledger and not run_dir:
             raise JaxinferError("ledger is True, must be false where no folder of the run is kept")
@@ -60,7 +62,7 @@ class Recorder:
         if self._folder and keeps_ledger:
             self._ledger_file = LedgerFile(self._folder.path / LEDGER)
             self._opened.callback(self._ledger_file.close)
-            self.ledger = Ledger(self._ledger_file.keep)
+            self.ledger = Ledger(self._ledger_file.keep, measures)
 
     def add_request(
         self, request: RequestState, parent: str, tokens: Sequence[int] | None = None

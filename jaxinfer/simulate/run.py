@@ -110,8 +110,8 @@ def serve(
     def describe() -> dict[str, object]:
         return describe_run(site, cluster, work) | dict(about or {})
 
-    keeps = site.run_file.ledger
-    with Recorder(run_dir, describe, site.counts_transfer, keeps_ledger=keeps) as recorder:
+    keeps = {"keeps_ledger": site.run_file.ledger, "measures": False}
+    with Recorder(run_dir, describe, site.counts_transfer, **keeps) as recorder:
         ledger = recorder.ledger
         seen = ledger.around(world) if ledger else world
         loop = ServingLoop(
