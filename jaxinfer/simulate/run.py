@@ -110,8 +110,8 @@ def serve(
     def describe() -> dict[str, object]:
         return describe_run(site, cluster, work) | dict(about or {})
 
-    keeps = {"keeps_ledger": site.run_file.ledger, "measures": False}
-    with Recorder(run_dir, describe, site.counts_transfer, **keeps) as recorder:
+    keeps, counts = site.run_file.ledger, site.counts_transfer
+    with Recorder(run_dir, describe, counts, keeps_ledger=keeps, measures=False) as recorder:
         ledger = recorder.ledger
         seen = ledger.around(world) if ledger else world
         loop = ServingLoop(

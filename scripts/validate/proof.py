@@ -15,7 +15,7 @@ from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.conformance.faults import all_faults
 from jaxinfer.conformance.formats import FORMATS
 from jaxinfer.conformance.golden import GoldenModel
-from jaxinfer.conformance.layout import Layout
+from jaxinfer.conformance.layout import Layout, Order
 from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.scenario import MODEL, PAIRS, WIDE, WINDOWED, scenario
 from jaxinfer.simulate.run import simulate
@@ -40,14 +40,15 @@ def drawn(seed: int, count: int) -> list[Pair]:
 
 def layout(rng: random.Random, model: GoldenModel) -> Layout:
     """Any layout."""
-    order = rng.choice(["HND", "NHD"])
+    orders: list[Order] = ["HND", "NHD"]
+    order = rng.choice(orders)
     return Layout(
         tp=rng.choice([1, 2, model.heads, 2 * model.heads]),
         stages=rng.choice([(), (1, 3), (2, 2), (1, 1, 2)]),
         page_size=rng.choice([8, 16, 24, 64]),
         kv_dtype=rng.choice(list(FORMATS)),
-        keys=rng.choice([order, "HDN"]),  # type: ignore[arg-type]
-        values=order,  # type: ignore[arg-type]
+        keys="HDN" if rng.random() < 0.5 else order,
+        values=order,
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 from fake_world import FakeWorld, Timing
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import Chaos, Scenario, Script, Survivor, examples, scenarios
+from properties import examples
+from scenarios import Chaos, Scenario, Script, Survivor, scenarios
 from serving_checks import make_kv, make_requests
 
 from jaxinfer.ledger.difference import first_difference
