@@ -58,7 +58,8 @@ def check(
         whole_pages: whether a last page may be filled with whatever the source's has.
 
     Returns:
-        The findings, those first that explain the most.
+        The findings: first of the requests' own entries, then of all else; of either, those first
+        that explain the most.
     """
     found: list[Finding] = []
     for request in requests:
@@ -66,7 +67,7 @@ def check(
         found += _explain(Case(wrong, source, dest, slab_tokens, freed))
     if before is not None:
         found += _elsewhere(before, dest, requests, freed, whole_pages)
-    return sorted(found, key=lambda finding: -finding.blocks)
+    return sorted(found, key=lambda finding: (finding.request is None, -finding.blocks))
 
 
 def _explain(case: Case) -> list[Finding]:

@@ -21,9 +21,9 @@ from jaxinfer.conformance.scenario import MODEL, PAIRS, WIDE, WINDOWED, scenario
 from jaxinfer.simulate.run import simulate
 
 # Pairs of layouts drawn besides those that ship, for faults and for clean hand-offs.
-DRAWN_FAULTS, DRAWN_CLEAN = 15, 100
+DRAWN_FAULTS, DRAWN_CLEAN = 15, 60
 MODELLED = "configs/modelled/disaggregated.yaml"
-REQUESTS, ROUNDS = 1000, 5
+REQUESTS, ROUNDS = 500, 4
 
 Pair = tuple[Layout, Layout, GoldenModel]
 
