@@ -36,14 +36,14 @@ def _without(skips: Skips) -> Step:
 
 def _missing(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
     """SGLang 30233: less has arrived than the request has."""
-    B = dest.page_size
+    B, plain = dest.page_size, not FORMATS[dest.kv_dtype].scaled
     skips: list[tuple[str, str, bool, Skips]] = [
         ("missing last token", "the last token left out", True,
          lambda m, shard, request, token: request == 1 and token == LENGTHS[1] - 1),
         ("missing last token", "the last token of one layer left out", True,
          lambda m, shard, request, token: shard.layer == 3 and token == LENGTHS[request] - 1),
         ("stale page", "a page in the middle left out",
-         LENGTHS[1] >= 2 * B and not FORMATS[dest.kv_dtype].scaled,
+         LENGTHS[1] >= 2 * B and plain,
          lambda m, shard, request, token: request == 1 and token // B == 1),
         ("stale page", "rounded down to whole pages", LENGTHS[2] % B > 1 and LENGTHS[2] > B,
          lambda m, shard, request, token: request == 2 and token >= LENGTHS[2] // B * B),
@@ -51,7 +51,7 @@ def _missing(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mista
          lambda m, shard, request, token: shard.layer == 1),
         ("part never sent", "a device left out", dest.tp > 1,
          lambda m, shard, request, token: shard.rank == 0),
-        ("missing tokens", "a window one token too short", bool(model.windows) and not FORMATS[dest.kv_dtype].scaled,
+        ("missing tokens", "a window one token too short", bool(model.windows) and plain,
          lambda m, shard, request, token: token <= model.first_needed(
              shard.layer, LENGTHS[request]) != 0),
     ]  # fmt: skip
