@@ -58,8 +58,8 @@ def check(
         whole_pages: whether a last page may be filled with whatever the source's has.
 
     Returns:
-        The findings: first of the requests' own entries, then of all else; of either, those first
-        that explain the most.
+        The findings: first of the requests' own entries, then of all else, and what is rounded
+        last; of each, those first that explain the most.
     """
     found: list[Finding] = []
     for request in requests:
@@ -67,7 +67,8 @@ def check(
         found += _explain(Case(wrong, source, dest, slab_tokens, freed))
     if before is not None:
         found += _elsewhere(before, dest, requests, freed, whole_pages)
-    return sorted(found, key=lambda finding: (finding.request is None, -finding.blocks))
+    # A page of 8 bits is rounded more coarsely for whatever else lies in it.
+    return sorted(found, key=lambda f: (f.name == "rounded", f.request is None, -f.blocks))
 
 
 def _explain(case: Case) -> list[Finding]:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from textwrap import wrap
 
 import click
 
@@ -108,14 +109,15 @@ def page() -> str:
         cells = [counts[name] for made, named, _ in rows.values() for counts in (made, named)]
         lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
     lines += [f"| all | {' | '.join(map(str, totals))} |", ""]
-    lines += [f"- {text}" for _, _, others in rows.values() for text in others]
+    for _, _, others in rows.values():
+        lines += [line for text in others for line in wrap(f"- {text}", 98)]
     clean = shipped + drawn(2, DRAWN_CLEAN)
     without, with_it, steps = ledger_cost()
     lines += [
         f"Clean hand-offs: {len(clean)} pairs, {alarms(clean)} false alarms.",
         "",
         "## Cost of a ledger in a simulation",
-        f"`{MODELLED}`, {REQUESTS:,} requests, {steps:,} steps, least CPU time of {ROUNDS}: "
+        f"`{MODELLED}`, {REQUESTS:,} requests, {steps:,} steps, least CPU time of\n{ROUNDS}: "
         f"{without:.2f} s without, {with_it:.2f} s with ({with_it / without - 1:+.1%}).",
         "",
     ]
