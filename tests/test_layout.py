@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[1]
 # From the ground up; docs/architecture.md shows the same. A package or a file at the top imports
 # what lies on lower floors alone, at its head or inside of functions.
 FLOORS = (
-    ("errors", "pool", "sockets"),
+    ("conformance", "errors", "pool", "sockets"),
     ("files",),
     ("options", "made_from"),
     ("request", "hardware", "pallas_kernels"),
     ("serving", "models"),
-    ("systems", "steps", "workload", "checkpoints", "sharding", "simulate.published"),
+    ("systems", "ledger", "steps", "workload", "checkpoints", "sharding", "simulate.published"),
     ("text",),
     ("config",),
     ("report", "simulate.costs", "runtime.stage"),

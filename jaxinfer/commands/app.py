@@ -1,4 +1,4 @@
-"""The command line. Each command is in the file that has its name, read when it is asked for."""
+"""The command line. Most commands are in the file of their name, read when it is asked for."""
 
 import errno
 import os
@@ -12,10 +12,12 @@ from jaxinfer.commands.signals import leave
 from jaxinfer.errors import JaxinferError
 
 COMMANDS = (
-    "run", "bench", "compare", "simulate", "capacity", "plan", "sweep",
+    "run", "bench", "compare", "simulate", "replay", "capacity", "plan", "sweep",
     "calibrate", "explain", "profile", "convert", "worker",
     "conformance", "configs", "rerun", "shard", "validate",
 )  # fmt: skip
+# Of those that share a file with another one, that one.
+_HOMES = {"replay": "simulate"}
 # What files, pipes and terminals that take a command's output may fail with.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
@@ -31,7 +33,8 @@ class Commands(click.Group):
         """The one of this name, or None."""
         if name not in COMMANDS:
             return None
-        command: click.Command = getattr(import_module(f"jaxinfer.commands.{name}"), name)
+        home = import_module(f"jaxinfer.commands.{_HOMES.get(name, name)}")
+        command: click.Command = getattr(home, name)
         return command
 
 

@@ -8,10 +8,12 @@ from rich.console import Console
 
 from jaxinfer.commands.common import (
     configure,
+    ledger_settings,
     new_file,
     say,
     with_figures,
     with_force,
+    with_ledger,
     with_limit,
     with_model,
     with_settings,
@@ -29,6 +31,7 @@ from jaxinfer.report.table import metrics_table
 @with_limit
 @click.option("--repeat", default=1, type=click.IntRange(min=1), help="Runs to measure.")
 @with_settings
+@with_ledger
 @with_force
 def bench(
     run_file: str | None,
@@ -38,6 +41,7 @@ def bench(
     limit: int | None,
     repeat: int,
     settings: tuple[str, ...],
+    ledger: bool,
     force: bool,
 ) -> None:
     """Measure throughput on a workload: greedy, EOS ignored; all at once, or as the file has it.
@@ -47,7 +51,8 @@ def bench(
     from jaxinfer.llm import LLM
     from jaxinfer.measure import measure
 
-    config = configure(run_file, (*settings, *workload_settings(workload, limit)), model)
+    more = *workload_settings(workload, limit), *ledger_settings(ledger)
+    config = configure(run_file, (*settings, *more), model)
     out = new_file(json_path, force)
     work = config.requests(say)
     source = config.workload.source

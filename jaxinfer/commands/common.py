@@ -50,6 +50,9 @@ with_limit = click.option(
 with_pictures = click.option(
     "--pictures", type=click.Choice(list(FORMATS)), help="Format of the pictures; png."
 )
+with_ledger = click.option(
+    "--ledger", is_flag=True, help="Keep a ledger of all decisions beside the run's other files."
+)
 with_force = click.option("--force", is_flag=True, help="Overwrite the file of figures.")
 
 
@@ -78,6 +81,11 @@ def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[An
 def ray_settings(address: str | None) -> list[str]:
     """Return the address of a Ray cluster as settings of the run file."""
     return [f"ray={json.dumps(address)}"] if address else []
+
+
+def ledger_settings(ledger: bool) -> list[str]:
+    """Return the setting of the run file by which a ledger is kept, if one is to be."""
+    return ["ledger=true"] if ledger else []
 
 
 def say(text: str) -> None:

@@ -34,7 +34,8 @@ def conformance(
 
     The sides differ in dtype, KV dtype, page size, layout (kernels), tensor parallelism and
     pipeline stages, such that any two values stand together in one of them. All are instances on
-    this machine's devices. Without --model, it is a small one with random weights.
+    this machine's devices. Without --model, it is a small one with random weights. Golden entries
+    go first, which show by their values what was done to them: a fault is called by its name.
     """
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.checkpoints.small_model import small_checkpoint
@@ -71,7 +72,12 @@ def conformance(
     if out:
         write_conformance(Path(out), sides, found, outputs)
         console.print(f"tables: {out}", soft_wrap=True)
-    if wrong := [f"{o.source} to {o.dest}" for o in found if o.verdict == "wrong"]:
+    wrong = [
+        f"{o.source} to {o.dest}" + (f" ({o.fault})" if o.fault else "")
+        for o in found
+        if o.verdict == "wrong"
+    ]
+    if wrong:
         raise JaxinferError(
             f"KV arrives changed by more than its formats round: {', '.join(wrong)}"
         )

@@ -10,7 +10,9 @@ from rich.text import Text
 from jaxinfer.commands.batch_job import BatchJob
 from jaxinfer.commands.common import (
     configure,
+    ledger_settings,
     ray_settings,
+    with_ledger,
     with_model,
     with_ray_hosts,
     with_settings,
@@ -31,6 +33,7 @@ from jaxinfer.report.table import metrics_table
 )
 @with_settings
 @with_ray_hosts
+@with_ledger
 @click.option("--force", is_flag=True, help="Start over where the output exists.")
 @click.option(
     "--show",
@@ -46,6 +49,7 @@ def run(
     output_path: str | None,
     settings: tuple[str, ...],
     ray_address: str | None,
+    ledger: bool,
     force: bool,
     show: int,
 ) -> None:
@@ -53,7 +57,8 @@ def run(
 
     Exits with 0 if every line got an answer, 1 if some did not, 2 if it could not run.
     """
-    config = configure(run_file, (*settings, *ray_settings(ray_address)), model)
+    more = *ray_settings(ray_address), *ledger_settings(ledger)
+    config = configure(run_file, (*settings, *more), model)
     input_path = input_path or config.workload.input
     output_path = output_path or config.workload.output
     if not input_path or not output_path:

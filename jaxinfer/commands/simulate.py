@@ -9,9 +9,11 @@ import click
 from rich.console import Console
 
 from jaxinfer.commands.common import (
+    ledger_settings,
     new_results,
     refuse,
     say,
+    with_ledger,
     with_limit,
     with_pictures,
     with_settings,
@@ -52,6 +54,7 @@ def _replay(real: Path, out: Path, pictures: str | None) -> None:
 @with_pictures
 @with_bound
 @with_settings
+@with_ledger
 def simulate(
     run_file: str | None,
     workload: str | None,
@@ -61,11 +64,13 @@ def simulate(
     pictures: str | None,
     bound: bool,
     settings: tuple[str, ...],
+    ledger: bool,
 ) -> None:
     """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
     if replay:
         why = "for a run file, not for a replay"
         given = {"--workload": workload, "--limit": limit, "--bound": bound, "--set": settings}
+        given |= {"--ledger": ledger}
         refuse(why, {"RUN_FILE": run_file, **given})
         if not out:
             raise JaxinferError("a replay needs --out FOLDER")
@@ -73,12 +78,13 @@ def simulate(
         return
     if not run_file:
         raise JaxinferError("give a run file, or --replay RUN_DIR")
-    changes = [*settings, *workload_settings(workload, limit)]
+    changes = [*settings, *workload_settings(workload, limit), *ledger_settings(ledger)]
     from jaxinfer.compare import load_systems
     from jaxinfer.simulate.run import simulate
 
     if not out:
         refuse("for --out FOLDER, where pictures are drawn", {"--pictures": pictures})
+        refuse("for --out FOLDER, where the ledger is kept", {"--ledger": ledger})
     ((name, config),) = load_systems([run_file], [], changes).items()
     work = config.requests(say)
     if out:
@@ -92,6 +98,32 @@ def simulate(
         rate = found.requests / found.wall_s
     if bound:
         print_share(config, work, rate)
+
+
+@click.command()
+@click.argument("run_dir")
+@click.option("--check", is_flag=True, help="Compare decisions, by the times that were measured.")
+@click.option("--out", help="New folder for tables, pictures and traces of both runs.")
+@with_pictures
+def replay(run_dir: str, check: bool, out: str | None, pictures: str | None) -> None:
+    """Serve a finished real run again in virtual time.
+
+    With --check, the run has a ledger (--ledger): the simulator is told what the run was told, when
+    it was told, and must decide alike. Exits with 1 and the first difference if it does not.
+    """
+    if not check:
+        if not out:
+            raise JaxinferError("give --out FOLDER, or --check")
+        _replay(Path(run_dir), Path(out), pictures)
+        return
+    refuse("for a replay without --check", {"--out": out, "--pictures": pictures})
+    from jaxinfer.simulate.same_decisions import check_decisions
+
+    difference, entries, found = check_decisions(Path(run_dir))
+    if difference:
+        click.echo(f"{run_dir}: the simulator decides differently: {difference}")
+        sys.exit(1)
+    click.echo(f"{run_dir}: the same {entries:,} entries in both worlds, hash {found}")
 
 
 def _print_figures(config: RunFile, found: "RunMetrics") -> None:

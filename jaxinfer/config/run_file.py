@@ -66,6 +66,8 @@ class RunFile(Options):
         transport: How KV goes between processes: by the ``host``'s memory, by JAX's
             ``transfer_server``, or by the quicker of both from GPU to GPU, else by the host.
         ray: Address of a Ray cluster's head, ``HOST:PORT``; by default the cluster of this host.
+        ledger: Whether the run's folder gets a ledger of all that its loop decided, which a replay
+            checks (docs/proof.md).
         metrics: Definitions of figures: ``ttft_counts_transfer`` says whether a first token counts
             only once its KV has arrived.
         simulate: Costs of a modelled cluster.
@@ -84,6 +86,7 @@ class RunFile(Options):
     watchdog_s: float = Field(default=600, gt=0)
     workload: Workload = Workload()
     simulate: SimulateOptions = SimulateOptions()
+    ledger: bool = False
     metrics: MetricOptions = MetricOptions()
     gpus: Named[Gpu] = Field(default_factory=dict)
     models: Named[ModelShape] = Field(default_factory=dict)

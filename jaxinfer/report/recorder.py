@@ -8,6 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxinfer.errors import JaxinferError
+from jaxinfer.ledger.ledger_file import NAME as LEDGER
+from jaxinfer.ledger.ledger_file import LedgerFile
+from jaxinfer.ledger.observer import Ledger
 from jaxinfer.report.metrics import RunMetrics, RunTotals, SliceMoveCounts, run_metrics
 from jaxinfer.report.plain import reported
 from jaxinfer.serving.loop import ServingLoop
@@ -26,6 +30,14 @@ class Recorder:
         describe: what runs where, as JSON values.
         counts_transfer: whether a first token counts only once its KV has arrived.
         on_step: called with each step, once it is counted.
+        keeps_ledger: whether the folder gets a ledger of what the loop decided, too; ``measures``:
+            and of the times at which it heard of things.
+
+    Attributes:
+        ledger: observes the loop, where one is kept.
+
+    Raises:
+        JaxinferError: a ledger is to be kept, and there is no folder for it.
     """
 
     def __init__(
@@ -34,14 +46,23 @@ class Recorder:
         describe: Callable[[], Mapping[str, object]],
         counts_transfer: bool,
         on_step: Callable[[StepDone], None] | None = None,
+        keeps_ledger: bool = False,
+        measures: bool = True,
     ) -> None:
+        if keeps_ledger and not run_dir:
+            raise JaxinferError("ledger is True, must be false where no folder of the run is kept")
         self.totals = RunTotals()
         self._counts_transfer = counts_transfer
         self._on_step = on_step
         self._opened = ExitStack()
         self._folder = _new_folder(Path(run_dir), describe()) if run_dir else None
+        self.ledger: Ledger | None = None
         if self._folder:
             self._opened.enter_context(self._folder)
+        if self._folder and keeps_ledger:
+            self._ledger_file = LedgerFile(self._folder.path / LEDGER)
+            self._opened.callback(self._ledger_file.close)
+            self.ledger = Ledger(self._ledger_file.keep, measures)
 
     def add_request(
         self, request: RequestState, parent: str, tokens: Sequence[int] | None = None
@@ -108,6 +129,8 @@ class Recorder:
             **given,
         )
         if self._folder:
+            if self.ledger:
+                self._folder.note("ledger", self._ledger_file.finish())
             name = f"{type(loop.system).__name__}.report"
             report, wrong = reported(name, loop.system.report)
             path = self._folder.finish(asdict(metrics), overruns, lost, report, wrong, restarts)

@@ -115,6 +115,10 @@ class RunFolder:
             line["tokens_sha256"] = hashlib.sha256(array("q", tokens).tobytes()).hexdigest()
         self._requests.write(json.dumps(line) + "\n")
 
+    def note(self, key: str, value: object) -> None:
+        """Have ``run.json`` say one more thing, a JSON value, once the run has ended."""
+        self._run[key] = value
+
     def finish(
         self,
         metrics: Mapping[str, object],

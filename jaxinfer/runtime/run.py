@@ -67,8 +67,9 @@ class Run:
             lambda: feed.groups.more_to_come,
             cluster.restarts,
         )
+        self._ledger = ledger = recorder.ledger
         self._loop = ServingLoop(
-            self._world,
+            ledger.around(self._world) if ledger else self._world,
             self._instances.values(),
             system,
             feed.answers.check_stop,
@@ -77,6 +78,8 @@ class Run:
             predict,
             self._renew,
         )
+        if ledger:
+            ledger.watch(self._loop)
 
     @property
     def lost(self) -> dict[str, str]:  # noqa: D102
@@ -120,6 +123,8 @@ class Run:
 
     def _on_finish(self, request: RequestState) -> None:
         self._world.add(self._groups.released_by(request))
+        if self._ledger:
+            self._ledger.ended(request)
         self._recorder.add_request(request, sampling_of(request).parent, request.output_token_ids)
         if siblings := self._groups.done_with(request):
             self._world.add(self._feed.one_ended(self._world.now()))

@@ -121,7 +121,8 @@ class Session:
             first = feed.read(loading.update)
         with ExitStack() as stack:
             counts = self.site.counts_transfer
-            recorder = stack.enter_context(Recorder(run_dir, describe, counts, on_step))
+            ledger = self.site.run_file.ledger
+            recorder = stack.enter_context(Recorder(run_dir, describe, counts, on_step, ledger))
             num_requests = max(num_requests, feed.groups.num_parents)
             bar = stack.enter_context(RunProgress(progress, num_requests))
             engines = self._cluster.engines

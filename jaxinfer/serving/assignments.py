@@ -41,6 +41,8 @@ class Assignments:
         unrouted: what the system has yet to route.
         changed: instances whose state has changed since they were last asked for a batch.
         sends_along: whether a leg has asked for its KV to be sent as it is computed.
+        on_legs, on_preempt, on_role: called with a request that has new legs; with an instance's
+            name and a request that is to lose its pages there; with a name, and its new role.
     """
 
     def __init__(
@@ -58,6 +60,9 @@ class Assignments:
         self.unrouted: dict[str, RequestState] = {}
         self.changed: dict[str, None] = {}
         self.sends_along = False
+        self.on_legs: Callable[[RequestState], None] = lambda request: None
+        self.on_preempt: Callable[[str, RequestState], None] = lambda name, request: None
+        self.on_role: Callable[[str, str], None] = lambda name, role: None
         self.hand_offs = HandOffs(world, self.instances)
         self._world = world
         self._hooks, self._system = hooks, hooks.name
@@ -69,6 +74,7 @@ class Assignments:
 
     def _watch(self, instance: Instance) -> None:
         instance.kv.on_free = partial(self._mark_changed, instance.name)
+        instance.on_preempt = lambda request: self.on_preempt(instance.name, request)
         if self._hooks.places:
             instance.place = lambda request: self._hooks.place(request, instance)
         if self._hooks.makes_room:
@@ -210,6 +216,7 @@ class Assignments:
             return
         del self.unrouted[request.id]
         request.legs = legs
+        self.on_legs(request)
         self.hand_offs.start_leg(request)
         self.changed[legs[0].instance] = None
 
@@ -295,6 +302,7 @@ class Assignments:
             # KV entries in flight are still computed here; the rest is the next leg's.
             following.insert(0, Leg(here.name, request.launched))
         request.legs = following
+        self.on_legs(request)
         next_kv = self.instances[following[1].instance].kv if len(following) > 1 else None
         if request.incoming and request.incoming.kv is not next_kv:
             request.drop_incoming()
@@ -310,4 +318,5 @@ class Assignments:
         taken = [name for name in self._draining if instances[name].take_role_when_drained(now)]
         for name in taken:
             del self._draining[name]
+            self.on_role(name, instances[name].role)
         return bool(taken)

@@ -80,6 +80,7 @@ class Instance:
             where none is.
         asks_spans: whether batches say the least and most KV entries that a decode sees.
         fit: how long steps take here, where that has been profiled.
+        on_preempt: called with each request that is to lose its pages.
         lacks_pages: who could not go on for want of pages, where a stage has several shards.
         role: a name for the system's use; ``next_role`` replaces it once all requests have left.
     """
@@ -110,6 +111,7 @@ class Instance:
         self.watermark_pages = math.ceil(self.options.watermark * kv.num_pages)
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
+        self.on_preempt: Callable[[RequestState], None] = lambda request: None
         self.halves_pay: ChooseHalves | None = None
         self.asks_spans = False
         self.lacks_pages: RequestState | None = None
@@ -213,6 +215,7 @@ class Instance:
 
     def preempt(self, request: RequestState) -> None:
         """Drop a running request's KV; it is recomputed here, from the head of the queue."""
+        self.on_preempt(request)
         self.taking_part.remove(request)
         assert request.hold
         request.hold.release()

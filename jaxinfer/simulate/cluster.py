@@ -110,15 +110,17 @@ class ModelledInstance:
         groups_decodes: bool,
         has_tokens: bool,
         num_output: Callable[[RequestState], int],
+        numbers_pages: bool = False,
     ) -> Instance:
         """The scheduling side, with empty pools; without tokens, a prefix cache has no use.
 
         Args:
             num_output: output tokens that end a request.
+            numbers_pages: whether somebody looks at which pages a request has.
         """
         size = self.config.page_size
         caching = self.config.enable_prefix_caching and has_tokens
-        pool = PagePool if caching else CountedPages
+        pool = PagePool if caching or numbers_pages else CountedPages
         shards = [Shard(pool(count, size), stage=i) for i, count in enumerate(self.num_pages)]
         if self.shards:
             shards = [shard.new(size) for shard in self.shards]

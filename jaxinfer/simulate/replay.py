@@ -89,7 +89,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
             "profile does not tell: such runs are not replayed"
         )
     read = {
-        name: _instance(cluster, cluster.instances[name], described, _profile(name, described))
+        name: _instance(cluster, cluster.instances[name], described, profile_of(name, described))
         for name, described in run["instances"].items()
     }
     instances = {name: instance for name, (instance, _) in read.items()}
@@ -114,7 +114,12 @@ def _order(request: RequestRecord) -> tuple[float, list[int]]:
     return request.arrival, [int(number) for number in re.findall(r"\d+", request.id)]
 
 
-def _profile(name: str, described: Mapping[str, Any]) -> Profile:
+def profile_of(name: str, described: Mapping[str, Any]) -> Profile:
+    """Read the profile by which an instance of a real run went.
+
+    Raises:
+        JaxinferError: it is not there any more.
+    """
     path = profile_folder() / f"{described['profile']}.json"
     if not path.is_file():
         raise JaxinferError(

@@ -96,6 +96,8 @@ def serve(
     def on_finish(request: RequestState) -> None:
         if request.error:
             raise JaxinferError(request.error)
+        if ledger:
+            ledger.ended(request)
         if waiting:
             for number in waiting.ended():
                 world.add(requests.after_an_end(number, world.now()))
@@ -109,10 +111,15 @@ def serve(
     def describe() -> dict[str, object]:
         return describe_run(site, cluster, work) | dict(about or {})
 
-    with Recorder(run_dir, describe, site.counts_transfer) as recorder:
+    keeps, counts = site.run_file.ledger, site.counts_transfer
+    with Recorder(run_dir, describe, counts, keeps_ledger=keeps, measures=False) as recorder:
+        ledger = recorder.ledger
+        seen = ledger.around(world) if ledger else world
         loop = ServingLoop(
-            world, instances, system, requests.check_stop, on_finish, on_event, requests.predict
+            seen, instances, system, requests.check_stop, on_finish, on_event, requests.predict
         )
+        if ledger:
+            ledger.watch(loop)
         # Opening a folder asks git and reads files: no part of the loop.
         started = time.perf_counter()
         loop.run()

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.conformance.sums import name_by_sums
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Transfer
 
@@ -39,16 +40,18 @@ def compare(
         page_size: of the destination.
 
     Raises:
-        JaxinferError: they differ; names the first layer and page.
+        JaxinferError: they differ; names the first layer and page, and the fault where it shows.
     """
     start, stop = tokens
     wrong = sent_LT[:, : stop - start] != found_LT[:, : stop - start]
     if wrong.any():
         layer, token = (int(n) for n in np.argwhere(wrong)[0])
         t, position = transfer, start + token
+        count = stop - start
+        fault = name_by_sums(sent_LT[:, :count], found_LT[:, :count], page_size)
         page = t.dest_hold.tables[dest_shard][0][position // page_size]
         raise JaxinferError(
             f"transfer of request {t.request.id!r} from {t.source} to {t.dest}: "
             f"layer {first_layer + layer}, page {page} of {t.dest} "
-            f"(token {position}) is not what was sent"
+            f"(token {position}) is not what was sent{f': {fault}' if fault else ''}"
         )

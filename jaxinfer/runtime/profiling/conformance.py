@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from queue import SimpleQueue
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.conformance import check
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.cluster import Cluster, Engine, connect, load_cluster
@@ -18,8 +20,10 @@ from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.kv_endpoint import ThisProcess
 from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
 from jaxinfer.runtime.kv.outcome import Failed
+from jaxinfer.runtime.kv.slab import SLAB_TOKENS
 from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.profiling.conformance_sides import HandOffSide
+from jaxinfer.runtime.profiling.golden_hand_offs import REQUEST, GoldenEnd, golden_model
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.devices import count_cpu_devices
 from jaxinfer.runtime.stage.stage import Stage
@@ -45,6 +49,7 @@ class HandOffCheck:
         same_tokens: greedy tokens, from the first one on, that the reference draws, too.
         logprob_change: the log probability's largest difference over those tokens.
         num_bytes, seconds: size and time of the prompt's KV.
+        fault: of a hand-off that is wrong, what the conformance kit calls it.
     """
 
     source: str
@@ -58,6 +63,7 @@ class HandOffCheck:
     logprob_change: float | None = None
     num_bytes: int | None = None
     seconds: float | None = None
+    fault: str = ""
 
 
 @dataclass
@@ -106,6 +112,9 @@ class Conformance:
         self._all = self._config(self._able)
         self._cluster: Cluster = load_cluster(checkpoint, self._all, progress)
         self._kv = {name: engine.new_kv() for name, engine in self._cluster.engines.items()}
+        self._golden_model = golden_model(
+            [_stages(engine) for engine in self._cluster.engines.values()]
+        )
 
     @property
     def _able(self) -> dict[str, HandOffSide]:
@@ -140,6 +149,8 @@ class Conformance:
     def outcomes(self) -> Iterator[HandOffCheck]:
         """Yield the outcome of each side with each, itself included, in the order of the sides."""
         engines = self._cluster.engines
+        # Before all else: golden entries fill whole pools.
+        faults = {pair: self.fault_of(*pair) for pair in product(engines, engines)}
         reference = self._alone(next(iter(engines)))
         for source in self.sides:
             sent = self._prefill(source) if source in engines else None
@@ -149,11 +160,53 @@ class Conformance:
                     yield HandOffCheck(source, dest, "refused", self.refused[refused[0]])
                     continue
                 try:
-                    yield self._pair(source, dest, sent, reference)
+                    outcome = self._pair(source, dest, sent, reference)
+                    if fault := faults[source, dest]:
+                        outcome = replace(outcome, verdict="wrong", fault=fault)
+                    yield outcome
                 except JaxinferError as error:
                     yield HandOffCheck(source, dest, "refused", str(error))
             if sent:
                 sent.hold.release()
+
+    def fault_of(self, source: str, dest: str) -> str:
+        """Hand over golden entries; return what is wrong with what arrives, or nothing."""
+        engines, length = self._cluster.engines, len(self._prompt)
+        stages = {name: _stages(engines[name]) for name in (source, dest)}
+        model = self._golden_model
+        if model is None:
+            return ""
+        holds = [self._reserve(name) for name in (source, dest)]
+        given, taken = (
+            GoldenEnd(model, stages[name], hold.tables[0][0], length, number)
+            for number, (name, hold) in enumerate(zip((source, dest), holds, strict=True))
+        )
+        here = ThisProcess(stages)
+        try:
+            channel = connect(self._all, (engines[source], engines[dest]), (here, here))
+            request = _request(self._prompt, self._outputs)
+            given.side.fill(REQUEST)
+            before = taken.side.copy()
+            taken.write()
+            given.write()
+            if source == dest:
+                before = given.side.copy()
+                before.add(REQUEST, length, list(holds[1].tables[0][0]))
+            here_and_there = holds[0], holds[1]
+            transfer = Transfer(request, 0, source, dest, *here_and_there, 0, length, 0.0)
+            self._send(channel, engines[dest], _Prompt(request, holds[0]), transfer)
+            taken.read()
+        except JaxinferError:
+            return ""  # Refused, as the prompt's own will be.
+        finally:
+            here.close()
+            for hold in holds:
+                hold.release()
+        wire = channel.pairs[0].form.dtype.name
+        found = check(
+            given.side, taken.side, [REQUEST], before=before, wire=wire, slab_tokens=SLAB_TOKENS
+        )
+        return str(found[0]) if found else ""
 
     def _alone(self, name: str) -> _Prompt:
         done = self._prefill(name)

@@ -281,6 +281,29 @@ def test_what_arrives_changed_is_wrong(
     assert {verdicts[pair] for pair in product("ABCD", "ABCD")} == {"wrong"}
 
 
+@pytest.mark.parametrize(
+    ("fault", "mistake"),
+    [
+        ("head order", lambda slab: slab[:, :, :, ::-1]),
+        ("layer shifted", lambda slab: slab[:, ::-1]),
+        ("keys and values swapped", lambda slab: slab[::-1]),
+        ("page offset off by one", lambda slab: jnp.roll(slab, 1, axis=2)),
+        ("zeros", lambda slab: slab * 0),
+    ],
+)
+@pytest.mark.parametrize("pair", ["AB", "BC", "CD"])
+def test_a_fault_of_our_own_is_named(
+    conformance: Conformance, monkeypatch: pytest.MonkeyPatch, pair: str, fault: str, mistake: Any
+) -> None:
+    place = SlabDest.place
+    monkeypatch.setattr(
+        SlabDest, "place", lambda self, slab, *tokens: place(self, mistake(slab), *tokens)
+    )
+    assert conformance.fault_of(*pair).startswith(f"{fault}: request 1, layer ")
+    monkeypatch.undo()
+    assert conformance.fault_of(*pair) == ""
+
+
 def test_without_any_side() -> None:
     with pytest.raises(JaxinferError, match=r"^no side can be loaded: instances\.F\.dtype: int8"):
         Conformance(small_checkpoint(), {"F": SIDES["F"]}, PROMPT, 4, lambda part, left: None)

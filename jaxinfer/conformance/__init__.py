@@ -1,0 +1,26 @@
+"""A conformance kit for hand-offs of KV between engines: numpy alone, no engine of ours.
+
+Golden entries say by their values which request, layer, head and token they belong to
+(``golden``); two sides lay them out as their engines do (``layout``, ``side``); whatever moved
+them, ``check`` compares what arrived, and names the fault by where wrong entries came from.
+``mover`` is a correct hand-off between any two layouts, and ``faults`` has incorrect ones.
+``adapter`` is the whole seam to an engine. docs/proof.md has the table of names.
+"""
+
+from jaxinfer.conformance.adapter import HandOffEngine, hand_over
+from jaxinfer.conformance.check import Finding, check
+from jaxinfer.conformance.golden import GoldenModel
+from jaxinfer.conformance.layout import Layout
+from jaxinfer.conformance.mover import move
+from jaxinfer.conformance.side import Side
+
+__all__ = [
+    "Finding",
+    "GoldenModel",
+    "HandOffEngine",
+    "Layout",
+    "Side",
+    "check",
+    "hand_over",
+    "move",
+]

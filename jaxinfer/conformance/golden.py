@@ -1,0 +1,124 @@
+"""Golden KV entries of a tiny model: each says by its value whose it is, in any number format.
+
+A block of 16 channels is a code word: an entry is +-1 or +-1.5 (two bits), times 1, 2 or 4 by its
+tokens, head and layer. Two channels give the code word's unit, the other 28 bits the number of the
+request, layer, keys or values, token, head and block, so that no two blocks have the same. The
+code is read by ratios within a block: it survives entries of 8 bits, and a scale that is another
+page's shows as the same code times a number. Powers of two alone would hide a narrower format on
+the way; a share of up to 2^-7 by place shows it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+BLOCK = 16
+_CODE_BITS = 28
+# Odd, so that multiplying is one to one, and with bits all over.
+_SPREAD = 0x9E3779B1
+_UNSPREAD = pow(_SPREAD, -1, 1 << _CODE_BITS)
+# Tokens that have the same power of two.
+_RUN = 8
+# Requests of pools' pasts, from here on; of those that are handed over the numbers are smaller.
+FORMER = 12
+MAX_REQUESTS = 16
+
+
+class Origin(NamedTuple):
+    """Whose entries some blocks hold; arrays of one shape, -1 where a block is nobody's.
+
+    Attributes:
+        unit: what the block's entries are multiples of; ``request`` to ``block`` tell the place.
+    """
+
+    request: np.ndarray
+    layer: np.ndarray
+    part: np.ndarray
+    token: np.ndarray
+    head: np.ndarray
+    block: np.ndarray
+    unit: np.ndarray
+
+    def at(self, key: Any) -> "Origin":
+        """Those that a mask, or another key of numpy's, picks."""
+        return Origin._make(x[key] for x in self)
+
+
+@dataclass(frozen=True)
+class GoldenModel:
+    """The sizes of a tiny model, and its golden entries.
+
+    Attributes:
+        windows: of each layer, how many tokens back it attends, None for all.
+    """
+
+    layers: int = 4
+    heads: int = 4
+    head_dim: int = 16
+    windows: tuple[int | None, ...] = ()
+    max_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.head_dim % BLOCK:
+            raise ValueError(f"head_dim is {self.head_dim}, must be a multiple of {BLOCK}")
+        if self.windows and len(self.windows) != self.layers:
+            raise ValueError(f"windows has {len(self.windows)} entries for {self.layers} layers")
+        if MAX_REQUESTS * np.prod(self._sizes) > 1 << _CODE_BITS:
+            raise ValueError("the model has more places than codes: fewer layers, heads or tokens")
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.layers, 2, self.max_tokens, self.heads, self.head_dim // BLOCK
+
+    def first_needed(self, layer: int, length: int) -> int:
+        """The first token whose entries the next token still attends to."""
+        window = self.windows[layer] if self.windows else None
+        return 0 if window is None else max(0, length + 1 - window)
+
+    def entries(
+        self, request: int, layer: int, tokens: np.ndarray, heads: np.ndarray
+    ) -> np.ndarray:
+        """float32 [2, T, K, H]: keys and values of some of a request's tokens and heads."""
+        part, token, head, block = np.meshgrid(
+            np.arange(2), tokens, heads, np.arange(self.head_dim // BLOCK), indexing="ij"
+        )
+        place = np.ravel_multi_index((np.full_like(part, layer), part, token, head, block),
+                                     self._sizes)  # fmt: skip
+        number = request * np.prod(self._sizes, dtype=np.int64) + place
+        code = (number * _SPREAD) % (1 << _CODE_BITS)
+        bits = (code[..., None] >> np.arange(_CODE_BITS)) & 1
+        # The two channels that tell the unit have signs alone.
+        sign, half = bits[..., :BLOCK], np.zeros((*code.shape, BLOCK), np.int64)
+        half[..., 1], half[..., 2:14] = 1, bits[..., BLOCK:]
+        fine = 1 + (number[..., None] * 31 + np.arange(BLOCK) * 7) % 16 / 2048
+        unit = self.unit(layer, part, token, head)[..., None]
+        found = np.where(sign, -1, 1) * (1 + half / 2) * unit * fine
+        return found.reshape(*part.shape[:3], self.head_dim).astype(np.float32)
+
+    def unit(
+        self, layer: np.ndarray | int, part: np.ndarray, token: np.ndarray, head: np.ndarray
+    ) -> np.ndarray:
+        """The power of two that a place's entries are multiples of."""
+        mixed = token // _RUN * 5 + head * 3 + np.asarray(layer) * 7 + part
+        return 2.0 ** (mixed * 40503 // 64 % 3)
+
+    def origins(self, found: np.ndarray) -> Origin:
+        """Read the code words of [..., H]: arrays [..., H / 16]."""
+        x = found.reshape(*found.shape[:-1], found.shape[-1] // BLOCK, BLOCK)
+        with np.errstate(all="ignore"):
+            x = x.astype(np.float64)
+            unit = np.abs(x[..., 0])
+            size = np.abs(x) / unit[..., None]
+            half = size > 1.25
+            # What no code word has: other sizes, and other bits in the two channels beside it.
+            sound = (unit > 0) & (np.abs(size - np.where(half, 1.5, 1)) < 0.22).all(-1)
+        sound &= half[..., 1] & ~half[..., 0] & ~half[..., 14:].any(-1)
+        bits = np.concatenate([x < 0, half[..., 2:14]], -1).astype(np.int64)
+        code = (bits << np.arange(_CODE_BITS)).sum(-1)
+        number = code * _UNSPREAD % (1 << _CODE_BITS)
+        request, place = np.divmod(number, np.prod(self._sizes, dtype=np.int64))
+        sound &= request < MAX_REQUESTS
+        at = np.unravel_index(np.where(sound, place, 0), self._sizes)
+        places = [np.where(sound, x, -1) for x in (request, *at)]
+        return Origin._make([*places, np.where(sound, unit, 0.0)])

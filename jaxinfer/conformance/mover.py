@@ -1,0 +1,93 @@
+"""A correct hand-off between any two layouts, step by step; ``faults`` gets single steps wrong."""
+
+import numpy as np
+
+from jaxinfer.conformance.formats import FORMATS, decode, encode
+from jaxinfer.conformance.layout import Shard
+from jaxinfer.conformance.side import Side
+
+SLAB_TOKENS = 32
+
+
+class Mover:
+    """Moves requests' entries from one side's pages to another's, in slabs of some tokens.
+
+    Args:
+        wire: the format that travels; by default the narrower of the two sides', and float32
+            where one of them has entries of 8 bits.
+    """
+
+    def __init__(
+        self, source: Side, dest: Side, slab_tokens: int = SLAB_TOKENS, wire: str | None = None
+    ) -> None:
+        self.source, self.dest, self.slab_tokens = source, dest, slab_tokens
+        self.wire = wire or narrower(source.layout.kv_dtype, dest.layout.kv_dtype)
+
+    def move(self, request: int) -> None:
+        """Move all of a request's entries to the pages that the destination has for it."""
+        stop = self.source.lengths[request]
+        for shard in self.dest.pools:
+            for start in range(0, stop, self.slab_tokens):
+                tokens = range(start, min(start + self.slab_tokens, stop))
+                self.put(shard, request, tokens, self.travel(self.take(shard, request, tokens)))
+
+    def finish(self) -> None:
+        """Do what is to be done when all requests have been moved: nothing."""
+
+    def take(self, shard: Shard, request: int, tokens: range) -> np.ndarray:
+        """[2, T, K, H]: the entries of a destination's shard, out of the source's pages."""
+        heads = self.dest.layout.heads_of(self.dest.model, shard.rank)
+        found = np.zeros((2, len(tokens), len(heads), self.dest.model.head_dim), np.float32)
+        for index, head in enumerate(heads.tolist()):
+            if head >= 0:
+                found[:, :, index] = self.take_head(shard, head, request, tokens)
+        return found
+
+    def take_head(self, shard: Shard, head: int, request: int, tokens: range) -> np.ndarray:
+        """[2, T, H]: one head's entries."""
+        layer, rank, place = self.find(shard.layer, head)
+        table = self.source_table(request)
+        return self.read(layer, rank, table, tokens)[:, :, place]
+
+    def find(self, layer: int, head: int) -> tuple[int, int, int]:
+        """Where the source has a head: its layer, rank, and index on that rank."""
+        layout, model = self.source.layout, self.source.model
+        for rank in range(layout.tp):
+            (index,) = np.nonzero(layout.heads_of(model, rank) == head)
+            if len(index):
+                return layer, rank, int(index[0])
+        raise AssertionError(f"no rank has head {head}")
+
+    def source_table(self, request: int) -> list[int]:
+        """The request's pages at the source."""
+        return self.source.tables[request]
+
+    def dest_table(self, request: int) -> list[int]:
+        """The request's pages at the destination."""
+        return self.dest.tables[request]
+
+    def read(self, layer: int, rank: int, table: list[int], tokens: range) -> np.ndarray:
+        """[2, T, K, H]: entries of a source's shard."""
+        (shard,) = (s for s in self.source.pools if (s.layer, s.rank) == (layer, rank))
+        return self.source.get(shard, table, tokens.start, tokens.stop)
+
+    def travel(self, slab: np.ndarray) -> np.ndarray:
+        """What arrives of a slab."""
+        return decode(encode(slab, self.wire), self.wire)
+
+    def put(self, shard: Shard, request: int, tokens: range, slab: np.ndarray) -> None:
+        """Write a slab to the destination's pages."""
+        self.dest.put(shard, self.dest_table(request), tokens.start, slab)
+
+
+def narrower(one: str, other: str) -> str:
+    """The format that travels between two."""
+    sizes = [
+        ("float32" if FORMATS[name].scaled else name) for name in (one, other)
+    ]  # Dequantised where it leaves.
+    return min(sizes, key=lambda name: FORMATS[name].storage.itemsize)
+
+
+def move(source: Side, dest: Side, request: int) -> None:
+    """Move a request's entries correctly."""
+    Mover(source, dest).move(request)

@@ -1,0 +1,92 @@
+"""A hand-off with neighbours: what lies beside the requests that move, on either side."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from jaxinfer.conformance.check import Finding, check
+from jaxinfer.conformance.golden import FORMER, GoldenModel
+from jaxinfer.conformance.layout import Layout
+from jaxinfer.conformance.mover import SLAB_TOKENS, Mover
+from jaxinfer.conformance.side import Side
+
+MODEL = GoldenModel()
+# Layers that attend to the last 24 tokens, which an engine may send alone.
+WINDOWED = GoldenModel(windows=(None, 24, None, 24))
+# Heads that two devices have one and a half of each: the last is padded.
+WIDE = GoldenModel(heads=3, head_dim=32)
+# Of two requests that move: pages that end within, slabs that end within.
+LENGTHS = {1: 75, 2: 50}
+# A request that only the source has, one that only the destination has, and one whose pages at the
+# destination were given to request 2 while its transfer was still to come.
+SOURCE_ONLY, DEST_ONLY, FREED = 3, 4, 9
+OTHER_LENGTH = 40
+_SPARE_PAGES = 3
+PAIRS: tuple[tuple[Layout, Layout, GoldenModel], ...] = (
+    (Layout(), Layout(), MODEL),
+    (Layout(tp=2, page_size=8), Layout(page_size=24, keys="NHD", values="NHD"), MODEL),
+    (Layout(stages=(1, 3), keys="HDN"), Layout(tp=4, stages=(2, 2), page_size=8), MODEL),
+    (Layout(kv_dtype="bfloat16", page_size=24), Layout(tp=2, kv_dtype="bfloat16", keys="HDN"),
+     MODEL),
+    (Layout(tp=8, kv_dtype="float16"), Layout(tp=2, stages=(3, 1), kv_dtype="float16"), MODEL),
+    (Layout(page_size=8), Layout(tp=2, page_size=8, kv_dtype="int8"), MODEL),
+    (Layout(stages=(2, 2), kv_dtype="int8", page_size=8), Layout(kv_dtype="int8", page_size=24),
+     MODEL),
+    (Layout(kv_dtype="bfloat16", keys="NHD", values="NHD"),
+     Layout(stages=(2, 2), kv_dtype="float8_e4m3fn", page_size=8), MODEL),
+    (Layout(kv_dtype="float8_e4m3fn", page_size=8), Layout(tp=8, page_size=64, keys="HDN"), MODEL),
+    (Layout(tp=4, kv_dtype="bfloat16", keys="HDN"), Layout(tp=2), MODEL),
+    (Layout(tp=2, stages=(2, 2)), Layout(page_size=24), WINDOWED),
+    (Layout(tp=2, page_size=24), Layout(keys="NHD", values="NHD", kv_dtype="bfloat16"), WIDE),
+)  # fmt: skip
+
+
+@dataclass
+class Scenario:
+    """Two sides before a hand-off.
+
+    Attributes:
+        before: the destination as it is before.
+    """
+
+    source: Side
+    dest: Side
+    before: Side
+    slab_tokens: int = SLAB_TOKENS
+
+    def run(self, mover: Mover) -> list[Finding]:
+        """Move all requests, and check them."""
+        for request in LENGTHS:
+            mover.move(request)
+        mover.finish()
+        return check(
+            self.source,
+            self.dest,
+            list(LENGTHS),
+            before=self.before,
+            freed=[FREED],
+            slab_tokens=self.slab_tokens,
+        )
+
+
+def scenario(source: Layout, dest: Layout, model: GoldenModel) -> Scenario:
+    """Make a scenario; its sides may be changed."""
+    given, taken = _side(model, source, True), _side(model, dest, False)
+    return Scenario(given.copy(), taken.copy(), taken)
+
+
+@cache
+def _side(model: GoldenModel, layout: Layout, is_source: bool) -> Side:
+    lengths = LENGTHS | {SOURCE_ONLY if is_source else DEST_ONLY: OTHER_LENGTH}
+    if is_source:
+        lengths |= {FREED: OTHER_LENGTH}
+    counts = {request: -(-length // layout.page_size) for request, length in lengths.items()}
+    num_pages = 1 + sum(counts.values()) + _SPARE_PAGES
+    side = Side(model, layout, num_pages, FORMER + 1 + (not is_source))
+    free = (1 + np.random.default_rng(is_source).permutation(num_pages - 1)).tolist()
+    for request, count in counts.items():
+        side.add(request, lengths[request], [free.pop() for _ in range(count)])
+        if is_source or request == DEST_ONLY:
+            side.fill(request)
+    return side

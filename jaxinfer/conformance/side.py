@@ -1,0 +1,139 @@
+"""One side of a hand-off: pools of pages, and which pages each request has."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxinfer.conformance.formats import FORMATS, decode, encode
+from jaxinfer.conformance.golden import FORMER, GoldenModel
+from jaxinfer.conformance.layout import Layout, Shard, from_order, to_order
+
+
+@dataclass
+class Pool:
+    """A shard's pages of keys or of values.
+
+    Attributes:
+        pages: as stored, in the layout's order; ``scale_PK``: None of entries without scales.
+    """
+
+    pages: np.ndarray
+    scale_PK: np.ndarray | None = None
+
+
+@dataclass
+class Side:
+    """One engine's KV.
+
+    Attributes:
+        num_pages: of each pool; page 0 is nobody's, and may hold anything.
+        former: of what the pools held before, the number that golden requests count from.
+        tables: each request's pages in token order; ``lengths``: its tokens.
+        pools: keys and values of each shard.
+    """
+
+    model: GoldenModel
+    layout: Layout
+    num_pages: int
+    former: int = FORMER
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    pools: dict[Shard, tuple[Pool, Pool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Fill the pools with what former requests have left, so that it is known when read."""
+        if self.num_pages * self.layout.page_size > self.model.max_tokens:
+            raise ValueError("a pool holds more tokens than the model has codes for")
+        if not self.pools:
+            for shard in self.layout.shards(self.model):
+                self.pools[shard] = self._empty(shard, 0), self._empty(shard, 1)
+            everything = list(range(self.num_pages))
+            self.write(self.former, everything, 0, self.num_pages * self.layout.page_size)
+
+    def _empty(self, shard: Shard, part: int) -> Pool:
+        form, B = FORMATS[self.layout.kv_dtype], self.layout.page_size
+        heads = len(self.layout.heads_of(self.model, shard.rank))
+        pages = np.zeros((self.num_pages, heads, B, self.model.head_dim), form.storage)
+        scale_PK = np.ones((self.num_pages, heads), np.float32) if form.scaled else None
+        return Pool(to_order(pages, self.layout.order(part)), scale_PK)
+
+    def add(self, request: int, length: int, pages: list[int]) -> None:
+        """Note a request and its pages; they hold what they held."""
+        self.tables[request], self.lengths[request] = pages, length
+
+    def fill(self, request: int) -> None:
+        """Write all golden entries of a request, as its prefill would."""
+        self.write(request, self.tables[request], 0, self.lengths[request])
+
+    def write(self, request: int, table: list[int], start: int, stop: int) -> None:
+        """Write a request's golden entries of some tokens to some pages."""
+        for shard in self.pools:
+            heads = self.layout.heads_of(self.model, shard.rank)
+            entries = self.model.entries(
+                request, shard.layer, np.arange(start, stop), np.maximum(heads, 0)
+            )
+            entries[:, :, heads < 0] = 0
+            self.put(shard, table, start, entries)
+
+    def put(self, shard: Shard, table: list[int], start: int, entries_2TKH: np.ndarray) -> None:
+        """Write entries of the device's own heads; pages of 8 bits are scaled anew."""
+        tokens = start + np.arange(entries_2TKH.shape[1])
+        page_T, offset_T = np.divmod(tokens, self.layout.page_size)
+        page_T = np.asarray(table)[page_T]
+        for part, x_TKH in enumerate(entries_2TKH):
+            pool, order = self.pools[shard][part], self.layout.order(part)
+            if pool.scale_PK is None:
+                stored = from_order(pool.pages, order)
+                stored[page_T, :, offset_T] = encode(x_TKH, self.layout.kv_dtype)
+            else:
+                self._rescale(pool, order, page_T, offset_T, x_TKH)
+
+    def _rescale(
+        self, pool: Pool, order: str, page_T: np.ndarray, offset_T: np.ndarray, x_TKH: np.ndarray
+    ) -> None:
+        """Write to pages of 8 bits; what lies before a page's first token is rounded again."""
+        assert pool.scale_PK is not None
+        name = self.layout.kv_dtype
+        pages, at_T = np.unique(page_T, return_inverse=True)
+        first = np.full(len(pages), self.layout.page_size)
+        np.minimum.at(first, at_T, offset_T)
+        stored = from_order(pool.pages, order)
+        x_MKBH = decode(stored[pages], name) * pool.scale_PK[pages][..., None, None]
+        later = np.arange(self.layout.page_size) >= first[:, None]
+        x_MKBH[np.broadcast_to(later[:, None, :], x_MKBH.shape[:3])] = 0
+        x_MKBH[at_T, :, offset_T] = x_TKH
+        scale_MK = np.maximum(np.abs(x_MKBH).max((2, 3)), 1e-30) / (FORMATS[name].largest or 1)
+        stored[pages] = encode(x_MKBH / scale_MK[..., None, None], name)
+        pool.scale_PK[pages] = scale_MK
+
+    def get(self, shard: Shard, table: list[int], start: int, stop: int) -> np.ndarray:
+        """float32 [2, T, K, H] of the device's own heads, in token order."""
+        page_T, offset_T = np.divmod(np.arange(start, stop), self.layout.page_size)
+        page_T = np.asarray(table)[page_T]
+        found = []
+        for part, pool in enumerate(self.pools[shard]):
+            stored = from_order(pool.pages, self.layout.order(part))
+            x_TKH = decode(stored[page_T, :, offset_T], self.layout.kv_dtype)
+            if pool.scale_PK is not None:
+                x_TKH = x_TKH * pool.scale_PK[page_T][:, :, None]
+            found.append(x_TKH)
+        return np.stack(found)
+
+    def copy(self) -> "Side":
+        """A copy whose pages are its own."""
+        return copy.deepcopy(self)
+
+    def load(self, pools: Mapping[Shard, tuple[Pool, Pool]]) -> None:
+        """Take what an engine's pools hold."""
+        for shard, pair in pools.items():
+            for mine, theirs in zip(self.pools[shard], pair, strict=True):
+                if mine.pages.shape != theirs.pages.shape:
+                    raise ValueError(
+                        f"{shard}: pages are {theirs.pages.shape}, the layout has "
+                        f"{mine.pages.shape}"
+                    )
+                mine.pages[:] = theirs.pages
+                if mine.scale_PK is not None and theirs.scale_PK is not None:
+                    mine.scale_PK[:] = theirs.scale_PK

@@ -1,0 +1,96 @@
+"""The first difference of two ledgers, in words."""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from jaxinfer.ledger.ledger_file import Entry
+
+# Of an entry's decided values, those that its kind names.
+_WORDS = {
+    "start": "the run starts",
+    "round": "a round begins",
+    "arrival": "request {0!r} arrives ({1} prompt, {2} output tokens)",
+    "step": "a step of {0} has ended",
+    "landed": "KV {3} to {4} of request {0!r} has come from {1} to {2}",
+    "tick": "a tick",
+    "lost": "instance {0} is lost",
+    "back": "instance {0} is back",
+    "legs": "request {0!r} is to go by {legs}",
+    "batch": "a step of {0} is launched: {rows}",
+    "send": "KV {3} to {4} of request {0!r} leaves {1} for {2}, from pages {5} to {6}",
+    "victim": "{0} preempts request {1!r}",
+    "role": "instance {0} takes the role {1!r}",
+    "failed": "it cannot go on: {0}",
+    "end": "request {0!r} ends ({1}) with {2} tokens",
+}
+
+
+def first_difference(
+    real: Sequence[Entry], other: Sequence[Entry], names: tuple[str, str] = ("real", "simulated")
+) -> str | None:
+    """Say where two ledgers part: event, instance, request, both sides; None if they are equal."""
+    time = 0.0
+    event = "the start"
+    for number, (one, two) in enumerate(zip_longest(real, other), 1):
+        if one is None or two is None or one[:2] != two[:2]:
+            both = zip(names, (one, two), strict=True)
+            sides = "; ".join(f"{name}: {describe(entry)}" for name, entry in both)
+            return f"entry {number}, at {time:.6g} s, after {event}: {sides}{_where(one, two)}"
+        kind, decided, measured = one
+        if kind == "round":
+            time = measured or time
+        elif kind in ("arrival", "step", "landed", "tick", "lost", "back"):
+            event = describe((kind, decided, None))
+    return None
+
+
+def describe(entry: Entry | None) -> str:
+    """An entry in words."""
+    if entry is None:
+        return "nothing more"
+    kind, decided, _ = entry
+    more: dict[str, Any] = {}
+    if kind == "legs":
+        more["legs"] = (
+            ", ".join(
+                f"{name} to {'the end' if until is None else until} ({rule})"
+                for name, until, rule in decided[1]
+            )
+            or "no leg"
+        )
+    elif kind == "batch":
+        more["rows"] = _rows(decided)
+    return _WORDS[kind].format(*decided, **more)
+
+
+def _parts(decided: list[Any]) -> tuple[int, list[Any], list[Any], list[Any]]:
+    """Grouped decodes, rows, the pages that each writes, and what is sent along."""
+    rows, pages, transfers = [*decided[4:], [], [], []][:3]
+    return decided[2], rows, pages, transfers
+
+
+def _rows(decided: list[Any]) -> str:
+    grouped, rows, pages, transfers = _parts(decided)
+    said = [
+        f"{request!r} {start} to {start + count} in pages {where}"
+        for (request, start, count, _), where in zip(rows, pages, strict=True)
+    ]
+    said += [f"{grouped} decodes"] * bool(grouped)
+    said += [f"sends {box[0]!r} {box[3]} to {box[4]} along to {box[2]}" for box in transfers]
+    return ", ".join(said)
+
+
+def _where(one: Entry | None, two: Entry | None) -> str:
+    """Of two steps of one instance, the first rows that differ."""
+    if not (one and two) or one[0] != two[0] or one[0] != "batch" or one[1][0] != two[1][0]:
+        return ""
+    (_, mine, here, _), (_, theirs, there, _) = _parts(one[1]), _parts(two[1])
+    for number, (row, other) in enumerate(zip_longest(mine, theirs)):
+        if row != other:
+            return f" (row {number}: {row} and {other})"
+    if here != there:
+        return " (the rows are alike, their pages differ)"
+    if one[1][1] != two[1][1]:
+        return f" (pages in use: {one[1][1]} and {two[1][1]})"
+    return " (what is sent along differs)"

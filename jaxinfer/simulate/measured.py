@@ -1,0 +1,167 @@
+"""A modelled world whose times are those that a ledger has of a real run."""
+
+import heapq
+import json
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.ledger.ledger_file import Entry
+from jaxinfer.ledger.observer import way_of
+from jaxinfer.serving.batch import Batch, Transfer
+from jaxinfer.serving.loop import Stop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import (
+    Event,
+    InstanceBack,
+    InstanceLost,
+    StepDone,
+    Tick,
+    TransferDone,
+)
+from jaxinfer.simulate.world import SimulatedWorld
+
+# When something reached the loop: the time of its round, and its place among all that was heard.
+When = tuple[float, int]
+# Of a transfer, what ``way_of`` says, and losses of its ends so far.
+Way = tuple[str, int, int]
+
+
+@dataclass
+class Measured:
+    """What a ledger has measured, by what it is of.
+
+    Attributes:
+        steps: by instance, and losses of it so far, in order.
+        transfers: by way, in order; ``ticks`` likewise.
+        arrivals, losses: as they come.
+        predicted: by request, what was predicted of its output.
+        ends: by request, its reason, how many tokens it had, and more of the reason.
+        start: the time at which the loop began.
+        cached: pages that prefix caches had by then.
+        keeps_tokens: whether prompts and sampled tokens are there.
+    """
+
+    steps: dict[tuple[str, int], deque[tuple[When, Any]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    transfers: dict[Way, deque[tuple[When, Any]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
+    ticks: deque[When] = field(default_factory=deque)
+    arrivals: list[tuple[When, RequestState]] = field(default_factory=list)
+    losses: list[tuple[When, InstanceLost | InstanceBack]] = field(default_factory=list)
+    predicted: dict[str, tuple[int, int]] = field(default_factory=dict)
+    ends: dict[str, tuple[str, int, Any]] = field(default_factory=dict)
+    start: float = 0.0
+    cached: int = 0
+    keeps_tokens: bool = False
+
+    def predict(self, request: RequestState) -> tuple[int, int] | None:
+        """Predict what was predicted for the real one."""
+        return self.predicted.get(request.id)
+
+    def check_stop(self, request: RequestState, token: int) -> Stop | None:
+        """End a request where the real one's text has ended it."""
+        reason, count, detail = self.ends.get(request.id, ("", 0, None))
+        here = reason == "stop" and len(request.output_token_ids) == count
+        return ("stop", detail) if here else None
+
+
+def measured(entries: Sequence[Entry]) -> Measured:
+    """Sort what a ledger has measured by what it is of."""
+    found, lives, now = Measured(), defaultdict[str, int](int), 0.0
+    for number, (kind, decided, given) in enumerate(entries):
+        when = now, number
+        match kind:
+            case "start":
+                found.start, found.keeps_tokens, found.cached = given
+            case "round":
+                now = given
+            case "arrival":
+                found.arrivals.append((when, _request(decided, given)))
+            case "step":
+                found.steps[decided[0], lives[decided[0]]].append((when, given))
+            case "landed":
+                way = json.dumps(decided), lives[decided[1]], lives[decided[2]]
+                found.transfers[way].append((when, given))
+            case "tick":
+                found.ticks.append(when)
+            case "lost":
+                found.losses.append((when, InstanceLost(decided[0], given, decided[1])))
+                lives[decided[0]] += 1
+            case "back":
+                found.losses.append((when, InstanceBack(decided[0])))
+            case "legs" if given:
+                found.predicted[decided[0]] = given[0], given[1]
+            case "end":
+                found.ends[decided[0]] = decided[1], decided[2], given
+    return found
+
+
+def _request(decided: Sequence[Any], given: Sequence[Any]) -> RequestState:
+    id, prompt_len, max_tokens, (goes_first, takes_cached) = decided
+    arrival, tokens = given
+    request = RequestState(id, prompt_len, max_tokens, arrival, tokens)
+    request.goes_first, request.takes_cached = goes_first, takes_cached
+    return request
+
+
+class MeasuredWorld(SimulatedWorld):
+    """Has each step, transfer, arrival and loss reach the loop when the real one did.
+
+    Its rounds are those of ``SimulatedWorld``; all that its costs would say is given.
+    """
+
+    def __init__(self, given: Measured) -> None:
+        super().__init__({}, {}, {}, {}, {}, (), given.start)
+        self._given, self._is_over = given, False
+        self._lives: dict[str, int] = defaultdict(int)
+        for when, request in given.arrivals:
+            self._num_added += 1
+            self._then(when, lambda request=request: self._arrive(request))
+        for when, event in given.losses:
+            self._then(when, event)
+
+    def _then(self, when: When, happens: Any) -> None:
+        heapq.heappush(self._heap, (*when, happens))
+
+    def launch(self, batch: Batch) -> None:
+        """Start a step, which ends when the real one did; or never, where that was lost."""
+        steps = self._given.steps[batch.instance, self._lives[batch.instance]]
+        if steps:
+            when, (start, end, stages, tokens) = steps.popleft()
+            drawn = tokens if self._given.keeps_tokens else [0] * batch.work.sampled
+            self._then(when, StepDone(batch, drawn, start, end, stages=stages))
+        for transfer in batch.transfers:
+            self.start_transfer(transfer)
+
+    def start_transfer(self, transfer: Transfer) -> None:
+        """Start one, likewise."""
+        lives = self._lives[transfer.source], self._lives[transfer.dest]
+        way = json.dumps(way_of(transfer)), *lives
+        if found := self._given.transfers[way]:
+            when, (start, end, num_bytes) = found.popleft()
+            self._then(when, TransferDone(transfer, start, end, num_bytes))
+
+    def wake_at(self, time: float) -> None:
+        """Ask for a Tick, which comes when the real one did."""
+        if self._given.ticks:
+            self._then(self._given.ticks.popleft(), Tick())
+
+    def due_events(self) -> Sequence[Event]:
+        """See SimulatedWorld.
+
+        Raises:
+            JaxinferError: the loop waits for what the real one has never heard of.
+        """
+        events = super().due_events()
+        if not events and self._is_over:
+            raise JaxinferError("the real run has heard of nothing more")
+        self._is_over = not events
+        for event in events:
+            if isinstance(event, InstanceLost):
+                self._lives[event.instance] += 1
+        return events

@@ -1,0 +1,140 @@
+"""Does the simulator decide as a real run did? Its ledger says, by the times that it measured."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.resolve import Resolved, resolve
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.ledger.difference import first_difference
+from jaxinfer.ledger.ledger_file import NAME, Entry, ledger_hash, read_ledger
+from jaxinfer.ledger.observer import Ledger
+from jaxinfer.report.records import read_run_json
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.loop import ServingLoop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.simulate.cluster import ModelledInstance
+from jaxinfer.simulate.measured import Measured, MeasuredWorld, measured
+from jaxinfer.simulate.replay import profile_of
+from jaxinfer.steps.profile import Profile
+
+
+def check_decisions(folder: Path) -> tuple[str | None, int, str]:
+    """Have the simulator decide on what a real run was told, and compare the two ledgers.
+
+    Returns:
+        The first difference in words, or None; how many entries the real ledger has; its hash.
+
+    Raises:
+        JaxinferError: the run kept no ledger, or cannot be decided upon again.
+    """
+    real = read_ledger(folder / NAME)
+    run = read_run_json(folder)
+    if "measured_gb_s" not in run:
+        raise JaxinferError(f"{folder}: not a real run, or one of an older version")
+    given = measured(real)
+    if given.cached:
+        raise JaxinferError(
+            f"{folder}: {given.cached} pages were cached by earlier runs when it began, and their "
+            "tokens are not known: reset_prefix_cache before the run, or check the first one"
+        )
+    simulated = decide_again(run, given)
+    if run["status"] != "finished":  # It was given up, and its ledger ends there.
+        del simulated[len(real) :]
+    return first_difference(real, simulated), len(real), ledger_hash(real)
+
+
+def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:
+    """Return the ledger of the simulator's decisions on what a real run was told.
+
+    Args:
+        run: of its ``run.json``.
+    """
+    site = resolve(as_run_file(run["run_file"]).model_copy(update={"ledger": False}))
+    modelled = {
+        name: _modelled(site.cluster.instances[name], described)
+        for name, described in run["instances"].items()
+    }
+    fits = _fits(site, run)
+    entries: list[Entry] = []
+    ledger = Ledger(lambda kind, decided, known: entries.append((kind, decided, known)))
+    world = MeasuredWorld(given)
+
+    def new(name: str) -> Instance:
+        return modelled[name].new_instance(
+            name, fits.get(name), False, given.keeps_tokens, _max_tokens, numbers_pages=True
+        )
+
+    def renew(name: str) -> Instance:
+        instance = new(name)
+        instance.follow(instances[name], world.now())
+        instances[name] = instance
+        return instance
+
+    instances = {name: new(name) for name in modelled}
+    loop = ServingLoop(
+        ledger.around(world), list(instances.values()), site.new_system(), given.check_stop,
+        ledger.ended, predict=given.predict, renew=renew,
+    )  # fmt: skip
+    ledger.watch(loop)
+    run_to_its_end(loop, entries)
+    return entries
+
+
+def run_to_its_end(loop: ServingLoop, entries: list[Entry]) -> None:
+    """Run a loop; where it goes another way than what it is told, that ends its ledger."""
+    try:
+        loop.run()
+    except Exception as error:
+        entries.append(("failed", [one_line(error) or type(error).__name__], None))
+
+
+def _max_tokens(request: RequestState) -> int:
+    return request.max_tokens
+
+
+def _modelled(config: InstanceConfig, described: Mapping[str, Any]) -> ModelledInstance:
+    """Model an instance's side of scheduling: its limits and its pools, as they were."""
+    if config.is_spread:
+        raise JaxinferError(
+            "an instance has attention groups: what moves within it is not compared as yet"
+        )
+    # What the run has worked out, such as limits by the memory there was.
+    found = {
+        name: value
+        for name, value in described["engine"].items()
+        if name in InstanceConfig.model_fields and isinstance(value, int | float | str)
+    }
+    config = config.model_copy(update=found)
+    stages = described["stages"]
+    return ModelledInstance(
+        config, [], [stage["layers"] for stage in stages],
+        [stage["num_pages"] for stage in stages], 0, _NO_COST, segments=1, devices=[],
+    )  # fmt: skip
+
+
+class _NoCost:
+    """Costs that nobody asks for."""
+
+    def stages(self, work: Any) -> list[float]:
+        raise AssertionError("times are measured")
+
+    hops = stages
+
+
+_NO_COST: Any = _NoCost()
+
+
+def _fits(site: Resolved, run: Mapping[str, Any]) -> dict[str, StepFit]:
+    """By instance, the fits that the system had to go by."""
+    if not site.needs_fits:
+        return {}
+    found = {}
+    for name, described in run["instances"].items():
+        profile: Profile = profile_of(name, described)
+        groups = [stage["group"] for stage in described["stages"]]
+        found[name] = profile.fit([site.cluster.groups[group].slowdown for group in groups])
+    return found
