@@ -88,6 +88,8 @@ class SimulateOptions(Options):
             ``relative`` error, as in our profiles, or the ``absolute`` one, as in the paper.
         hardware: a file with the nodes that the groups stand on (see ``nodes.py``); links and GPUs
             then follow from it.
+        shared_experts: instances that share the experts of each layer, as replicas of data-parallel
+            attention do: they step together (see ``costs/joint.py``).
         groups: by group, what differs.
     """
 
@@ -104,6 +106,7 @@ class SimulateOptions(Options):
     phases: PhaseCosts | None = None
     curves: CurveCosts | None = None
     hardware: str | None = None
+    shared_experts: tuple[str, ...] = Field(default=(), strict=False)
     _where: str = PrivateAttr("")
     groups: Named[GroupCosts] = Field(default_factory=dict)
 

@@ -48,7 +48,7 @@ def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
     Instance i stands on group i where the group has replicas, too; what ``simulate.groups`` has of
     such a group holds for each, with its number for ``*`` in ``node``; a link is between all
     replicas of its ends; and in lists and as a key of mappings of ``system``, the name of such an
-    instance, or group, is that of all.
+    instance, or group, is that of all, as in ``simulate.shared_experts``.
 
     Raises:
         OptionError: an instance has not as many replicas as its group, or a mapping has a replica
@@ -66,6 +66,9 @@ def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
                 where = f"instances.{name}"
                 stood = _standing(where, found["instances"][replica], groups, count, number)
                 found["instances"][replica] = stood
+        if isinstance(costs := data.get("simulate"), dict) and "shared_experts" in costs:
+            sharing = _of_option(costs["shared_experts"], instances, "simulate.shared_experts")
+            found["simulate"] = {**costs, "shared_experts": sharing}
         if "system" in data:
             # A group and an instance may have the same name: then the instance is meant.
             own = {name: many for name, many in groups.items() if name not in found["instances"]}

@@ -25,6 +25,7 @@ class StagePart:
         limits: sizes to which an engine pads the instance's steps; None where not known.
         flow: what each layer does under its layout; without one, the devices have equal parts of
             all weights and of KV.
+        sharers: how many instances share the experts of each layer, this one included.
     """
 
     gpu: Gpu
@@ -39,6 +40,7 @@ class StagePart:
     kv_size: int
     limits: StepLimits | None = None
     flow: LayoutFlow | None = None
+    sharers: int = 1
 
     @property
     def weight_bytes(self) -> float:
@@ -46,6 +48,8 @@ class StagePart:
         of: LayoutFlow | ModelShape = self.flow or self.model
         layers = of.parameters(self.layers, False, False)
         tables = of.parameters(self.layers, self.first, self.last) - layers
+        elsewhere = self.model.num_experts * self.model.expert_parameters * self.layers
+        layers -= elsewhere * (1 - 1 / self.sharers)
         held = layers * self.weight_size + tables * TABLE_SIZE
         return held if self.flow else held / self.devices
 
