@@ -60,6 +60,7 @@ class Takeover(System):
         super().__init__(options)
         self._books = Books(self.options.spared)
         self._waits = False
+        self._next = 0
         # Takes of each request that is there, and who is to have it.
         self._moves: dict[str, int] = {}
         self._bound_for: dict[str, Book] = {}
@@ -85,6 +86,7 @@ class Takeover(System):
             book = self._place(request, books)
             if book is None:
                 self._waits = True
+                self._next = request.num_known
                 break
             rest = rest_of(request)
             book.take(0 if request.held_by == book.name else book.pages_for(request.num_known))
@@ -142,13 +144,18 @@ class Takeover(System):
         context = self._books.mean_context()
         largest = max(each.entries_held for each in kinds)
 
-        def rank(each: Kind) -> float:
-            small = each.entries_held < _SMALL * largest
-            return each.speeds.displaced(context) * (1e6 if small else 1.0)
-
-        own = rank(kind)
-        found = [(rank(each), n, each) for n, each in enumerate(kinds)]
-        return [each for r, n, each in sorted(found, reverse=True) if own * _BETTER < r]
+        own = kind.speeds.displaced(context)
+        small = kind.entries_held < _SMALL * largest
+        found = []
+        for number, each in enumerate(kinds):
+            its_small = each.entries_held < _SMALL * largest
+            displaced = each.speeds.displaced(context)
+            if its_small and not small:
+                if each.with_time or own * _BETTER < displaced:
+                    found.append((1e6 * displaced, number, each))
+            elif its_small == small and own * _BETTER < displaced:
+                found.append((displaced, number, each))
+        return [each for _, _, each in sorted(found, reverse=True)]
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Take over decodes: those of others, or by others those of this instance."""
@@ -168,7 +175,20 @@ class Takeover(System):
         if book.decodes:
             for other in self._better(book):
                 actions += self._take(other, book, cluster)
+        if self._waits and book.decodes and book.backlog < _STEPS_AHEAD * book.budget:
+            actions += self._make_room(book, cluster)
         return actions
+
+    def _make_room(self, book: Book, cluster: ClusterView) -> list[Action]:
+        """Have decodes go to where there is more room, so that the next prompt may begin here."""
+        lacking = book.pages_for(self._next) - (book.room - book.spare)
+        others = [b for b in self._books.by_name.values() if b is not book and self._has_room(b)]
+        if lacking <= 0 or not others:
+            return []
+        to = max(others, key=lambda each: each.room)
+        if to.kind.entries_held < book.kind.entries_held or to.room < 4 * lacking:
+            return []
+        return self._take(to, book, cluster, lacking)
 
     def _has_room(self, book: Book) -> bool:
         return book.seats > 0 and book.room > book.spare
@@ -200,7 +220,9 @@ class Takeover(System):
                 if each is not book and own > _FASTER * each.step_s():
                     yield each
 
-    def _take(self, to: Book, book: Book, cluster: ClusterView) -> list[Action]:
+    def _take(
+        self, to: Book, book: Book, cluster: ClusterView, enough: int | None = None
+    ) -> list[Action]:
         """Have one instance take the longest decodes of another, as many as it has room for."""
         actions: list[Action] = []
         view = cluster.instances[book.name]
@@ -209,6 +231,10 @@ class Takeover(System):
             pages = to.pages_for(entries + 1)
             if to.seats < 1 or to.room - pages < to.spare:
                 break
+            if enough is not None:
+                if enough <= 0:
+                    break
+                enough -= pages
             if self._moves.get(name, 0) >= self.options.most_moves or name in self._bound_for:
                 continue
             self._moves[name] = self._moves.get(name, 0) + 1
@@ -226,6 +252,9 @@ class Takeover(System):
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
         """A decode is on its way: it counts where it goes."""
         self._arrived(request.id)
+        book = self._books.by_name.get(leg.instance)
+        if book and leg.instance in cluster.instances:
+            book.renew(cluster.instances[leg.instance])  # It may have no step to come.
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
         """Forget a request."""
