@@ -134,6 +134,11 @@ class Takeover(System):
         decodes, entries = (sum(getattr(k, name) for k in below) for name in ("decodes", "entries"))
         return book.seats <= decodes or (book.room - book.spare) * book.page_size <= entries
 
+    def _is_scarce(self, kind: Kind, below: Kind) -> bool:
+        free = sum(b.seats for b in kind.books)
+        room = sum((b.room - b.spare) * b.page_size for b in kind.books)
+        return free <= below.decodes or room <= below.entries
+
     # Who takes whose decodes.
 
     def _below(self, kind: Kind) -> list[Kind]:
@@ -151,7 +156,7 @@ class Takeover(System):
             its_small = each.entries_held < _SMALL * largest
             displaced = each.speeds.displaced(context)
             if its_small and not small:
-                if each.with_time or own * _BETTER < displaced:
+                if own * _BETTER < displaced or (each.with_time or self._is_scarce(kind, each)):
                     found.append((1e6 * displaced, number, each))
             elif its_small == small and own * _BETTER < displaced:
                 found.append((displaced, number, each))
