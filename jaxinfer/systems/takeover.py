@@ -28,6 +28,8 @@ from jaxinfer.systems.takeover_books import Book, Books, Kind, rest_of
 _SMALL = 0.25
 # By how much another instance has to be better: in what a decode displaces, or in seconds.
 _BETTER, _FASTER = 1.05, 1.3
+_NEAR = 1.1
+_SCARCE = 0.25
 # Steps whose tokens may wait in an instance's queue: one runs, one is launched ahead.
 _STEPS_AHEAD = 2
 
@@ -126,18 +128,15 @@ class Takeover(System):
 
     def _is_kept(self, book: Book) -> bool:
         """Tell whether an instance's room is for decodes that others run."""
-        below = self._below(book.kind)
-        if not below or not self.options.takes_decodes:
-            return False
-        if any(kind.with_time for kind in below):
-            return True
-        decodes, entries = (sum(getattr(k, name) for k in below) for name in ("decodes", "entries"))
-        return book.seats <= decodes or (book.room - book.spare) * book.page_size <= entries
+        held = _SMALL * book.kind.entries_held
+        below = [kind for kind in self._books.kinds if kind.entries_held < held]
+        return bool(below) and self._is_scarce(book.kind, below)
 
-    def _is_scarce(self, kind: Kind, below: Kind) -> bool:
+    def _is_scarce(self, kind: Kind, below: list[Kind]) -> bool:
+        decodes, entries = sum(k.decodes for k in below), sum(k.entries for k in below)
         free = sum(b.seats for b in kind.books)
         room = sum((b.room - b.spare) * b.page_size for b in kind.books)
-        return free <= below.decodes or room <= below.entries
+        return free <= _SCARCE * decodes or room <= _SCARCE * entries
 
     # Who takes whose decodes.
 
@@ -156,7 +155,7 @@ class Takeover(System):
             its_small = each.entries_held < _SMALL * largest
             displaced = each.speeds.displaced(context)
             if its_small and not small:
-                if own * _BETTER < displaced or (each.with_time or self._is_scarce(kind, each)):
+                if own < _NEAR * displaced or self._is_scarce(kind, [each]):
                     found.append((1e6 * displaced, number, each))
             elif its_small == small and own * _BETTER < displaced:
                 found.append((displaced, number, each))
@@ -180,19 +179,24 @@ class Takeover(System):
         if book.decodes:
             for other in self._better(book):
                 actions += self._take(other, book, cluster)
-        if self._waits and book.decodes and book.backlog < _STEPS_AHEAD * book.budget:
+        if self._waits and book.decodes:
             actions += self._make_room(book, cluster)
         return actions
 
     def _make_room(self, book: Book, cluster: ClusterView) -> list[Action]:
         """Have decodes go to where there is more room, so that the next prompt may begin here."""
         lacking = book.pages_for(self._next) - (book.room - book.spare)
-        others = [b for b in self._books.by_name.values() if b is not book and self._has_room(b)]
-        if lacking <= 0 or not others:
+        if lacking <= 0:
+            return []
+        held = book.kind.entries_held / _SMALL
+        others = [
+            each
+            for each in self._books.by_name.values()
+            if each.kind.entries_held > held and self._has_room(each)
+        ]
+        if not others:
             return []
         to = max(others, key=lambda each: each.room)
-        if to.kind.entries_held < book.kind.entries_held or to.room < 4 * lacking:
-            return []
         return self._take(to, book, cluster, lacking)
 
     def _has_room(self, book: Book) -> bool:
