@@ -44,7 +44,7 @@ class TakeoverOptions(Options):
         keeps_room: Whether prompts begin elsewhere while an instance's room is for decodes.
     """
 
-    spared: float = Field(default=0.03, ge=0, lt=1)
+    spared: float = Field(default=0.01, ge=0, lt=1)
     most_moves: int = Field(default=2, ge=0)
     takes_decodes: bool = True
     keeps_room: bool = True
@@ -93,8 +93,17 @@ class Takeover(System):
             rest = rest_of(request)
             book.take(0 if request.held_by == book.name else book.pages_for(request.num_known))
             book.backlog += rest
-            assignments.append(Assignment(request.id, (Leg(book.name),)))
+            assignments.append(Assignment(request.id, self._legs(request, book, books)))
         return assignments
+
+    def _legs(
+        self, request: RequestView, book: Book, books: Mapping[str, Book]
+    ) -> tuple[Leg, ...]:
+        """All of a request, or where that does not fit its prompt."""
+        if book.kind.entries_held >= most_entries(request):
+            return (Leg(book.name),)
+        largest = max(books.values(), key=lambda each: each.kind.entries_held)
+        return Leg(book.name, request.prompt_len, "when_room"), Leg(largest.name)
 
     def _place(self, request: RequestView, books: Mapping[str, Book]) -> Book | None:
         """Who is to compute a request; None if it has to wait."""
@@ -105,8 +114,10 @@ class Takeover(System):
         holds = False
         for book in books.values():
             if book.kind.entries_held < most:
-                continue
-            holds = True
+                if book.kind.entries_held < request.prompt_len or request.num_known > request.prompt_len:
+                    continue
+            else:
+                holds = True
             if not self._takes(book, request.num_known):
                 continue
             seconds = (book.backlog + rest) * book.token_s()
@@ -133,10 +144,11 @@ class Takeover(System):
         return bool(below) and self._is_scarce(book.kind, below)
 
     def _is_scarce(self, kind: Kind, below: list[Kind]) -> bool:
-        decodes, entries = sum(k.decodes for k in below), sum(k.entries for k in below)
+        decodes = sum(k.decodes for k in below)
+        entries = sum(b.due for k in below for b in k.books)
         free = sum(b.seats for b in kind.books)
         room = sum((b.room - b.spare) * b.page_size for b in kind.books)
-        return free <= _SCARCE * decodes or room <= _SCARCE * entries
+        return free <= _SCARCE * decodes or room <= entries
 
     # Who takes whose decodes.
 

@@ -14,6 +14,8 @@ from jaxinfer.systems.instances import capacity
 
 # Seconds over which it is told how much of its time an instance computes prompts.
 _MEMORY_S = 20.0
+# Steps for whose growth takes leave room.
+_GROWTH = 32
 # An instance that computes prompts for a smaller share of its time could compute more.
 _BUSY = 0.9
 
@@ -75,7 +77,7 @@ class Book:
         budget: tokens of a step.
         pages: of its pool; ``spare``: those that takes leave free.
         decodes, entries: that run there, and their KV entries.
-        backlog: prompt tokens to be computed.
+        backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
         seats, room: seats and pages that nobody has or is promised.
         idle: nothing was there.
         coming: by id, pages of requests that are to come and are not there yet.
@@ -87,10 +89,12 @@ class Book:
     budget: int
     page_size: int
     pages: int
-    spare: int
+    watermark: int
+    spare: int = 0
     decodes: int = 0
     entries: int = 0
     backlog: int = 0
+    due: int = 0
     seats: int = 0
     room: int = 0
     idle: bool = True
@@ -110,10 +114,12 @@ class Book:
         kind.entries += entries - self.entries
         self.decodes, self.entries = decodes, entries
         self.backlog = view.prompt_tokens_left
+        self.due = view.kv_entries + self.backlog
         there = view.num_requests
         self.idle = not there and not coming
         self.seats = view.max_num_seqs - there - len(coming)
         self.room = view.num_free_pages - sum(coming.values())
+        self.spare = self.watermark + _GROWTH * decodes // self.page_size
         for request in view.waiting:
             self.room -= self.pages_for(request.num_known)
 
