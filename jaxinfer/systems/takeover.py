@@ -83,17 +83,18 @@ class Takeover(System):
             if book.idle:
                 book.renew(cluster.instances[book.name])
         assignments: list[Assignment] = []
-        self._waits = False
+        left = False
         for request in waiting:
             book = self._place(request, books)
             if book is None:
-                self._waits = True
+                left = True
                 self._next = request.num_known
                 break
             rest = rest_of(request)
             book.take(0 if request.held_by == book.name else book.pages_for(request.num_known))
             book.backlog += rest
             assignments.append(Assignment(request.id, self._legs(request, book, books)))
+        self._waits = left
         return assignments
 
     def _legs(
@@ -141,6 +142,8 @@ class Takeover(System):
         """Tell whether an instance's room is for decodes that others run."""
         held = _SMALL * book.kind.entries_held
         below = [kind for kind in self._books.kinds if kind.entries_held < held]
+        if any(kind.with_time for kind in below):
+            return True
         return bool(below) and self._is_scarce(book.kind, below)
 
     def _is_scarce(self, kind: Kind, below: list[Kind]) -> bool:

@@ -125,8 +125,7 @@ class Book:
 
     def note(self, step: StepView) -> None:
         """A step has ended: with a prompt's chunk, or without."""
-        tokens = sum(row.count for row in step.rows if row.start < row.request.prompt_len)
-        chunk = min((tokens + self.decodes) / self.budget, 1.0) if tokens else 0.0
+        chunk = any(row.start < row.request.prompt_len for row in step.rows)
         before = self.busy < _BUSY
         since = max(self.seen, 0.0)
         idle, ran = max(step.start - since, 0.0), step.end - max(step.start, since)
