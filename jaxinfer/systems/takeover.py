@@ -1,12 +1,13 @@
 """Takeover: whole prompts on whoever is free; decodes are taken over by whoever is best at them.
 
-No prompt is cut ahead of time and no length is predicted. While requests wait, an instance takes
-the decodes of those on which a decode displaces more of the prompts that wait; while none does, of
-those that decode slower. ``docs/results/takeover.md`` says what comes of it, and what each part is
-worth.
+No prompt is cut ahead of time, and no length is predicted. While requests wait, an instance takes
+the decodes of those on which a decode displaces more of the prompts that wait. One with a small
+pool keeps its short decodes and hands on the longest ones, as it needs room for the next prompt.
+While none waits, decodes go from slower instances to faster ones. ``docs/results/takeover.md`` says
+what comes of it, and what each part is worth.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pydantic import Field
 
@@ -22,15 +23,17 @@ from jaxinfer.serving.system import (
     System,
 )
 from jaxinfer.systems.instances import most_entries
-from jaxinfer.systems.takeover_books import Book, Books, Kind, rest_of
+from jaxinfer.systems.takeover_books import Book, Books, Kind
 
-# A pool of less than this share of the largest one's does not hold what others' could.
+# Pools that hold less than this share of another's hand on their longest decodes to it.
 _SMALL = 0.25
-# By how much another instance has to be better: in what a decode displaces, or in seconds.
-_BETTER, _FASTER = 1.05, 1.3
-_NEAR = 1.1
+# By how much a decode has to displace less elsewhere; for a small pool's it may be a little more.
+_LESS, _LITTLE_MORE = 0.95, 1.1
+# By how much its steps have to be shorter, while nobody waits.
+_SHORTER = 1.3
+# Free seats by the decodes of small pools, from which on they are left for these.
 _SCARCE = 0.25
-# Steps whose tokens may wait in an instance's queue: one runs, one is launched ahead.
+# Steps whose prompts an instance may have in its queue: one runs, and one is launched next.
 _STEPS_AHEAD = 2
 
 
@@ -38,15 +41,13 @@ class TakeoverOptions(Options):
     """Options of ``Takeover``.
 
     Attributes:
-        spared: Share of a pool that takes leave free.
-        most_moves: Takes of one request, at most.
-        takes_decodes: Whether decodes are taken at all.
-        keeps_room: Whether prompts begin elsewhere while an instance's room is for decodes.
+        spared: Share of a pool that takes leave free, besides room for its decodes' growth.
+        most_moves: Takes of one request, at most; with 0, no decode is taken.
+        keeps_room: Whether prompts begin elsewhere while an instance's room is for others' decodes.
     """
 
     spared: float = Field(default=0.01, ge=0, lt=1)
     most_moves: int = Field(default=2, ge=0)
-    takes_decodes: bool = True
     keeps_room: bool = True
 
 
@@ -56,240 +57,223 @@ class Takeover(System):
     Options = TakeoverOptions
     options: TakeoverOptions
     needs_fits = True
-    needs_decode_rows = False  # Views count decodes; a simulation may advance them together.
+    needs_decode_rows = False  # Views count decodes: a simulation may advance them together.
 
     def __init__(self, options: TakeoverOptions | None = None) -> None:
         super().__init__(options)
         self._books = Books(self.options.spared)
-        self._waits = False
-        self._next = 0
-        # Takes of each request that is there, and who is to have it.
+        # Whether requests wait, and the KV entries of the first of them.
+        self._waits, self._next = False, 0
+        # By request: its takes, and who is to have it; the order is that of the takes.
         self._moves: dict[str, int] = {}
         self._bound_for: dict[str, Book] = {}
-        self._counts = {"decodes_taken": 0}
+        # Who has handed something on since its last step: it may have none to come.
+        self._stale: set[str] = set()
+        self._taken = 0
 
-    def _of(self, cluster: ClusterView) -> Mapping[str, Book]:
+    def _follow(self, cluster: ClusterView) -> Mapping[str, Book]:
         """The books, of instances that are there."""
-        if cluster.instances.keys() != self._books.by_name.keys():
-            self._books.follow(cluster.instances)
-        return self._books.by_name
+        books = self._books
+        if cluster.instances.keys() != books.by_name.keys():
+            books.follow(cluster.instances)
+        return books.by_name
 
     # Where requests begin.
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Requests in their order, each where it is computed first, while there is room."""
-        books = self._of(cluster)
-        for book in books.values():
-            if book.idle:
-                book.renew(cluster.instances[book.name])
+        books = self._follow(cluster)
+        for name in self._stale & books.keys():
+            books[name].renew(cluster.instances[name])
+        self._stale.clear()
+        kept = [kind for kind in self._books.kinds if self._waits and self._is_kept(kind)]
+        open_to = [
+            book
+            for book in books.values()
+            if book.idle
+            or (book.seats > 0 and book.backlog < _STEPS_AHEAD * book.budget and book.kind not in kept)
+        ]
         assignments: list[Assignment] = []
         left = False
         for request in waiting:
-            book = self._place(request, books)
+            book = books.get(request.held_by or "") or self._place(request, open_to)
             if book is None:
-                left = True
-                self._next = request.num_known
+                left, self._next = True, request.num_known
                 break
-            rest = rest_of(request)
-            book.take(0 if request.held_by == book.name else book.pages_for(request.num_known))
-            book.backlog += rest
-            assignments.append(Assignment(request.id, self._legs(request, book, books)))
+            at_home = request.held_by == book.name
+            book.take(0 if at_home else book.pages_for(request.num_known))
+            book.backlog += request.num_known - request.computed
+            assignments.append(Assignment(request.id, self._legs(request, book)))
         self._waits = left
         return assignments
 
-    def _legs(
-        self, request: RequestView, book: Book, books: Mapping[str, Book]
-    ) -> tuple[Leg, ...]:
-        """All of a request, or where that does not fit its prompt."""
-        if book.kind.entries_held >= most_entries(request):
-            return (Leg(book.name),)
-        largest = max(books.values(), key=lambda each: each.kind.entries_held)
-        return Leg(book.name, request.prompt_len, "when_room"), Leg(largest.name)
-
-    def _place(self, request: RequestView, books: Mapping[str, Book]) -> Book | None:
+    def _place(self, request: RequestView, open_to: Sequence[Book]) -> Book | None:
         """Who is to compute a request; None if it has to wait."""
-        if request.held_by in books:
-            return books[request.held_by]
-        most, rest = most_entries(request), rest_of(request)
-        best, least = None, float("inf")
-        holds = False
-        for book in books.values():
-            if book.kind.entries_held < most:
-                if book.kind.entries_held < request.prompt_len or request.num_known > request.prompt_len:
-                    continue
+        rest, best, least = request.num_known - request.computed, None, float("inf")
+        for book in open_to:
+            pages = book.pages_for(request.num_known)
+            if book.idle:
+                fits = pages <= book.pages
             else:
-                holds = True
-            if not self._takes(book, request.num_known):
+                fits = book.seats > 0 and book.room - book.spare >= pages
+            if not fits or not book.idle and book.backlog >= _STEPS_AHEAD * book.budget:
                 continue
             seconds = (book.backlog + rest) * book.token_s()
             if seconds < least:
                 best, least = book, seconds
-        if not holds:  # The loop says so.
-            return max(books.values(), key=lambda book: book.kind.entries_held)
+        largest = self._books.largest
+        if best is None and request.num_known > largest.kind.entries_held:
+            return largest  # The loop says why it cannot be.
         return best
 
-    def _takes(self, book: Book, entries: int) -> bool:
-        """Tell whether a prompt may begin there."""
-        if book.idle:
-            return True
-        if book.seats < 1 or book.backlog >= _STEPS_AHEAD * book.budget:
-            return False
-        if book.room - book.spare < book.pages_for(entries):
-            return False
-        return not (self.options.keeps_room and self._waits and self._is_kept(book))
+    def _legs(self, request: RequestView, book: Book) -> tuple[Leg, ...]:
+        """All of a request; or where it could not end here, what is known of it."""
+        largest = self._books.largest
+        if book.kind.entries_held >= most_entries(request) or book.kind is largest.kind:
+            return (Leg(book.name),)
+        return Leg(book.name, request.num_known, "when_room"), Leg(largest.name)
 
-    def _is_kept(self, book: Book) -> bool:
-        """Tell whether an instance's room is for decodes that others run."""
-        held = _SMALL * book.kind.entries_held
-        below = [kind for kind in self._books.kinds if kind.entries_held < held]
-        if any(kind.with_time for kind in below):
-            return True
-        return bool(below) and self._is_scarce(book.kind, below)
+    def _is_kept(self, kind: Kind) -> bool:
+        """Tell whether these instances' room is for decodes of smaller pools."""
+        if not self.options.keeps_room or not self.options.most_moves:
+            return False
+        below = [each for each in self._books.kinds if _is_small(each, kind)]
+        return any(each.with_time for each in below) or self._is_scarce(kind, below)
 
-    def _is_scarce(self, kind: Kind, below: list[Kind]) -> bool:
-        decodes = sum(k.decodes for k in below)
-        entries = sum(b.due for k in below for b in k.books)
-        free = sum(b.seats for b in kind.books)
-        room = sum((b.room - b.spare) * b.page_size for b in kind.books)
-        return free <= _SCARCE * decodes or room <= entries
+    def _is_scarce(self, kind: Kind, below: Sequence[Kind]) -> bool:
+        """Tell whether there is little room beside what others may want to hand on."""
+        if not below:
+            return False
+        decodes = sum(each.decodes for each in below)
+        due = sum(book.due for each in below for book in each.books)
+        seats = sum(book.seats for book in kind.books)
+        room = sum((book.room - book.spare) * book.page_size for book in kind.books)
+        return seats <= _SCARCE * decodes or room <= due
 
     # Who takes whose decodes.
 
-    def _below(self, kind: Kind) -> list[Kind]:
-        """Kinds of instances whose decodes are better off on this one, the worst first."""
-        kinds = self._books.kinds
-        if len(kinds) == 1:
-            return []
-        context = self._books.mean_context()
-        largest = max(each.entries_held for each in kinds)
-
-        own = kind.speeds.displaced(context)
-        small = kind.entries_held < _SMALL * largest
-        found = []
-        for number, each in enumerate(kinds):
-            its_small = each.entries_held < _SMALL * largest
-            displaced = each.speeds.displaced(context)
-            if its_small and not small:
-                if own < _NEAR * displaced or self._is_scarce(kind, [each]):
-                    found.append((1e6 * displaced, number, each))
-            elif its_small == small and own * _BETTER < displaced:
-                found.append((displaced, number, each))
-        return [each for _, _, each in sorted(found, reverse=True)]
-
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Take over decodes: those of others, or by others those of this instance."""
-        book = self._of(cluster).get(step.instance)
+        """Take over decodes: those of others here, and by others this instance's."""
+        book = self._follow(cluster).get(step.instance)
         if book is None:
             return ()
         book.note(step)
         book.renew(cluster.instances[book.name])
-        if not self.options.takes_decodes or len(self._books.by_name) == 1:
+        if not self.options.most_moves or len(self._books.by_name) == 1:
             return ()
         actions: list[Action] = []
-        if self._has_room(book):
+        if book.has_room:
             for other in self._worse(book):
-                if not self._has_room(book):
-                    break
                 actions += self._take(book, other, cluster)
         if book.decodes:
             for other in self._better(book):
                 actions += self._take(other, book, cluster)
-        if self._waits and book.decodes:
-            actions += self._make_room(book, cluster)
+            if self._waits:
+                actions += self._make_room(book, cluster)
         return actions
 
-    def _make_room(self, book: Book, cluster: ClusterView) -> list[Action]:
-        """Have decodes go to where there is more room, so that the next prompt may begin here."""
-        lacking = book.pages_for(self._next) - (book.room - book.spare)
-        if lacking <= 0:
-            return []
-        held = book.kind.entries_held / _SMALL
-        others = [
-            each
-            for each in self._books.by_name.values()
-            if each.kind.entries_held > held and self._has_room(each)
-        ]
-        if not others:
-            return []
-        to = max(others, key=lambda each: each.room)
-        return self._take(to, book, cluster, lacking)
+    def _gives(self, kind: Kind, to: Kind) -> bool:
+        """Tell whether decodes are better off there, while requests wait."""
+        if kind is to or _is_small(to, kind):
+            return False
+        context = self._books.mean_context
+        ratio = to.speeds.displaced(context) / kind.speeds.displaced(context)
+        if not _is_small(kind, to):
+            return ratio < _LESS
+        return ratio < _LITTLE_MORE or self._is_scarce(to, [kind])
 
-    def _has_room(self, book: Book) -> bool:
-        return book.seats > 0 and book.room > book.spare
-
-    def _worse(self, book: Book) -> Iterable[Book]:
+    def _worse(self, book: Book) -> Iterator[Book]:
         """Whose decodes this instance takes, the worst first."""
         if self._waits:
-            for kind in self._below(book.kind):
-                yield from sorted(
-                    (each for each in kind.books if each.decodes), key=lambda each: -each.decodes
-                )
+            context, kinds = self._books.mean_context, self._books.kinds
+            found = [kind for kind in kinds if kind.decodes and self._gives(kind, book.kind)]
+            found.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
+            givers = [each for kind in found for each in kind.by_decodes()]
         else:
-            own = book.step_s()
-            slower = [each for each in self._books.by_name.values() if each.decodes]
-            for each in sorted(slower, key=lambda each: -each.step_s()):
-                if each is not book and each.step_s() > _FASTER * own:
-                    yield each
+            most = _SHORTER * book.step_s()
+            slower = [(each.step_s(), each) for each in self._books.by_name.values()]
+            slower = [pair for pair in slower if pair[1].decodes and pair[0] > most]
+            givers = [each for _, each in sorted(slower, key=lambda pair: -pair[0])]
+        for each in givers:
+            if not book.has_room:
+                return
+            if each is not book:
+                yield each
 
-    def _better(self, book: Book) -> Iterable[Book]:
+    def _better(self, book: Book) -> Iterator[Book]:
         """Who takes this instance's decodes, the best first."""
         if self._waits:
-            for kind in self._books.kinds:
-                if kind is not book.kind and book.kind in self._below(kind):
-                    yield from (each for each in kind.books if self._has_room(each))
-        else:
-            own = book.step_s()
-            faster = [each for each in self._books.by_name.values() if self._has_room(each)]
-            for each in sorted(faster, key=lambda each: each.step_s()):
-                if each is not book and own > _FASTER * each.step_s():
-                    yield each
+            context = self._books.mean_context
+            found = [kind for kind in self._books.kinds if self._gives(book.kind, kind)]
+            found.sort(key=lambda kind: kind.speeds.displaced(context))
+            yield from (each for kind in found for each in kind.books if each.has_room)
+            return
+        own = book.step_s()
+        faster = [(each.step_s(), each) for each in self._books.by_name.values() if each.has_room]
+        for seconds, each in sorted(faster, key=lambda pair: pair[0]):
+            if each is not book and own > _SHORTER * seconds:
+                yield each
+
+    def _make_room(self, book: Book, cluster: ClusterView) -> Sequence[Action]:
+        """Hand decodes on to a larger pool, so that the next prompt may begin here."""
+        lacking = book.pages_for(self._next) - (book.room - book.spare)
+        if lacking <= 0:
+            return ()
+        larger = [
+            each
+            for kind in self._books.kinds
+            if _is_small(book.kind, kind)
+            for each in kind.books
+            if each.has_room
+        ]
+        if not larger:
+            return ()
+        return self._take(max(larger, key=lambda each: each.room), book, cluster, lacking)
 
     def _take(
-        self, to: Book, book: Book, cluster: ClusterView, enough: int | None = None
+        self, to: Book, book: Book, cluster: ClusterView, wanted: float = float("inf")
     ) -> list[Action]:
-        """Have one instance take the longest decodes of another, as many as it has room for."""
+        """Have one instance take the longest decodes of another, while it has room.
+
+        Args:
+            wanted: pages that are to come free.
+        """
         actions: list[Action] = []
-        view = cluster.instances[book.name]
         most = min(to.seats, book.decodes)
-        for name, entries in view.longest_decodes(most) if most > 0 else ():
+        longest = cluster.instances[book.name].longest_decodes(most) if most > 0 else ()
+        for name, entries in longest:
             pages = to.pages_for(entries + 1)
-            if to.seats < 1 or to.room - pages < to.spare:
+            if wanted <= 0 or to.room - pages < to.spare:
                 break
-            if enough is not None:
-                if enough <= 0:
-                    break
-                enough -= pages
-            if self._moves.get(name, 0) >= self.options.most_moves or name in self._bound_for:
+            moves = self._moves.get(name, 0)
+            if moves >= self.options.most_moves or name in self._bound_for:
                 continue
-            self._moves[name] = self._moves.get(name, 0) + 1
-            self._bound_for[name] = to
-            to.coming[name] = pages
-            to.take(pages)
-            book.decodes -= 1
-            book.kind.decodes -= 1
-            book.entries -= entries
-            book.kind.entries -= entries
+            self._moves[name], self._bound_for[name] = moves + 1, to
+            to.expect(name, pages)
+            book.give(entries)
+            wanted -= pages
             actions.append(Reassign(name, (Leg(to.name),), "when_room"))
-        self._counts["decodes_taken"] += len(actions)
+        self._taken += len(actions)
         return actions
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
-        """A decode is on its way: it counts where it goes."""
-        self._arrived(request.id)
-        book = self._books.by_name.get(leg.instance)
-        if book and leg.instance in cluster.instances:
-            book.renew(cluster.instances[leg.instance])  # It may have no step to come.
+        """What was taken is on its way, and counts where it goes."""
+        self._arrive(request.id)
+        self._stale.add(leg.instance)
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
         """Forget a request."""
-        self._arrived(request.id)
+        self._arrive(request.id)
         self._moves.pop(request.id, None)
 
-    def _arrived(self, name: str) -> None:
-        book = self._bound_for.pop(name, None)
-        if book:
+    def _arrive(self, name: str) -> None:
+        if book := self._bound_for.pop(name, None):
             book.coming.pop(name, None)
 
     def report(self) -> Mapping[str, object]:
         """How many decodes were taken over."""
-        return dict(self._counts)
+        return {"decodes_taken": self._taken}
+
+
+def _is_small(kind: Kind, beside: Kind) -> bool:
+    return kind.entries_held < _SMALL * beside.entries_held

@@ -4,18 +4,18 @@ An entry is renewed at its instance's own events alone, and changed by what the 
 between them: no decision looks at all requests of all instances.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import exp
 
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.system import InstanceView, RequestView, StepView
+from jaxinfer.serving.system import InstanceView, StepView
 from jaxinfer.systems.instances import capacity
 
 # Seconds over which it is told how much of its time an instance computes prompts.
 _MEMORY_S = 20.0
 # Steps for whose growth takes leave room.
-_GROWTH = 32
+_GROWTH_STEPS = 32
 # An instance that computes prompts for a smaller share of its time could compute more.
 _BUSY = 0.9
 
@@ -53,11 +53,13 @@ class Speeds:
         return 1 + (self.sequence_s + self.entry_s * context) / self.token_s
 
 
-@dataclass
+@dataclass(eq=False)
 class Kind:
     """Instances alike, and what they run together.
 
     Attributes:
+        entries_held: KV entries that a pool has room for.
+        decodes, entries: that run there, and their KV entries.
         with_time: how many of them could compute more prompts.
     """
 
@@ -68,6 +70,11 @@ class Kind:
     entries: int = 0
     with_time: int = 0
 
+    def by_decodes(self) -> list["Book"]:
+        """Those that have decodes, the one with the most first."""
+        there = [book for book in self.books if book.decodes]
+        return sorted(there, key=lambda book: -book.decodes)
+
 
 @dataclass(eq=False)
 class Book:
@@ -75,13 +82,15 @@ class Book:
 
     Attributes:
         budget: tokens of a step.
-        pages: of its pool; ``spare``: those that takes leave free.
+        pages: of its pool; ``spare``: those that others' decodes are to leave free, and
+            ``watermark``: however few run there.
         decodes, entries: that run there, and their KV entries.
         backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
         seats, room: seats and pages that nobody has or is promised.
         idle: nothing was there.
-        coming: by id, pages of requests that are to come and are not there yet.
+        coming: by id, pages of requests that are to come and are still elsewhere.
         busy: share of its time in which it computed prompts.
+        seen: end of its last step, in seconds.
     """
 
     name: str
@@ -106,46 +115,63 @@ class Book:
         """Pages of so many KV entries."""
         return -(-entries // self.page_size)
 
+    @property
+    def has_room(self) -> bool:
+        """True if it could take a decode, unless that is long."""
+        return self.seats > 0 and self.room > self.spare
+
     def renew(self, view: InstanceView) -> None:
         """Write down how the instance is now."""
-        kind, coming = self.kind, self.coming
+        kind = self.kind
         decodes, entries = view.num_decodes, view.decode_entries
         kind.decodes += decodes - self.decodes
         kind.entries += entries - self.entries
         self.decodes, self.entries = decodes, entries
         self.backlog = view.prompt_tokens_left
         self.due = view.kv_entries + self.backlog
+        self.spare = self.watermark + self.pages_for(_GROWTH_STEPS * decodes)
         there = view.num_requests
-        self.idle = not there and not coming
-        self.seats = view.max_num_seqs - there - len(coming)
-        self.room = view.num_free_pages - sum(coming.values())
-        self.spare = self.watermark + _GROWTH * decodes // self.page_size
+        self.idle = not there and not self.coming
+        self.seats = view.max_num_seqs - there - len(self.coming)
+        self.room = view.num_free_pages - sum(self.coming.values())
         for request in view.waiting:
-            self.room -= self.pages_for(request.num_known)
+            if request.held_by != self.name:
+                self.room -= self.pages_for(request.num_known)
 
     def note(self, step: StepView) -> None:
         """A step has ended: with a prompt's chunk, or without."""
         chunk = any(row.start < row.request.prompt_len for row in step.rows)
-        before = self.busy < _BUSY
-        since = max(self.seen, 0.0)
-        idle, ran = max(step.start - since, 0.0), step.end - max(step.start, since)
-        kept = exp(-max(ran, 0.0) / _MEMORY_S)
-        self.busy = self.busy * exp(-idle / _MEMORY_S) * kept + chunk * (1 - kept)
+        had_time = self.busy < _BUSY
+        start = max(step.start, self.seen)
+        self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
+        kept = exp((start - step.end) / _MEMORY_S)
+        self.busy = self.busy * kept + chunk * (1 - kept)
         self.seen = step.end
-        self.kind.with_time += (self.busy < _BUSY) - before
+        self.kind.with_time += (self.busy < _BUSY) - had_time
 
     def take(self, pages: int) -> None:
-        """Promise a seat and pages."""
+        """Promise a seat and pages to a request."""
         self.seats -= 1
         self.room -= pages
         self.idle = False
 
+    def expect(self, name: str, pages: int) -> None:
+        """Promise them to one that is to come from elsewhere."""
+        self.take(pages)
+        self.coming[name] = pages
+
+    def give(self, entries: int) -> None:
+        """A decode with so many KV entries is to go elsewhere."""
+        self.decodes -= 1
+        self.kind.decodes -= 1
+        self.entries -= entries
+        self.kind.entries -= entries
+
     def token_s(self) -> float:
-        """Seconds of a prompt's token, among the decodes that run now."""
+        """Seconds of a prompt's token among the decodes that run now."""
         speeds = self.kind.speeds
-        left = max(self.budget - self.decodes, 1)
         seconds = speeds.full_s + speeds.full_entry_s * self.entries
-        return max(seconds / left, speeds.token_s)
+        return max(seconds / max(self.budget - self.decodes, 1), speeds.token_s)
 
     def step_s(self) -> float:
         """Seconds of a step as it is now: a full one while prompts are to be computed."""
@@ -159,9 +185,11 @@ class Book:
 class Books:
     """The books of all instances that are there.
 
+    Args:
+        spared: share of a pool that is to stay free.
+
     Attributes:
-        by_name: in their order.
-        kinds: those of them that are alike.
+        by_name: in their order; ``kinds``: those alike together.
     """
 
     def __init__(self, spared: float) -> None:
@@ -169,41 +197,31 @@ class Books:
         self.by_name: dict[str, Book] = {}
         self.kinds: list[Kind] = []
 
-    def follow(self, instances: Mapping[str, InstanceView]) -> None:
-        """Open new books where an instance was lost, or is back."""
-        old, self.by_name, self.kinds = self.by_name, {}, []
-        alike: dict[tuple[object, ...], Kind] = {}
-        for name, view in instances.items():
-            assert view.fit
-            held = capacity(view)
-            key = view.fit, held, view.max_num_batched_tokens, view.max_num_seqs
-            kind = alike.setdefault(key, Kind(Speeds.of(view.fit), held))
-            pages = view.num_pages
-            book = Book(
-                name, kind, view.max_num_batched_tokens, view.page_size, pages,
-                int(self._spared * pages),
-            )  # fmt: skip
-            if name in old:
-                book.coming, book.seen = old[name].coming, old[name].seen
-            kind.books.append(book)
-            self.by_name[name] = book
-            book.renew(view)
-        self.kinds = list(alike.values())
+    @property
+    def largest(self) -> Book:
+        """The first one with the largest pool."""
+        return max(self.by_name.values(), key=lambda book: book.kind.entries_held)
 
+    @property
     def mean_context(self) -> float:
         """KV entries of a decode in the mean."""
         decodes = sum(kind.decodes for kind in self.kinds)
         return sum(kind.entries for kind in self.kinds) / decodes if decodes else 0.0
 
-
-def emptiest(books: Iterable[Book]) -> Book | None:
-    """The one with the most room."""
-    return max(books, key=lambda book: book.room / book.pages, default=None)
-
-
-def rest_of(request: RequestView) -> int:
-    """Tokens that a request has to compute before it samples again."""
-    return request.num_known - request.computed
-
-
-Below = Callable[[Kind], list[Kind]]
+    def follow(self, instances: Mapping[str, InstanceView]) -> None:
+        """Open new books: an instance was lost, or is back."""
+        before, self.by_name = self.by_name, {}
+        kinds: dict[tuple[object, ...], Kind] = {}
+        for name, view in instances.items():
+            assert view.fit
+            held, budget = capacity(view), view.max_num_batched_tokens
+            key = view.fit, held, budget, view.max_num_seqs
+            kind = kinds.setdefault(key, Kind(Speeds.of(view.fit), held))
+            spared = int(self._spared * view.num_pages)
+            book = Book(name, kind, budget, view.page_size, view.num_pages, spared)
+            if name in before:
+                book.coming, book.seen = before[name].coming, before[name].seen
+            kind.books.append(book)
+            self.by_name[name] = book
+            book.renew(view)
+        self.kinds = list(kinds.values())
