@@ -73,10 +73,9 @@ class Takeover(System):
 
     def _follow(self, cluster: ClusterView) -> Mapping[str, Book]:
         """The books, of instances that are there."""
-        books = self._books
-        if cluster.instances.keys() != books.by_name.keys():
-            books.follow(cluster.instances)
-        return books.by_name
+        if cluster.instances != self._books.views:  # One was lost, or is back.
+            self._books.follow(cluster.instances)
+        return self._books.by_name
 
     # Where requests begin.
 
@@ -96,6 +95,7 @@ class Takeover(System):
         assignments: list[Assignment] = []
         left = False
         for request in waiting:
+            self._arrive(request.id)  # It comes back from an instance that was lost.
             book = books.get(request.held_by or "") or self._place(request, open_to)
             if book is None:
                 left, self._next = True, request.num_known

@@ -189,11 +189,13 @@ class Books:
         spared: share of a pool that is to stay free.
 
     Attributes:
+        views: what the books are of.
         by_name: in their order; ``kinds``: those alike together.
     """
 
     def __init__(self, spared: float) -> None:
         self._spared = spared
+        self.views: dict[str, InstanceView] = {}
         self.by_name: dict[str, Book] = {}
         self.kinds: list[Kind] = []
 
@@ -209,7 +211,8 @@ class Books:
         return sum(kind.entries for kind in self.kinds) / decodes if decodes else 0.0
 
     def follow(self, instances: Mapping[str, InstanceView]) -> None:
-        """Open new books: an instance was lost, or is back."""
+        """Open new books of what is there now."""
+        self.views = dict(instances)
         before, self.by_name = self.by_name, {}
         kinds: dict[tuple[object, ...], Kind] = {}
         for name, view in instances.items():
