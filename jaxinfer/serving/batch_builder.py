@@ -19,7 +19,16 @@ class BatchBuilder:
         rows: those so far, and ``grouped``: decodes besides that are advanced together.
     """
 
-    __slots__ = ("_context", "_group", "_spans", "budget", "grouped", "instance", "prompt_budget", "rows")
+    __slots__ = (
+        "_context",
+        "_group",
+        "_spans",
+        "budget",
+        "grouped",
+        "instance",
+        "prompt_budget",
+        "rows",
+    )
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance

@@ -90,7 +90,11 @@ class Takeover(System):
             book
             for book in books.values()
             if book.idle
-            or (book.seats > 0 and book.backlog < _STEPS_AHEAD * book.budget and book.kind not in kept)
+            or (
+                book.seats > 0
+                and book.backlog < _STEPS_AHEAD * book.budget
+                and book.kind not in kept
+            )
         ]
         assignments: list[Assignment] = []
         left = False
@@ -116,7 +120,7 @@ class Takeover(System):
                 fits = pages <= book.pages
             else:
                 fits = book.seats > 0 and book.room - book.spare >= pages
-            if not fits or not book.idle and book.backlog >= _STEPS_AHEAD * book.budget:
+            if not fits or (not book.idle and book.backlog >= _STEPS_AHEAD * book.budget):
                 continue
             seconds = (book.backlog + rest) * book.token_s()
             if seconds < least:

@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from jaxinfer.config.run_file import load_run_file
+from jaxinfer.options.validation import read_yaml
 from jaxinfer.simulate.run import prepare, serve
 from jaxinfer.workload.bench_request import BenchRequest
 from scripts.reproduce.claims import Target, agrees
@@ -16,7 +17,6 @@ from scripts.reproduce.cronus.cases import APPROACHES, SETUPS, Case, numbers, th
 from scripts.reproduce.reproduction import Work
 from scripts.reproduce.takeover.cases import OURS, SYSTEMS, Cell, Run, cells, shares
 from scripts.tables import CONFIGS, Row
-from jaxinfer.options.validation import read_yaml
 
 TRACE, REQUESTS = "azure_conversation.csv", 1000
 PARTS: dict[str, tuple[str, ...]] = {
@@ -57,10 +57,18 @@ def latencies(pool: ProcessPoolExecutor) -> list[Row]:
     """TTFT and TBT p99 of each cell of A100+A10 at a steady rate, for Cronus, DP and ours."""
     wanted = [cell for cell in cells("A100+A10") if cell.prompt <= 4096 and cell.answer <= 512]
     rates = list(pool.map(_cronus_rate, wanted))
-    asked = [(cell, rate, name) for cell, rate in zip(wanted, rates, strict=True) for name in SERVED]
+    asked = [
+        (cell, rate, name) for cell, rate in zip(wanted, rates, strict=True) for name in SERVED
+    ]
     found = list(pool.map(_latency, asked))
     return [
-        {"cell": cell.name, "rate": round(rate, 3), "system": name, "ttft_p99": ttft, "tbt_p99": tbt}
+        {
+            "cell": cell.name,
+            "rate": round(rate, 3),
+            "system": name,
+            "ttft_p99": ttft,
+            "tbt_p99": tbt,
+        }
         for (cell, rate, name), (ttft, tbt) in zip(asked, found, strict=True)
     ]
 
@@ -92,7 +100,8 @@ def latency_claims(rows: Sequence[Row]) -> list[Target]:
     claims = []
     for figure, most in (("ttft_p99", 1.05), ("tbt_p99", 1.08)):
         ratios = [
-            float(found[name, OURS][figure]) / float(found[name, "Cronus"][figure]) for name in names
+            float(found[name, OURS][figure]) / float(found[name, "Cronus"][figure])
+            for name in names
         ]
         over = sum(ratio > most for ratio in ratios)
         claims.append(

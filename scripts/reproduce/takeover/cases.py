@@ -15,17 +15,13 @@ from scripts.tables import CONFIGS
 PROMPTS, ANSWERS = (256, 1024, 4096, 16384), (32, 128, 512, 2048)
 KINDS = {"A100": "A100-80G-SXM", "H100": "H100-SXM", "A10": "A10", "A30": "A30", "L4": "L4"}
 PAIRS = {"A100+A10": ("A100", "A10"), "A100+A30": ("A100", "A30"), "H100+L4": ("H100", "L4")}
-# The model whose efficiencies were calibrated for Cronus' tables; of GPUs that were not, the A100's.
+# The model whose efficiencies were calibrated for Cronus' tables; other GPUs have the A100's.
 MODEL = "LLaMA3-8B"
 # Run files, and what is changed in each: a system counts with the best of its variants.
 SYSTEMS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
-    "Cronus": (
-        ("cronus/cronus", ("simulate.fit=relative",)),
-        ("cronus/cronus", ("simulate.fit=absolute",)),
-    ),
+    "Cronus": (("cronus/cronus", ("simulate.fit=relative",)),),
     "DP": (
         ("cronus/data_parallel", ()),
-        ("cronus/data_parallel", ("instances.low.max_num_batched_tokens=512",)),
         (
             "cronus/data_parallel",
             (
@@ -35,7 +31,6 @@ SYSTEMS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
         ),
     ),
     "L-H": (("cronus/disaggregated_low_high", ()),),
-    "PP": (("cronus/pipeline_parallel", ()),),
     "takeover": (("takeover/pair", ()),),
 }
 OURS = "takeover"
@@ -70,10 +65,10 @@ class Cell:
 
     @property
     def count(self) -> int:
-        """Four times the requests that run at once, about; 200 to 1,000."""
+        """Some 2.5 times the requests that run at once; 120 to 600."""
         entries = self.prompt + self.answer / 2
         at_once = sum(min(pool / entries, 256) for pool in (466_000, 22_000))
-        return round(min(max(4 * at_once, 200), 1000))
+        return round(min(max(2.5 * at_once, 120), 600))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,16 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from scripts.reproduce.claims import Target, agrees
-from scripts.reproduce.takeover.cases import ANSWERS, OURS, PROMPTS, SYSTEMS, Cell, Run, cells, shares
+from scripts.reproduce.takeover.cases import (
+    ANSWERS,
+    OURS,
+    PROMPTS,
+    SYSTEMS,
+    Cell,
+    Run,
+    cells,
+    shares,
+)
 from scripts.tables import Row
 
 Best = tuple[float, float]
@@ -101,7 +110,9 @@ def draw(maps: Mapping[str, Sequence[Row]]) -> Figure:
             for y, line_ in enumerate(grid):
                 for x, value in enumerate(line_):
                     colour = "black" if value > 0.75 else "white"
-                    ax.text(x, y, f"{value:.2f}"[1:], ha="center", va="center", color=colour, fontsize=8)
+                    ax.text(
+                        x, y, f"{value:.2f}"[1:], ha="center", va="center", color=colour, fontsize=8
+                    )
             ax.set_xticks(range(len(ANSWERS)), [str(n) for n in ANSWERS], fontsize=7)
             ax.set_yticks(range(len(PROMPTS)), [str(n) for n in PROMPTS], fontsize=7)
             if not line:
