@@ -87,7 +87,7 @@ class _Worth:
         """The worth of all positions below ``end``, less what is the same for all."""
         if not len(self._low):
             return np.zeros(np.shape(end))
-        end = np.maximum(np.asarray(end, float), self._low[0])
-        number = np.maximum(np.searchsorted(self._low, end, side="right") - 1, 0)
-        found: np.ndarray = self._before[number] + self._within(number, end)
+        ends = np.maximum(np.asarray(end, float), self._low[0])
+        number = np.maximum(np.searchsorted(self._low, ends, side="right") - 1, 0)
+        found: np.ndarray = self._before[number] + self._within(number, ends)
         return found

@@ -44,9 +44,12 @@ class Speeds:
         """Speeds by fits; a decode's by those of mixed steps, where it has none of its own."""
         mixed, decode = fit.mixed, fit.decode
         entry_s, full_s = max(mixed.per_decode_context, 0.0), max(mixed.constant, 1e-9)
-        own = (decode.per_sequence, decode.per_context, decode.constant) if decode else ()
-        rows = [max(each, 0.0) for each in own] or [0.0, entry_s, full_s]
-        return cls(max(fit.prefill.per_token, 1e-12), *rows, full_s, entry_s)
+        own = (0.0, entry_s, full_s)
+        if decode:
+            own = decode.per_sequence, decode.per_context, decode.constant
+        sequence_s, seen_s, step_s = (max(each, 0.0) for each in own)
+        token_s = max(fit.prefill.per_token, 1e-12)
+        return cls(token_s, sequence_s, seen_s, step_s, full_s, entry_s)
 
     def displaced(self, context: float) -> float:
         """Prompt tokens that could be computed in place of a decode with so many KV entries."""

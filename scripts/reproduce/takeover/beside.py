@@ -1,17 +1,25 @@
 """What takeover's parts are worth, its latencies, what its decisions cost, Cronus' Table 2."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import TypeVar
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.options.validation import read_yaml
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    Leg,
+    RequestView,
+    StepView,
+)
 from jaxinfer.simulate.run import prepare, serve
-from jaxinfer.workload.bench_request import BenchRequest
+from jaxinfer.systems.takeover import Takeover
 from scripts.reproduce.claims import Target, agrees
 from scripts.reproduce.cronus.cases import APPROACHES, SETUPS, Case, numbers, throughput
 from scripts.reproduce.reproduction import Work
@@ -42,15 +50,6 @@ def parts(pool: ProcessPoolExecutor) -> list[Row]:
 
 # 80 % load: as often as relative Cronus serves 80 % of what it can.
 LOAD, COUNT = 0.8, 300
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    cell: Cell
-    system: str
-
-    def runs(self) -> list[Run]:
-        return [Run(self.cell, *variant, 0) for variant in SYSTEMS[self.system]]
 
 
 def latencies(pool: ProcessPoolExecutor) -> list[Row]:
@@ -117,6 +116,8 @@ def latency_claims(rows: Sequence[Row]) -> list[Target]:
 
 # Decisions: instances, and the bar in microseconds per request.
 SIZES = {2: None, 16: 50, 128: 200}
+PER_INSTANCE = 60
+T = TypeVar("T")
 
 
 def decisions() -> list[Row]:
@@ -124,37 +125,51 @@ def decisions() -> list[Row]:
     return [_decided(count) for count in SIZES]
 
 
+class Timed(Takeover):
+    """Takeover, and the seconds that its hooks have taken."""
+
+    spent = 0.0
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """Count what routing takes."""
+        return _timed(super().route, waiting, cluster)
+
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        """Count what looking at a step takes."""
+        return _timed(super().on_step, step, cluster)
+
+    def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
+        """Count what a leg's end takes."""
+        _timed(super().on_leg_end, request, leg, cluster)
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        """Count what a request's end takes."""
+        _timed(super().on_finish, request, cluster)
+
+
+def _timed(hook: Callable[..., T], *given: object) -> T:
+    start = time.perf_counter()
+    answer = hook(*given)
+    Timed.spent += time.perf_counter() - start
+    return answer
+
+
 def _decided(count: int) -> Row:
     config = load_run_file(
         CONFIGS / "takeover" / "pair.yaml",
-        [f"groups.{name}.nodes={count // 2}" for name in ("high", "low")],
+        [
+            *(f"groups.{name}.replicas={count // 2}" for name in ("high", "low")),
+            *(f"instances.{name}.replicas={count // 2}" for name in ("high", "low")),
+            "system=scripts.reproduce.takeover.beside:Timed",
+        ],
     )
-    site, cluster, fits = prepare(config)
-    work: list[BenchRequest] = Cell("A100+A10", 1024, 128).work(0, 60 * count)
-    spent = [0.0]
-    system = site.new_system()
-
-    def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return hook(*given)
-            finally:
-                spent[0] += time.perf_counter() - start
-
-        return call
-
-    kind = type(system)
-    watched = type(
-        kind.__name__,
-        (kind,),
-        {n: timed(getattr(kind, n)) for n in ("route", "on_step", "on_leg_end", "on_finish")},
-    )
-    made = serve(replace(site, system=watched), cluster, fits, work, None)
+    work = Cell("A100+A10", 1024, 128).work(0, PER_INSTANCE * count)
+    Timed.spent = 0.0
+    made = serve(*prepare(config), work, None)
     return {
         "instances": count,
         "requests": len(work),
-        "us_per_request": round(1e6 * spent[0] / len(work), 1),
+        "us_per_request": round(1e6 * Timed.spent / len(work), 1),
         "loop_us_per_request": round(1e6 * made.loop_s / len(work), 1),
     }
 

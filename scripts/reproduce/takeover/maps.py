@@ -99,7 +99,7 @@ def draw(maps: Mapping[str, Sequence[Row]]) -> Figure:
     """A heat map per pair and system: prompts downwards, answers to the right."""
     figure = Figure(figsize=(2.4 * len(SYSTEMS), 2.5 * len(maps)), layout="constrained")
     axes: Any = figure.subplots(len(maps), len(SYSTEMS), squeeze=False)
-    image = None
+    image: Any = None
     for line, (pair, rows) in enumerate(maps.items()):
         made = list(by_cell(rows).values())
         for column, system in enumerate(SYSTEMS):
