@@ -65,10 +65,10 @@ class Cell:
 
     @property
     def count(self) -> int:
-        """Some 2.5 times the requests that run at once; 120 to 600."""
+        """Four times the requests that run at once, about; 200 to 1,000."""
         entries = self.prompt + self.answer / 2
         at_once = sum(min(pool / entries, 256) for pool in (466_000, 22_000))
-        return round(min(max(2.5 * at_once, 120), 600))
+        return round(min(max(4 * at_once, 200), 1000))
 
 
 @dataclass(frozen=True)
