@@ -33,8 +33,6 @@ _LESS, _LITTLE_MORE = 0.95, 1.1
 _SHORTER = 1.3
 # Free seats by the decodes of small pools, from which on they are left for these.
 _SCARCE = 0.25
-# Steps whose prompts an instance may have in its queue: one runs, and one is launched next.
-_STEPS_AHEAD = 2
 
 
 class TakeoverOptions(Options):
@@ -64,6 +62,8 @@ class Takeover(System):
         self._books = Books(self.options.spared)
         # Whether requests wait, and the KV entries of the first of them.
         self._waits, self._next = False, 0
+        # Who would begin a prompt, if there is room.
+        self._open: dict[str, Book] = {}
         # By request: its takes, and who is to have it; the order is that of the takes.
         self._moves: dict[str, int] = {}
         self._bound_for: dict[str, Book] = {}
@@ -75,6 +75,9 @@ class Takeover(System):
         """The books, of instances that are there."""
         if cluster.instances != self._books.views:  # One was lost, or is back.
             self._books.follow(cluster.instances)
+            self._open = {}
+            for book in self._books.by_name.values():
+                self._note_open(book)
         return self._books.by_name
 
     # Where requests begin.
@@ -84,18 +87,10 @@ class Takeover(System):
         books = self._follow(cluster)
         for name in self._stale & books.keys():
             books[name].renew(cluster.instances[name])
+            self._note_open(books[name])
         self._stale.clear()
         kept = [kind for kind in self._books.kinds if self._waits and self._is_kept(kind)]
-        open_to = [
-            book
-            for book in books.values()
-            if book.idle
-            or (
-                book.seats > 0
-                and book.backlog < _STEPS_AHEAD * book.budget
-                and book.kind not in kept
-            )
-        ]
+        open_to = [book for book in self._open.values() if book.idle or book.kind not in kept]
         assignments: list[Assignment] = []
         left = False
         for request in waiting:
@@ -108,19 +103,24 @@ class Takeover(System):
             book.take(0 if at_home else book.pages_for(request.num_known))
             book.backlog += request.num_known - request.computed
             assignments.append(Assignment(request.id, self._legs(request, book)))
+            if not book.is_open:
+                self._note_open(book)
         self._waits = left
         return assignments
+
+    def _note_open(self, book: Book) -> None:
+        if book.is_open:
+            self._open[book.name] = book
+        else:
+            self._open.pop(book.name, None)
 
     def _place(self, request: RequestView, open_to: Sequence[Book]) -> Book | None:
         """Who is to compute a request; None if it has to wait."""
         rest, best, least = request.num_known - request.computed, None, float("inf")
         for book in open_to:
             pages = book.pages_for(request.num_known)
-            if book.idle:
-                fits = pages <= book.pages
-            else:
-                fits = book.seats > 0 and book.room - book.spare >= pages
-            if not fits or (not book.idle and book.backlog >= _STEPS_AHEAD * book.budget):
+            room = book.pages if book.idle else book.room - book.spare
+            if room < pages or not book.is_open:
                 continue
             seconds = (book.backlog + rest) * book.token_s()
             if seconds < least:
@@ -148,11 +148,8 @@ class Takeover(System):
         """Tell whether there is little room beside what others may want to hand on."""
         if not below:
             return False
-        decodes = sum(each.decodes for each in below)
-        due = sum(book.due for each in below for book in each.books)
-        seats = sum(book.seats for book in kind.books)
-        room = sum((book.room - book.spare) * book.page_size for book in kind.books)
-        return seats <= _SCARCE * decodes or room <= due
+        decodes, due = sum(each.decodes for each in below), sum(each.due for each in below)
+        return kind.seats <= _SCARCE * decodes or kind.room <= due
 
     # Who takes whose decodes.
 
@@ -163,6 +160,7 @@ class Takeover(System):
             return ()
         book.note(step)
         book.renew(cluster.instances[book.name])
+        self._note_open(book)
         if not self.options.most_moves or len(self._books.by_name) == 1:
             return ()
         actions: list[Action] = []
@@ -192,7 +190,7 @@ class Takeover(System):
             context, kinds = self._books.mean_context, self._books.kinds
             found = [kind for kind in kinds if kind.decodes and self._gives(kind, book.kind)]
             found.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
-            givers = [each for kind in found for each in kind.by_decodes()]
+            givers = [each for kind in found for each in kind.books if each.decodes]
         else:
             most = _SHORTER * book.step_s()
             slower = [(each.step_s(), each) for each in self._books.by_name.values()]

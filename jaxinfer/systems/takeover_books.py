@@ -14,6 +14,8 @@ from jaxinfer.systems.instances import capacity
 
 # Seconds over which it is told how much of its time an instance computes prompts.
 _MEMORY_S = 20.0
+# Steps whose prompts an instance may have in its queue: one runs, and one is launched next.
+_STEPS_AHEAD = 2
 # Steps for whose growth takes leave room.
 _GROWTH_STEPS = 32
 # An instance that computes prompts for a smaller share of its time could compute more.
@@ -62,7 +64,9 @@ class Kind:
 
     Attributes:
         entries_held: KV entries that a pool has room for.
-        decodes, entries: that run there, and their KV entries.
+        decodes, entries: that run there, and their KV entries; ``due``: those of all requests, once
+            their prompts are computed.
+        seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
         with_time: how many of them could compute more prompts.
     """
 
@@ -71,12 +75,10 @@ class Kind:
     books: list["Book"] = field(default_factory=list)
     decodes: int = 0
     entries: int = 0
+    due: int = 0
+    seats: int = 0
+    room: int = 0
     with_time: int = 0
-
-    def by_decodes(self) -> list["Book"]:
-        """Those that have decodes, the one with the most first."""
-        there = [book for book in self.books if book.decodes]
-        return sorted(there, key=lambda book: -book.decodes)
 
 
 @dataclass(eq=False)
@@ -119,6 +121,11 @@ class Book:
         return -(-entries // self.page_size)
 
     @property
+    def is_open(self) -> bool:
+        """True if a prompt may begin here, unless it is too long."""
+        return self.idle or (self.seats > 0 and self.backlog < _STEPS_AHEAD * self.budget)
+
+    @property
     def has_room(self) -> bool:
         """True if it could take a decode, unless that is long."""
         return self.seats > 0 and self.room > self.spare
@@ -127,11 +134,14 @@ class Book:
         """Write down how the instance is now."""
         kind = self.kind
         decodes, entries = view.num_decodes, view.decode_entries
+        self.backlog = view.prompt_tokens_left
+        due = view.kv_entries + self.backlog
         kind.decodes += decodes - self.decodes
         kind.entries += entries - self.entries
-        self.decodes, self.entries = decodes, entries
-        self.backlog = view.prompt_tokens_left
-        self.due = view.kv_entries + self.backlog
+        kind.due += due - self.due
+        kind.seats -= self.seats
+        kind.room -= (self.room - self.spare) * self.page_size
+        self.decodes, self.entries, self.due = decodes, entries, due
         self.spare = self.watermark + self.pages_for(_GROWTH_STEPS * decodes)
         there = view.num_requests
         self.idle = not there and not self.coming
@@ -140,6 +150,8 @@ class Book:
         for request in view.waiting:
             if request.held_by != self.name:
                 self.room -= self.pages_for(request.num_known)
+        kind.seats += self.seats
+        kind.room += (self.room - self.spare) * self.page_size
 
     def note(self, step: StepView) -> None:
         """A step has ended: with a prompt's chunk, or without."""
@@ -156,6 +168,8 @@ class Book:
         """Promise a seat and pages to a request."""
         self.seats -= 1
         self.room -= pages
+        self.kind.seats -= 1
+        self.kind.room -= pages * self.page_size
         self.idle = False
 
     def expect(self, name: str, pages: int) -> None:
@@ -194,6 +208,7 @@ class Books:
     Attributes:
         views: what the books are of.
         by_name: in their order; ``kinds``: those alike together.
+        largest: the first one with the largest pool.
     """
 
     def __init__(self, spared: float) -> None:
@@ -201,11 +216,7 @@ class Books:
         self.views: dict[str, InstanceView] = {}
         self.by_name: dict[str, Book] = {}
         self.kinds: list[Kind] = []
-
-    @property
-    def largest(self) -> Book:
-        """The first one with the largest pool."""
-        return max(self.by_name.values(), key=lambda book: book.kind.entries_held)
+        self.largest: Book
 
     @property
     def mean_context(self) -> float:
@@ -231,3 +242,4 @@ class Books:
             self.by_name[name] = book
             book.renew(view)
         self.kinds = list(kinds.values())
+        self.largest = max(self.by_name.values(), key=lambda book: book.kind.entries_held)
