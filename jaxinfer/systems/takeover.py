@@ -16,6 +16,7 @@ from jaxinfer.serving.system import (
     Action,
     Assignment,
     ClusterView,
+    InstanceView,
     Leg,
     Reassign,
     RequestView,
@@ -33,6 +34,8 @@ _LESS, _LITTLE_MORE = 0.95, 1.1
 _SHORTER = 1.3
 # Free seats by the decodes of small pools, from which on they are left for these.
 _SCARCE = 0.25
+# Decodes of an instance that are looked at in one step: some at first, and then so many.
+_LOOKED_AT = 2, 32
 
 
 class TakeoverOptions(Options):
@@ -241,11 +244,9 @@ class Takeover(System):
             wanted: pages that are to come free.
         """
         actions: list[Action] = []
-        most = min(to.seats, book.decodes)
-        longest = cluster.instances[book.name].longest_decodes(most) if most > 0 else ()
-        for name, entries in longest:
+        for name, entries in self._longest(cluster.instances[book.name], book.decodes):
             pages = to.pages_for(entries + 1)
-            if wanted <= 0 or to.room - pages < to.spare:
+            if wanted <= 0 or to.seats < 1 or to.room - pages < to.spare:
                 break
             moves = self._moves.get(name, 0)
             if moves >= self.options.most_moves or name in self._bound_for:
@@ -257,6 +258,14 @@ class Takeover(System):
             actions.append(Reassign(name, (Leg(to.name),), "when_room"))
         self._taken += len(actions)
         return actions
+
+    def _longest(self, view: InstanceView, decodes: int) -> Iterator[tuple[str, int]]:
+        """The longest decodes there, a few first: mostly there is room for no more."""
+        seen = 0
+        for most in _LOOKED_AT:
+            longest = view.longest_decodes(most) if seen < decodes else ()
+            yield from longest[seen:]
+            seen = most
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
         """What was taken is on its way, and counts where it goes."""
