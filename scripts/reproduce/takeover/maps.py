@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from math import isnan, nan
 from statistics import mean
 from typing import Any
 
@@ -101,14 +102,18 @@ def draw(maps: Mapping[str, Sequence[Row]]) -> Figure:
     axes: Any = figure.subplots(len(maps), len(SYSTEMS), squeeze=False)
     image: Any = None
     for line, (pair, rows) in enumerate(maps.items()):
-        made = list(by_cell(rows).values())
+        made = by_cell(rows)
         for column, system in enumerate(SYSTEMS):
             ax = axes[line][column]
-            values = [cell[system] for cell in made]
-            grid = [values[i : i + len(ANSWERS)] for i in range(0, len(values), len(ANSWERS))]
+            grid = [
+                [made.get(Cell(pair, p, a).name, {}).get(system, nan) for a in ANSWERS]
+                for p in PROMPTS
+            ]
             image = ax.imshow(grid, vmin=0.3, vmax=1.0, cmap="viridis")
             for y, line_ in enumerate(grid):
                 for x, value in enumerate(line_):
+                    if isnan(value):  # Not run.
+                        continue
                     colour = "black" if value > 0.75 else "white"
                     ax.text(
                         x, y, f"{value:.2f}"[1:], ha="center", va="center", color=colour, fontsize=8
