@@ -12,6 +12,9 @@ PYTHON312 ?= python3.12
 # What a GPU machine is expected to have.
 CUDA_JAX := 0.11.2
 
+# Tests start many processes: what one of them compiled of the package, the next ones load.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo examples test test-slow test-long test-all lower-all compile-all docs lint format clean
 
 # Made anew when the dependencies change.

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import properties  # noqa: F401  (the examples that property tests draw)
 import pytest
 
 if TYPE_CHECKING:
@@ -28,12 +29,17 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 DATA = Path(__file__).parent / "data"
 
 
+# What these compile, others load: of two processes, none is to compile what the other is about to.
+FIRST = ("test_converted.py", "test_golden.py")
+
+
 @pytest.hookimpl(tryfirst=True)  # Before any are left out by their marks.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every long test is a slow one."""
+    """Every long test is a slow one; what others wait for comes first."""
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker("slow")
+    items.sort(key=lambda item: item.path.name not in FIRST)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The floors of the package: no import runs upward or round in a circle, no folder is crowded."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping, Set
 from graphlib import TopologicalSorter
@@ -73,10 +74,14 @@ def imports(tree: ast.AST, modules: Set[str]) -> Iterator[str]:
                     yield found
 
 
-IMPORTS = {
-    module: set(imports(ast.parse(path.read_text(encoding="utf-8")), MODULES.keys()))
-    for module, path in MODULES.items()
-}
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+    """Of each module but the package's top and its command."""
+    return {
+        module: set(imports(ast.parse(path.read_text(encoding="utf-8")), MODULES.keys()))
+        for module, path in MODULES.items()
+        if module not in ("", "__main__")
+    }
 
 
 def room_of(module: str) -> str:
@@ -96,11 +101,8 @@ def upward(found: Mapping[str, Set[str]]) -> list[str]:
     ]
 
 
-INSIDE = {module: others for module, others in IMPORTS.items() if module not in ("", "__main__")}
-
-
 def test_no_import_runs_upward() -> None:
-    assert upward(INSIDE) == []
+    assert upward(all_imports()) == []
 
 
 def test_each_package_has_a_floor_of_its_own() -> None:
@@ -111,11 +113,11 @@ def test_each_package_has_a_floor_of_its_own() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    list(TopologicalSorter(INSIDE).static_order())
+    list(TopologicalSorter(all_imports()).static_order())
 
 
 def test_a_paper_is_imported_by_itself_alone() -> None:
-    for module, others in INSIDE.items():
+    for module, others in all_imports().items():
         for other in others:
             if other.startswith("papers."):
                 assert module.split(".")[:2] == other.split(".")[:2], f"{module} imports {other}"

@@ -22,7 +22,11 @@ ROOT = Path(__file__).parents[2]
 # Others than run files: tests/config/test_nodes.py and test_targets.py have them.
 OTHERS = ("clusters", "targets", "plan", "sweep")
 FILES = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name not in OTHERS)
-PLANS = sorted((ROOT / "configs" / "plan").glob("*.yaml"))
+DEAR = ("hexgen2", "splitwise", "splitwise_power")  # Their planners search for seconds.
+PLANS = [
+    pytest.param(path, marks=pytest.mark.slow if path.stem in DEAR else [], id=path.stem)
+    for path in sorted((ROOT / "configs" / "plan").glob("*.yaml"))
+]
 SWEEPS = sorted((ROOT / "configs" / "sweep").glob("*.yaml"))
 CRONUS = ROOT / "configs" / "cpu" / "cronus.yaml"
 
@@ -35,7 +39,7 @@ def test_run_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(config.requests()) > 0
 
 
-@pytest.mark.parametrize("path", PLANS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", PLANS)
 def test_plan_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     seen: list[Candidate] = []

@@ -24,6 +24,11 @@ from jaxinfer.pallas_kernels.kv_pages import LARGEST
 
 SHAPES = grid()
 RARE_SHAPES = sampled(grid(**RARE))
+# Each is compiled for seconds: four have every dtype but one.
+FEW = [
+    pytest.param(shape, marks=pytest.mark.slow if i > 3 else [])
+    for i, shape in enumerate(sampled(SHAPES))
+]
 # On a GPU the kernels run as they are.
 ON_GPU = jax.default_backend() == "gpu"
 INTERPRET = not ON_GPU
@@ -47,19 +52,19 @@ def check_write(shape: Shape, seed: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
+@pytest.mark.parametrize("shape", FEW, ids=str)
 def test_decode(shape: Shape) -> None:
     check_decode(DECODE, shape, seed=1)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
+@pytest.mark.parametrize("shape", FEW, ids=str)
 def test_chunks(shape: Shape) -> None:
     check_chunks(CHUNKS, shape, seed=2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
+@pytest.mark.parametrize("shape", FEW, ids=str)
 def test_write(shape: Shape) -> None:
     check_write(shape, seed=3)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import RUN, Linear, problem
+from properties import examples
 
 from jaxinfer.plan import problem as problem_module
 from jaxinfer.plan.planners.pd_ratio import PDRatio, PDRatioOptions, packed_rate, prefill_rate
@@ -64,7 +65,7 @@ tokens = st.builds(
 
 @pytest.mark.parametrize("requests", [blocks(), st.one_of(blocks(), tokens)])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_hits_of_blocks_are_those_of_their_tokens(
     requests: st.SearchStrategy[BenchRequest], data: st.DataObject
 ) -> None:

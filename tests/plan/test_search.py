@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import Carries, problem
+from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, Workload
@@ -61,9 +62,7 @@ def axes(candidate: Candidate) -> tuple[Any, ...]:
     goal=st.sampled_from(["cluster", "gpu", "usd"]),
     slack=st.floats(1, 3),
 )
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(25)
 def test_the_best_is_that_of_brute_force_pruned_or_not(
     carries: Carries, seed: int, count: int, at_once: int, goal: str, slack: float
 ) -> None:
@@ -103,9 +102,7 @@ def test_the_best_is_that_of_brute_force_pruned_or_not(
     at_once=st.integers(1, 9),
     slack=st.floats(0.2, 3),
 )
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(25)
 def test_the_best_few_are_found_in_full_whatever_is_guessed(
     carries: Carries, seed: int, count: int, top: int, at_once: int, slack: float
 ) -> None:
@@ -154,9 +151,7 @@ def test_who_cannot_be_by_its_guess_is_refused(carries: Carries) -> None:
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 20), rate=st.floats(0.5, 12))
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(25)
 def test_the_cheapest_that_carries_a_rate(
     carries: Carries, seed: int, count: int, rate: float
 ) -> None:

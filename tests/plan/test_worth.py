@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.files.shipped import data_path

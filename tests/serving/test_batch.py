@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 from serving_checks import make_kv
 
 from jaxinfer.serving.batch import Batch, Row, Work, work_of

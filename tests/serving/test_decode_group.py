@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import Chaos, Follow, Scenario, examples, policy_options, scenarios
+from properties import examples
+from scenarios import Chaos, Follow, Scenario, policy_options, scenarios
 from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.serving import decode_group
@@ -331,14 +332,14 @@ def outcome(
     return steps, sorted(ended), times, world.now()
 
 
-@examples(300)
+@examples(150)
 @given(scenario=scenarios(max_requests=12))
 def test_routes_preemptions_hand_offs(scenario: Scenario) -> None:
     one, other = (outcome(scenario, Follow(scenario.by_id), together) for together in (True, False))
     assert one == other
 
 
-@examples(300)
+@examples(150)
 @given(scenario=scenarios(max_requests=12), seed=st.integers(0, 2**16))
 def test_whatever_a_system_may_do(scenario: Scenario, seed: int) -> None:
     one, other = (
@@ -347,7 +348,7 @@ def test_whatever_a_system_may_do(scenario: Scenario, seed: int) -> None:
     assert one == other
 
 
-@examples(150)
+@examples(75)
 @given(scenario=scenarios(max_requests=12), seed=st.integers(0, 2**16))
 def test_hooks_hear_the_same_and_leave_decodes_together(scenario: Scenario, seed: int) -> None:
     one, other = (Hears(scenario.by_id, seed, 6) for _ in range(2))
@@ -356,7 +357,7 @@ def test_hooks_hear_the_same_and_leave_decodes_together(scenario: Scenario, seed
     assert sum(hook == "end" for _, _, hook, *_ in one.heard) == len(scenario.scripts)
 
 
-@examples(300)
+@examples(150)
 @given(scenario=scenarios(max_requests=12), chosen=policy_options())
 def test_any_policies(scenario: Scenario, chosen: PolicyOptions) -> None:
     one, other = (
@@ -366,7 +367,7 @@ def test_any_policies(scenario: Scenario, chosen: PolicyOptions) -> None:
     assert one == other
 
 
-@examples(300)
+@examples(150)
 @given(
     scenario=scenarios(max_requests=12),
     seed=st.integers(0, 2**16),

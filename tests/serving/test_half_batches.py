@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 from serving_checks import make_requests
 
 from jaxinfer.serving.batch import Batch, Row, ShardWork, Work, shard_work

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import Chaos, Follow, Scenario, Survivor, examples, scenarios
+from properties import examples
+from scenarios import Chaos, Follow, Scenario, Survivor, scenarios
 from schedules import Plan, pool, serve, unit
 
 from jaxinfer.errors import JaxinferError

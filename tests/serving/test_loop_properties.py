@@ -5,32 +5,32 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from scenarios import (
     Chaos,
     Follow,
     Scenario,
     SparesTheOldest,
     Survivor,
-    examples,
     scenarios,
 )
 
 
-@examples(200)
+@examples(100)
 @given(scenarios(max_instances=1, max_legs=1))
 def test_one_instance(scenario: Scenario) -> None:
     run = scenario.run(Follow(scenario.by_id), instance_type=SparesTheOldest)
     assert not run.verify().world.transfers
 
 
-@examples(400)
+@examples(200)
 @given(scenarios())
 def test_legs_over_instances(scenario: Scenario) -> None:
     run = scenario.run(Follow(scenario.by_id), instance_type=SparesTheOldest)
     assert not any(r.error for r in run.verify().finished.values())
 
 
-@examples(400)
+@examples(200)
 @given(scenarios(), st.integers(0, 2**16), st.integers(1, 30))
 def test_systems_may_do_anything_at_any_time(scenario: Scenario, seed: int, actions: int) -> None:
     outcome = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching)).verify()
@@ -46,7 +46,7 @@ def losses(draw: st.DrawFn) -> Scenario:
     return replace(scenario, timing=replace(scenario.timing, lost=times))
 
 
-@examples(400)
+@examples(200)
 @given(losses())
 def test_what_a_lost_instance_had_goes_on_elsewhere(scenario: Scenario) -> None:
     outcome = scenario.run(Survivor(scenario.by_id)).verify()
@@ -55,7 +55,7 @@ def test_what_a_lost_instance_had_goes_on_elsewhere(scenario: Scenario) -> None:
     assert all("was lost" in error for error in errors)
 
 
-@examples(300)
+@examples(150)
 @given(losses(), st.integers(0, 2**16), st.integers(0, 20))
 def test_systems_that_know_nothing_of_losses_come_to_an_end(
     scenario: Scenario, seed: int, actions: int
@@ -83,7 +83,7 @@ def outages(draw: st.DrawFn, all_return: bool = False) -> Scenario:
     return replace(scenario, timing=timing)
 
 
-@examples(200)
+@examples(100)
 @given(outages(all_return=True))
 def test_who_can_go_nowhere_else_waits_for_the_return(scenario: Scenario) -> None:
     """A script may name lost instances as if they were there: its requests wait, and none fails."""
@@ -91,7 +91,7 @@ def test_who_can_go_nowhere_else_waits_for_the_return(scenario: Scenario) -> Non
     assert not any(request.error for request in outcome.finished.values())
 
 
-@examples(200)
+@examples(100)
 @given(outages(), st.integers(0, 2**16), st.integers(0, 20))
 def test_losses_and_returns_at_any_time(scenario: Scenario, seed: int, actions: int) -> None:
     def system() -> Chaos:

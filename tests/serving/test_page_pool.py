@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from scenarios import examples
+from properties import examples
 from serving_checks import make_kv, pages_of
 
 from jaxinfer.serving.kv_shards import HeldPages, KVShards, SliceMove, most_pages

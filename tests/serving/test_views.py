@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import Chaos, Scenario, examples, policy_options, scenarios
+from properties import examples
+from scenarios import Chaos, Scenario, policy_options, scenarios
 from schedules import pool, serve, unit
 from serving_checks import make_kv, make_requests, new_instance
 from test_decode_group import Ticks, outcome

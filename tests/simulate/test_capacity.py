@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from properties import examples
 from scipy.optimize import brentq
 
 from jaxinfer import JaxinferError
@@ -266,7 +267,7 @@ def test_a_rate_that_does_well_above_one_that_does_not_is_left_out(
 @given(exponent=st.floats(-3.2, 4), met_alone=st.booleans(), at_once=st.integers(1, 3))
 @example(exponent=math.log10(1.001 / 1024), met_alone=True, at_once=1)
 @example(exponent=math.log10(1.001 / 1024), met_alone=False, at_once=1)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 def test_any_capacity_is_found_whatever_the_sample_says(
     exponent: float, met_alone: bool, at_once: int, tmp_path: Path
 ) -> None:
@@ -290,7 +291,7 @@ def test_any_capacity_is_found_whatever_the_sample_says(
     known=st.floats(0.2, 1),
     start=st.floats(1e-4, 1e5),
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 def test_what_is_found_depends_neither_on_the_cores_nor_on_what_was_known(
     true: float, precision: float, at_once: int, known: float, start: float, tmp_path: Path
 ) -> None:

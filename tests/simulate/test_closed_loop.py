@@ -6,8 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
@@ -102,7 +103,7 @@ def test_little_s_law() -> None:
     assert rate * (mean + 3.0) == pytest.approx(5, rel=0.05)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     concurrency=st.integers(1, 12),
     count=st.integers(1, 40),

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, load_run_file
@@ -99,7 +100,7 @@ def test_the_same_again_bit_for_bit(system: str, tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(seed=st.integers(0, 10**6), rate=st.sampled_from((0.5, 3.0, 1000.0)))
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_everyone_is_served_and_steps_do_not_overlap(

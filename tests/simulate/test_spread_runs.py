@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from rich.table import Table
 from spread_cases import LINK, modelled, run_file, served, work_with
 
@@ -94,7 +95,7 @@ def rows_of(table: Table) -> dict[Any, Any]:
     return dict(zip(names, values, strict=True))
 
 
-@settings(deadline=None, max_examples=25, derandomize=True)
+@examples(25)
 @given(
     st.integers(0, 10**6),
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25)), min_size=1, max_size=8),

@@ -4,8 +4,9 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jaxinfer.steps.times import nonnegative
 
@@ -24,7 +25,7 @@ def least_squares(x: np.ndarray, y: np.ndarray) -> float:
     return min(found)
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@examples(200)
 @given(st.integers(0, 10**6), st.integers(2, 12), st.sampled_from([1.0, 1e4, 1e8]))
 def test_no_other_coefficients_fit_better(seed: int, points: int, pairs: float) -> None:
     """Columns as those of steps: 1, pairs of tokens in numbers up to millions, entries."""

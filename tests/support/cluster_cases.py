@@ -358,22 +358,27 @@ class Case:
         return f"{self.pair}-{self.way}"
 
     @property
-    def pairs_of_values(self) -> Iterator[Pairing]:
-        """Yield the pairs of values that few cases are to cover."""
+    def pairings(self) -> Iterator[Pairing]:
+        """Yield all that the cases are to cover: pairs of values, and how a way's KV goes."""
         values = [
             (field.name, getattr(part, field.name))
             for part in (self.pair, self.way)
             for field in fields(part)
         ]
         yield from combinations(values, 2)
-
-    @property
-    def pairings(self) -> Iterator[Pairing]:
-        """Yield all that the cases are to cover: pairs of values, and how a way's KV goes."""
-        yield from self.pairs_of_values
         way = self.way
         yield "hand-off", (way.system, way.cut, way.rule)
         yield "shortage", (way.system, way.small, way.rule)
+
+    @property
+    def few_pairings(self) -> Iterator[Pairing]:
+        """Yield what few cases are to cover: a way's values on each pair, its system and rule."""
+        values = vars(self.way).items()
+        yield from ((str(self.pair), value) for value in values)
+        for one, other in combinations(values, 2):
+            names = {one[0], other[0]}
+            if names & {"system", "rule"} and "cut" not in names:
+                yield one, other
 
 
 def cover(rows: Sequence[Row], wanted: Callable[[Row], Iterable[Pairing]]) -> list[Row]:
@@ -396,7 +401,7 @@ def cover(rows: Sequence[Row], wanted: Callable[[Row], Iterable[Pairing]]) -> li
 def few_cases() -> list[Case]:
     """Return cases of two pairs, with cuts that the other tests of hand-offs do not have."""
     ways = [way for way in WAYS if way.cut not in (1, 33)]
-    return _cover(FEW_PAIRS, ways, lambda case: case.pairs_of_values)
+    return _cover(FEW_PAIRS, ways, lambda case: case.few_pairings)
 
 
 def covering_cases() -> list[Case]:

@@ -1,14 +1,12 @@
 """Hypothesis strategies for clusters, workloads and routes, and a system that follows them."""
 
 import functools
-import os
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fake_world import Timing
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from serving_checks import Outcome, Run, make_kv, make_requests
 
@@ -30,21 +28,6 @@ from jaxinfer.serving.system import (
     StepView,
     System,
 )
-
-# JAXINFER_HUNT=20000 hunts with random seeds and that many examples for each property.
-HUNT = int(os.environ.get("JAXINFER_HUNT", "0"))
-
-
-def examples(count: int) -> settings:
-    """The same examples in every run, unless a hunt is on."""
-    return settings(
-        max_examples=HUNT or count,
-        derandomize=not HUNT,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-
 
 RULES = ("on_demand", "at_end", "per_chunk", "per_segment", "when_room")
 # Layouts of an instance's KV: one shard, pipeline stages, ranges of heads, empty shards, and two

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import Scenario, examples, scenarios
+from properties import examples
+from scenarios import Scenario, scenarios
 from schedules import pool, unit
 from serving_checks import Outcome, Run, make_requests
 

@@ -5,8 +5,9 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from tokenizers import Regex, pre_tokenizers
 from tokenizers.pre_tokenizers import Split
 
@@ -35,7 +36,7 @@ def words(name: str, text: str) -> list[str]:
     ],
 )
 @given(text=st.text(st.sampled_from(" \n\t\r'stABé東12٣²!=$+._\u00a0\u3000")) | st.text())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_as_the_tokenizers_they_are_of(
     name: str, own: pre_tokenizers.PreTokenizer, text: str
 ) -> None:

@@ -5,8 +5,9 @@ from itertools import product
 
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from properties import examples
 from tokenizers import AddedToken, decoders, models
 
 from jaxinfer.text.stream import Detokenizer, _num_incomplete
@@ -66,7 +67,7 @@ def check(found: tokenizers.Tokenizer, prompt: list[int], output: list[int]) -> 
 
 @pytest.mark.parametrize("kind", DECODERS)
 @given(prompt=st.lists(st.sampled_from([*SPECIAL, *WORDS, "<0x41>"])), data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_what_follows_a_prompt(kind: str, prompt: list[str], data: st.DataObject) -> None:
     names = [*SPECIAL, *WORDS, "<0x41>", "<0xE6>", "<0x97>", "<0xA5>"]
     if kind in ("wordpiece", "none"):
@@ -76,7 +77,7 @@ def test_what_follows_a_prompt(kind: str, prompt: list[str], data: st.DataObject
 
 
 @given(st.lists(st.integers(0, 127) | st.integers(256, 258)), st.lists(st.integers(0, 258)))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_what_follows_a_prompt_by_bytes(prompt: list[int], output: list[int]) -> None:
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     ascii_only = [t for t in prompt if t >= 256 or sorted(alphabet)[t] < "\x7f"]
@@ -119,7 +120,7 @@ def test_a_character_that_begins_in_the_prompt(cut: int) -> None:
 
 @given(st.lists(st.integers(0, 258)), st.lists(st.integers(0, 127)))
 @example([169, 94], [])  # Half of a surrogate pair.
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_character_that_stays_incomplete(prompt: list[int], output: list[int]) -> None:
     """It is the prompt's."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from tokenizer_checks import (
     USER,
     check_stream,
@@ -107,7 +108,7 @@ class TestEncode:
             st.characters(min_codepoint=32, max_codepoint=0xFFFF, exclude_categories=["Cs", "Cc"])
         )
     )
-    @settings(max_examples=150, deadline=None)
+    @examples(150)
     def test_round_trip(self, text: str) -> None:
         assert demo().decode(demo().encode(text)) == text
 
@@ -160,24 +161,24 @@ class TestChat:
 
 class TestStream:
     @given(st.lists(st.integers(0, 49151), max_size=60))
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     def test_random_ids(self, ids: list[int]) -> None:
         check_stream(demo(), ids)
 
     @given(st.text(max_size=40))
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     def test_random_text(self, text: str) -> None:
         ids = demo().encode(text)
         check_stream(demo(), ids)
 
     @given(st.lists(st.integers(0, 265), max_size=40))
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_random_bytes_and_plain_tokens(self, ids: list[int]) -> None:
         tokenizer = byte_level_with_plain_tokens()
         check_stream(tokenizer, ids)
 
     @given(st.lists(st.integers(0, 270) | st.integers(255, 267), max_size=40))
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_random_sentencepiece_ids(self, ids: list[int]) -> None:
         tokenizer = sentencepiece_style()
         check_stream(tokenizer, ids)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from tokenizer_checks import (
     USER,
     check_stream,
@@ -164,12 +165,12 @@ class TestSentencePiece:
                 assert tiny(kind).decode(case["ids"]) == case["text"]
 
     @given(st.sampled_from(KINDS), st.lists(st.integers(0, 450) | st.integers(3, 270)))
-    @settings(max_examples=300, deadline=None)
+    @examples(300)
     def test_stream_of_random_ids(self, kind: str, ids: list[int]) -> None:
         check_stream(tiny(kind), ids)
 
     @given(st.sampled_from(KINDS), st.text(max_size=40))
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     def test_stream_of_random_text(self, kind: str, text: str) -> None:
         ids = tiny(kind).encode(text)
         check_stream(tiny(kind), ids)
@@ -262,11 +263,11 @@ class TestGemma:
             check_stream(gemma, case["ids"])
 
     @given(st.lists(st.integers(0, 262144) | st.integers(0, 520), max_size=40))
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     def test_stream_of_random_ids(self, gemma: Tokenizer, ids: list[int]) -> None:
         check_stream(gemma, ids)
 
     @given(st.text(max_size=60))
-    @settings(max_examples=200, deadline=None)
+    @examples(200)
     def test_round_trip(self, gemma: Tokenizer, text: str) -> None:
         assert gemma.decode(gemma.encode(text)) == text.replace("\u2581", " ")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 from validate_cases import row, write_points
 
 from jaxinfer.validate.points import Point, Use, read_points

@@ -14,7 +14,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.workload.lengths import BenchRequest
 
-COUNT = 20_000
+COUNT = 6_000
 
 
 def requests(**options: Any) -> list[BenchRequest]:

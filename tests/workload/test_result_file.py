@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 import jaxinfer.errors
 from jaxinfer.errors import JaxinferError
@@ -174,7 +175,7 @@ def test_half_a_surrogate_pair_in_a_text_survives(out):
     texts=st.lists(st.text(max_size=12), min_size=1, max_size=5),
     data=st.data(),
 )
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_file_cut_at_any_byte_resumes_to_the_uninterrupted_one(texts, data):
     records = [record(f"id-{i}", text) for i, text in enumerate(texts)]
     with tempfile.TemporaryDirectory() as folder:

@@ -75,7 +75,8 @@ class Process:
         set_patience(self._socket, SILENCE_S)
         self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         self._lock = threading.Lock()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def send(self, message: Any) -> None:
         """Have something done, after all that was sent before.
@@ -89,7 +90,10 @@ class Process:
             with self._lock:
                 self._connection.send(message)
         except OSError as error:
-            raise ProcessLost(f"process of group {self.name}: {error}") from None
+            # The thread that reads is about to learn how it ended, unless that is this one.
+            reads = threading.current_thread() is self._reader
+            why = None if reads else self.why_lost(END_S)
+            raise ProcessLost(why or f"process of group {self.name}: {error}") from None
 
     def ask(self, message: Any) -> Iterator[Any]:
         """Send, and the answers to this message as they come.

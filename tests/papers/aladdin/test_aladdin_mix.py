@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import Carries, problem
+from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
@@ -18,9 +19,7 @@ from jaxinfer.papers.aladdin.sizing import Counts, WorkerCount, cheapest_mix
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.search import DrivenSearch
 
-quick = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = examples(60)
 PRICES = {"A100-80G-SXM": 1.69, "L40": 1.03, "RTX-A6000": 0.76}
 
 
@@ -112,7 +111,7 @@ def test_good_guesses_take_few_simulations() -> None:
 @given(
     seed=st.integers(0, 10**6), rate=st.floats(0.5, 12), minimise=st.sampled_from(["usd", "gpus"])
 )
-@settings(parent=quick, max_examples=15)
+@examples(15)
 def test_the_planner_finds_the_cheapest_of_all_mixes(
     carries: Carries, file: str, seed: int, rate: float, minimise: str
 ) -> None:
@@ -248,7 +247,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> str:
     rate=st.floats(12, 40),
     extra=st.integers(-2, 3),
 )
-@settings(parent=quick, max_examples=15)
+@examples(15)
 def test_the_goal_s_rate_has_as_many_as_eq_7_tells_or_the_next_that_are_enough(
     carries: Carries, worker: str, per_rate: float, constant: float, rate: float, extra: int
 ) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import Carries, problem
+from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
@@ -25,9 +26,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 MOST = 9
 SIZES = ("1", "2", "4")
-quick = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = examples(25)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 
 from jaxinfer.papers.aladdin.best_fit import (
     Job,

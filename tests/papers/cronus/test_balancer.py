@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 from serving_checks import make_kv, new_instance
 
 from jaxinfer.papers.cronus.balancer import CPILoad, Refined, balance, chunked_seconds, load_of

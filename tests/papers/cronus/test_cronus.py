@@ -8,7 +8,7 @@ import pytest
 from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer.papers.cronus.system import Cronus, CronusOptions

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from jaxinfer.papers.hetis.head_dispatch import (

@@ -8,7 +8,8 @@ import pytest
 from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import examples, options, scripts
+from properties import examples
+from scenarios import options, scripts
 from schedules import serve
 from serving_checks import Outcome, Run, make_requests, new_instance
 

@@ -3,8 +3,9 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jaxinfer.papers.hetis.primaries import ShareRule, groupings, primaries, seconds_of, splits_of
 
@@ -51,7 +52,7 @@ def test_more_goes_out_the_more_may_be_lost(most: float, kept: list[int]) -> Non
     ),
     st.sampled_from((0.0, 0.05, 0.3, 2.0)),
 )
-@settings(max_examples=100, derandomize=True, deadline=None)
+@examples(100)
 def test_as_few_stay_as_any_choice_of_the_slowest_first_allows(
     kinds: list[tuple[int, float]], most: float
 ) -> None:

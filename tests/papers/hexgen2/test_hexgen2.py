@@ -10,7 +10,8 @@ import pytest
 from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import RULES, examples
+from properties import examples
+from scenarios import RULES
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError

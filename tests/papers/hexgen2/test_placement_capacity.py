@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from placement_cases import A100, CLASSES, ENGINE, H100, L40, modelled, requests, site_of
+from properties import examples
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
@@ -29,7 +30,7 @@ def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
 SECONDS = st.floats(0.01, 10)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(st.data())
 def test_layers_against_all_compositions(data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, 4))

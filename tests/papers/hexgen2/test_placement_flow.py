@@ -4,9 +4,10 @@ import random
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from placement_cases import A100, H100, L40, least_side, modelled, site_of
+from properties import examples
 
 from jaxinfer.papers.hexgen2.capacity import Carried, PlannedStage
 from jaxinfer.papers.hexgen2.flow import KVNetwork, PlacedGroup, pair_flow, shared_flow
@@ -82,7 +83,7 @@ def clusters(draw: st.DrawFn) -> list[PlacedGroup]:
     ]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(clusters(), st.floats(0.1, 20))
 def test_what_holds_of_any_flow(groups: list[PlacedGroup], nic_gb_s: float) -> None:
     net = network(4, nic_gb_s)
@@ -110,7 +111,7 @@ def test_what_holds_of_any_flow(groups: list[PlacedGroup], nic_gb_s: float) -> N
     assert all(num_bytes <= nic_gb_s * 1e9 * (1 + 1e-5) for num_bytes in sent.values())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(clusters(), st.integers(0, 99))
 def test_order_and_names_change_nothing(groups: list[PlacedGroup], seed: int) -> None:
     rng = random.Random(seed)
@@ -124,7 +125,7 @@ def test_order_and_names_change_nothing(groups: list[PlacedGroup], seed: int) ->
         assert flow(moved, net).total == pytest.approx(total, rel=1e-5, abs=1e-5)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(clusters())
 def test_pairs_are_the_program_where_no_card_is_shared(groups: list[PlacedGroup]) -> None:
     """The flow of pairs and the program's are both the maximum where no flow fills a card."""
@@ -134,7 +135,7 @@ def test_pairs_are_the_program_where_no_card_is_shared(groups: list[PlacedGroup]
     )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(clusters(), st.floats(0.1, 20))
 def test_pairs_carry_what_the_least_cut_lets_through(groups: list[PlacedGroup], nic: float) -> None:
     """The flow is the least of all cuts (Ford and Fulkerson): groups, and edges that leave them."""

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from placement_cases import A100, CLASSES, H100, L40, modelled, requests, site_of
+from properties import examples
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue
@@ -91,7 +92,7 @@ def test_no_swap_of_two_gpus_betters_a_partition(seed: int) -> None:
         assert cut(other) >= cut(owner) - 1e-9
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(st.integers(2, 7), st.integers(0, 10**6))
 def test_roles_are_a_cut_that_no_swap_betters(count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

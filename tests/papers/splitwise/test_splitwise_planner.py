@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_cases import Carries, problem
+from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
@@ -106,9 +107,7 @@ def cell(candidate: Any) -> tuple[str, int, int]:
     return axes["design"], axes["prompt"], axes["token"]
 
 
-quick = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+quick = examples(20)
 
 
 @given(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from replan_cases import LONG, RUN, ByPrompts, candidate, problem
 
 from jaxinfer import JaxinferError
@@ -244,7 +245,7 @@ class Rule:
         return TriedRate(rate, 1, Verdict(met, 1, float(met), {"ttft": float(met)}), None)
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.lists(st.tuples(st.floats(0.1, 50), st.floats(0.1, 50)), min_size=3, max_size=3))
 def test_an_oracle_is_no_worse_than_a_static_plan_by_its_own_measure(
     carried: list[tuple[float, float]],

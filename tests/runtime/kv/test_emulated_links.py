@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 from channel_cases import LINK, Hold, between, transfer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime.kv.channel import Landed
@@ -77,7 +78,7 @@ def test_two_routes_share_a_link(world: Callable[[list[Sent]], list[float]]) -> 
     assert found == pytest.approx([1.45, 1.25])
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@examples(60)
 @given(
     st.lists(
         st.tuples(st.floats(0, 1), st.sampled_from("acd"), st.integers(1, 900)),

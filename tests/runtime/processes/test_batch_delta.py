@@ -10,7 +10,8 @@ import pytest
 from fake_world import FakeWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import Chaos, Scenario, examples, scenarios
+from properties import examples
+from scenarios import Chaos, Scenario, scenarios
 from serving_checks import make_kv
 
 from jaxinfer.runtime.processes.batch_delta import BatchDecoder, BatchEncoder

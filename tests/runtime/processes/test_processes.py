@@ -100,11 +100,12 @@ def test_tokens_are_those_of_one_instance_in_every_way(
 
 DEATHS = [
     ("cronus", "a", signal.SIGKILL, 9),
-    pytest.param("disaggregated", "b", signal.SIGKILL, 17, marks=pytest.mark.slow),
-    pytest.param("least_loaded", "a", signal.SIGSTOP, 5, marks=pytest.mark.slow),
+    ("disaggregated", "b", signal.SIGKILL, 17),
+    ("least_loaded", "a", signal.SIGSTOP, 5),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("system", "victim", "by", "step"), DEATHS)
 def test_what_a_process_had_goes_on_elsewhere(
     system: str,

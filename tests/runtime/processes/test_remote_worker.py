@@ -218,8 +218,30 @@ def test_a_process_that_starts_slowly_is_waited_for(monkeypatch: pytest.MonkeyPa
     assert lost.lost.endswith("has ended (3)")
 
 
+def test_who_sends_is_told_how_the_process_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection breaks before it is known why."""
+    script = (
+        "import os, sys, time; os.close(int(sys.argv[-1])); time.sleep(0.5);os.kill(os.getpid(), 9)"
+    )
+    process = started(monkeypatch, script, 30)
+
+    def send_on() -> None:
+        while True:
+            process.send(None)
+
+    with pytest.raises(ProcessLost, match=r"\(pid \d+\) was ended by signal 9$"):
+        send_on()
+
+
 def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> Process:
     """Return the lost process that ran a script in place of a worker."""
+    process = started(monkeypatch, script, silence_s)
+    assert process.why_lost(20)
+    return process
+
+
+def started(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> Process:
+    """Return a process that runs a script in place of a worker."""
     monkeypatch.setattr(remote_worker, "SILENCE_S", silence_s)
     start = subprocess.Popen
 
@@ -227,9 +249,7 @@ def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> 
         return start([sys.executable, "-c", script, command[4]], **options)
 
     monkeypatch.setattr(peers.subprocess, "Popen", run)
-    process = Process("a", Child({}))
-    assert process.why_lost(20)
-    return process
+    return Process("a", Child({}))
 
 
 FORKING = """

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from checkpoint_files import plan_alone
 from failure_cases import INSTANCE, PARAMS, PROMPTS, tokens
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
@@ -183,7 +184,7 @@ def test_an_edit_of_what_makes_steps_is_noticed(
     assert len(set(digests)) == 4
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_whatever_fits_in_a_step_has_been_measured(data: st.DataObject) -> None:
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731

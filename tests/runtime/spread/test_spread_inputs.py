@@ -3,8 +3,9 @@
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.runtime.spread.spread_inputs import (
@@ -77,7 +78,7 @@ class Spread:
             hold.take_copies(moves)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_each_pair_is_where_its_head_lies(data: st.DataObject) -> None:
     spread = Spread(data)

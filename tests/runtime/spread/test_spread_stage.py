@@ -223,6 +223,7 @@ def test_what_a_stage_of_several_devices_says_of_itself() -> None:
     assert len(step.compile_parts(Key(shape, PLAIN_SAMPLER))) == layers * 3 + 2
 
 
+@pytest.mark.slow
 def test_heads_move_between_devices_whose_keys_lie_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads move from kernels on one device to plain attention on another, as from GPU to CPU."""
     monkeypatch.setattr(attention_plan, "choose_kernels", lambda *args: "interpret")

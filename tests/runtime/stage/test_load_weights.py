@@ -15,8 +15,8 @@ import pytest
 from checkpoint_files import LAYER, make_gguf, make_weights, plan_alone
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from safetensors.numpy import load_file
-from scenarios import examples
 from tiny_model import write_tiny_mixture
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from scenarios import examples
+from properties import examples
 
 from jaxinfer.runtime.stage.sampler import (
     SamplerShape,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from scenarios import examples
+from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import one_engine

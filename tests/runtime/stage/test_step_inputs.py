@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.stage.sampler import SamplerShape, SamplingInputs
@@ -152,7 +153,7 @@ def test_a_draw_by_a_sampler_for_greedy_requests_alone() -> None:
         build_sampling(Batch("x", [FREE], 0, 1, 0), 1, SamplerShape(), {})
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@examples(150)
 @given(batches())
 def test_every_row_finds_its_tokens_places_and_sample(
     case: tuple[StepLimits, Batch, dict[str, int]],

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import Follow, Scenario, examples, policy_options, scenarios
+from properties import examples
+from scenarios import Follow, Scenario, policy_options, scenarios
 from serving_checks import Outcome, make_kv, make_requests, new_instance
 
 from jaxinfer.config.engine import EngineOptions
@@ -42,7 +43,7 @@ def ranges() -> st.SearchStrategy[tuple[int, int] | None]:
     )
 
 
-@examples(400)
+@examples(200)
 @given(scenarios(), policy_options(), st.lists(ranges(), max_size=7))
 def test_any_policies_serve_all_and_keep_budgets(
     scenario: Scenario, chosen: PolicyOptions, predicted: list[tuple[int, int] | None]
@@ -54,7 +55,7 @@ def is_decode(row: Row) -> bool:
     return row.count == 1 and row.start >= row.request.prompt_len
 
 
-@examples(200)
+@examples(100)
 @given(scenarios(), st.none() | st.integers(1, 12))
 def test_prefill_first_never_mixes(scenario: Scenario, prefill_tokens: int | None) -> None:
     chosen = PolicyOptions(batching={"name": "prefill_first", "prefill_tokens": prefill_tokens})
@@ -67,7 +68,7 @@ def test_prefill_first_never_mixes(scenario: Scenario, prefill_tokens: int | Non
             assert sum(row.count for row in prompts) <= prefill_tokens
 
 
-@examples(200)
+@examples(100)
 @given(scenarios(), st.integers(1, 12), st.integers(1, 3))
 def test_whole_prompts_keep_to_their_tokens(scenario: Scenario, tokens: int, skips: int) -> None:
     options = {"name": "whole_prompts", "step_tokens": tokens, "max_skips": skips}
@@ -75,7 +76,7 @@ def test_whole_prompts_keep_to_their_tokens(scenario: Scenario, tokens: int, ski
         assert len(batch.rows) == 1 or sum(row.count for row in batch.rows) <= tokens
 
 
-@examples(200)
+@examples(100)
 @given(scenarios())
 def test_even_decodes_keep_to_their_share(scenario: Scenario) -> None:
     outcome = serve(scenario, PolicyOptions(batching="even_decodes"))
@@ -89,7 +90,7 @@ def test_even_decodes_keep_to_their_share(scenario: Scenario) -> None:
         assert decodes <= -(-batch.num_running // steps)
 
 
-@examples(200)
+@examples(100)
 @given(scenarios(max_instances=1, max_legs=1))
 def test_one_batch_admits_into_an_empty_one(scenario: Scenario) -> None:
     """Between two members of one batch that have begun together, nobody else begins."""
@@ -115,7 +116,7 @@ def test_one_batch_admits_into_an_empty_one(scenario: Scenario) -> None:
         assert all(request.arrival <= start for request in members)
 
 
-@examples(300)
+@examples(150)
 @given(scenarios(max_instances=1, max_legs=1))
 def test_exact_upper_bounds_never_preempt(scenario: Scenario) -> None:
     # One that stops by itself may have been launched ahead of its stop.
@@ -126,14 +127,14 @@ def test_exact_upper_bounds_never_preempt(scenario: Scenario) -> None:
     assert all(r.metrics.num_preemptions == 0 for r in outcome.finished.values())
 
 
-@examples(300)
+@examples(150)
 @given(scenarios(max_legs=1))
 def test_whole_requests_are_never_preempted(scenario: Scenario) -> None:
     outcome = serve(scenario, PolicyOptions(admit="whole_request"))
     assert all(r.metrics.num_preemptions == 0 for r in outcome.finished.values())
 
 
-@examples(500)
+@examples(250)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8))
 def test_peak_is_the_largest_sum_over_iterations(requests: list[tuple[int, int]]) -> None:
     """A request with ``left`` to come has ``now + t`` entries in step t, if ``t <= left``."""

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 
 from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scenarios import examples
+from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file

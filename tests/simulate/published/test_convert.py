@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import examples
 from published_cases import (
     MODEL,
     M,
@@ -16,7 +17,6 @@ from published_cases import (
     wanted,
     write,
 )
-from scenarios import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
