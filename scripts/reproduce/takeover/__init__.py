@@ -1,6 +1,7 @@
 """Takeover, the system of ours, beside others and beside the bound. No paper has these figures."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from scripts.reproduce.reproduction import Inputs, Part, Reproduction
 from scripts.reproduce.takeover import beside, maps
@@ -43,7 +44,8 @@ def decisions(inputs: Inputs) -> Part:
 
 def table_2(inputs: Inputs) -> Part:
     """Cronus' Table 2, with takeover."""
-    rows = beside.table_2(inputs.work(beside.TRACE, beside.REQUESTS), inputs.pool)
+    work = [replace(item, arrival=0.0) for item in inputs.work(beside.TRACE)[: beside.REQUESTS]]
+    rows = beside.table_2(work, inputs.pool)
     return Part(rows, beside.table_2_claims(rows))
 
 

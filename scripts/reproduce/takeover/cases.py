@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import read_yaml
 from jaxinfer.plan.bound import bound_of
 from jaxinfer.plan.worth import WorthDone
@@ -109,12 +110,20 @@ def costs(high: str, low: str) -> list[str]:
 
 
 def shares(run: Run) -> tuple[float, float]:
-    """The shares of the bound: of the steady part of a run, and of all of it."""
+    """The shares of the bound: of the steady part of a run, and of all of it.
+
+    0 for a system that gives an instance requests which it could never hold.
+    """
     work = run.cell.work(run.seed, run.cell.count)
     site, cluster, fits = prepare(run.config())
     bound = bound_of(cluster, work)
     done = WorthDone(bound)
-    made = serve(site, cluster, fits, work, None, done.add_request, on_step=done.add_step)
+    try:
+        made = serve(site, cluster, fits, work, None, done.add_request, on_step=done.add_step)
+    except JaxinferError as error:
+        if "pages of" not in str(error):
+            raise
+        return 0.0, 0.0
     return done.share(), len(work) / made.wall_s / bound.rate
 
 
