@@ -1,6 +1,6 @@
 """Flows of bytes that share links: each gets its fair share (max-min) of the fullest on its way."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -30,6 +30,14 @@ class Network(Generic[Tag]):
         self._advance(now)
         self._flows.append(_Flow(tag, path, num_bytes))
         self._share()
+
+    def least_seconds(self, flows: Iterable[tuple[Sequence[Link], float]]) -> float:
+        """Seconds that the fullest link needs for flows of so many bytes over so many links."""
+        through: dict[Link, float] = {}
+        for path, num_bytes in flows:
+            for link in path:
+                through[link] = through.get(link, 0.0) + num_bytes
+        return max((each / self._capacities[link] for link, each in through.items()), default=0.0)
 
     @property
     def next_end(self) -> float | None:

@@ -116,6 +116,11 @@ class RealWorld:
         while self._steps or self._slabs_left:
             self.due_events()
 
+    def kv_token_s(self, source: str, dest: str) -> float:
+        """Seconds of one KV token by what is emulated of its way; 0 where nothing is."""
+        channel = self._channels.get((source, dest))
+        return self._links.least_seconds(channel.pairs) if channel else 0.0
+
     def launch(self, batch: Batch) -> None:
         """Start a step on the instance's worker."""
         start = time.perf_counter()

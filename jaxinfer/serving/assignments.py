@@ -7,13 +7,14 @@ from functools import partial
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import did_you_mean
 from jaxinfer.request import FinishReason
-from jaxinfer.serving.hooks import Hooks, check_legs
+from jaxinfer.serving.hooks import Hooks, check_budget, check_hand_off, check_legs
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loss import AliveInstances, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
     Assignment,
+    Budget,
     ClusterView,
     Leg,
     MoveSlices,
@@ -94,7 +95,8 @@ class Assignments:
 
     def view(self) -> ClusterView:
         """Return the cluster as the system sees it now."""
-        return ClusterView(self._world.now(), AliveInstances(self.instances, self.lost))
+        there = AliveInstances(self.instances, self.lost)
+        return ClusterView(self._world.now(), there, self._world.kv_token_s)
 
     def add(self, request: RequestState) -> None:
         """Take in a request that has arrived."""
@@ -258,6 +260,11 @@ class Assignments:
             self._instance(action.instance).next_role = action.role
             self._draining[action.instance] = None
             return
+        if isinstance(action, Budget):
+            check_budget(self._system, action)
+            self._instance(action.instance).prompt_budget = action.prompt_tokens
+            self.changed[action.instance] = None
+            return
         request = self.live.get(action.request)
         if request is None:
             return  # It ended in the step that the system answers.
@@ -270,7 +277,8 @@ class Assignments:
                 request.paused = False
             case Reassign():
                 check_legs(self._system, request.id, action.legs)
-                self._reassign(request, action.legs)
+                check_hand_off(self._system, request.id, action.hand_off)
+                self._reassign(request, action)
             case MoveSlices() if self.runs(request):
                 self.hand_offs.ask_slice_move(request, action)
             case _:
@@ -278,29 +286,30 @@ class Assignments:
         if request.legs:
             self.changed[request.legs[0].instance] = None
 
-    def _reassign(self, request: RequestState, legs: Sequence[Leg]) -> None:
+    def _reassign(self, request: RequestState, action: Reassign) -> None:
         if request.legs:
             here = self.instances[request.legs[0].instance]
             self.changed[here.name] = None
             if request in here.taking_part or request.id in here.importing:
-                self._revise_legs(request, here, legs)
+                self._revise_legs(request, here, action)
                 return
             here.waiting.remove(request)
             request.legs = []
             self.unrouted[request.id] = request
-        if legs:
-            self._assign(Assignment(request.id, tuple(legs)))
+        if action.legs:
+            self._assign(Assignment(request.id, tuple(action.legs)))
 
-    def _revise_legs(self, request: RequestState, here: Instance, legs: Sequence[Leg]) -> None:
+    def _revise_legs(self, request: RequestState, here: Instance, action: Reassign) -> None:
         """Other legs for a request that runs or is being imported."""
-        following = self._legs_beyond(request.launched, legs)
+        self.sends_along |= action.hand_off == "per_segment"
+        following = self._legs_beyond(request.launched, action.legs)
         if refusal := self._refusal(request, following):
             request.error = refusal
             self.finish(request, "error", None)
             return
         if not following or following[0].instance != here.name:
             # KV entries in flight are still computed here; the rest is the next leg's.
-            following.insert(0, Leg(here.name, request.launched))
+            following.insert(0, Leg(here.name, request.launched, action.hand_off))
         request.legs = following
         self.on_legs(request)
         next_kv = self.instances[following[1].instance].kv if len(following) > 1 else None

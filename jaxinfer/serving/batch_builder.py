@@ -14,15 +14,27 @@ class BatchBuilder:
 
     Attributes:
         instance: whose step it is.
-        budget: tokens that it may still compute.
+        budget: tokens that it may still compute; ``prompt_budget``: of prompts and of what is
+            computed again, within these.
         rows: those so far, and ``grouped``: decodes besides that are advanced together.
     """
 
-    __slots__ = ("_context", "_group", "_spans", "budget", "grouped", "instance", "rows")
+    __slots__ = (
+        "_context",
+        "_group",
+        "_spans",
+        "budget",
+        "grouped",
+        "instance",
+        "prompt_budget",
+        "rows",
+    )
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.budget = instance.options.max_num_batched_tokens
+        self.budget = whole = instance.options.max_num_batched_tokens
+        limit = instance.prompt_budget
+        self.prompt_budget = whole if limit is None else min(limit, whole)
         self.rows: list[Row] = []
         self.grouped = self._context = 0
         self._group: DecodeGroup | None = None
@@ -119,9 +131,12 @@ class BatchBuilder:
         return True
 
     def add_chunk(self, request: RequestState) -> bool:
-        """Take in as much of what the request has to catch up with as the budget allows."""
-        count = min(request.leg_goal - request.launched, self.budget)
-        return count > 0 and self.add(request, count)
+        """Take in as much of what the request has to catch up with as the budgets allow."""
+        count = min(request.leg_goal - request.launched, self.budget, self.prompt_budget)
+        if count <= 0 or not self.add(request, count):
+            return False
+        self.prompt_budget -= count
+        return True
 
     def admit(self, limit: int | None = None) -> RequestState | None:
         """Have the next waiting request run here, with its pages, and return it.
@@ -136,6 +151,8 @@ class BatchBuilder:
             return None
         while instance.waiting and instance.has_seat:
             request = instance.policies.order(instance.waiting)
+            if not self.prompt_budget and request.exported is None:
+                return None
             if limit is not None:
                 todo = request.known_until(request.legs[0]) - request.computed
                 if todo > limit and request.exported is None:

@@ -167,7 +167,7 @@ class PrefillFirst:
             self._lacks_pages = bool(_decode(batch))
 
     def _add_prompts(self, batch: BatchBuilder) -> None:
-        left = min(self._limit or batch.budget, batch.budget)
+        left = min(self._limit or batch.budget, batch.budget, batch.prompt_budget)
         for request in batch.ungrouped():
             if catches_up(request) and self._takes(batch, request, left):
                 left -= batch.rows[-1].count

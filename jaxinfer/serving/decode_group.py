@@ -7,6 +7,8 @@ bit, as those of one row per request.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.kv_shards import HeldPages
@@ -50,6 +52,7 @@ class DecodeGroup:
 
     Attributes:
         active: the members that the latest step launched advances, or the next one will.
+        num_begun: members that ``begun`` counts, as of its last call.
     """
 
     def __init__(self, page_size: int, num_output: Callable[[RequestState], int]) -> None:
@@ -59,7 +62,11 @@ class DecodeGroup:
         # Of those, who has not been seen to end a step of the group; and of the others, how many
         # they are, and the sum of their KV entries less the group's steps that have ended.
         self._fresh: dict[str, Member] = {}
-        self._num_begun = self._entries = 0
+        self.num_begun = self._entries = 0
+        # Of these and of some that have left, the longest first, by their KV entries less the
+        # group's steps; None until somebody asks for it.
+        self._longest: list[tuple[int, int, Member]] | None = None
+        self._order = count()
         self._launched = 0
         self._committed = 0
         # When the steps from number _oldest on were done.
@@ -170,7 +177,7 @@ class DecodeGroup:
         """Settle a member and take it out; of steps in flight, it has rows from now on."""
         member = self._members.pop(request.id)
         if not self._fresh.pop(request.id, None):
-            self._num_begun -= 1
+            self.num_begun -= 1
             self._entries -= member.start - member.first
         self._settle(member)
         if request.id in self.active:
@@ -194,9 +201,32 @@ class DecodeGroup:
         """
         while self._fresh and (member := next(iter(self._fresh.values()))).first < self._committed:
             del self._fresh[member.request.id]
-            self._num_begun += 1
+            self.num_begun += 1
             self._entries += member.start - member.first
-        return self._entries + self._num_begun * self._committed
+            if self._longest is not None:
+                self._push(self._longest, member)
+        return self._entries + self.num_begun * self._committed
+
+    def longest(self, most: int) -> list[tuple[str, int]]:
+        """Ids and KV entries of the ``most`` that have the most, of those that ``begun`` counts."""
+        self.begun()
+        heap = self._longest
+        if heap is None or len(heap) > 2 * len(self._members) + 64:  # Mostly of those who left.
+            heap = self._longest = []
+            for member in self._members.values():
+                if member.request.id not in self._fresh:
+                    self._push(heap, member)
+        found: list[tuple[int, int, Member]] = []
+        while heap and len(found) < most:
+            entry = heappop(heap)
+            if self._members.get(entry[2].request.id) is entry[2]:
+                found.append(entry)
+        for entry in found:
+            heappush(heap, entry)
+        return [(member.request.id, self._committed - offset) for offset, _, member in found]
+
+    def _push(self, heap: list[tuple[int, int, Member]], member: Member) -> None:
+        heappush(heap, (member.first - member.start, next(self._order), member))
 
     def fresh(self) -> list[RequestState]:
         """Members with no step of the group behind them: their ``computed`` is as it is."""

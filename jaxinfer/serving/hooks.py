@@ -14,6 +14,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
     Assignment,
+    Budget,
     ClusterView,
     HandOffRule,
     Leg,
@@ -144,6 +145,25 @@ def listed(system: System, hook: str, answer: Iterable[Any]) -> list[Any]:
     return items
 
 
+def check_budget(system: str, action: Budget) -> None:
+    """Raise JaxinferError for a limit with which no prompt would go on."""
+    limit = action.prompt_tokens
+    if limit is not None and (not isinstance(limit, Integral) or limit < 1):
+        raise JaxinferError(
+            f"{system} gives {action.instance!r} a budget of {shown(limit)} prompt tokens, must be "
+            "1 or more, or None"
+        )
+
+
+def check_hand_off(system: str, request: str, rule: str) -> None:
+    """Raise JaxinferError for what is no rule of a hand-off."""
+    if rule not in _RULES:
+        raise JaxinferError(
+            f"{system} gives {request!r} a leg with hand_off {rule!r}, must be one of "
+            f"{', '.join(_RULES)}"
+        )
+
+
 def check_legs(system: str, request: str, legs: Sequence[Leg]) -> None:
     """Raise JaxinferError for what are no legs."""
     if not isinstance(legs, tuple | list) or not all(isinstance(leg, Leg) for leg in legs):
@@ -154,8 +174,4 @@ def check_legs(system: str, request: str, legs: Sequence[Leg]) -> None:
                 f"{system} gives {request!r} a leg on {leg.instance!r} until {leg.until!r}, "
                 "must be a number of KV entries, or None for the request's end"
             )
-        if leg.hand_off not in _RULES:
-            raise JaxinferError(
-                f"{system} gives {request!r} a leg with hand_off {leg.hand_off!r}, must be one of "
-                f"{', '.join(_RULES)}"
-            )
+        check_hand_off(system, request, leg.hand_off)

@@ -82,6 +82,7 @@ class Instance:
         fit: how long steps take here, where that has been profiled.
         on_preempt: called with each request that is to lose its pages.
         lacks_pages: who could not go on for want of pages, where a stage has several shards.
+        prompt_budget: prompt tokens of one step, at most; None for no limit of their own.
         role: a name for the system's use; ``next_role`` replaces it once all requests have left.
     """
 
@@ -115,6 +116,7 @@ class Instance:
         self.halves_pay: ChooseHalves | None = None
         self.asks_spans = False
         self.lacks_pages: RequestState | None = None
+        self.prompt_budget: int | None = None
         self._admitted_imports: list[RequestState] = []
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
@@ -133,6 +135,20 @@ class Instance:
     def kv_entries(self) -> int:
         """KV entries that exist of the requests that take part in steps."""
         return self.taking_part.kv_entries
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests that take part in steps and whose prompts have all of their KV."""
+        return self.taking_part.decodes[0]
+
+    @property
+    def decode_entries(self) -> int:
+        """KV entries that exist of these."""
+        return self.taking_part.decodes[1]
+
+    def longest_decodes(self, count: int) -> Sequence[tuple[str, int]]:
+        """Ids and KV entries of the ``count`` of these that have the most, the longest first."""
+        return self.taking_part.longest_decodes(count)
 
     @property
     def prompt_tokens_left(self) -> int:
@@ -164,6 +180,11 @@ class Instance:
     def max_num_batched_tokens(self) -> int:
         """Tokens computed in one step, at most."""
         return self.options.max_num_batched_tokens
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that run or are being imported, at most."""
+        return self.options.max_num_seqs
 
     @property
     def num_requests(self) -> int:
@@ -202,6 +223,9 @@ class Instance:
         """The next step by this instance's policy, whose rows have been launched."""
         if self.in_flight >= self.options.max_in_flight:
             return None
+        for request in list(self.waiting.pushed.values()):
+            if self.keeps_pages or not self.admit(request):
+                break
         batch = self.policies.next_batch(self)
         self.in_flight += batch is not None
         return batch
@@ -294,12 +318,17 @@ class Instance:
         if self.kv.cache and hold and full > hold.num_hashed and request.prompt_token_ids:
             hold.keep(request.page_digests(self.page_size, full))
 
-    def reserve_ahead(self, request: RequestState, leg: Leg) -> HeldPages | None:
+    def reserve_ahead(
+        self, request: RequestState, leg: Leg, past_others: bool = False
+    ) -> HeldPages | None:
         """Pages for a request that is still elsewhere, where nobody here waits for room.
 
         They are taken back when a running request needs them.
+
+        Args:
+            past_others: whoever waits here.
         """
-        if self.waiting or not self.can_import:
+        if (self.waiting and not past_others) or not self.can_import:
             return None
         hold = self.reserve(request, leg)
         if hold:

@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from heapq import nlargest
+from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.decode_group import DecodeGroup
@@ -54,6 +55,27 @@ class Running:
         """KV entries that exist of all of them, of groups without bringing them up to date."""
         grouped = sum(group.begun() for group in self._groups)
         return grouped + sum(request.computed for request in self._by_themselves())
+
+    @property
+    def decodes(self) -> tuple[int, int]:
+        """How many of them have all KV of their prompts, and the KV entries of these; likewise."""
+        entries = sum(group.begun() for group in self._groups)
+        count = sum(group.num_begun for group in self._groups)
+        for request in self._by_themselves():
+            if request.computed >= request.prompt_len:
+                count += 1
+                entries += request.computed
+        return count, entries
+
+    def longest_decodes(self, count: int) -> list[tuple[str, int]]:
+        """Ids and KV entries of those that have the most, the longest first; likewise."""
+        found = [each for group in self._groups for each in group.longest(count)]
+        found += [
+            (request.id, request.computed)
+            for request in self._by_themselves()
+            if request.computed >= request.prompt_len
+        ]
+        return nlargest(count, found, key=itemgetter(1))
 
     @property
     def prompt_tokens_left(self) -> int:

@@ -9,7 +9,7 @@ from jaxinfer.options.validation import Options
 from jaxinfer.serving.kv_shards import Placement, SliceMove
 from jaxinfer.serving.step_fit import AttentionFit, StepFit
 
-HandOffRule = Literal["on_demand", "at_end", "per_chunk", "per_segment"]
+HandOffRule = Literal["on_demand", "at_end", "when_room", "per_chunk", "per_segment"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,10 @@ class Leg:
             the prompt's last position samples the first token.
         hand_off: when the KV goes on to the next leg's instance. ``on_demand``: when that
             instance admits the request; ``at_end``: when this leg ends, if there is room
-            (on demand otherwise); ``per_chunk``: after each step, from the moment the next
-            instance has room; ``per_segment``: likewise, but during the step, each piece of the
-            model's layers as it has been computed.
+            (on demand otherwise); ``when_room``: then, or as soon as there is room, ahead of those
+            that wait there and beside steps whose tokens are all taken; ``per_chunk``: after each
+            step, from the moment the next instance has room; ``per_segment``: likewise, but during
+            the step, each piece of the model's layers as it has been computed.
     """
 
     instance: str
@@ -142,6 +143,8 @@ class InstanceView(Protocol):
     @property
     def max_num_batched_tokens(self) -> int: ...  # noqa: D102
     @property
+    def max_num_seqs(self) -> int: ...  # noqa: D102
+    @property
     def fit(self) -> StepFit | None:
         """Fit of the time of its steps, where that has been profiled."""
 
@@ -154,6 +157,21 @@ class InstanceView(Protocol):
     @property
     def kv_entries(self) -> int:
         """KV entries that exist of the requests running here."""
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests running here whose prompts have all of their KV."""
+
+    @property
+    def decode_entries(self) -> int:
+        """KV entries that exist of these."""
+
+    def longest_decodes(self, count: int) -> Sequence[tuple[str, int]]:
+        """Ids and KV entries of the ``count`` of these that have the most, the longest first.
+
+        Of equal ones, the one admitted last comes first. In a simulation this costs no more than
+        what has come and gone since the last call.
+        """
 
     @property
     def prompt_tokens_left(self) -> int:
@@ -202,10 +220,15 @@ class ClusterView:
     """All instances by name, but for those that were lost, at one time in seconds.
 
     It holds for one call: what a system keeps of it, requests too, may be out of date in the next.
+
+    Attributes:
+        kv_token_s: seconds that one KV token takes from the first instance to the second while
+            nothing else is on its way; 0 where that is not known.
     """
 
     now: float
     instances: Mapping[str, InstanceView]
+    kv_token_s: Callable[[str, str], float] = lambda source, dest: 0.0
 
 
 @dataclass(frozen=True)
@@ -218,10 +241,15 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Reassign:
-    """Replace a request's legs. KV that exists is handed over; a running leg is cut short."""
+    """Replace a request's legs. KV that exists is handed over; a running leg is cut short.
+
+    Attributes:
+        hand_off: the rule of the leg that is cut.
+    """
 
     request: str
     legs: tuple[Leg, ...]
+    hand_off: HandOffRule = "on_demand"
 
 
 @dataclass(frozen=True)
@@ -260,7 +288,19 @@ class Resume:
     request: str
 
 
-Action = Reassign | MoveSlices | SetRole | Pause | Resume
+@dataclass(frozen=True)
+class Budget:
+    """Limit the prompt tokens of each of an instance's steps from now on.
+
+    Attributes:
+        prompt_tokens: at least 1; None for no limit but that of the step as a whole.
+    """
+
+    instance: str
+    prompt_tokens: int | None
+
+
+Action = Reassign | MoveSlices | SetRole | Pause | Resume | Budget
 
 
 class NoOptions(Options):

@@ -90,8 +90,9 @@ class HandOffs:
         if request.exported and request.exported[0] == dest.name:
             dest.waiting.appendleft(request)
             return
-        if rule == "at_end" and not request.incoming:
-            request.incoming = dest.reserve_ahead(request, leg)
+        pushed = rule == "when_room" and request.exported is not None
+        if (pushed or rule == "at_end") and not request.incoming:
+            request.incoming = dest.reserve_ahead(request, leg, pushed)
         if request.incoming:
             del dest.kv.reserved[request.incoming]
             request.hold, request.incoming = request.incoming, None
@@ -102,6 +103,8 @@ class HandOffs:
                 dest.waiting.appendleft(request)
             else:
                 dest.waiting.append(request)
+            if pushed:
+                dest.waiting.pushed[request.id] = request
 
     def pull(self, request: RequestState) -> None:
         """Send what the next leg's instance still lacks; its pages are reserved."""

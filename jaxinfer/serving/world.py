@@ -108,3 +108,6 @@ class World(Protocol):
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""
+
+    def kv_token_s(self, source: str, dest: str) -> float:
+        """Seconds of one KV token from one instance to another alone; 0 where it is not known."""

@@ -13,7 +13,7 @@ from jaxinfer.report.recorder import Recorder
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.world import Event
+from jaxinfer.serving.world import Event, StepDone
 from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
 from jaxinfer.simulate.requests import ModelledRequests
 from jaxinfer.simulate.world import SimulatedWorld
@@ -67,6 +67,7 @@ def serve(
     on_request: OnRequest = lambda request, times: None,
     start: float = 0.0,
     about: Mapping[str, object] | None = None,
+    on_step: Callable[[StepDone], None] | None = None,
 ) -> RunMetrics:
     """The same on a cluster that has been modelled; ``compiles`` and the like are 0.
 
@@ -74,6 +75,8 @@ def serve(
         fits: by instance, what the system may predict with.
         start: seconds, see ``SimulatedWorld``; ``wall_s`` counts from 0 all the same.
         about: see ``simulate``.
+        on_step: called with each step that has ended; what it looks at has to hold for decodes
+            that are advanced together.
     """
     system, modelled = site.new_system(), cluster.instances
     requests = ModelledRequests(work, site.run_file.workload, site.instances)
@@ -107,6 +110,8 @@ def serve(
 
     def on_event(event: Event) -> None:
         recorder.add_event(event, loop)
+        if on_step and isinstance(event, StepDone):
+            on_step(event)
 
     def describe() -> dict[str, object]:
         return describe_run(site, cluster, work) | dict(about or {})

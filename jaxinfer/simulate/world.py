@@ -114,6 +114,11 @@ class SimulatedWorld:
         """Ask for a Tick."""
         self._at(time, Tick())
 
+    def kv_token_s(self, source: str, dest: str) -> float:
+        """Seconds of one KV token alone, all layers of which leave at once."""
+        lanes = self._lanes.get((source, dest), ())
+        return self._network.least_seconds((lane.path, lane.token_bytes) for lane in lanes)
+
     def launch(self, batch: Batch) -> None:
         """Start a step behind those that its stages have been given."""
         if self._rounds and batch.instance in self._joint:

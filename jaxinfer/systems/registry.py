@@ -12,6 +12,7 @@ SYSTEMS = {
     "single": "jaxinfer.systems.single:Single",
     "cronus": "jaxinfer.papers.cronus.system:Cronus",
     "data_parallel": "jaxinfer.systems.data_parallel:DataParallel",
+    "takeover": "jaxinfer.systems.takeover:Takeover",
     "least_loaded": "jaxinfer.systems.least_loaded:LeastLoaded",
     "disaggregated": "jaxinfer.systems.disaggregated:Disaggregated",
     "distserve": "jaxinfer.papers.distserve.system:DistServe",

@@ -31,6 +31,7 @@ CHEAP = {
     "predictor": ("lines", False),
     "sharding": ("palm", True),
     "splitwise": ("transfers", False),
+    "takeover": ("decisions", False),
     "tetriinfer": ("interference", False),
     "vidur_search": ("longer", False),
 }

@@ -26,7 +26,7 @@ from jaxinfer.serving.system import (
 )
 from jaxinfer.serving.waiting import Waiting
 
-Counts = tuple[int, ...]
+Counts = tuple[Any, ...]
 
 
 def seen(instance: InstanceView) -> Counts:
@@ -35,6 +35,9 @@ def seen(instance: InstanceView) -> Counts:
         instance.kv_entries,
         instance.prompt_tokens_left,
         instance.num_pages,
+        instance.num_decodes,
+        instance.decode_entries,
+        [entries for _, entries in instance.longest_decodes(3)],
     )
 
 
@@ -50,11 +53,18 @@ def counted(instance: InstanceView) -> Counts:
     running = instance.running.values()
     here = [*instance.waiting, *instance.importing.values(), *running]
     assert isinstance(instance, Instance)
+    decodes = {r.id: r.computed for r in running if r.computed >= r.prompt_len}
+    longest = instance.longest_decodes(3)
+    assert all(decodes[name] == entries for name, entries in longest)
+    assert len({name for name, _ in longest}) == len(longest)
     return (
         len(running),
         sum(r.computed for r in running),
         sum(map(todo, here)),
         instance.kv.shards[0].pool.num_usable // max(len(instance.kv.shards[0].slices), 1),
+        len(decodes),
+        sum(decodes.values()),
+        sorted(decodes.values(), reverse=True)[:3],
     )
 
 

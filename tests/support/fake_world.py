@@ -119,6 +119,9 @@ class FakeWorld:
     ``check`` is called after every change, and ``at_rest`` when all has been decided for now.
     """
 
+    def kv_token_s(self, source: str, dest: str) -> float:
+        return 0.0
+
     def __init__(
         self,
         instances: Sequence[Instance],

@@ -29,7 +29,7 @@ from jaxinfer.serving.system import (
     System,
 )
 
-RULES = ("on_demand", "at_end", "per_chunk", "per_segment")
+RULES = ("on_demand", "at_end", "per_chunk", "per_segment", "when_room")
 # Layouts of an instance's KV: one shard, pipeline stages, ranges of heads, empty shards, and two
 # stages with several shards each.
 LAYOUTS = (
@@ -125,7 +125,8 @@ class Chaos(Follow):
             self.paused.add(name)
             return Pause(name)
         if kind == "reassign":
-            return Reassign(name, self._any_legs(name, cluster))
+            rule = self.rng.choice(RULES)
+            return Reassign(name, self._any_legs(name, cluster), rule)
         return self._any_move(name, cluster)
 
     def _any_legs(self, name: str, cluster: ClusterView) -> tuple[Leg, ...]:

@@ -4,16 +4,19 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from jaxinfer.config.run_file import put_option
+from jaxinfer.config.run_file import as_run_file, put_option
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, read_yaml, within
+from jaxinfer.plan.bound import bound_of
 from jaxinfer.plan.candidate import Candidate, Search
 from jaxinfer.plan.problem import Problem
+from jaxinfer.simulate.run import prepare
 
 # Dotted keys of a run file, and the values that each is to have.
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
@@ -27,10 +30,13 @@ class AnySystemOptions(Options):
     Attributes:
         files: Run files, each with axes of its own. Their model and workload do not count.
         axes: Axes of all files: dotted keys and lists of values.
+        by_bound: Whether candidates are left out that could not keep up the best rate so far,
+            whatever their system: a run of few requests may end before that shows.
     """
 
     files: Named[Axes] = Field(min_length=1)
     axes: Axes = Field(default_factory=dict)
+    by_bound: bool = False
 
 
 class AnySystem:
@@ -43,7 +49,10 @@ class AnySystem:
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
         """The best of them."""
-        return search.best(list(self.candidates()))
+        found = list(self.candidates())
+        if not self._options.by_bound:
+            return search.best(found)
+        return search.best(found, lambda candidate: _most(problem, candidate))
 
     def candidates(self) -> Iterator[Candidate]:
         """All of ``grid``."""
@@ -51,6 +60,15 @@ class AnySystem:
             yield from grid(self._options.files, self._options.axes)
         except OptionError as error:
             raise within("planner", error) from None
+
+
+def _most(problem: Problem, candidate: Candidate) -> float:
+    """The rate that no system exceeds on a candidate's cluster; infinite where none is known."""
+    try:
+        _, cluster, _ = prepare(as_run_file(problem.run_file(candidate.part)))
+        return bound_of(cluster, problem.work).rate
+    except JaxinferError:
+        return inf
 
 
 def grid(

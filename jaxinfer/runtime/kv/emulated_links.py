@@ -49,6 +49,12 @@ class EmulatedLinks:
         self._order = itertools.count()
         self._now = 0.0
 
+    def least_seconds(self, pairs: Iterable[StagePair]) -> float:
+        """Seconds of one KV token alone, by what is emulated of its way."""
+        return self._network.least_seconds(
+            ([pair.groups], pair.token_bytes) for pair in pairs if pair.link
+        )
+
     def hold_back(self, landed: Landed) -> None:
         """Let a slab leave at its start, behind those before it; the machine has moved it."""
         self._advance(landed.start)

@@ -9,8 +9,10 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
+from jaxinfer.plan.bound import bound_of
+from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions, read_part
 from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.simulate.run import prepare
 
 TWO = {
     "groups": {"g": {"kind": "A10", "devices": 2, "tensor_parallel_size": 1}},
@@ -65,6 +67,28 @@ def test_the_system_that_carries_most_is_chosen(files: list[str], carries: Carri
     planner = AnySystem(AnySystemOptions(files={key: {} for key in files}))
     search = DrivenSearch(problem({"maximise": "cluster"}))
     assert planner.plan(search.problem, search).axes == {"file": "split"}
+
+
+@pytest.mark.parametrize("by_bound", [False, True])
+def test_what_could_not_keep_up_is_left_out(
+    by_bound: bool, files: list[str], carries: Carries
+) -> None:
+    """An A10's bound is far below what two of them are said to carry here, by any system."""
+    small = Path(files[1])
+    one = {"groups": {"g": {"kind": "A10"}}, "instances": {"a": {"group": "g"}}, "system": "single"}
+    small.write_text(yaml.safe_dump(one))
+    base = problem({"maximise": "cluster", "at_once": 1})
+    two, alone = (
+        bound_of(prepare(as_run_file(base.run_file(read_part(file))))[1], base.work).rate
+        for file in files
+    )
+    assert two == pytest.approx(2 * alone)
+    carries.rate = lambda config: 1.5 * alone if len(config.instances) == 2 else 0.5 * alone
+    options = AnySystemOptions(files={key: {} for key in files}, by_bound=by_bound)
+    search = DrivenSearch(base)
+    assert AnySystem(options).plan(base, search).axes == {"file": "balanced"}
+    scores = {str(c.axes["file"]): score for c, score in search.tried.values()}
+    assert scores["split"].given_up == ("by its bound" if by_bound else "at this rate")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,290 @@
+"""Takeover: whole prompts on whoever is free; decodes are taken over by whoever is best at them.
+
+No prompt is cut ahead of time, and no length is predicted. While requests wait, an instance takes
+the decodes of those on which a decode displaces more of the prompts that wait. One with a small
+pool keeps its short decodes and hands on the longest ones, as it needs room for the next prompt.
+While none waits, decodes go from slower instances to faster ones. ``docs/results/takeover.md`` says
+what comes of it, and what each part is worth.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from pydantic import Field
+
+from jaxinfer.options.validation import Options
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    InstanceView,
+    Leg,
+    Reassign,
+    RequestView,
+    StepView,
+    System,
+)
+from jaxinfer.systems.instances import most_entries
+from jaxinfer.systems.takeover_books import Book, Books, Kind
+
+# Pools that hold less than this share of another's hand on their longest decodes to it.
+_SMALL = 0.25
+# By how much a decode has to displace less elsewhere; for a small pool's it may be a little more.
+_LESS, _LITTLE_MORE = 0.95, 1.1
+# By how much its steps have to be shorter, while nobody waits.
+_SHORTER = 1.3
+# Free seats by the decodes of small pools, from which on they are left for these.
+_SCARCE = 0.25
+# Decodes of an instance that are looked at in one step: some at first, and then so many.
+_LOOKED_AT = 2, 32
+
+
+class TakeoverOptions(Options):
+    """Options of ``Takeover``.
+
+    Attributes:
+        spared: Share of a pool that takes leave free, besides room for its decodes' growth.
+        most_moves: Takes of one request, at most; with 0, no decode is taken.
+        keeps_room: Whether prompts begin elsewhere while an instance's room is for others' decodes.
+    """
+
+    spared: float = Field(default=0.01, ge=0, lt=1)
+    most_moves: int = Field(default=2, ge=0)
+    keeps_room: bool = True
+
+
+class Takeover(System):
+    """Requests begin on whoever is free, and are taken over while they decode."""
+
+    Options = TakeoverOptions
+    options: TakeoverOptions
+    needs_fits = True
+    needs_decode_rows = False  # Views count decodes: a simulation may advance them together.
+
+    def __init__(self, options: TakeoverOptions | None = None) -> None:
+        super().__init__(options)
+        self._books = Books(self.options.spared)
+        # Whether requests wait, and the KV entries of the first of them.
+        self._waits, self._next = False, 0
+        # Who would begin a prompt, if there is room.
+        self._open: dict[str, Book] = {}
+        # By request: its takes, and who is to have it; the order is that of the takes.
+        self._moves: dict[str, int] = {}
+        self._bound_for: dict[str, Book] = {}
+        # Who has handed something on since its last step: it may have none to come.
+        self._stale: set[str] = set()
+        self._taken = 0
+
+    def _follow(self, cluster: ClusterView) -> Mapping[str, Book]:
+        """The books, of instances that are there."""
+        if cluster.instances != self._books.views:  # One was lost, or is back.
+            self._books.follow(cluster.instances)
+            self._open = {}
+            for book in self._books.by_name.values():
+                self._note_open(book)
+        return self._books.by_name
+
+    # Where requests begin.
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """Requests in their order, each where it is computed first, while there is room."""
+        books = self._follow(cluster)
+        for name in self._stale & books.keys():
+            books[name].renew(cluster.instances[name])
+            self._note_open(books[name])
+        self._stale.clear()
+        kept = [kind for kind in self._books.kinds if self._waits and self._is_kept(kind)]
+        open_to = [book for book in self._open.values() if book.idle or book.kind not in kept]
+        assignments: list[Assignment] = []
+        left = False
+        for request in waiting:
+            self._arrive(request.id)  # It comes back from an instance that was lost.
+            book = books.get(request.held_by or "") or self._place(request, open_to)
+            if book is None:
+                left, self._next = True, request.num_known
+                break
+            at_home = request.held_by == book.name
+            book.take(0 if at_home else book.pages_for(request.num_known))
+            book.backlog += request.num_known - request.computed
+            assignments.append(Assignment(request.id, self._legs(request, book)))
+            if not book.is_open:
+                self._note_open(book)
+        self._waits = left
+        return assignments
+
+    def _note_open(self, book: Book) -> None:
+        if book.is_open:
+            self._open[book.name] = book
+        else:
+            self._open.pop(book.name, None)
+
+    def _place(self, request: RequestView, open_to: Sequence[Book]) -> Book | None:
+        """Who is to compute a request; None if it has to wait."""
+        rest, best, least = request.num_known - request.computed, None, float("inf")
+        for book in open_to:
+            pages = book.pages_for(request.num_known)
+            room = book.pages if book.idle else book.room - book.spare
+            if room < pages or not book.is_open:
+                continue
+            seconds = (book.backlog + rest) * book.token_s()
+            if seconds < least:
+                best, least = book, seconds
+        largest = self._books.largest
+        if best is None and request.num_known > largest.kind.entries_held:
+            return largest  # The loop says why it cannot be.
+        return best
+
+    def _legs(self, request: RequestView, book: Book) -> tuple[Leg, ...]:
+        """All of a request; or where it could not end here, what is known of it."""
+        largest = self._books.largest
+        if book.kind.entries_held >= most_entries(request) or book.kind is largest.kind:
+            return (Leg(book.name),)
+        return Leg(book.name, request.num_known, "when_room"), Leg(largest.name)
+
+    def _is_kept(self, kind: Kind) -> bool:
+        """Tell whether these instances' room is for decodes of smaller pools."""
+        if not self.options.keeps_room or not self.options.most_moves:
+            return False
+        below = [each for each in self._books.kinds if _is_small(each, kind)]
+        return any(each.with_time for each in below) or self._is_scarce(kind, below)
+
+    def _is_scarce(self, kind: Kind, below: Sequence[Kind]) -> bool:
+        """Tell whether there is little room beside what others may want to hand on."""
+        if not below:
+            return False
+        decodes, due = sum(each.decodes for each in below), sum(each.due for each in below)
+        return kind.seats <= _SCARCE * decodes or kind.room <= due
+
+    # Who takes whose decodes.
+
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        """Take over decodes: those of others here, and by others this instance's."""
+        book = self._follow(cluster).get(step.instance)
+        if book is None:
+            return ()
+        book.note(step)
+        book.renew(cluster.instances[book.name])
+        self._note_open(book)
+        if not self.options.most_moves or len(self._books.by_name) == 1:
+            return ()
+        actions: list[Action] = []
+        if book.has_room:
+            for other in self._worse(book):
+                actions += self._take(book, other, cluster)
+        if book.decodes:
+            for other in self._better(book):
+                actions += self._take(other, book, cluster)
+            if self._waits:
+                actions += self._make_room(book, cluster)
+        return actions
+
+    def _gives(self, kind: Kind, to: Kind) -> bool:
+        """Tell whether decodes are better off there, while requests wait."""
+        if kind is to or _is_small(to, kind):
+            return False
+        context = self._books.mean_context
+        ratio = to.speeds.displaced(context) / kind.speeds.displaced(context)
+        if not _is_small(kind, to):
+            return ratio < _LESS
+        return ratio < _LITTLE_MORE or self._is_scarce(to, [kind])
+
+    def _worse(self, book: Book) -> Iterator[Book]:
+        """Whose decodes this instance takes, the worst first."""
+        if self._waits:
+            context, kinds = self._books.mean_context, self._books.kinds
+            found = [kind for kind in kinds if kind.decodes and self._gives(kind, book.kind)]
+            found.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
+            givers = [each for kind in found for each in kind.books if each.decodes]
+        else:
+            most = _SHORTER * book.step_s()
+            slower = [(each.step_s(), each) for each in self._books.by_name.values()]
+            slower = [pair for pair in slower if pair[1].decodes and pair[0] > most]
+            givers = [each for _, each in sorted(slower, key=lambda pair: -pair[0])]
+        for each in givers:
+            if not book.has_room:
+                return
+            if each is not book:
+                yield each
+
+    def _better(self, book: Book) -> Iterator[Book]:
+        """Who takes this instance's decodes, the best first."""
+        if self._waits:
+            context = self._books.mean_context
+            found = [kind for kind in self._books.kinds if self._gives(book.kind, kind)]
+            found.sort(key=lambda kind: kind.speeds.displaced(context))
+            yield from (each for kind in found for each in kind.books if each.has_room)
+            return
+        own = book.step_s()
+        faster = [(each.step_s(), each) for each in self._books.by_name.values() if each.has_room]
+        for seconds, each in sorted(faster, key=lambda pair: pair[0]):
+            if each is not book and own > _SHORTER * seconds:
+                yield each
+
+    def _make_room(self, book: Book, cluster: ClusterView) -> Sequence[Action]:
+        """Hand decodes on to a larger pool, so that the next prompt may begin here."""
+        lacking = book.pages_for(self._next) - (book.room - book.spare)
+        if lacking <= 0:
+            return ()
+        larger = [
+            each
+            for kind in self._books.kinds
+            if _is_small(book.kind, kind)
+            for each in kind.books
+            if each.has_room
+        ]
+        if not larger:
+            return ()
+        return self._take(max(larger, key=lambda each: each.room), book, cluster, lacking)
+
+    def _take(
+        self, to: Book, book: Book, cluster: ClusterView, wanted: float = float("inf")
+    ) -> list[Action]:
+        """Have one instance take the longest decodes of another, while it has room.
+
+        Args:
+            wanted: pages that are to come free.
+        """
+        actions: list[Action] = []
+        for name, entries in self._longest(cluster.instances[book.name], book.decodes):
+            pages = to.pages_for(entries + 1)
+            if wanted <= 0 or to.seats < 1 or to.room - pages < to.spare:
+                break
+            moves = self._moves.get(name, 0)
+            if moves >= self.options.most_moves or name in self._bound_for:
+                continue
+            self._moves[name], self._bound_for[name] = moves + 1, to
+            to.expect(name, pages)
+            book.give(entries)
+            wanted -= pages
+            actions.append(Reassign(name, (Leg(to.name),), "when_room"))
+        self._taken += len(actions)
+        return actions
+
+    def _longest(self, view: InstanceView, decodes: int) -> Iterator[tuple[str, int]]:
+        """The longest decodes there, a few first: mostly there is room for no more."""
+        seen = 0
+        for most in _LOOKED_AT:
+            longest = view.longest_decodes(most) if seen < decodes else ()
+            yield from longest[seen:]
+            seen = most
+
+    def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
+        """What was taken is on its way, and counts where it goes."""
+        self._arrive(request.id)
+        self._stale.add(leg.instance)
+
+    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
+        """Forget a request."""
+        self._arrive(request.id)
+        self._moves.pop(request.id, None)
+
+    def _arrive(self, name: str) -> None:
+        if book := self._bound_for.pop(name, None):
+            book.coming.pop(name, None)
+
+    def report(self) -> Mapping[str, object]:
+        """How many decodes were taken over."""
+        return {"decodes_taken": self._taken}
+
+
+def _is_small(kind: Kind, beside: Kind) -> bool:
+    return kind.entries_held < _SMALL * beside.entries_held

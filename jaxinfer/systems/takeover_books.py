@@ -1,0 +1,245 @@
+"""Books of ``Takeover``: each instance as it last was, and those alike together.
+
+An entry is renewed at its instance's own events alone, and changed by what the system decides
+between them: no decision looks at all requests of all instances.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import exp
+
+from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.serving.system import InstanceView, StepView
+from jaxinfer.systems.instances import capacity
+
+# Seconds over which it is told how much of its time an instance computes prompts.
+_MEMORY_S = 20.0
+# Steps whose prompts an instance may have in its queue: one runs, and one is launched next.
+_STEPS_AHEAD = 2
+# Steps for whose growth takes leave room.
+_GROWTH_STEPS = 32
+# An instance that computes prompts for a smaller share of its time could compute more.
+_BUSY = 0.9
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds of an instance's work, by its fits.
+
+    Attributes:
+        token_s: of a prompt's token in a full step.
+        sequence_s, entry_s: of a decode, and of each KV entry that it sees, beside others.
+        step_s: of a step of decodes alone, whatever they are.
+        full_s: of a step with as many tokens as there may be, without its decodes' entries;
+            ``full_entry_s``: of each of these.
+    """
+
+    token_s: float
+    sequence_s: float
+    entry_s: float
+    step_s: float
+    full_s: float
+    full_entry_s: float
+
+    @classmethod
+    def of(cls, fit: StepFit) -> "Speeds":
+        """Speeds by fits; a decode's by those of mixed steps, where it has none of its own."""
+        mixed, decode = fit.mixed, fit.decode
+        entry_s, full_s = max(mixed.per_decode_context, 0.0), max(mixed.constant, 1e-9)
+        own = (0.0, entry_s, full_s)
+        if decode:
+            own = decode.per_sequence, decode.per_context, decode.constant
+        sequence_s, seen_s, step_s = (max(each, 0.0) for each in own)
+        token_s = max(fit.prefill.per_token, 1e-12)
+        return cls(token_s, sequence_s, seen_s, step_s, full_s, entry_s)
+
+    def displaced(self, context: float) -> float:
+        """Prompt tokens that could be computed in place of a decode with so many KV entries."""
+        return 1 + (self.sequence_s + self.entry_s * context) / self.token_s
+
+
+@dataclass(eq=False)
+class Kind:
+    """Instances alike, and what they run together.
+
+    Attributes:
+        entries_held: KV entries that a pool has room for.
+        decodes, entries: that run there, and their KV entries; ``due``: those of all requests, once
+            their prompts are computed.
+        seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
+        with_time: how many of them could compute more prompts.
+    """
+
+    speeds: Speeds
+    entries_held: int
+    books: list["Book"] = field(default_factory=list)
+    decodes: int = 0
+    entries: int = 0
+    due: int = 0
+    seats: int = 0
+    room: int = 0
+    with_time: int = 0
+
+
+@dataclass(eq=False)
+class Book:
+    """One instance as it last was.
+
+    Attributes:
+        budget: tokens of a step.
+        pages: of its pool; ``spare``: those that others' decodes are to leave free, and
+            ``watermark``: however few run there.
+        decodes, entries: that run there, and their KV entries.
+        backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
+        seats, room: seats and pages that nobody has or is promised.
+        idle: nothing was there.
+        coming: by id, pages of requests that are to come and are still elsewhere.
+        busy: share of its time in which it computed prompts.
+        seen: end of its last step, in seconds.
+    """
+
+    name: str
+    kind: Kind
+    budget: int
+    page_size: int
+    pages: int
+    watermark: int
+    spare: int = 0
+    decodes: int = 0
+    entries: int = 0
+    backlog: int = 0
+    due: int = 0
+    seats: int = 0
+    room: int = 0
+    idle: bool = True
+    coming: dict[str, int] = field(default_factory=dict)
+    busy: float = 1.0
+    seen: float = 0.0
+
+    def pages_for(self, entries: int) -> int:
+        """Pages of so many KV entries."""
+        return -(-entries // self.page_size)
+
+    @property
+    def is_open(self) -> bool:
+        """True if a prompt may begin here, unless it is too long."""
+        return self.idle or (self.seats > 0 and self.backlog < _STEPS_AHEAD * self.budget)
+
+    @property
+    def has_room(self) -> bool:
+        """True if it could take a decode, unless that is long."""
+        return self.seats > 0 and self.room > self.spare
+
+    def renew(self, view: InstanceView) -> None:
+        """Write down how the instance is now."""
+        kind = self.kind
+        decodes, entries = view.num_decodes, view.decode_entries
+        self.backlog = view.prompt_tokens_left
+        due = view.kv_entries + self.backlog
+        kind.decodes += decodes - self.decodes
+        kind.entries += entries - self.entries
+        kind.due += due - self.due
+        kind.seats -= self.seats
+        kind.room -= (self.room - self.spare) * self.page_size
+        self.decodes, self.entries, self.due = decodes, entries, due
+        self.spare = self.watermark + self.pages_for(_GROWTH_STEPS * decodes)
+        there = view.num_requests
+        self.idle = not there and not self.coming
+        self.seats = view.max_num_seqs - there - len(self.coming)
+        self.room = view.num_free_pages - sum(self.coming.values())
+        for request in view.waiting:
+            if request.held_by != self.name:
+                self.room -= self.pages_for(request.num_known)
+        kind.seats += self.seats
+        kind.room += (self.room - self.spare) * self.page_size
+
+    def note(self, step: StepView) -> None:
+        """A step has ended: with a prompt's chunk, or without."""
+        chunk = any(row.start < row.request.prompt_len for row in step.rows)
+        had_time = self.busy < _BUSY
+        start = max(step.start, self.seen)
+        self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
+        kept = exp((start - step.end) / _MEMORY_S)
+        self.busy = self.busy * kept + chunk * (1 - kept)
+        self.seen = step.end
+        self.kind.with_time += (self.busy < _BUSY) - had_time
+
+    def take(self, pages: int) -> None:
+        """Promise a seat and pages to a request."""
+        self.seats -= 1
+        self.room -= pages
+        self.kind.seats -= 1
+        self.kind.room -= pages * self.page_size
+        self.idle = False
+
+    def expect(self, name: str, pages: int) -> None:
+        """Promise them to one that is to come from elsewhere."""
+        self.take(pages)
+        self.coming[name] = pages
+
+    def give(self, entries: int) -> None:
+        """A decode with so many KV entries is to go elsewhere."""
+        self.decodes -= 1
+        self.kind.decodes -= 1
+        self.entries -= entries
+        self.kind.entries -= entries
+
+    def token_s(self) -> float:
+        """Seconds of a prompt's token among the decodes that run now."""
+        speeds = self.kind.speeds
+        seconds = speeds.full_s + speeds.full_entry_s * self.entries
+        return max(seconds / max(self.budget - self.decodes, 1), speeds.token_s)
+
+    def step_s(self) -> float:
+        """Seconds of a step as it is now: a full one while prompts are to be computed."""
+        speeds = self.kind.speeds
+        if self.backlog:
+            return speeds.full_s + speeds.full_entry_s * self.entries
+        rows = speeds.sequence_s * self.decodes + speeds.entry_s * self.entries
+        return speeds.step_s + rows
+
+
+class Books:
+    """The books of all instances that are there.
+
+    Args:
+        spared: share of a pool that is to stay free.
+
+    Attributes:
+        views: what the books are of.
+        by_name: in their order; ``kinds``: those alike together.
+        largest: the first one with the largest pool.
+    """
+
+    def __init__(self, spared: float) -> None:
+        self._spared = spared
+        self.views: dict[str, InstanceView] = {}
+        self.by_name: dict[str, Book] = {}
+        self.kinds: list[Kind] = []
+        self.largest: Book
+
+    @property
+    def mean_context(self) -> float:
+        """KV entries of a decode in the mean."""
+        decodes = sum(kind.decodes for kind in self.kinds)
+        return sum(kind.entries for kind in self.kinds) / decodes if decodes else 0.0
+
+    def follow(self, instances: Mapping[str, InstanceView]) -> None:
+        """Open new books of what is there now."""
+        self.views = dict(instances)
+        before, self.by_name = self.by_name, {}
+        kinds: dict[tuple[object, ...], Kind] = {}
+        for name, view in instances.items():
+            assert view.fit
+            held, budget = capacity(view), view.max_num_batched_tokens
+            key = view.fit, held, budget, view.max_num_seqs
+            kind = kinds.setdefault(key, Kind(Speeds.of(view.fit), held))
+            spared = int(self._spared * view.num_pages)
+            book = Book(name, kind, budget, view.page_size, view.num_pages, spared)
+            if name in before:
+                book.coming, book.seen = before[name].coming, before[name].seen
+            kind.books.append(book)
+            self.by_name[name] = book
+            book.renew(view)
+        self.kinds = list(kinds.values())
+        self.largest = max(self.by_name.values(), key=lambda book: book.kind.entries_held)

@@ -1,0 +1,64 @@
+"""Takeover, the system of ours, beside others and beside the bound. No paper has these figures."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from scripts.reproduce.reproduction import Inputs, Part, Reproduction
+from scripts.reproduce.takeover import beside, maps
+
+SEEDS = (0,)
+PAIRS = {"a100_a10": "A100+A10", "a100_a30": "A100+A30", "h100_l4": "H100+L4"}
+
+
+def _map(pair: str) -> Callable[[Inputs], Part]:
+    def made(inputs: Inputs) -> Part:
+        rows = maps.map_of(pair, SEEDS, inputs.pool)
+        return Part(rows, maps.claims(pair, rows))
+
+    made.__doc__ = f"Shares of the bound on {pair}."
+    return made
+
+
+def picture(inputs: Inputs) -> Part:
+    """All maps as a picture."""
+    made = {pair: inputs.rows(part) for part, pair in PAIRS.items()}
+    return Part(pictures={"map": maps.draw(made)})
+
+
+def parts(inputs: Inputs) -> Part:
+    """What each part of takeover is worth."""
+    return Part(beside.parts(inputs.pool))
+
+
+def latency(inputs: Inputs) -> Part:
+    """Latencies at 80 % of Cronus' rate."""
+    rows = beside.latencies(inputs.pool)
+    return Part(rows, beside.latency_claims(rows))
+
+
+def decisions(inputs: Inputs) -> Part:
+    """Seconds that takeover decides for, per request."""
+    rows = beside.decisions()
+    return Part(rows, beside.decision_claims(rows))
+
+
+def table_2(inputs: Inputs) -> Part:
+    """Cronus' Table 2, with takeover."""
+    work = [replace(item, arrival=0.0) for item in inputs.work(beside.TRACE)[: beside.REQUESTS]]
+    rows = beside.table_2(work, inputs.pool)
+    return Part(rows, beside.table_2_claims(rows))
+
+
+REPRODUCTION = Reproduction(
+    paper="Takeover",
+    inputs={beside.TRACE: "Azure's 2023 conversation trace (Azure/AzurePublicDataset)"},
+    parts={
+        **{part: _map(pair) for part, pair in PAIRS.items()},
+        "map": picture,
+        "parts": parts,
+        "latency": latency,
+        "decisions": decisions,
+        "table2": table_2,
+    },
+    timed=("decisions",),
+)

@@ -1,0 +1,193 @@
+"""Takeover: where requests begin and who takes them over, on the fake executor with losses."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import examples
+from scenarios import Scenario, scenarios
+from schedules import pool, unit
+from serving_checks import Outcome, Run, make_requests
+
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
+from jaxinfer.serving.system import Action, ClusterView, Reassign, StepView
+from jaxinfer.systems.takeover import Takeover, TakeoverOptions
+from jaxinfer.systems.takeover_books import Speeds
+
+
+def fit(token_s: float, sequence_s: float = 0.0, entry_s: float = 0.0, step_s: float = 1.0) -> Any:
+    """A prompt's token, and a decode beside others."""
+    mixed = MixedFit(0.0, entry_s, step_s + 4 * token_s)
+    return StepFit(PrefillFit(token_s, 0.0), mixed, DecodeFit(entry_s, sequence_s, step_s))
+
+
+# The smaller pool's decodes displace more.
+FAST, SLOW = fit(0.1, step_s=1.0), fit(0.4, 0.4, 0.4, step_s=4.0)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "at"),
+    [
+        # By hand, of Llama 3 8B: 1 + (sequence + context * entry) / token, in microseconds.
+        ((92, 72, 0.113), {300: 2.15, 1100: 3.13, 4000: 6.70}),  # A100
+        ((258, 72, 0.385), {300: 1.73, 1100: 2.92, 4000: 7.25}),  # A10
+        ((29, 72, 0.069), {300: 4.20, 1100: 6.10, 4000: 13.00}),  # H100
+        ((79, 72, 0.268), {300: 2.93, 1100: 5.64, 4000: 15.48}),  # L40S
+    ],
+)
+def test_what_a_decode_displaces(speeds: tuple[float, ...], at: dict[int, float]) -> None:
+    token, sequence, entry = (1e-6 * each for each in speeds)
+    found = Speeds.of(fit(token, sequence, entry))
+    for context, tokens in at.items():
+        assert found.displaced(context) == pytest.approx(tokens, abs=0.006)
+
+
+def test_without_a_fit_of_decodes_they_cost_what_they_cost_beside_chunks() -> None:
+    found = Speeds.of(StepFit(PrefillFit(0.25, 0.0), MixedFit(0.0, 0.5, 3.0)))
+    assert found.displaced(2) == 1 + 0.5 * 2 / 0.25
+    assert (found.sequence_s, found.step_s) == (0.0, 3.0)
+
+
+class Checked(Takeover):
+    """Asserts at each decision what its books, and what it takes, have to be."""
+
+    taken = 0
+
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        actions = super().on_step(step, cluster)
+        for kind in self._books.kinds:
+            assert kind.decodes == sum(book.decodes for book in kind.books)
+            assert kind.entries == sum(book.entries for book in kind.books)
+            assert kind.with_time == sum(book.busy < 0.9 for book in kind.books)
+        taken = [action.request for action in actions if isinstance(action, Reassign)]
+        assert len(taken) == len(set(taken)) == len(actions)
+        for action in actions:
+            assert isinstance(action, Reassign)
+            here = [i for i in cluster.instances.values() if action.request in i.running]
+            assert [i.name for i in here] != [action.legs[0].instance]
+            request = here[0].running[action.request]
+            assert request.computed >= request.prompt_len
+        assert all(moves <= self.options.most_moves for moves in self._moves.values())
+        self.taken += len(taken)
+        return actions
+
+
+FITS = st.builds(
+    fit,
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(0.5, 5),
+)
+OPTIONS = st.builds(
+    TakeoverOptions,
+    spared=st.sampled_from((0.0, 0.03, 0.3)),
+    most_moves=st.integers(0, 3),
+    keeps_room=st.booleans(),
+)
+LOSSES = st.dictionaries(
+    st.sampled_from("AB"),
+    st.lists(st.integers(1, 40), min_size=1, max_size=3, unique=True).map(sorted),
+    max_size=1,
+)
+
+
+def run(scenario: Scenario, system: Takeover, fits: Sequence[StepFit]) -> Outcome:
+    """A run of a scenario whose instances have fits, those that are back too."""
+
+    class Fitted(Instance):
+        def __init__(self, name: str, *given: Any, **more: Any) -> None:
+            super().__init__(name, *given, **more)
+            self.fit = fits["ABC".index(name)]
+
+    made = scenario.run(system, instance_type=Fitted)
+    made.greedy = False  # A free instance may leave a request to another one.
+    return made.verify()
+
+
+@examples(40)
+@given(scenarios(max_requests=12), st.tuples(FITS, FITS, FITS), OPTIONS)
+def test_all_requests_end_with_their_tokens(
+    scenario: Scenario, fits: Sequence[StepFit], options: TakeoverOptions
+) -> None:
+    outcome = run(scenario, Checked(options), fits)
+    assert all(r.finish_reason in ("stop", "length") for r in outcome.finished.values())
+
+
+@examples(40)
+@given(scenarios(max_requests=12), st.tuples(FITS, FITS, FITS), OPTIONS, LOSSES)
+def test_losses(
+    scenario: Scenario,
+    fits: Sequence[StepFit],
+    options: TakeoverOptions,
+    lost: dict[str, list[int]],
+) -> None:
+    """Whoever is lost and back: nobody fails while one instance is left or to return."""
+    there = {name for name, *_ in scenario.instances}
+    kept = {name: times for name, times in lost.items() if name in there}
+    scenario = replace(scenario, timing=replace(scenario.timing, lost=kept))
+    outcome = run(scenario, Checked(options), fits)
+    if len(there) > 1 or not kept:
+        assert all(r.finish_reason in ("stop", "length") for r in outcome.finished.values())
+
+
+# By hand: A is slow and small, B fast and large.
+
+
+def pair(system: Takeover, lengths: Sequence[tuple[int, int]], **timing: Any) -> Outcome:
+    """Requests that are there at once, on a pair; steps of the slow one take as long as others."""
+    slow, fast = pool("A", 20, max_num_seqs=4), pool("B", 200, max_num_seqs=8)
+    slow.fit, fast.fit = SLOW, FAST
+    made = Run(system, [slow, fast], make_requests(lengths), unit(**timing))
+    made.greedy = False
+    return made.verify()
+
+
+def moves(outcome: Outcome) -> list[tuple[str, str, str]]:
+    return [(t.request.id, t.source, t.dest) for t in outcome.world.transfers]
+
+
+def test_prompts_go_where_they_are_computed_first_and_decodes_to_the_faster() -> None:
+    system = Checked()
+    outcome = pair(system, [(8, 9)] * 8)
+    begun = {step.batch.instance for step in outcome.world.steps if step.start == 0}
+    assert begun == {"A", "B"}
+    assert system.taken == len(moves(outcome)) > 0
+    assert {(source, dest) for _, source, dest in moves(outcome)} == {("A", "B")}
+    assert system.report() == {"decodes_taken": system.taken}
+
+
+def test_without_moves_nothing_is_taken() -> None:
+    assert moves(pair(Checked(TakeoverOptions(most_moves=0)), [(8, 9)] * 8)) == []
+
+
+def test_a_request_that_ends_with_the_step_of_the_take_is_not_sent() -> None:
+    assert moves(pair(Checked(), [(8, 1)] * 8)) == []
+
+
+def test_the_taker_is_lost_while_kv_is_on_its_way() -> None:
+    """The request goes on where its KV still lies."""
+    system = Checked()
+    whole = pair(system, [(8, 9)] * 8, transfers={"B": 6})
+    first = min(t.requested for t in whole.world.transfers)
+    system = Checked()
+    outcome = pair(system, [(8, 9)] * 8, transfers={"B": 6}, lost={"B": first + 3})
+    assert all(r.finish_reason == "length" for r in outcome.finished.values())
+    assert system.taken > 0
+
+
+def test_a_prompt_that_cannot_end_in_a_small_pool_is_computed_there_all_the_same() -> None:
+    """Twenty entries: a prompt of 16, whose answer needs 30."""
+    outcome = pair(Checked(), [(16, 15)] * 4)
+    begun = {s.batch.instance for s in outcome.world.steps if s.start == 0}
+    assert begun == {"A", "B"}
+    assert all(r.finish_reason == "length" for r in outcome.finished.values())
+
+
+def test_one_that_fits_nowhere_is_refused() -> None:
+    (request,) = pair(Checked(), [(16, 300)]).finished.values()
+    assert request.finish_reason == "error"
