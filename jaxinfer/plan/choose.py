@@ -4,6 +4,7 @@ import math
 
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.plan.candidate import Candidate, Planner, Score
+from jaxinfer.plan.lacking import more_requests
 from jaxinfer.plan.result import Choice
 from jaxinfer.plan.search import DrivenSearch
 
@@ -21,8 +22,7 @@ def choose(planner: Planner, search: DrivenSearch) -> Choice:
     candidate, score = find(planner, search)
     if math.isinf(score.rate):
         raise JaxinferError(
-            f"the targets hold at any rate of the chosen {candidate}: give more requests, or "
-            "tighter targets"
+            f"the targets hold at any rate of the chosen {candidate}: {more_requests(score.enough)}"
         )
     return Choice(candidate, score, search.fresh_rates(candidate))
 

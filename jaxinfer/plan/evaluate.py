@@ -146,8 +146,8 @@ class Evaluator:
                 start=asked.start,
                 met_alone=lambda: at(0.0).verdict.met,
             )
-        except AnyRateError:
-            return Score(math.inf, costs)
+        except AnyRateError as error:
+            return Score(math.inf, costs, enough=error.enough)
         return _score(found, costs)
 
     def _work(self, count: int | None, outputs: int | None) -> Sequence[BenchRequest]:

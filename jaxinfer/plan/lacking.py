@@ -31,6 +31,12 @@ def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> s
     )
 
 
+def more_requests(enough: int | None) -> str:
+    """The advice where targets hold at any rate: how many requests would tell, if that is known."""
+    count = "more requests" if enough is None else f"{enough} requests or more"
+    return f"give {count}, or tighter targets"
+
+
 def _lack(score: Score, targets: Targets) -> tuple[int, float]:
     """The number of targets of which nothing is known, and the distance from the worst other."""
     if isinstance(targets, PercentileTargets):

@@ -12,7 +12,7 @@ from jaxinfer.plan.candidate import Bound, Candidate, Costs, Guess, Score
 from jaxinfer.plan.canonical import nameless
 from jaxinfer.plan.evaluate import Evaluator, Question, Simulation
 from jaxinfer.plan.evaluation_cache import EvaluationCache, key_of
-from jaxinfer.plan.lacking import why_nothing
+from jaxinfer.plan.lacking import more_requests, why_nothing
 from jaxinfer.plan.problem import Cost, Per, Problem
 from jaxinfer.simulate.capacity import Ladder, TriedRate
 from jaxinfer.simulate.targets import Verdict
@@ -161,11 +161,11 @@ class DrivenSearch:
                 else:
                     wave.append((known, floor))
             looked = self._look_at([(known.candidate, floor, known.start) for known, floor in wave])
-            endless: Candidate | None = None
+            endless: tuple[Candidate, Score] | None = None
             for (known, _), score in zip(wave, looked, strict=True):
                 candidate = known.candidate
                 if math.isinf(score.rate):
-                    endless = endless or candidate
+                    endless = endless or (candidate, score)
                 elif score.rate and not score.given_up:
                     best.append((self._value(score.rate, known.costs), candidate))
                     best = sorted(best, key=lambda each: -each[0])[:top]
@@ -173,8 +173,8 @@ class DrivenSearch:
                 self._keep(candidate, score)
             if endless:
                 raise JaxinferError(
-                    f"the targets hold at any rate of {endless}: give more requests, or "
-                    "tighter targets, to tell candidates apart"
+                    f"the targets hold at any rate of {endless[0]}: "
+                    f"{more_requests(endless[1].enough)}, to tell candidates apart"
                 )
         if not best:
             tried = [self.tried[c.key] for c in distinct]

@@ -61,7 +61,16 @@ class RateMap(Protocol):
 
 
 class AnyRateError(JaxinferError):
-    """The targets hold at any rate: the requests are too few to tell."""
+    """The targets hold at any rate: the requests are too few to tell.
+
+    Attributes:
+        enough: how many would tell, where that is known.
+    """
+
+    def __init__(self, rate: float, enough: int | None) -> None:
+        more = f", give {enough} requests or more" if enough else ""
+        super().__init__(f"the targets hold at any rate: {rate:g} requests/s{more}")
+        self.enough = enough
 
 
 def enough_requests(in_cluster: float, runs: int = 1) -> int:
@@ -255,8 +264,7 @@ def capacity(
             steps = [first + double * i for i in range(max(at_once, 2))]
         rise(steps)
         if best and best.rate > _MOST:
-            more = f", give {best.enough} requests or more" if best.enough else ""
-            raise AnyRateError(f"the targets hold at any rate: {best.rate:g} requests/s{more}")
+            raise AnyRateError(best.rate, best.enough)
     while high - (bottom := least if low is None else low) > 1:
         between = np.linspace(bottom, high, at_once + 2)[1:-1].round().astype(int)
         rise(sorted({int(step) for step in between} - {bottom, high}) or [bottom + 1])

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -292,10 +293,11 @@ def test_names_do_not_matter() -> None:
 def test_requests_that_are_too_few_to_tell() -> None:
     """A prompt alone keeps the time between its tokens at any rate."""
     search = DrivenSearch(asked(slo="tpot=1"))
-    with pytest.raises(
-        JaxinferError, match=r"hold at any rate of placed prefill, .*: give more requests, or"
-    ):
+    with pytest.raises(JaxinferError, match="hold at any rate of placed prefill, ") as raised:
         search.best([space(NODE).alone("prefill", InstanceShape(1, (1,)))])
+    advice = re.search(r"give (\d+) requests or more, or tighter", str(raised.value))
+    assert advice is not None
+    assert int(advice[1]) > len(search.problem.work)
 
 
 def test_a_phase_alone_has_no_latency_by_output_token() -> None:
