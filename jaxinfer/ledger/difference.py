@@ -19,6 +19,7 @@ _WORDS = {
     "legs": "request {0!r} is to go by {legs}",
     "batch": "a step of {0} is launched: {rows}",
     "send": "KV {3} to {4} of request {0!r} leaves {1} for {2}, from pages {5} to {6}",
+    "way": "the time of KV from {0} to {1} is asked",
     "victim": "{0} preempts request {1!r}",
     "role": "instance {0} takes the role {1!r}",
     "failed": "it cannot go on: {0}",

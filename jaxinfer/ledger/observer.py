@@ -69,6 +69,7 @@ class ObservedWorld:
         self._world, self._ledger = world, ledger
         self._keep = ledger.keep
         self._now = world.now()
+        self._kv_token_s: dict[tuple[str, str], float] = {}
 
     def now(self) -> float:
         """The time of this round."""
@@ -100,6 +101,14 @@ class ObservedWorld:
     def wake_at(self, time: float) -> None:
         """See World."""
         self._world.wake_at(time)
+
+    def kv_token_s(self, source: str, dest: str) -> float:
+        """See World. What it says once is noted, and holds for the run."""
+        way = source, dest
+        if way not in self._kv_token_s:
+            self._kv_token_s[way] = self._world.kv_token_s(source, dest)
+            self._keep("way", list(way), self._kv_token_s[way])
+        return self._kv_token_s[way]
 
 
 def _batch(batch: Batch) -> list[Any]:

@@ -39,6 +39,7 @@ class Measured:
         arrivals, losses: as they come.
         predicted: by request, what was predicted of its output.
         ends: by request, its reason, how many tokens it had, and more of the reason.
+        kv_token_s: seconds of one KV token by the instances that it goes between.
         start: the time at which the loop began.
         cached: pages that prefix caches had by then.
         keeps_tokens: whether prompts and sampled tokens are there.
@@ -55,6 +56,7 @@ class Measured:
     losses: list[tuple[When, InstanceLost | InstanceBack]] = field(default_factory=list)
     predicted: dict[str, tuple[int, int]] = field(default_factory=dict)
     ends: dict[str, tuple[str, int, Any]] = field(default_factory=dict)
+    kv_token_s: dict[tuple[str, str], float] = field(default_factory=dict)
     start: float = 0.0
     cached: int = 0
     keeps_tokens: bool = False
@@ -87,6 +89,8 @@ def measured(entries: Sequence[Entry]) -> Measured:
             case "landed":
                 way = json.dumps(decided), lives[decided[1]], lives[decided[2]]
                 found.transfers[way].append((when, given))
+            case "way":
+                found.kv_token_s[decided[0], decided[1]] = given
             case "tick":
                 found.ticks.append(when)
             case "lost":
@@ -145,6 +149,10 @@ class MeasuredWorld(SimulatedWorld):
         if found := self._given.transfers[way]:
             when, (start, end, num_bytes) = found.popleft()
             self._then(when, TransferDone(transfer, start, end, num_bytes))
+
+    def kv_token_s(self, source: str, dest: str) -> float:
+        """See World."""
+        return self._given.kv_token_s.get((source, dest), 0.0)
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick, which comes when the real one did."""

@@ -38,6 +38,7 @@ SYSTEMS: dict[str, tuple[dict[str, Any], str]] = {
     "tetriinfer": ({"prefill": ["p", "q"], "decode": ["d", "e"], "prefill_batch": 3,
                     "heavy_decode": 30, "report_s": 0.002, "flip_after_s": 0.004}, "pqde"),
     "hexgen2": ({"flows": FLOWS, "max_in_prefill": 100}, "pqde"),
+    "takeover": ({}, "pqde"),
     "aladdin": ({"ttft_s": 60.0, "atgt_s": 2.0, "heartbeat_s": 0.002}, "pqde"),
 }  # fmt: skip
 INSTANCE: dict[str, Any] = {
@@ -50,7 +51,7 @@ DRAWN = {"temperature": 0.9, "top_p": 0.9}
 
 def sections(model: Path, system: str, **more: Any) -> dict[str, Any]:
     options, names = SYSTEMS[system]
-    if system == "aladdin":  # It goes by fits, which take so many to be measured.
+    if system in ("aladdin", "takeover"):  # It goes by fits, which take so many to be measured.
         more |= {"max_num_seqs": 16}
     groups: dict[str, Any] = {name: {} for name in names}
     instances: dict[str, Any] = {name: {"group": name, **INSTANCE, **more} for name in names}
