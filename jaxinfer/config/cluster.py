@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -287,32 +288,68 @@ class ClusterConfig(Options):
         return next((i.load_format for i in self.instances.values()), "auto")
 
     def _check_processes(self) -> None:
-        """Refuse instances that would stand in several processes."""
+        """Refuse instances in several processes, but pipelines whose groups all have their own."""
         for name, instance in self.instances.items():
             groups = {
                 g for place in instance.places for g in (place.group, *place.attention_groups)
             }
             homes = {group for group in groups if self.groups[group].is_apart}
-            if homes and len(groups) > 1:
+            if len(groups) < 2 or not homes:
+                continue
+            where, home = f"instances.{name}.stages", min(homes)
+            if instance.is_spread:
                 raise JaxinferError(
-                    f"instances.{name}.stages: group {min(homes)} has a process of its own, where "
-                    "all stages of an instance must stand"
+                    f"{where}: group {home} has a process of its own, where all stages of an "
+                    "instance with attention groups must stand"
                 )
+            if homes != groups:
+                raise JaxinferError(
+                    f"{where}: group {home} has a process of its own, must {min(groups - homes)} "
+                    "have, too: the stages stand in one process, or all groups have their own"
+                )
+            if len([*groupby(stage.group for stage in instance.stages)]) > len(groups):
+                raise JaxinferError(
+                    f"{where}: those on one group must follow one another, since each group has a "
+                    "process of its own"
+                )
+            for group in sorted(homes):
+                if self.groups[group].restart:
+                    raise JaxinferError(
+                        f"groups.{group}.restart is {self.groups[group].restart}, must be 0: "
+                        f"instances.{name} has stages in other processes"
+                    )
+
+    def processes_of(self, instance: str) -> tuple[str | None, ...]:
+        """Of each stage, the group whose own process has it; None for the loop's process."""
+        groups = [place.group for place in self.instances[instance].places]
+        return tuple(group if self.groups[group].is_apart else None for group in groups)
 
     def process_of(self, instance: str) -> str | None:
-        """The group whose own process has the instance; None for the loop's process."""
-        group = self.instances[instance].places[0].group
-        return group if self.groups[group].is_apart else None
+        """The same of the first stage, and of all where they are not divided."""
+        return self.processes_of(instance)[0]
+
+    def is_divided(self, instance: str) -> bool:
+        """True if an instance's stages stand in several processes."""
+        return len(set(self.processes_of(instance))) > 1
 
     def part(self, process: str | None) -> "ClusterConfig":
-        """Return one process's part, as if it were all: a group's own, or the loop's (None)."""
+        """Return one process's part, as if it were all: a group's own, or the loop's (None).
+
+        An instance with stages in several processes has there those that are its own.
+        """
         here: dict[str, Any] = {"environment": {}, "restart": 0}
         groups = {
             name: group.model_copy(update=dict.fromkeys(("process", "host", "ray")) | here)
             for name, group in self.groups.items()
             if (name if group.is_apart else None) == process
         }
-        instances = {n: i for n, i in self.instances.items() if self.process_of(n) == process}
+        instances = {}
+        for name, instance in self.instances.items():
+            if self.is_divided(name):
+                stages = tuple(stage for stage in instance.stages if stage.group in groups)
+                instance = instance.model_copy(update={"stages": stages})
+            if instance.places[0].group in groups:
+                instances[name] = instance
         links = tuple(link for link in self.links if set(link.between) <= groups.keys())
         return self.model_copy(update={"groups": groups, "instances": instances, "links": links})
 
