@@ -1,7 +1,7 @@
 """Clusters in processes of their own, and runs of which one comes to an end."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from cluster_cases import Pair, Side
 from cluster_checks import REQUESTS, Done, Ran
 
 from jaxinfer import LLM
+from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint, ThisProcess
+from jaxinfer.runtime.kv.transports import TcpTransport
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.serving.world import StepDone
 
@@ -90,3 +92,24 @@ def wait_until(there: Callable[[], bool], seconds: float = 20) -> None:
     while not there():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def check_nothing_left(llm: LLM, lost: Collection[str] = ()) -> None:
+    """No page, where steps that use it may still end; no slab on its way, no offer."""
+    for name, kv in llm._runs.kv.items():
+        for shard in kv.shards if name not in lost else ():
+            assert shard.pool.num_free == shard.pool.num_usable
+            assert shard.pool.num_pinned == 0
+    for channel in llm.cluster.channels.values():
+        wait_until(lambda channel=channel: not channel._slabs)
+        assert not channel._probing
+        for side in channel.sides:
+            if isinstance(side, ThisProcess):
+                wait_until(lambda endpoint=side.endpoint: is_empty(endpoint))
+
+
+def is_empty(endpoint: KVEndpoint) -> bool:
+    transports = [t for t in endpoint._transports.values() if isinstance(t, TcpTransport)]
+    return not any(t._offers for t in transports) and not any(
+        end.arrived for end in endpoint._ends.values()
+    )
