@@ -200,6 +200,8 @@ class Worker:
         stage, ready = self.stages[number], step.time
         if number:
             ready = stage.start_of(step.stages[-1][1], step.hidden[number - 1])
+        elif self.hidden and self.hidden.before:
+            ready = stage.start_of(ready, step.hidden[0])  # What has come is as large.
         # A part launched ahead starts when the one before it has ended.
         start = max(ready, end)
         last = number == len(self.stages) - 1

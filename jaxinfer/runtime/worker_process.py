@@ -150,10 +150,10 @@ class WorkerProcess:
                 self._endpoint.do(message)
             case LoadInstances():
                 self._load(message)
-            case FollowOn(instance, address):
-                hidden = self._worker(instance).hidden
-                assert hidden
-                hidden.before = address
+            case FollowOn(instance, address, link):
+                worker = self._worker(instance)
+                assert worker.hidden
+                worker.hidden.before, worker.stages[0].link = address, link
                 self._say(Left("stages", 0))
             case Prepare(instance, sampler):
                 for left in self._worker(instance).prepare(sampler):

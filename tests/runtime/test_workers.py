@@ -319,7 +319,7 @@ class Hidden:
 
 def test_stages_with_others_in_the_processes_before_and_after() -> None:
     """They begin with what comes, hand on what the last one has, and have no tokens."""
-    first, middle = Stage("a", [5.0, 7.0]), Stage("b", [6.0, 8.0])
+    first, middle = Stage("a", [5.0, 7.0], hop=1e9), Stage("b", [6.0, 8.0])
     first.step.hidden = lambda tokens: tokens
     worker = worker_of(first, middle, last=False)
     hidden: Any = Hidden("there")
@@ -330,6 +330,7 @@ def test_stages_with_others_in_the_processes_before_and_after() -> None:
     assert [given[2] for given in first.given] == [f"hidden {LIMITS.token_buckets[-1]}"] * 2
     assert [x.tolist() for x in hidden.given] == [[1], [2]]
     assert not hasattr(middle, "sampled")
+    assert min(first.starts) > 1e9  # A link plays a slower one.
 
 
 def test_the_first_stages_take_nothing_and_the_last_ones_hand_nothing_on() -> None:

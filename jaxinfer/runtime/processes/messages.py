@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.cluster import ClusterConfig, LinkConfig
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.stage_plan import StageFacts
@@ -32,10 +32,15 @@ class LoadInstances(NamedTuple):
 
 
 class FollowOn(NamedTuple):
-    """Take an instance's hidden states from the process at this address. Answered with Left."""
+    """Take an instance's hidden states from the process at this address. Answered with Left.
+
+    Attributes:
+        link: the one by which they come, where it is emulated.
+    """
 
     instance: str
     address: Any
+    link: LinkConfig | None
 
 
 class Prepare(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 
-from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.cluster import ClusterConfig, LinkConfig
 from jaxinfer.config.layer_split import count_layers
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers, split
@@ -30,7 +30,7 @@ def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]
         total: layers of the model.
 
     Raises:
-        JaxinferError: they are not stated, or a link between two stages is emulated.
+        JaxinferError: they are not stated.
     """
     found = {}
     for name in filter(config.is_divided, config.instances):
@@ -40,12 +40,6 @@ def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]
                 f"instances.{name}.stages: give layers or share: the speeds of groups in several "
                 "processes are not measured beside one another"
             )
-        for one, other in pairwise(stage.group for stage in stages):
-            if one != other and config.link(one, other):
-                raise JaxinferError(
-                    f"links: {one} - {other} is emulated, not between stages of instances.{name} "
-                    "in several processes: leave it to `simulate`"
-                )
         found[name] = split(total, count_layers(total, stages, lambda number: 1.0))
     return found
 
@@ -72,13 +66,19 @@ class PipelineWorker:
 
     Args:
         loaded: of each process, in the stages' order.
+        links: between each and the next one, where they are emulated.
 
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
         sampler: the one that was asked for last.
     """
 
-    def __init__(self, instance: str, loaded: Sequence[tuple[Process, Loaded]]) -> None:
+    def __init__(
+        self,
+        instance: str,
+        loaded: Sequence[tuple[Process, Loaded]],
+        links: Sequence[LinkConfig | None],
+    ) -> None:
         self.instance = instance
         self.sampler = PLAIN_SAMPLER
         sizes = [len(there.plans[instance]) for _, there in loaded]
@@ -97,8 +97,8 @@ class PipelineWorker:
             for numbers in part.parts
         ]
         self._check_shapes()
-        for (_, before), (process, _) in pairwise(loaded):
-            next(process.ask(FollowOn(instance, before.addresses[instance])))
+        for ((_, before), (process, _)), link in zip(pairwise(loaded), links, strict=True):
+            next(process.ask(FollowOn(instance, before.addresses[instance], link)))
 
     def _check_shapes(self) -> None:
         """Raise JaxinferError where a step's tokens would be padded to several numbers."""

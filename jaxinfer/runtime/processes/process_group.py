@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
@@ -175,7 +176,9 @@ class OtherProcesses:
                 self._there[name] = AnotherProcess(process)
         for name, found in parts.items():
             groups = dict.fromkeys(stage.group for stage in self._config.instances[name].stages)
-            workers[name] = whole = PipelineWorker(name, [found[group] for group in groups])
+            links = [self._config.link(*ends) for ends in pairwise(groups)]
+            there = [found[group] for group in groups]
+            workers[name] = whole = PipelineWorker(name, there, links)
             sides = [AnotherProcess(process) for process in whole.processes]
             self._pipelines[name] = PipelineSide(sides, whole.first_stages)
         return workers

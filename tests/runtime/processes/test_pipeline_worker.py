@@ -28,6 +28,8 @@ from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
+LINK = LinkConfig(between=("a", "b"), gb_s=1)
+
 
 class FakeProcess:
     """Notes what it is sent; its clock is ``ahead``."""
@@ -66,7 +68,7 @@ def pipeline(*processes: Any, counts: tuple[int, ...] = (1, 2)) -> PipelineWorke
         Loaded({"x": [plan(8)] * count}, {"x": [[*range(count)]]}, {"x": f"address {number}"})
         for number, count in enumerate(counts)
     ]
-    return PipelineWorker("x", [*zip(processes, loaded, strict=True)])
+    return PipelineWorker("x", [*zip(processes, loaded, strict=True)], [LINK])
 
 
 def batch() -> Batch:
@@ -92,7 +94,7 @@ def test_a_step_is_what_all_of_them_tell_of_it() -> None:
     assert worker.parts == [[0], [1, 2]]
     assert [stage.number for stage in worker.stages] == [0, 0, 1]
     assert one.sent == []
-    assert two.sent == [FollowOn("x", "address 0")]
+    assert two.sent == [FollowOn("x", "address 0", LINK)]
     posted: list[Any] = []
     ends: list[Any] = []
     given = batch()
@@ -142,7 +144,7 @@ def test_stages_must_pad_steps_alike() -> None:
         Loaded({"x": [plan(*buckets)]}, {"x": [[0]]}, {"x": None}) for buckets in ((7, 8), (8,))
     ]
     with pytest.raises(JaxinferError, match=r"^instances\.x: its stages have steps of unlike"):
-        PipelineWorker("x", [*zip((one, two), loaded, strict=True)])  # type: ignore[list-item]
+        PipelineWorker("x", [*zip((one, two), loaded, strict=True)], [None])  # type: ignore
 
 
 def test_an_end_is_on_the_side_that_has_its_stage() -> None:
@@ -172,24 +174,21 @@ def test_an_end_is_on_the_side_that_has_its_stage() -> None:
     assert whole.why_lost(0) == "gone"
 
 
-def cluster(*links: LinkConfig, **stage: Any) -> ClusterConfig:
+def cluster(**stage: Any) -> ClusterConfig:
     stages = tuple(StageConfig(group=name, **stage) for name in "ab")
     return ClusterConfig(
         groups={name: GroupConfig(process="own") for name in "abc"},
         instances={"x": InstanceConfig(stages=stages), "y": InstanceConfig(group="c")},
-        links=links,
     )
 
 
 def test_layers_of_stages_in_several_processes_are_stated() -> None:
-    found = divided_layers(cluster(LinkConfig(between=("a", "c"), gb_s=1), share=2.0), 7)
+    found = divided_layers(cluster(share=2.0), 7)
     assert {name: [(x.start, x.stop) for x in each] for name, each in found.items()} == {
         "x": [(0, 4), (4, 7)]
     }
     with pytest.raises(JaxinferError, match=r"^instances\.x\.stages: give layers or share: "):
         divided_layers(cluster(), 7)
-    with pytest.raises(JaxinferError, match=r"^links: a - b is emulated, not between stages of"):
-        divided_layers(cluster(LinkConfig(between=("b", "a"), gb_s=1), layers=2), 4)
 
 
 def test_hidden_states_come_in_the_order_of_the_steps() -> None:
