@@ -2,7 +2,9 @@
 
 import gc
 import os
+import random
 import signal
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +12,22 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster_cases import Case, Loader, Pair, Side, Way, load, roomy
+from cluster_cases import RULES, Case, Loader, Pair, Side, Way, free_executables, load, roomy
 from cluster_checks import Done, Ran, check_case, serve
-from process_cases import SYSTEMS, check_nothing_left, children, serve_until, wait_until
+from process_cases import (
+    SYSTEMS,
+    check_nothing_left,
+    children,
+    serve_once,
+    serve_until,
+    told,
+    wait_until,
+)
 
 from jaxinfer import JaxinferError
+from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
 from jaxinfer.runtime.processes import remote_worker
+from jaxinfer.runtime.processes.messages import Launch
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 
 
@@ -139,3 +151,67 @@ def test_who_loses_a_stage_loses_the_instance(
     del llm, worker
     gc.collect()
     wait_until(lambda: not children() - before)
+
+
+def moments(stage: int, count: int) -> list[Any]:
+    """Right after so large a share of the messages of one kind that a run takes; the hand-off."""
+    rng = random.Random(stage)
+    return [
+        (
+            rng.choice((Launch, Offer, Pull, Place)),
+            rng.uniform(0, 0.8),
+            signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL,
+            RULES[number % len(RULES)],
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [4, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_dies_at_any_moment(
+    stage: int,
+    draws: int,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    pair = Divided("two", Side(1, 8), Side(1, 16, (2, 2)), devices=(1, 1))
+    before = children()
+    noticed = 0
+    for number, (kind, share, by, rule) in enumerate(moments(stage, draws)):
+        system = SYSTEMS["cronus"] | {"hand_off": rule}
+        llm = load(models["two"], tmp_path, **pair.sections, system=system, verify_transfers=True)
+        counts: Counter[type] = Counter()
+        with told(lambda kind, counts=counts: counts.update([kind])):
+            found, run = serve_once(llm, tmp_path / "runs")
+        assert (found, run["lost"]) == (expected["two"], {})
+        check_nothing_left(llm)
+        pids = [process.peer.pid for process in llm.cluster.engines["b"].worker.processes]
+        left = 1 + int(share * counts[kind])
+
+        def strike(said: type, kind: type = kind, by: Any = by, pid: int = pids[stage]) -> None:
+            nonlocal left
+            left -= said is kind
+            if left == 0:
+                left = -1
+                os.kill(pid, by)
+
+        with told(strike):
+            found, run = serve_once(llm, tmp_path / "runs")
+        assert left < 0
+        assert found == expected["two"], number
+        why = "was ended by signal 9" if by == signal.SIGKILL else "has said nothing for 4 s"
+        lost = f"ProcessLost: process of group s{stage} (pid {pids[stage]}) {why}"
+        assert run["lost"] in ({}, {"b": lost})
+        noticed += bool(run["lost"])
+        check_nothing_left(llm, run["lost"])
+        if run["lost"]:
+            wait_until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
+        del llm
+        free_executables()
+        wait_until(lambda: not children() - before)
+    assert noticed

@@ -6,12 +6,9 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -24,15 +21,14 @@ from process_cases import (
     children,
     pid_of,
     serve_once,
+    told,
     wait_until,
 )
 
 from jaxinfer import LLM
-from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint
 from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
 from jaxinfer.runtime.processes import remote_worker
 from jaxinfer.runtime.processes.messages import Launch
-from jaxinfer.runtime.processes.remote_worker import Process
 from jaxinfer.serving.world import StepDone
 
 KINDS = (Launch, Offer, Pull, Place)
@@ -63,25 +59,6 @@ def moments(victim: str, count: int) -> list[Moment]:
         )
         for number in range(count)
     ]
-
-
-@contextmanager
-def told(hear: Callable[[type], None]) -> Iterator[None]:
-    """Whatever is sent to a process, or done in this one."""
-    send, do = Process.send, KVEndpoint.do
-
-    def send_and_tell(process: Process, message: Any) -> None:
-        send(process, message)
-        hear(type(message))
-
-    def do_and_tell(endpoint: KVEndpoint, message: Any) -> None:
-        do(endpoint, message)
-        hear(type(message))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Process, "send", send_and_tell)
-        patch.setattr(KVEndpoint, "do", do_and_tell)
-        yield
 
 
 def die(llm: LLM, victim: str, moment: Moment, expected: list[Done], folder: Path) -> bool:
