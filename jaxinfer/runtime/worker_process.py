@@ -94,7 +94,7 @@ class WorkerProcess:
             case Launch(instance):
                 return self._lanes.get(instance)
             case Offer(end) | Place(end) | Drop(end):
-                return self._lanes.get(self._instances[end])
+                return self._lanes.get(self._instances.get(end, ""))
         return None
 
     def _follow_lane(self, lane: "queue.SimpleQueue[Any]") -> None:

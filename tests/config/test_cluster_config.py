@@ -7,16 +7,14 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import (
     ClusterConfig,
-    Emulate,
-    GroupConfig,
     InstanceConfig,
     LinkConfig,
-    RayDemands,
     StageConfig,
     instance_options,
     one_engine,
 )
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.groups import Emulate, GroupConfig, RayDemands
 
 
 def cluster(

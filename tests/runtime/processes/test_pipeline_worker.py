@@ -11,7 +11,8 @@ import pytest
 from process_cases import wait_until
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig, LinkConfig
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, LinkConfig
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.kv_messages import Drop, OpenEnd

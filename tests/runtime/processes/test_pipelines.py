@@ -87,6 +87,21 @@ def test_tokens_are_those_of_one_process(
     wait_until(lambda: not children() - before)
 
 
+@pytest.mark.slow
+def test_stages_and_links_that_are_slowed_down(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """Each stage begins when the hidden states would have come by the link."""
+    sections = pipeline((1, 2), (1, 2), max_num_seqs=2)
+    for group in sections["groups"].values():
+        group |= {"platform": "cpu", "emulate": {"slowdown": 3}}
+    sections["links"] = [{"between": ["s0", "s1"], "gb_s": 1, "latency_s": 0.02}]
+    llm = load(models["two"], tmp_path, **sections, system={"name": "least_loaded"})
+    assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
+    steps = [step.stages for step in Ran.last(tmp_path / "runs").record.steps]
+    assert all(later[0] - sooner[1] >= 0.02 for sooner, later in steps)
+
+
 TWO = Divided("three", Side(2, 16), Side(1, 8, (1, 3), segments=1), devices=(1, 2))
 THREE = Divided("two", Side(1, 32), Side(2, 8, (1, 2, 1)), apart="a", devices=(2, 1, 2))
 WAYS = [
