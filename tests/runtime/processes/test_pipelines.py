@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,8 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
+import shifted_worker
 from cluster_cases import RULES, Case, Loader, Pair, Side, Way, free_executables, load, roomy
 from cluster_checks import Done, Ran, check_case, serve
+from host_cases import KEY, jobs, listening
 from process_cases import (
     SYSTEMS,
     check_nothing_left,
@@ -29,6 +32,8 @@ from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
 from jaxinfer.runtime.processes import remote_worker
 from jaxinfer.runtime.processes.messages import Launch
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+
+SHIFTED = (sys.executable, shifted_worker.__file__)
 
 
 def pipeline(*stages: tuple[int, int], **options: Any) -> dict[str, Any]:
@@ -100,6 +105,28 @@ def test_stages_and_links_that_are_slowed_down(
     assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
     steps = [step.stages for step in Ran.last(tmp_path / "runs").record.steps]
     assert all(later[0] - sooner[1] >= 0.02 for sooner, later in steps)
+
+
+@pytest.mark.slow
+def test_a_stage_on_another_host(
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its times are by the loop's clock, its own being another; hidden states come by its name."""
+    monkeypatch.setenv("JAXINFER_KEY", KEY)
+    sections = pipeline((1, 2), (1, 2))
+    with listening(command=SHIFTED) as (address, server):
+        sections["groups"]["s0"] = {"host": address}
+        llm = load(models["two"], tmp_path, **sections, system={"name": "least_loaded"})
+        assert len(jobs(server)) == 1
+        assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
+        steps = [step.stages for step in Ran.last(tmp_path / "runs").record.steps]
+        assert all(0 <= sooner[1] <= later[0] + 0.01 < 600 for sooner, later in steps)
+        del llm
+        gc.collect()
+        wait_until(lambda: not jobs(server))
 
 
 TWO = Divided("three", Side(2, 16), Side(1, 8, (1, 3), segments=1), devices=(1, 2))
