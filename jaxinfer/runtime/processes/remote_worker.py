@@ -327,7 +327,7 @@ class RemoteWorker:
         self._numbers += 1
         self._steps[step] = batch, post
         told: Launch = self._encoder.encode(batch, step, origin + self.process.peer.clock_offset)
-        self.process.send(told)
+        self.process.send(told._replace(instance=self.instance))  # A profile's batch has none.
         for stage in range(len(self.stages)):
             launched(stage, StepEnd(self.instance, step, stage))
 
