@@ -1,131 +1,21 @@
 """The run file's cluster: device groups, the instances on them, and the links between."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from itertools import groupby
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, split_address
+from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.serving.instance import InstanceOptions
 
 # How KV goes from process to process, see ``RunFile``.
 TransportChoice = Literal["auto", "host", "transfer_server"]
-
-
-class Emulate(Options):
-    """A slower device, played by a CPU.
-
-    Attributes:
-        slowdown: Factor by which a step takes longer than in its profile.
-    """
-
-    slowdown: float = Field(ge=1)
-
-
-class RayDemands(Options):
-    """Resources that Ray looks for in a node, and gives a process there.
-
-    Attributes:
-        num_cpus: CPUs that a node must have free.
-        num_gpus: GPUs that a node must have free; by default the group's devices, where they are
-            GPUs.
-        resources: Other resources of a node, such as ``accelerator_type:A10``.
-    """
-
-    num_cpus: float = Field(default=1, ge=0)
-    num_gpus: float | None = Field(default=None, ge=0)
-    resources: dict[str, float] = Field(default_factory=dict)
-
-
-class GroupConfig(Options):
-    """Equal devices. Each stage on the group takes the next ``tensor_parallel_size`` of them.
-
-    Attributes:
-        platform: Kind of devices; by default the one that JAX prefers here.
-        kind: Part of the device kind's name, such as ``H100``; in a simulation, a name from
-            ``configs/gpus.yaml``.
-        devices: Number of devices.
-        tensor_parallel_size: Devices of one stage; by default all of the group.
-        mesh: Axes of a stage's devices and their sizes, such as ``{x: 2, y: 4}``, the first one the
-            outermost; by default one, ``tp``.
-        emulate: ``{slowdown: N}`` makes a CPU group play a slower device: a step ends N times its
-            profiled time after its start. Steps that take longer are counted as ``overruns``; a GPU
-            refuses it.
-        process: ``own``: a process of the group's own, since JAX drives one kind of GPU per
-            process.
-        host: ``HOST:PORT`` of a ``jaxinfer worker`` that starts the process, mostly on another
-            host.
-        ray: ``{}``, or ``num_cpus`` (1), ``num_gpus`` and ``resources``, by which Ray chooses the
-            host.
-        environment: Environment variables of that process, set before JAX starts there.
-        restart: Times that a lost process is started again.
-    """
-
-    platform: Literal["cpu", "gpu"] | None = None
-    kind: str | None = None
-    devices: int = Field(default=1, ge=1)
-    tensor_parallel_size: int | None = Field(default=None, ge=1)
-    mesh: dict[str, Annotated[int, Field(ge=1)]] | None = None
-    emulate: Emulate | None = None
-    process: Literal["own"] | None = None
-    host: str | None = None
-    ray: RayDemands | None = None
-    environment: dict[str, str] = Field(default_factory=dict)
-    restart: int = Field(default=0, ge=0)
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Refuse combinations that cannot work."""
-        if sum(each is not None for each in (self.process, self.host, self.ray)) > 1:
-            raise OptionError("process, host, ray: a group has one of them, which says where it is")
-        if self.environment and not self.is_apart:
-            raise OptionError("environment: for a group with process: own, host or ray")
-        if self.restart and not self.is_apart:
-            raise OptionError(
-                f"restart is {self.restart}, must be 0 without process: own, host or ray: what "
-                "fails in the loop's process is not started again"
-            )
-        if self.emulate and self.platform == "gpu":
-            raise OptionError("emulate: a GPU is not slowed down; leave it to platform: cpu")
-        if self.stage_devices > self.devices:
-            raise OptionError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}, "
-                f"the group has {self.devices} devices"
-            )
-        if self.mesh is not None and math.prod(self.mesh.values()) != self.stage_devices:
-            raise OptionError(
-                f"mesh is {self.mesh}, {math.prod(self.mesh.values())} devices, must be of the "
-                f"{self.stage_devices} of a stage"
-            )
-
-    @field_validator("host")
-    @classmethod
-    def _as_address(cls, value: str | None) -> str | None:
-        try:
-            if value is not None and split_address(value)[1] == 0:
-                raise JaxinferError(f"must be a port that a worker listens at, not {value}")
-        except JaxinferError as error:
-            raise ValueError(error) from None
-        return value
-
-    @property
-    def is_apart(self) -> bool:
-        """True if it has a process of its own, wherever that is."""
-        return bool(self.process or self.host or self.ray)
-
-    @property
-    def slowdown(self) -> float:
-        """1 for a device as it is."""
-        return self.emulate.slowdown if self.emulate else 1.0
-
-    @property
-    def stage_devices(self) -> int:
-        """Devices of one stage."""
-        return self.tensor_parallel_size or self.devices
 
 
 class InstanceConfig(EngineOptions):
@@ -287,32 +177,68 @@ class ClusterConfig(Options):
         return next((i.load_format for i in self.instances.values()), "auto")
 
     def _check_processes(self) -> None:
-        """Refuse instances that would stand in several processes."""
+        """Refuse instances in several processes, but pipelines whose groups all have their own."""
         for name, instance in self.instances.items():
             groups = {
                 g for place in instance.places for g in (place.group, *place.attention_groups)
             }
             homes = {group for group in groups if self.groups[group].is_apart}
-            if homes and len(groups) > 1:
+            if len(groups) < 2 or not homes:
+                continue
+            where, home = f"instances.{name}.stages", min(homes)
+            if instance.is_spread:
                 raise JaxinferError(
-                    f"instances.{name}.stages: group {min(homes)} has a process of its own, where "
-                    "all stages of an instance must stand"
+                    f"{where}: group {home} has a process of its own, where all stages of an "
+                    "instance with attention groups must stand"
                 )
+            if homes != groups:
+                raise JaxinferError(
+                    f"{where}: group {home} has a process of its own, must {min(groups - homes)} "
+                    "have, too: the stages stand in one process, or all groups have their own"
+                )
+            if len([*groupby(stage.group for stage in instance.stages)]) > len(groups):
+                raise JaxinferError(
+                    f"{where}: those on one group must follow one another, since each group has a "
+                    "process of its own"
+                )
+            for group in sorted(homes):
+                if self.groups[group].restart:
+                    raise JaxinferError(
+                        f"groups.{group}.restart is {self.groups[group].restart}, must be 0: "
+                        f"instances.{name} has stages in other processes"
+                    )
+
+    def processes_of(self, instance: str) -> tuple[str | None, ...]:
+        """Of each stage, the group whose own process has it; None for the loop's process."""
+        groups = [place.group for place in self.instances[instance].places]
+        return tuple(group if self.groups[group].is_apart else None for group in groups)
 
     def process_of(self, instance: str) -> str | None:
-        """The group whose own process has the instance; None for the loop's process."""
-        group = self.instances[instance].places[0].group
-        return group if self.groups[group].is_apart else None
+        """The same of the first stage, and of all where they are not divided."""
+        return self.processes_of(instance)[0]
+
+    def is_divided(self, instance: str) -> bool:
+        """True if an instance's stages stand in several processes."""
+        return len(set(self.processes_of(instance))) > 1
 
     def part(self, process: str | None) -> "ClusterConfig":
-        """Return one process's part, as if it were all: a group's own, or the loop's (None)."""
+        """Return one process's part, as if it were all: a group's own, or the loop's (None).
+
+        An instance with stages in several processes has there those that are its own.
+        """
         here: dict[str, Any] = {"environment": {}, "restart": 0}
         groups = {
             name: group.model_copy(update=dict.fromkeys(("process", "host", "ray")) | here)
             for name, group in self.groups.items()
             if (name if group.is_apart else None) == process
         }
-        instances = {n: i for n, i in self.instances.items() if self.process_of(n) == process}
+        instances = {}
+        for name, instance in self.instances.items():
+            if self.is_divided(name):
+                stages = tuple(stage for stage in instance.stages if stage.group in groups)
+                instance = instance.model_copy(update={"stages": stages})
+            if instance.places[0].group in groups:
+                instances[name] = instance
         links = tuple(link for link in self.links if set(link.between) <= groups.keys())
         return self.model_copy(update={"groups": groups, "instances": instances, "links": links})
 

@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from jaxinfer.config.cluster import (
     ClusterConfig,
-    GroupConfig,
     InstanceConfig,
     LinkConfig,
     TransportChoice,
@@ -16,6 +15,7 @@ from jaxinfer.config.cluster import (
 )
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.replicas import replicate_cluster
 from jaxinfer.config.workload import Workload
 from jaxinfer.errors import JaxinferError

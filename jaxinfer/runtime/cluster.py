@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig, TransportChoice, instance_options
 from jaxinfer.errors import JaxinferError
+from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.kv_endpoint import KVProcess, ThisProcess
 from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.stage_pair import StagePair
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, divided_layers
 from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
 from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
 from jaxinfer.runtime.processes.restarts import Restarts
@@ -44,7 +46,7 @@ class Engine:
     """
 
     name: str
-    worker: Worker | RemoteWorker
+    worker: Worker | AnyRemote
     plans: Sequence[StageFacts]
     groups: Sequence[str]
     role: str = ""
@@ -158,12 +160,16 @@ class Cluster:
             if channel.transport != "device"
         }
 
+    def _process(self, name: str) -> str | None:
+        """The groups whose own processes have an instance."""
+        return " and ".join(dict.fromkeys(filter(None, self.config.processes_of(name)))) or None
+
     def describe(self) -> dict[str, dict[str, object]]:
         """Describe what runs where, as JSON values."""
         return {
             name: {
                 "engine": engine.plan.options.model_dump(),
-                "process": self.config.process_of(name),
+                "process": self._process(name),
                 "max_model_len": engine.plan.max_model_len,
                 "hidden_size": engine.plan.config.hidden_size,
                 "kv_heads": [engine.plan.num_kv_heads, engine.plan.config.head_dim],
@@ -207,6 +213,7 @@ def load_cluster(
     pairs: Collection[tuple[str, str]] = (),
     verify: bool = False,
     transport: TransportChoice = "auto",
+    layers: Mapping[str, Sequence[Layers]] | None = None,
 ) -> Cluster:
     """Load weights, allocate KV pools, compile every step and transfer, and probe the latter.
 
@@ -214,6 +221,7 @@ def load_cluster(
         pairs: instances from the first of which KV goes to the second.
         verify: check each transfer.
         transport: see ``RunFile``.
+        layers: of each stage, for instances that have others in other processes.
 
     Raises:
         JaxinferError: the options ask for more than the model or the devices can give, or the
@@ -226,9 +234,10 @@ def load_cluster(
     speeds = {}
     # Threads would keep weights and pages of a cluster that fails to load.
     with ExitStack() as opened:
-        others = OtherProcesses.start(config, checkpoint.source)
+        divided = divided_layers(config, checkpoint.config.num_hidden_layers)
+        others = OtherProcesses.start(config, checkpoint.source, divided)
         opened.callback(others.close)
-        plans = plan_cluster(checkpoint.config, config.part(None))
+        plans = plan_cluster(checkpoint.config, config.part(None), layers)
         for name, worker in _load_workers(checkpoint, config, plans, progress):
             opened.callback(worker.close)
             engines[name] = _engine(config, name, worker, plans[name])
@@ -245,7 +254,7 @@ def load_cluster(
                 progress(f"compiling steps{of}, {kernels} attention", left)
 
         def side_of(name: str) -> KVProcess:
-            return here if name in stages else others.there(name)
+            return here if name in stages else others.side_of(name)
 
         for pair in pairs:
             source, dest = (engines[name] for name in pair)
@@ -256,7 +265,8 @@ def load_cluster(
             speeds[names] = channel.probe(names)
             for why in channel.failed.values():
                 progress(f"KV goes by {channel.transport}: {why}", 0)
-        restarts = Restarts(config, others, remotes)
+        whole = {name: r for name, r in remotes.items() if isinstance(r, RemoteWorker)}
+        restarts = Restarts(config, others, whole)
         opened.callback(restarts.close)
         cluster = Cluster(
             config, {name: engines[name] for name in config.instances}, channels, speeds, restarts
@@ -300,7 +310,7 @@ def _stage(plan: StagePlan, parameters: Parameters) -> Stage:
 
 
 def _engine(
-    config: ClusterConfig, name: str, worker: Worker | RemoteWorker, plans: Sequence[StageFacts]
+    config: ClusterConfig, name: str, worker: Worker | AnyRemote, plans: Sequence[StageFacts]
 ) -> Engine:
     instance = config.instances[name]
     groups = [place.group for place in instance.places for _ in range(instance.segments)]

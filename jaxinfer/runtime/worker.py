@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxinfer.request import Logprob
+from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, join
 from jaxinfer.runtime.spread.slice_move import SliceMoves
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
@@ -37,7 +38,7 @@ class _Step:
 
     batch: Batch
     hidden: list[jax.Array]
-    samples: Samples
+    samples: Samples | None
     prompt: Samples | None
     time: float
     origin: float
@@ -47,16 +48,19 @@ class _Step:
 
 
 class Worker:
-    """The stages of one instance.
+    """The stages of one instance, or those of them that this process has.
 
-    Each mesh has a thread that waits for it, so that whoever launches never does.
+    Each mesh has a thread that waits for it, so that whoever launches never does, unless hidden
+    states have to come from another process.
 
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
+        hidden: the ways to and from the processes that have the stages before and after these.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages
+        self.hidden: HiddenStates | None = None
         # Of each stage, the number of its first shard.
         self._shards = [0, *accumulate(len(stage.plan.pool_pages) for stage in stages)]
         self._sampler = PLAIN_SAMPLER
@@ -92,7 +96,10 @@ class Worker:
     def launch(
         self, batch: Batch, origin: float, post: Post, launched: Launched = lambda *args: None
     ) -> None:
-        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
+        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``.
+
+        Where the last stage is in another process, that has no tokens.
+        """
         ended: list[Future[None]] = [Future() for _ in self.stages]
         try:
             self._queues[0].put(self._launch(batch, origin, post, launched, ended))
@@ -112,24 +119,35 @@ class Worker:
         last = self.stages[-1]
         limits = last.step.limits
         key = Key(limits.shape_for(batch), sampler_for(batch, self._sampler))
-        sampling = build_sampling(batch, key.shape.rows, key.sampler, self._sample_slots)
-        next_token_T = None
-        if key.sampler.prompt_top and any(map(prompt_positions, batch.rows)):
-            next_token_T = next_prompt_tokens(batch, key.shape.tokens)
         x_TD: jax.Array | None = None
         hidden = []
         for number, stage in enumerate(self.stages):
             shard = self._shards[number]
             inputs = stage.inputs(batch, key.shape, self._sample_slots, shard)
+            if not number and self.hidden and self.hidden.before:
+                x_TD = self.hidden.take(stage.step.hidden(key.shape.tokens))
+                start = time.perf_counter()
             x_SD, x_TD = stage.forward(key, inputs, x_TD)
             hidden.append(x_TD)
             launched(number, ended[number])
-        samples, prompt = last.sample(key, (x_SD, hidden[-1]), sampling, next_token_T)
+        samples = prompt = None
+        if last.plan.layers.last:
+            samples, prompt = self._sample(batch, key, (x_SD, hidden[-1]))
         sampled = (row.request.id for row in batch.rows if row.samples)
         self._sample_slots = {id: slot for slot, id in enumerate(sampled)}
         if len(self.parts) == 1:
             self.stages[0].previous_S = last.previous_S
         return _Step(batch, hidden, samples, prompt, start, origin, post, ended)
+
+    def _sample(
+        self, batch: Batch, key: Key, hidden: tuple[jax.Array, jax.Array]
+    ) -> tuple[Samples, Samples | None]:
+        """Launch the head of the model on what its last layers return."""
+        sampling = build_sampling(batch, key.shape.rows, key.sampler, self._sample_slots)
+        next_token_T = None
+        if key.sampler.prompt_top and any(map(prompt_positions, batch.rows)):
+            next_token_T = next_prompt_tokens(batch, key.shape.tokens)
+        return self.stages[-1].sample(key, hidden, sampling, next_token_T)
 
     def move(
         self, transfer: Transfer, origin: float, post: Callable[[TransferDone | Failed], None]
@@ -182,10 +200,13 @@ class Worker:
         stage, ready = self.stages[number], step.time
         if number:
             ready = stage.start_of(step.stages[-1][1], step.hidden[number - 1])
+        elif self.hidden and self.hidden.before:
+            ready = stage.start_of(ready, step.hidden[0])  # What has come is as large.
         # A part launched ahead starts when the one before it has ended.
         start = max(ready, end)
         last = number == len(self.stages) - 1
-        if last:
+        samples = found = None
+        if last and step.samples:
             samples = on_host(step.samples)
             found = step.prompt and on_host(step.prompt)
         else:
@@ -193,6 +214,8 @@ class Worker:
         end = stage.end_of(step.batch, start)
         step.stages.append((start, end))
         if last:
+            if self.hidden and not samples:
+                self.hidden.give(step.hidden[number])
             step.post(_step_done(step, samples, found))
         # After the post: transfers of what the step has computed end later than it does.
         step.ended[number].set_result(None)
@@ -212,11 +235,13 @@ def _fail(ended: "Iterable[Future[None]]", error: Exception) -> None:
             future.set_exception(error)
 
 
-def _step_done(step: _Step, samples: Samples, prompt: Samples | None) -> StepDone:
+def _step_done(step: _Step, samples: Samples | None, prompt: Samples | None) -> StepDone:
     batch = step.batch
+    stages = [(start - step.origin, end - step.origin) for start, end in step.stages]
+    if samples is None:
+        return StepDone(batch, [], stages[0][0], stages[-1][1], stages=stages)
     sampled = [row.request for row in batch.rows if row.samples]
     details = [_sample_logprobs(request, i, samples) for i, request in enumerate(sampled)]
-    stages = [(start - step.origin, end - step.origin) for start, end in step.stages]
     return StepDone(
         batch,
         samples.token_S[: len(sampled)].tolist(),

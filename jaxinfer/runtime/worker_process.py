@@ -20,12 +20,15 @@ from typing import Any
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.cluster import Cluster, load_cluster
+from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint
 from jaxinfer.runtime.kv.kv_messages import Drop, Offer, OpenEnd, Place, Pull, SlabFailed
 from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd
+from jaxinfer.runtime.kv.transports import Address
 from jaxinfer.runtime.processes.batch_delta import BatchDecoder
 from jaxinfer.runtime.processes.messages import (
     EmulateSteps,
+    FollowOn,
     Heartbeat,
     Hello,
     Launch,
@@ -48,6 +51,9 @@ STEPS_KEPT = 16
 class WorkerProcess:
     """Does what it is told, in order.
 
+    An instance with stages in other processes has a thread of its own, which waits for its hidden
+    states, and then does what comes after: a step, or slabs out of its pages and into them.
+
     Args:
         connection: to the loop's process.
         parent: number of the process that has started this one.
@@ -61,6 +67,8 @@ class WorkerProcess:
         self._endpoint: KVEndpoint
         self._decoders: dict[str, BatchDecoder] = {}
         self._ends: dict[tuple[str, int], list[Future[None]]] = {}
+        self._lanes: dict[str, queue.SimpleQueue[Any]] = {}
+        self._instances: dict[int, str] = {}
 
     def run(self) -> None:
         """Until the loop's process or the parent has ended, or the connection is closed."""
@@ -69,10 +77,29 @@ class WorkerProcess:
         self._say(Hello.here())
         while True:
             message = self._inbox.get()
-            try:
-                self._do(message)
-            except Exception as error:
-                self._say(self._failure(message, error))
+            if lane := self._lane_of(message):
+                lane.put(message)
+            else:
+                self._attempt(message)
+
+    def _attempt(self, message: Any) -> None:
+        try:
+            self._do(message)
+        except Exception as error:
+            self._say(self._failure(message, error))
+
+    def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
+        """What has an order among the steps of an instance that waits for other processes."""
+        match message:
+            case Launch(instance):
+                return self._lanes.get(instance)
+            case Offer(end) | Place(end) | Drop(end):
+                return self._lanes.get(self._instances.get(end, ""))
+        return None
+
+    def _follow_lane(self, lane: "queue.SimpleQueue[Any]") -> None:
+        while True:
+            self._attempt(lane.get())
 
     def _read(self) -> None:
         """Without the loop's process there is nothing to do, whatever this one is busy with."""
@@ -116,12 +143,18 @@ class WorkerProcess:
             case Offer(after=StepEnd() as end):
                 self._endpoint.do(message._replace(after=self._end(end)))
             case OpenEnd():
+                self._instances[message.end] = message.instance
                 self._endpoint.do(message)
                 self._say(Left("ends", 0))
             case Offer() | Pull() | Place() | Drop():
                 self._endpoint.do(message)
             case LoadInstances():
                 self._load(message)
+            case FollowOn(instance, address, link):
+                worker = self._worker(instance)
+                assert worker.hidden
+                worker.hidden.before, worker.stages[0].link = address, link
+                self._say(Left("stages", 0))
             case Prepare(instance, sampler):
                 for left in self._worker(instance).prepare(sampler):
                     if left:
@@ -136,14 +169,22 @@ class WorkerProcess:
         def progress(what: str, left: int) -> None:
             self._say(Left(what, left))
 
-        self._cluster = load_cluster(checkpoint, message.cluster, progress)
+        self._cluster = load_cluster(checkpoint, message.cluster, progress, layers=message.layers)
         workers = {name: self._worker(name) for name in self._cluster.engines}
         stages = {name: worker.stages for name, worker in workers.items()}
         self._decoders = {name: BatchDecoder(len(here)) for name, here in stages.items()}
         self._endpoint = KVEndpoint(stages, self._say, message.host)
         plans = {name: [stage.plan.facts for stage in here] for name, here in stages.items()}
         parts = {name: worker.parts for name, worker in workers.items()}
-        self._say(Loaded(plans, parts))
+        addresses = {name: self._open_lane(name, message.host) for name in message.layers}
+        self._say(Loaded(plans, parts, addresses))
+
+    def _open_lane(self, instance: str, host: str) -> Address:
+        """Get ready for stages in other processes; the address of the hidden states from here."""
+        hidden = self._worker(instance).hidden = HiddenStates(host)
+        lane = self._lanes[instance] = queue.SimpleQueue()
+        threading.Thread(target=self._follow_lane, args=(lane,), daemon=True).start()
+        return hidden.address
 
     def _worker(self, instance: str) -> Worker:
         worker = self._cluster.engines[instance].worker

@@ -11,7 +11,7 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
-from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.restarts import Restarted, RestartResult, Restarts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Transfer
@@ -51,7 +51,7 @@ class RealWorld:
 
     def __init__(
         self,
-        workers: Mapping[str, Worker | RemoteWorker],
+        workers: Mapping[str, Worker | AnyRemote],
         requests: Iterable[RequestState],
         channels: Mapping[tuple[str, str], Channel] | None = None,
         watchdog_s: float | None = None,
@@ -185,7 +185,7 @@ class RealWorld:
 
     def _move_slices(self, transfer: Transfer) -> None:
         worker = self._workers[transfer.source]
-        assert not isinstance(worker, RemoteWorker), "its groups share the loop's process"
+        assert not isinstance(worker, AnyRemote), "its groups share the loop's process"
         self._begin(transfer.source, time.perf_counter())
         try:
             worker.move(transfer, self._origin, self._posted.put)

@@ -20,8 +20,9 @@ from tiny_model import TINY_OPTIONS
 from jaxinfer import LLM, JaxinferError, RequestOutput
 from jaxinfer.commands.app import cli
 from jaxinfer.commands.batch_job import BatchJob
-from jaxinfer.config.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.request import CompletionOutput, RequestMetrics, Sampling
 from jaxinfer.serving.request_state import RequestState

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.nodes import read_hardware
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.config.stages import StageConfig

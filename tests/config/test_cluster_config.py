@@ -7,16 +7,14 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import (
     ClusterConfig,
-    Emulate,
-    GroupConfig,
     InstanceConfig,
     LinkConfig,
-    RayDemands,
     StageConfig,
     instance_options,
     one_engine,
 )
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.groups import Emulate, GroupConfig, RayDemands
 
 
 def cluster(
@@ -182,3 +180,60 @@ def test_what_may_be_started_again_has_a_process_of_its_own() -> None:
     )
     assert made.groups["g"].restart == 2
     assert made.part("g").groups["g"] == GroupConfig()
+
+
+def divided(*groups: str, restart: int = 0, here: str = "", **options: Any) -> ClusterConfig:
+    """Return a pipeline over groups that have a process each, but those ``here``."""
+    stages = tuple(StageConfig(group=name, layers=n) for n, name in enumerate(groups, 1))
+    return ClusterConfig(
+        groups={
+            name: GroupConfig(
+                devices=4,
+                tensor_parallel_size=1,
+                process=None if name in here else "own",
+                restart=restart if name == groups[-1] else 0,
+            )
+            for name in groups
+        },
+        instances={"x": InstanceConfig(stages=stages, **options)},
+    )
+
+
+def test_each_process_has_its_stages_of_a_pipeline() -> None:
+    made = divided("a", "a", "b", page_size=32)
+    assert made.processes_of("x") == ("a", "a", "b")
+    assert made.is_divided("x")
+    for process, layers in (("a", [1, 2]), ("b", [3])):
+        part = made.part(process)
+        assert [stage.layers for stage in part.instances["x"].stages] == layers
+        assert list(part.groups) == [process]
+        assert not part.groups[process].is_apart
+        assert part.instances["x"].page_size == 32
+    assert made.part(None).instances == {}
+    assert not divided("a", "a").is_divided("x")
+    assert not divided("a", "b", here="ab").is_divided("x")
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "message"),
+    [
+        ("ab", {"here": "b"}, r"^instances\.x\.stages: group a has .* own, must b have, too: "),
+        ("aba", {}, r"^instances\.x\.stages: those on one group must follow one another"),
+        ("ab", {"restart": 2}, r"^groups\.b\.restart is 2, must be 0: instances\.x has stages"),
+    ],
+)
+def test_pipelines_that_no_processes_can_have(
+    groups: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JaxinferError, match=message):
+        divided(*groups, **options)
+
+
+def test_attention_groups_stand_in_one_process_with_their_stage() -> None:
+    attention: Any = ["b"]
+    stage = StageConfig(group="a", attention=attention)
+    with pytest.raises(JaxinferError, match=r"^instances\.x\.stages: group b has a process of its"):
+        ClusterConfig(
+            groups={"a": GroupConfig(), "b": GroupConfig(process="own")},
+            instances={"x": InstanceConfig(stages=(stage,), enable_prefix_caching=False)},
+        )

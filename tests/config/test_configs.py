@@ -9,8 +9,9 @@ import yaml
 from jaxinfer import JaxinferError
 from jaxinfer.commands.common import workload_settings
 from jaxinfer.compare import load_systems
-from jaxinfer.config.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.plan.candidate import Candidate, Score
 from jaxinfer.plan.problem import load_options, load_problem

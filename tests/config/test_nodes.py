@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.cluster import GroupConfig
 from jaxinfer.config.costs import SimulateOptions
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.nodes import Hardware, place_groups, read_hardware
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file

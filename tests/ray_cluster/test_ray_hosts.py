@@ -16,7 +16,7 @@ import yaml
 from tiny_model import TINY_OPTIONS
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.cluster import GroupConfig, RayDemands
+from jaxinfer.config.groups import GroupConfig, RayDemands
 from jaxinfer.runtime.processes.ray_hosts import _check, _demands
 
 COUNT = 40

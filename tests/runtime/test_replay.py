@@ -9,7 +9,8 @@ from failure_cases import INSTANCE, PARAMS, PROMPTS
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.app import cli
-from jaxinfer.config.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
+from jaxinfer.config.cluster import InstanceConfig, LinkConfig
+from jaxinfer.config.groups import Emulate, GroupConfig
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.report.summary import figures
 from jaxinfer.simulate.replay import fidelity, furthest_apart, replay

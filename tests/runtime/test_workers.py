@@ -72,7 +72,10 @@ class Stage:
         return next(self.ends)
 
 
-def worker_of(*stages: Stage) -> Worker:
+def worker_of(*stages: Stage, last: bool = True) -> Worker:
+    """Return a worker of these; whether the last one has the model's head."""
+    for stage in stages:
+        stage.plan.layers = SimpleNamespace(last=last and stage is stages[-1])
     return Worker(stages)  # type: ignore[arg-type]
 
 
@@ -298,3 +301,46 @@ def test_results_may_be_read_while_a_profiler_lists_all_objects() -> None:
     found = on_host(Samples(*[Slow() for _ in Samples._fields]))  # type: ignore[arg-type]
     assert [list(array) for array in found] == [[0, 1, 2]] * 5
     assert len(listed) == 5
+
+
+class Hidden:
+    """Ways to and from other processes: what has come is there at once."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.before = before
+        self.given: list[Any] = []
+
+    def take(self, like: Any) -> str:
+        return f"hidden {like}"
+
+    def give(self, x_TD: Any) -> None:
+        self.given.append(x_TD)
+
+
+def test_stages_with_others_in_the_processes_before_and_after() -> None:
+    """They begin with what comes, hand on what the last one has, and have no tokens."""
+    first, middle = Stage("a", [5.0, 7.0], hop=1e9), Stage("b", [6.0, 8.0])
+    first.step.hidden = lambda tokens: tokens
+    worker = worker_of(first, middle, last=False)
+    hidden: Any = Hidden("there")
+    worker.hidden = hidden
+    done = run(worker, batch(row(PROMPT, 0, 3, True)), batch(row(PROMPT, 0, 2, False)))
+    assert [each.tokens for each in done] == [[], []]
+    assert [[end for _, end in each.stages] for each in done] == [[5.0, 6.0], [7.0, 8.0]]
+    assert [given[2] for given in first.given] == [f"hidden {LIMITS.token_buckets[-1]}"] * 2
+    assert [x.tolist() for x in hidden.given] == [[1], [2]]
+    assert not hasattr(middle, "sampled")
+    assert min(first.starts) > 1e9  # A link plays a slower one.
+
+
+def test_the_first_stages_take_nothing_and_the_last_ones_hand_nothing_on() -> None:
+    one, other = Stage("a", [5.0]), Stage("b", [6.0])
+    other.step.hidden = lambda tokens: tokens
+    for stage, hidden, last in ((one, Hidden(), False), (other, Hidden("there"), True)):
+        worker = worker_of(stage, last=last)
+        worker.hidden = hidden  # type: ignore[assignment]
+        (done,) = run(worker, batch(row(PROMPT, 0, 3, True)))
+        assert len(done.tokens) == last
+        assert len(hidden.given) == 1 - last
+    assert one.given[0][2] is None
+    assert other.given[0][2].startswith("hidden ")

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.config.cluster import GroupConfig, InstanceConfig
+from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.request import RequestOutput
 

@@ -1,17 +1,20 @@
 """Clusters in processes of their own, and runs of which one comes to an end."""
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from cluster_cases import Pair, Side
 from cluster_checks import REQUESTS, Done, Ran
 
 from jaxinfer import LLM
-from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint, ThisProcess
+from jaxinfer.runtime.kv.transports import TcpTransport
+from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
 from jaxinfer.serving.world import StepDone
 
 SMALL = Pair("two", Side(1, 8), Side(2, 16), apart="ab")
@@ -90,3 +93,43 @@ def wait_until(there: Callable[[], bool], seconds: float = 20) -> None:
     while not there():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@contextmanager
+def told(hear: Callable[[type], None]) -> Iterator[None]:
+    """Whatever is sent to a process, or done in this one."""
+    send, do = Process.send, KVEndpoint.do
+
+    def send_and_tell(process: Process, message: Any) -> None:
+        send(process, message)
+        hear(type(message))
+
+    def do_and_tell(endpoint: KVEndpoint, message: Any) -> None:
+        do(endpoint, message)
+        hear(type(message))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Process, "send", send_and_tell)
+        patch.setattr(KVEndpoint, "do", do_and_tell)
+        yield
+
+
+def check_nothing_left(llm: LLM, lost: Collection[str] = ()) -> None:
+    """No page, where steps that use it may still end; no slab on its way, no offer."""
+    for name, kv in llm._runs.kv.items():
+        for shard in kv.shards if name not in lost else ():
+            assert shard.pool.num_free == shard.pool.num_usable
+            assert shard.pool.num_pinned == 0
+    for channel in llm.cluster.channels.values():
+        wait_until(lambda channel=channel: not channel._slabs)
+        assert not channel._probing
+        for side in channel.sides:
+            if isinstance(side, ThisProcess):
+                wait_until(lambda endpoint=side.endpoint: is_empty(endpoint))
+
+
+def is_empty(endpoint: KVEndpoint) -> bool:
+    transports = [t for t in endpoint._transports.values() if isinstance(t, TcpTransport)]
+    return not any(t._offers for t in transports) and not any(
+        end.arrived for end in endpoint._ends.values()
+    )

@@ -104,38 +104,60 @@ class Address(NamedTuple):
     key: bytes
 
 
+class ArrayForm(Protocol):
+    """What an array is known to be before it comes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its numbers' type."""
+
+
 class TcpTransport:
     """Carries slabs by the host's memory and a socket, between any pair of devices.
 
     Args:
         host: the address by which this process is reached.
+        waits: what is fetched before it is offered comes once it is.
     """
 
     in_place: ClassVar = False
     advice: ClassVar = ""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, waits: bool = False) -> None:
         self._listener = listen(host, 0)
         port = self._listener.getsockname()[1]
         self.address = Address(host, port, secrets.token_bytes(16))
         self._closed = False
         self._offers: dict[int, np.ndarray] = {}
+        self._waits, self._is_news = waits, threading.Condition()
         # Of each thread that pulls, so that none waits for another's slab.
         self._sources: dict[tuple[int, Address], Connection[Any, Any]] = {}
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
+    def offer(self, number: int, array: jax.Array, form: ArrayForm) -> None:
         """See Transport."""
-        self._offers[number] = np.asarray(array)
+        found = np.asarray(array)
+        with self._is_news:
+            self._offers[number] = found
+            self._is_news.notify_all()
 
     def drop(self, number: int) -> None:
         """See Transport."""
         self._offers.pop(number, None)
 
     def fetch(
-        self, number: int, address: Address, form: SlabFormat, sharding: Sharding, patience_s: float
+        self,
+        number: int,
+        address: Address,
+        form: ArrayForm,
+        sharding: Sharding,
+        patience_s: float | None,
     ) -> np.ndarray:
-        """See Transport."""
+        """See Transport; without ``patience_s`` it waits for ever."""
         thread = threading.get_ident(), address
         if thread not in self._sources:
             self._sources[thread] = Connection(call(*address).detach())
@@ -161,7 +183,15 @@ class TcpTransport:
         # Closing a socket does not wake a thread that waits for it.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._offers.clear()
+        with self._is_news:
+            self._offers.clear()
+            self._is_news.notify_all()
+
+    def _found(self, number: int) -> np.ndarray | None:
+        with self._is_news:
+            if self._waits:
+                self._is_news.wait_for(lambda: number in self._offers or self._closed)
+            return self._offers.pop(number, None)
 
     def _accept(self) -> None:
         while not self._closed:
@@ -180,7 +210,7 @@ class TcpTransport:
             return  # Not one of ours.
         try:
             while True:
-                found = self._offers.pop(client.recv(), None)
+                found = self._found(client.recv())
                 if found is None:
                     client.send_bytes(b"")
                 else:

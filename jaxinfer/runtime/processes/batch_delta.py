@@ -21,9 +21,14 @@ class _Told:
 
 
 class BatchEncoder:
-    """Encodes batches as deltas, one after the other, in the loop's process."""
+    """Encodes batches as deltas, one after the other, in the loop's process.
 
-    def __init__(self) -> None:
+    Args:
+        shards: those of the instance's KV that the other process has.
+    """
+
+    def __init__(self, shards: slice = slice(None)) -> None:
+        self._shards = shards
         self._told: weakref.WeakKeyDictionary[RequestState, _Told] = weakref.WeakKeyDictionary()
         self._gone: list[int] = []
         self._numbers = 0
@@ -54,7 +59,9 @@ class BatchEncoder:
         if told.hold is not hold:
             told.hold, told.pages = hold, 0
         known, told.pages = told.pages, hold.num_pages
-        pages = [table[0][known:] for table in hold.tables] if known < told.pages else []
+        pages = (
+            [table[0][known:] for table in hold.tables[self._shards]] if known < told.pages else []
+        )
         return (
             told.number,
             row.start,

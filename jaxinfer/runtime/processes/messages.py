@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.cluster import ClusterConfig, LinkConfig
+from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 
@@ -21,11 +22,25 @@ class LoadInstances(NamedTuple):
 
     Attributes:
         host: the address by which the process is reached.
+        layers: of the stages there, for instances that have others in other processes.
     """
 
     model: str
     cluster: ClusterConfig
     host: str
+    layers: Mapping[str, Sequence[Layers]]
+
+
+class FollowOn(NamedTuple):
+    """Take an instance's hidden states from the process at this address. Answered with Left.
+
+    Attributes:
+        link: the one by which they come, where it is emulated.
+    """
+
+    instance: str
+    address: Any
+    link: LinkConfig | None
 
 
 class Prepare(NamedTuple):
@@ -103,10 +118,15 @@ class Left(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The plans of each instance's stages, and its worker's ``parts``."""
+    """The plans of each instance's stages, and its worker's ``parts``.
+
+    Attributes:
+        addresses: of instances with stages in other processes, where to take hidden states from.
+    """
 
     plans: Mapping[str, Sequence[StageFacts]]
     parts: Mapping[str, list[list[int]]]
+    addresses: Mapping[str, Any]
 
 
 class StepEnded(NamedTuple):

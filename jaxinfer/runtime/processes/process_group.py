@@ -1,15 +1,19 @@
 """The processes of a cluster besides the loop's own: those of groups that have one."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.kv.kv_endpoint import Hear
+from jaxinfer.models.stage import Layers
+from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import ProcessLost
 from jaxinfer.runtime.processes.messages import Loaded, LoadInstances
 from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineSide, PipelineWorker
 from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
 from jaxinfer.sockets import LOOPBACK
 
@@ -90,21 +94,27 @@ class OtherProcesses:
 
     Args:
         model: what each opens.
+        layers: of each stage, for instances with stages in several processes.
     """
 
-    def __init__(self, config: ClusterConfig, model: str) -> None:
-        self._config, self._model = config, model
+    def __init__(
+        self, config: ClusterConfig, model: str, layers: Mapping[str, Sequence[Layers]]
+    ) -> None:
+        self._config, self._model, self._layers = config, model, layers
         self._processes: dict[str, Process] = {}
         self._there: dict[str, AnotherProcess] = {}
+        self._pipelines: dict[str, PipelineSide] = {}
 
     @classmethod
-    def start(cls, config: ClusterConfig, model: str) -> "OtherProcesses":
+    def start(
+        cls, config: ClusterConfig, model: str, layers: Mapping[str, Sequence[Layers]]
+    ) -> "OtherProcesses":
         """Start them, each loading what stands on its group, and go on meanwhile.
 
         Raises:
             JaxinferError: one cannot be got at.
         """
-        others = cls(config, model)
+        others = cls(config, model, layers)
         try:
             names = [name for name, group in config.groups.items() if group.is_apart]
             for name, peer in reach(config, names):
@@ -130,8 +140,17 @@ class OtherProcesses:
     def _load(self, group: str, part: ClusterConfig) -> None:
         process = self._processes[group]
         host = process.peer.way[1] if process.peer.way else self.host
+        layers = {
+            name: [
+                each
+                for each, where in zip(all_, self._config.processes_of(name), strict=True)
+                if where == group
+            ]
+            for name, all_ in self._layers.items()
+            if name in part.instances
+        }
         with suppress(ProcessLost):  # Whoever waits for it hears of it.
-            process.send(LoadInstances(self._model, part, host))
+            process.send(LoadInstances(self._model, part, host, layers))
 
     @property
     def host(self) -> str:
@@ -139,23 +158,38 @@ class OtherProcesses:
         ways = [process.peer.way for process in self._processes.values()]
         return next((way[0] for way in ways if way), LOOPBACK)
 
-    def load(self, progress: Progress) -> dict[str, RemoteWorker]:
+    def load(self, progress: Progress) -> dict[str, AnyRemote]:
         """Wait until all have loaded and compiled; their workers, by instance.
 
         Raises:
             JaxinferError: one cannot, or has ended.
         """
-        workers = {}
-        for process in self._processes.values():
+        workers: dict[str, AnyRemote] = {}
+        parts: dict[str, dict[str, tuple[Process, Loaded]]] = defaultdict(dict)
+        for group, process in self._processes.items():
             loaded = wait_until_loaded(process, progress)
             for name, plans in loaded.plans.items():
+                if name in self._layers:
+                    parts[name][group] = process, loaded
+                    continue
                 workers[name] = RemoteWorker(process, name, plans, loaded.parts[name])
                 self._there[name] = AnotherProcess(process)
+        for name, found in parts.items():
+            groups = dict.fromkeys(stage.group for stage in self._config.instances[name].stages)
+            links = [self._config.link(*ends) for ends in pairwise(groups)]
+            there = [found[group] for group in groups]
+            workers[name] = whole = PipelineWorker(name, there, links)
+            sides = [AnotherProcess(process) for process in whole.processes]
+            self._pipelines[name] = PipelineSide(sides, whole.first_stages)
         return workers
 
     def there(self, instance: str) -> AnotherProcess:
-        """The process other than this one that has an instance."""
+        """The process other than this one that has an instance alone."""
         return self._there[instance]
+
+    def side_of(self, instance: str) -> KVProcess:
+        """The process other than this one that has an instance, or those that do."""
+        return self._pipelines.get(instance) or self._there[instance]
 
     def close(self) -> None:
         """End them all."""

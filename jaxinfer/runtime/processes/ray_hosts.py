@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from jaxinfer.config.cluster import GroupConfig
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.processes.peers import Elsewhere, Peer
 from jaxinfer.runtime.processes.ray_client import connect

@@ -260,18 +260,26 @@ class RemoteStage:
 class RemoteWorker:
     """The stages of one instance in another process; see ``Worker``.
 
+    Args:
+        shards: those of the instance's KV that these stages have.
+
     Attributes:
         parts: as the worker there has.
         sampler: the one that was asked for last.
     """
 
     def __init__(
-        self, process: Process, instance: str, plans: Sequence[StageFacts], parts: list[list[int]]
+        self,
+        process: Process,
+        instance: str,
+        plans: Sequence[StageFacts],
+        parts: list[list[int]],
+        shards: slice = slice(None),
     ) -> None:
         self.process, self.instance, self.parts = process, instance, parts
         self.stages = [RemoteStage(process, instance, i, plan) for i, plan in enumerate(plans)]
         self.sampler = PLAIN_SAMPLER
-        self._encoder = BatchEncoder()
+        self._shards, self._encoder = shards, BatchEncoder(shards)
         self._numbers = 0
         self._steps: dict[int, tuple[Batch, Post]] = {}
         self._lost: Exception | None = None
@@ -300,7 +308,7 @@ class RemoteWorker:
 
     def move_to(self, process: Process) -> None:
         """Go on in a process that has these stages, and has heard of no request."""
-        self.process, self._encoder, self._lost = process, BatchEncoder(), None
+        self.process, self._encoder, self._lost = process, BatchEncoder(self._shards), None
         for stage in self.stages:
             stage.move_to(process)
         process.workers[self.instance] = self
@@ -319,7 +327,7 @@ class RemoteWorker:
         self._numbers += 1
         self._steps[step] = batch, post
         told: Launch = self._encoder.encode(batch, step, origin + self.process.peer.clock_offset)
-        self.process.send(told)
+        self.process.send(told._replace(instance=self.instance))  # A profile's batch has none.
         for stage in range(len(self.stages)):
             launched(stage, StepEnd(self.instance, step, stage))
 

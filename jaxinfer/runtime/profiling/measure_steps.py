@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.kv.outcome import Failed
-from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards, Placement
@@ -17,7 +17,7 @@ from jaxinfer.steps.times import Part, Point
 
 
 def measure_steps(
-    worker: Worker | RemoteWorker,
+    worker: Worker | AnyRemote,
     kv: KVShards,
     limits: StepLimits,
     todo: Iterable[tuple[Part, ...]],
@@ -40,7 +40,7 @@ def measure_steps(
 
 
 def measure_in_a_row(
-    worker: Worker | RemoteWorker, kv: KVShards, parts: tuple[Part, ...], steps: int
+    worker: Worker | AnyRemote, kv: KVShards, parts: tuple[Part, ...], steps: int
 ) -> list[float]:
     """Seconds of a step, several times in a row: each is launched while the one before runs.
 
@@ -59,7 +59,7 @@ def measure_in_a_row(
     return times
 
 
-def _run(worker: Worker | RemoteWorker, batch: Batch) -> tuple[float, ...]:
+def _run(worker: Worker | AnyRemote, batch: Batch) -> tuple[float, ...]:
     posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
     worker.launch(batch, 0.0, posted.put)
     return _times(posted)

@@ -16,8 +16,8 @@ import numpy as np
 from jaxinfer import __version__
 from jaxinfer.made_from import PACKAGE, cpu_name, digest_of
 from jaxinfer.runtime.cluster import Cluster, Engine, describe_attention
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.process_group import Progress
-from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.profiling.measure_steps import measure_steps
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.kv_shards import KVShards
@@ -42,7 +42,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
     Devices of one kind in this process are alike; those of another process may be on another host.
     """
     plan, options = engine.plan, engine.plan.options
-    apart = isinstance(engine.worker, RemoteWorker)
+    apart = isinstance(engine.worker, AnyRemote)
     return {
         "model": model,
         "config": _digest(repr(plan.config).encode()),

@@ -15,8 +15,13 @@ from jaxinfer.runtime.stage.machine_speed import measure_speed
 from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
 
 
-def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[StagePlan]]:
+def plan_cluster(
+    model: ModelConfig, config: ClusterConfig, layers: Mapping[str, Sequence[Layers]] | None = None
+) -> dict[str, list[StagePlan]]:
     """Each instance's stages, before anything is loaded.
+
+    Args:
+        layers: of each stage, for instances that have others in other processes.
 
     Raises:
         JaxinferError: as ``make_plan``, with the instance's name where there are several.
@@ -37,7 +42,9 @@ def plan_cluster(model: ModelConfig, config: ClusterConfig) -> dict[str, list[St
         try:
             if any(groups[stage.group][0].platform == "gpu" for stage in instance.places):
                 instance = instance.on_gpu()
-            plans[name] = list(_plan_stages(model, config, instance, groups, free, taken))
+            given = (layers or {}).get(name, ())
+            stages = _plan_stages(model, config, instance, groups, free, taken, given)
+            plans[name] = list(stages)
             taken += _host_bytes(plans[name])
         except JaxinferError as error:
             of = f"instances.{name}: " if len(config.instances) > 1 else ""
@@ -52,6 +59,7 @@ def _plan_stages(
     devices_of: Mapping[str, Sequence[jax.Device]],
     free: Mapping[str, Iterator[jax.Device]],
     taken: int,
+    given: Sequence[Layers],
 ) -> Iterator[StagePlan]:
     groups = [config.groups[stage.group] for stage in instance.places]
     devices = [
@@ -64,9 +72,9 @@ def _plan_stages(
         return measure_speed(model, dtype, devices[number]) / groups[number].slowdown
 
     counts = [model.num_hidden_layers]
-    if instance.stages:
+    if instance.stages and not given:
         counts = count_layers(model.num_hidden_layers, instance.places, speed)
-    parts = split(model.num_hidden_layers, counts)
+    parts = given or split(model.num_hidden_layers, counts)
     for stage, here, layers in zip(instance.places, devices, parts, strict=True):
         axes = config.groups[stage.group].mesh
         if stage.attention:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-from jaxinfer.config.cluster import ClusterConfig, GroupConfig
+from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.stage.gpu_memory import share_chosen
 

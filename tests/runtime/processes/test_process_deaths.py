@@ -6,26 +6,29 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from cluster_cases import Pair, Side, free_executables, load, set_system
 from cluster_checks import REQUESTS, Done
-from process_cases import SYSTEMS, apart, children, pid_of, serve_once, wait_until
+from process_cases import (
+    SYSTEMS,
+    apart,
+    check_nothing_left,
+    children,
+    pid_of,
+    serve_once,
+    told,
+    wait_until,
+)
 
 from jaxinfer import LLM
-from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint, ThisProcess
 from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
-from jaxinfer.runtime.kv.transports import TcpTransport
 from jaxinfer.runtime.processes import remote_worker
 from jaxinfer.runtime.processes.messages import Launch
-from jaxinfer.runtime.processes.remote_worker import Process
 from jaxinfer.serving.world import StepDone
 
 KINDS = (Launch, Offer, Pull, Place)
@@ -56,46 +59,6 @@ def moments(victim: str, count: int) -> list[Moment]:
         )
         for number in range(count)
     ]
-
-
-@contextmanager
-def told(hear: Callable[[type], None]) -> Iterator[None]:
-    """Whatever is sent to a process, or done in this one."""
-    send, do = Process.send, KVEndpoint.do
-
-    def send_and_tell(process: Process, message: Any) -> None:
-        send(process, message)
-        hear(type(message))
-
-    def do_and_tell(endpoint: KVEndpoint, message: Any) -> None:
-        do(endpoint, message)
-        hear(type(message))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Process, "send", send_and_tell)
-        patch.setattr(KVEndpoint, "do", do_and_tell)
-        yield
-
-
-def check_nothing_left(llm: LLM, lost: Collection[str] = ()) -> None:
-    """No page, where steps that use it may still end; no slab on its way, no offer."""
-    for name, kv in llm._runs.kv.items():
-        for shard in kv.shards if name not in lost else ():
-            assert shard.pool.num_free == shard.pool.num_usable
-            assert shard.pool.num_pinned == 0
-    for channel in llm.cluster.channels.values():
-        wait_until(lambda channel=channel: not channel._slabs)
-        assert not channel._probing
-        for side in channel.sides:
-            if isinstance(side, ThisProcess):
-                wait_until(lambda endpoint=side.endpoint: is_empty(endpoint))
-
-
-def is_empty(endpoint: KVEndpoint) -> bool:
-    transports = [t for t in endpoint._transports.values() if isinstance(t, TcpTransport)]
-    return not any(t._offers for t in transports) and not any(
-        end.arrived for end in endpoint._ends.values()
-    )
 
 
 def die(llm: LLM, victim: str, moment: Moment, expected: list[Done], folder: Path) -> bool:

@@ -44,7 +44,8 @@ def test_a_step_that_ends_after_its_worker_has_failed() -> None:
     process: Any = SimpleNamespace(send=sent.append, workers={}, peer=HERE)
     worker = RemoteWorker(process, "a", [], [])
     posted: list[Any] = []
-    worker.launch(Batch("a", [], 0, 0, 0), 0.0, posted.append)
+    worker.launch(Batch("profile", [], 0, 0, 0), 0.0, posted.append)
+    assert sent[0].instance == "a"
     worker.on_loss(ProcessLost("gone"))
     worker.on_step(StepEnded("a", 0, ([], 0.0, 0.0), [], []))
     assert [(type(p), str(p.error)) for p in posted] == [(Failed, "gone")]

@@ -12,7 +12,8 @@ import pytest
 from process_cases import wait_until
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost

@@ -4,13 +4,15 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_cases import Pair, Side, free_executables, load
 from cluster_checks import Done, Ran, serve
-from process_cases import SYSTEMS, children, pid_of, serve_once, wait_until
+from host_cases import KEY, elsewhere, jobs, listening
+from process_cases import SYSTEMS, check_nothing_left, children, pid_of, serve_once, wait_until
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.runtime.processes.messages import Launch
@@ -188,3 +190,46 @@ def test_what_is_closed_while_a_process_is_started_leaves_none(
     del llm, restarts
     gc.collect()
     wait_until(lambda: not children() - before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["host", "transfer_server"])
+def test_one_of_another_host(
+    transport: str,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker there starts another; KV goes to that one, by either transport."""
+    monkeypatch.setenv("JAXINFER_KEY", KEY)
+    with listening() as (address, server):
+        sections = elsewhere(replace(PAIR, apart=""), {"b": address})
+        sections["groups"]["b"]["restart"] = 1
+        options = {"transport": transport, "verify_transfers": True}
+        llm = load(models["two"], tmp_path, system=SYSTEMS["disaggregated"], **sections, **options)
+        restarts = llm.cluster.restarts
+        assert restarts
+        (job,) = jobs(server)
+
+        def kill_and_wait() -> None:
+            job.kill()
+            wait_for_news(restarts)
+
+        found, run, instances = serve_with(llm, tmp_path / "runs", {9: kill_and_wait})
+        assert found == expected["two"]
+        assert instances[9:].count("b") > 2
+        assert run["lost"] == {}
+        (restart,) = run["restarts"]
+        why = f"process of group b (at {address}) was ended by signal 9"
+        assert (restart["why"], restart["error"]) == (why, None)
+        assert run["transports"] == {"a -> b": transport}
+        moved = Ran.last(tmp_path / "runs").record.transfers
+        assert {(transfer.source, transfer.dest) for transfer in moved} == {("a", "b")}
+        (after,) = jobs(server)
+        assert after.pid != job.pid
+        check_nothing_left(llm)
+        del llm
+        gc.collect()
+        wait_until(lambda: not jobs(server))
+    free_executables()

@@ -16,8 +16,9 @@ from properties import examples
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
-from jaxinfer.config.cluster import Emulate, GroupConfig, InstanceConfig, LinkConfig
+from jaxinfer.config.cluster import InstanceConfig, LinkConfig
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.groups import Emulate, GroupConfig
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.config import ModelConfig

@@ -16,7 +16,8 @@ import pytest
 from flax import nnx
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
-from jaxinfer.config.cluster import ClusterConfig, GroupConfig, InstanceConfig
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.runtime.cluster import Engine
 from jaxinfer.runtime.explain import longest_request

@@ -1,0 +1,120 @@
+"""The run file's groups: equal devices, and the process that has them."""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, Options, split_address
+
+
+class Emulate(Options):
+    """A slower device, played by a CPU.
+
+    Attributes:
+        slowdown: Factor by which a step takes longer than in its profile.
+    """
+
+    slowdown: float = Field(ge=1)
+
+
+class RayDemands(Options):
+    """Resources that Ray looks for in a node, and gives a process there.
+
+    Attributes:
+        num_cpus: CPUs that a node must have free.
+        num_gpus: GPUs that a node must have free; by default the group's devices, where they are
+            GPUs.
+        resources: Other resources of a node, such as ``accelerator_type:A10``.
+    """
+
+    num_cpus: float = Field(default=1, ge=0)
+    num_gpus: float | None = Field(default=None, ge=0)
+    resources: dict[str, float] = Field(default_factory=dict)
+
+
+class GroupConfig(Options):
+    """Equal devices. Each stage on the group takes the next ``tensor_parallel_size`` of them.
+
+    Attributes:
+        platform: Kind of devices; by default the one that JAX prefers here.
+        kind: Part of the device kind's name, such as ``H100``; in a simulation, a name from
+            ``configs/gpus.yaml``.
+        devices: Number of devices.
+        tensor_parallel_size: Devices of one stage; by default all of the group.
+        mesh: Axes of a stage's devices and their sizes, such as ``{x: 2, y: 4}``, the first one the
+            outermost; by default one, ``tp``.
+        emulate: ``{slowdown: N}`` makes a CPU group play a slower device: a step ends N times its
+            profiled time after its start. Steps that take longer are counted as ``overruns``; a GPU
+            refuses it.
+        process: ``own``: a process of the group's own, since JAX drives one kind of GPU per
+            process.
+        host: ``HOST:PORT`` of a ``jaxinfer worker`` that starts the process, mostly on another
+            host.
+        ray: ``{}``, or ``num_cpus`` (1), ``num_gpus`` and ``resources``, by which Ray chooses the
+            host.
+        environment: Environment variables of that process, set before JAX starts there.
+        restart: Times that a lost process is started again.
+    """
+
+    platform: Literal["cpu", "gpu"] | None = None
+    kind: str | None = None
+    devices: int = Field(default=1, ge=1)
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    mesh: dict[str, Annotated[int, Field(ge=1)]] | None = None
+    emulate: Emulate | None = None
+    process: Literal["own"] | None = None
+    host: str | None = None
+    ray: RayDemands | None = None
+    environment: dict[str, str] = Field(default_factory=dict)
+    restart: int = Field(default=0, ge=0)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse combinations that cannot work."""
+        if sum(each is not None for each in (self.process, self.host, self.ray)) > 1:
+            raise OptionError("process, host, ray: a group has one of them, which says where it is")
+        if self.environment and not self.is_apart:
+            raise OptionError("environment: for a group with process: own, host or ray")
+        if self.restart and not self.is_apart:
+            raise OptionError(
+                f"restart is {self.restart}, must be 0 without process: own, host or ray: what "
+                "fails in the loop's process is not started again"
+            )
+        if self.emulate and self.platform == "gpu":
+            raise OptionError("emulate: a GPU is not slowed down; leave it to platform: cpu")
+        if self.stage_devices > self.devices:
+            raise OptionError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, "
+                f"the group has {self.devices} devices"
+            )
+        if self.mesh is not None and math.prod(self.mesh.values()) != self.stage_devices:
+            raise OptionError(
+                f"mesh is {self.mesh}, {math.prod(self.mesh.values())} devices, must be of the "
+                f"{self.stage_devices} of a stage"
+            )
+
+    @field_validator("host")
+    @classmethod
+    def _as_address(cls, value: str | None) -> str | None:
+        try:
+            if value is not None and split_address(value)[1] == 0:
+                raise JaxinferError(f"must be a port that a worker listens at, not {value}")
+        except JaxinferError as error:
+            raise ValueError(error) from None
+        return value
+
+    @property
+    def is_apart(self) -> bool:
+        """True if it has a process of its own, wherever that is."""
+        return bool(self.process or self.host or self.ray)
+
+    @property
+    def slowdown(self) -> float:
+        """1 for a device as it is."""
+        return self.emulate.slowdown if self.emulate else 1.0
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of one stage."""
+        return self.tensor_parallel_size or self.devices

@@ -1,0 +1,57 @@
+"""Hidden states on their way from the stages in one process to those in the next."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.runtime.kv.transports import Address, TcpTransport
+
+
+class HiddenForm(NamedTuple):
+    """The contents of a message: hidden states [T, D]."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+class HiddenStates:
+    """One process's part of a pipeline's ways: in from the stages before, out to those after.
+
+    Steps come in the order of their launches, which is the same in all of the processes, so that
+    each is known by its number. What a step has is fetched ahead: it comes once it is offered.
+
+    Args:
+        host: the address by which this process is reached.
+
+    Attributes:
+        address: where the process with the stages after is to fetch from.
+        before: the address of the process with the stages before; None until it is known, and for
+            the first.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._transport = TcpTransport(host, waits=True)
+        self.address = self._transport.address
+        self.before: Address | None = None
+        self._given = self._taken = 0
+
+    def give(self, x_TD: jax.Array) -> None:
+        """Offer what the next step has computed; waits until it has."""
+        # One device's copy: every one has all of it.
+        one = x_TD.addressable_shards[0].data
+        self._transport.offer(self._given, one, HiddenForm(one.shape, one.dtype))
+        self._given += 1
+
+    def take(self, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """Wait for what the next step has computed in the process before, and put it like this.
+
+        Raises:
+            OSError, EOFError: that process cannot be reached any more.
+        """
+        assert self.before
+        assert like.sharding
+        form = HiddenForm(like.shape, like.dtype)
+        number, self._taken = self._taken, self._taken + 1
+        found = self._transport.fetch(number, self.before, form, like.sharding, None)
+        return jax.device_put(found, like.sharding)

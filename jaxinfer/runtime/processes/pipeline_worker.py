@@ -1,0 +1,232 @@
+"""The stages of one instance in several processes, as the loop's process sees them."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+
+from jaxinfer.config.cluster import ClusterConfig, LinkConfig
+from jaxinfer.config.layer_split import count_layers
+from jaxinfer.errors import JaxinferError
+from jaxinfer.models.stage import Layers, split
+from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
+from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
+from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
+from jaxinfer.runtime.processes.messages import FollowOn, Loaded, Prepare
+from jaxinfer.runtime.processes.remote_worker import Process, RemoteStage, RemoteWorker
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
+from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.world import StepDone
+
+# A process that has ended may be missed by the next one before it is known why.
+EXPLAINED_S = 1.0
+
+
+def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]:
+    """Layers of each stage, for the instances with stages in several processes.
+
+    Args:
+        total: layers of the model.
+
+    Raises:
+        JaxinferError: they are not stated.
+    """
+    found = {}
+    for name in filter(config.is_divided, config.instances):
+        stages = config.instances[name].stages
+        if not all(stage.layers or stage.share for stage in stages):
+            raise JaxinferError(
+                f"instances.{name}.stages: give layers or share: the speeds of groups in several "
+                "processes are not measured beside one another"
+            )
+        found[name] = split(total, count_layers(total, stages, lambda number: 1.0))
+    return found
+
+
+class _Part(RemoteWorker):
+    """The stages in one of the processes; ``on_failure`` hears, in some thread, when it fails."""
+
+    on_failure: Callable[[Exception], None]
+
+    def on_loss(self, error: Exception) -> None:
+        """Tell the whole, which tells those who wait."""
+        self.on_failure(error)
+
+    def fail(self, error: Exception) -> None:
+        """Tell those who wait for steps, and whoever comes with one."""
+        super().on_loss(error)
+
+
+class PipelineWorker:
+    """The stages of one instance in several processes, one after the other; see ``Worker``.
+
+    The loop launches each step in all of them at once. Hidden states go from process to process,
+    and the last one has the tokens. Whatever fails in one of them is the loss of the instance.
+
+    Args:
+        loaded: of each process, in the stages' order.
+        links: between each and the next one, where they are emulated.
+
+    Attributes:
+        parts: numbers of the stages, those that follow one another on one mesh together.
+        sampler: the one that was asked for last.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        loaded: Sequence[tuple[Process, Loaded]],
+        links: Sequence[LinkConfig | None],
+    ) -> None:
+        self.instance = instance
+        self.sampler = PLAIN_SAMPLER
+        sizes = [len(there.plans[instance]) for _, there in loaded]
+        self._first = [0, *accumulate(sizes)]
+        self._there = [
+            _Part(process, instance, there.plans[instance], there.parts[instance], slice(a, b))
+            for (process, there), (a, b) in zip(loaded, pairwise(self._first), strict=True)
+        ]
+        self._failed: Exception | None = None
+        self._lock = threading.Lock()
+        for part in self._there:
+            part.on_failure = partial(self._fail, part)
+        self.parts = [
+            [first + number for number in numbers]
+            for first, part in zip(self._first, self._there, strict=False)
+            for numbers in part.parts
+        ]
+        self._check_shapes()
+        for ((_, before), (process, _)), link in zip(pairwise(loaded), links, strict=True):
+            next(process.ask(FollowOn(instance, before.addresses[instance], link)))
+
+    def _check_shapes(self) -> None:
+        """Raise JaxinferError where a step's tokens would be padded to several numbers."""
+        limits = [stage.plan.limits for stage in self.stages]
+        if any(each.token_buckets != limits[0].token_buckets for each in limits):
+            buckets = [each.token_buckets for each in limits]
+            raise JaxinferError(
+                f"instances.{self.instance}: its stages have steps of unlike sizes, {buckets}: "
+                "their layouts must cut tokens alike"
+            )
+
+    @property
+    def stages(self) -> list[RemoteStage]:
+        """All of them, in their order."""
+        return [stage for part in self._there for stage in part.stages]
+
+    @property
+    def processes(self) -> list[Process]:
+        """The processes, in the stages' order."""
+        return [part.process for part in self._there]
+
+    @property
+    def first_stages(self) -> list[int]:
+        """The number of each process's first stage."""
+        return self._first[:-1]
+
+    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER) -> Iterator[int]:
+        """Compile all steps with this sampler, which those launched from now on have.
+
+        Yields how many are left, their number first.
+        """
+        self.sampler = sampler
+        # All at once, and heard one after the other.
+        asked = [part.process.ask(Prepare(self.instance, sampler)) for part in self._there]
+        for answers in asked:
+            for answer in answers:
+                if not answer.parts:
+                    break
+                yield answer.parts
+        yield 0
+
+    def launch(
+        self, batch: Batch, origin: float, post: Post, launched: Launched = lambda *args: None
+    ) -> None:
+        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
+        found: dict[int, StepDone] = {}
+
+        def hear(number: int, answer: StepDone | Failed) -> None:
+            if isinstance(answer, Failed):
+                post(answer)
+                return
+            with self._lock:
+                found[number] = answer
+                is_whole = len(found) == len(self._there)
+            if is_whole:
+                post(_whole([found[i] for i in range(len(found))]))
+
+        def tell(number: int, stage: int, end: End) -> None:
+            launched(self._first[number] + stage, end)
+
+        for number, part in enumerate(self._there):
+            part.launch(batch, origin, partial(hear, number), partial(tell, number))
+
+    def _fail(self, part: _Part, error: Exception) -> None:
+        """Give up the instance, and those of its processes that have no other."""
+        with self._lock:
+            if self._failed:
+                return
+            self._failed = error
+        if not isinstance(error, JaxinferError):
+            error = self._cause(part) or error
+        for each in self._there:
+            each.fail(type(error)(*error.args))
+        for process in self.processes:
+            if process.workers.keys() == {self.instance}:
+                process.give_up(f"instance {self.instance}: {error}")
+
+    def _cause(self, part: _Part) -> Exception | None:
+        """A process that has ended is missed by its neighbours."""
+        if part.process.lost:
+            return None
+        for other in self.processes:
+            if other is not part.process and (why := other.why_lost(EXPLAINED_S)):
+                return ProcessLost(why)
+        return None
+
+    def close(self) -> None:
+        """The processes are ended as a whole."""
+
+
+def _whole(parts: Sequence[StepDone]) -> StepDone:
+    """A step's results of what each process tells of its stages."""
+    stages = [stage for part in parts for stage in part.stages]
+    return replace(parts[-1], start=stages[0][0], stages=stages)
+
+
+class PipelineSide:
+    """The processes of one instance as a side of channels; see ``KVProcess``.
+
+    Args:
+        sides: each process, in the stages' order; ``first_stages``: of each, its first stage.
+    """
+
+    waits_for: Mapping[int, tuple[str, float]] = {}
+
+    def __init__(self, sides: Sequence[KVProcess], first_stages: Sequence[int]) -> None:
+        self._sides, self._first = sides, first_stages
+        self._of: dict[int, KVProcess] = {}
+
+    def open(self, message: OpenEnd, hear: Hear) -> None:
+        """See KVProcess; the stage is a number among all of the instance."""
+        number = max(i for i, first in enumerate(self._first) if first <= message.stage)
+        side = self._of[message.end] = self._sides[number]
+        side.open(message._replace(stage=message.stage - self._first[number]), hear)
+
+    def do(self, message: SlabMessage) -> None:
+        """See KVProcess."""
+        self._of[message.end].do(message)
+
+    def on_loss(self, hear: Callable[[str], None]) -> None:
+        """See KVProcess; the first that is lost is the loss of all."""
+        for side in self._sides:
+            side.on_loss(hear)
+
+    def why_lost(self, seconds: float) -> str | None:
+        """See KVProcess."""
+        each = seconds / len(self._sides)
+        return next((why for side in self._sides if (why := side.why_lost(each))), None)
+
+
+AnyRemote = RemoteWorker | PipelineWorker

@@ -1,0 +1,221 @@
+"""One instance's stages in several processes: steps put together, and whose failure it is."""
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from process_cases import wait_until
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, LinkConfig
+from jaxinfer.config.groups import GroupConfig
+from jaxinfer.config.stages import StageConfig
+from jaxinfer.runtime.kv.hidden_states import HiddenStates
+from jaxinfer.runtime.kv.kv_messages import Drop, OpenEnd
+from jaxinfer.runtime.kv.outcome import Failed, ProcessLost, StepEnd
+from jaxinfer.runtime.processes.messages import FollowOn, Launch, Left, Loaded, Prepare, StepEnded
+from jaxinfer.runtime.processes.pipeline_worker import (
+    PipelineSide,
+    PipelineWorker,
+    divided_layers,
+)
+from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.kv_shards import KVShards
+from jaxinfer.serving.page_pool import PagePool, Shard
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import StepDone
+
+LINK = LinkConfig(between=("a", "b"), gb_s=1)
+
+
+class FakeProcess:
+    """Notes what it is sent; its clock is ``ahead``."""
+
+    def __init__(self, ahead: float = 0.0) -> None:
+        self.peer = SimpleNamespace(clock_offset=ahead)
+        self.workers: dict[str, Any] = {}
+        self.sent: list[Any] = []
+        self.given_up: list[str] = []
+        self.lost: str | None = None
+
+    def send(self, message: Any) -> None:
+        if self.lost:
+            raise ProcessLost(self.lost)
+        self.sent.append(message)
+
+    def ask(self, message: Any) -> Any:
+        self.send(message)
+        if isinstance(message, Prepare):
+            return iter([Left("samplers", 2), Left("samplers", 0)])
+        return iter([Left("stages", 0)])
+
+    def why_lost(self, seconds: float) -> str | None:
+        return self.lost
+
+    def give_up(self, why: str) -> None:
+        self.given_up.append(why)
+
+
+def plan(*token_buckets: int) -> Any:
+    return SimpleNamespace(limits=SimpleNamespace(token_buckets=token_buckets))
+
+
+def pipeline(*processes: Any, counts: tuple[int, ...] = (1, 2)) -> PipelineWorker:
+    loaded = [
+        Loaded({"x": [plan(8)] * count}, {"x": [[*range(count)]]}, {"x": f"address {number}"})
+        for number, count in enumerate(counts)
+    ]
+    return PipelineWorker("x", [*zip(processes, loaded, strict=True)], [LINK])
+
+
+def batch() -> Batch:
+    """A request with a prompt of four tokens, whose pages differ from shard to shard."""
+    shards = [Shard(PagePool(9, 2), stage=number) for number in range(3)]
+    for number, shard in enumerate(shards):
+        shard.pool.take(number)
+    hold = KVShards(shards).reserve(4)
+    assert hold
+    request = RequestState("r", 4, 3, prompt_token_ids=[1, 2, 3, 4])
+    return Batch("x", [Row(request, 0, 4, True, False, 0, hold)], 0, 0, 0)
+
+
+def answer(step: int, tokens: list[int], *stages: tuple[float, float]) -> StepEnded:
+    results = (tokens, stages[0][0], stages[-1][1], [-0.5] * len(tokens), (), {}, stages)
+    return StepEnded("x", step, results, [[]] * len(stages), [(0, 0.0, 0)] * len(stages))
+
+
+def test_a_step_is_what_all_of_them_tell_of_it() -> None:
+    """Each is told of its own pages alone, by its own clock; ends are named as it counts them."""
+    one, two = FakeProcess(), FakeProcess(ahead=5.0)
+    worker = pipeline(one, two)
+    assert worker.parts == [[0], [1, 2]]
+    assert [stage.number for stage in worker.stages] == [0, 0, 1]
+    assert one.sent == []
+    assert two.sent == [FollowOn("x", "address 0", LINK)]
+    posted: list[Any] = []
+    ends: list[Any] = []
+    given = batch()
+    for _ in range(2):
+        worker.launch(given, 1.0, posted.append, lambda *end: ends.append(end))
+    (told, _), (other, _) = ([m for m in p.sent if isinstance(m, Launch)] for p in (one, two))
+    tables = given.rows[0].hold.tables
+    assert told.rows[0][-1] == [tables[0][0]]
+    assert other.rows[0][-1] == [tables[1][0], tables[2][0]]
+    assert (told.origin, other.origin) == (1.0, 6.0)
+    first = [(0, StepEnd("x", 0, 0)), (1, StepEnd("x", 0, 0)), (2, StepEnd("x", 0, 1))]
+    assert ends[:3] == first
+    two.workers["x"].on_step(answer(0, [7], (0.3, 0.4), (0.4, 0.6)))
+    one.workers["x"].on_step(answer(1, [], (0.2, 0.5)))
+    assert posted == []
+    one.workers["x"].on_step(answer(0, [], (0.0, 0.2)))
+    stages = ((0.0, 0.2), (0.3, 0.4), (0.4, 0.6))
+    assert posted == [StepDone(given, [7], 0.0, 0.6, [-0.5], stages=[*stages])]
+    assert [*worker.prepare()] == [2, 2, 0]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_who_misses_another_s_process_is_not_to_blame(ended: bool) -> None:
+    """Every step fails once, the next cannot be launched, and no process is left with its KV."""
+    one, two = FakeProcess(), FakeProcess()
+    worker = pipeline(one, two)
+    two.workers["other"] = SimpleNamespace()
+    posted: list[Any] = []
+    for _ in range(2):
+        worker.launch(batch(), 0.0, posted.append)
+    one.workers["x"].on_step(answer(0, [], (0.0, 0.2)))
+    if ended:
+        one.lost = "process of group a was ended by signal 9"
+    two.workers["x"].on_loss(ProcessLost("EOFError: "))
+    one.workers["x"].on_loss(ProcessLost("later"))
+    why = one.lost or "EOFError: "
+    assert {(type(p), p.instance, str(p.error)) for p in posted} == {(Failed, "x", why)}
+    assert one.given_up == [f"instance x: {why}"]
+    assert two.given_up == []  # It has another instance.
+    with pytest.raises(ProcessLost, match=f"^{why}$"):
+        worker.launch(batch(), 0.0, posted.append)
+
+
+def test_stages_must_pad_steps_alike() -> None:
+    one, two = FakeProcess(), FakeProcess()
+    loaded = [
+        Loaded({"x": [plan(*buckets)]}, {"x": [[0]]}, {"x": None}) for buckets in ((7, 8), (8,))
+    ]
+    with pytest.raises(JaxinferError, match=r"^instances\.x: its stages have steps of unlike"):
+        PipelineWorker("x", [*zip((one, two), loaded, strict=True)], [None])  # type: ignore
+
+
+def test_an_end_is_on_the_side_that_has_its_stage() -> None:
+    done: list[list[Any]] = [[], []]
+    told: list[list[Callable[[str], None]]] = [[], []]
+
+    def side(number: int) -> Any:
+        return SimpleNamespace(
+            open=lambda message, hear: done[number].append(message),
+            do=done[number].append,
+            on_loss=told[number].append,
+            why_lost=lambda seconds: "gone" if number else None,
+        )
+
+    whole = PipelineSide([side(0), side(1)], [0, 2])
+    form: Any = None
+    for end, stage in enumerate((0, 1, 2, 3)):
+        whole.open(OpenEnd(end, "x", stage, form, True, False), lambda said: None)
+    for end in range(4):
+        whole.do(Drop(end, 10 + end, "host"))
+    for number in range(2):
+        opened, dropped = done[number][:2], done[number][2:]
+        assert [message.stage for message in opened] == [0, 1]
+        assert [message.slab for message in dropped] == [10 + 2 * number, 11 + 2 * number]
+    whole.on_loss(print)
+    assert told == [[print], [print]]
+    assert whole.why_lost(0) == "gone"
+
+
+def cluster(**stage: Any) -> ClusterConfig:
+    stages = tuple(StageConfig(group=name, **stage) for name in "ab")
+    return ClusterConfig(
+        groups={name: GroupConfig(process="own") for name in "abc"},
+        instances={"x": InstanceConfig(stages=stages), "y": InstanceConfig(group="c")},
+    )
+
+
+def test_layers_of_stages_in_several_processes_are_stated() -> None:
+    found = divided_layers(cluster(share=2.0), 7)
+    assert {name: [(x.start, x.stop) for x in each] for name, each in found.items()} == {
+        "x": [(0, 4), (4, 7)]
+    }
+    with pytest.raises(JaxinferError, match=r"^instances\.x\.stages: give layers or share: "):
+        divided_layers(cluster(), 7)
+
+
+def test_hidden_states_come_in_the_order_of_the_steps() -> None:
+    """Who asks before they are offered waits; who is left alone by the other side hears of it."""
+    one, two = HiddenStates("127.0.0.1"), HiddenStates("127.0.0.1")
+    two.before = one.address
+    given = [np.arange(6, dtype=np.float32).reshape(3, 2) + 10 * n for n in range(3)]
+    on = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.ShapeDtypeStruct((3, 2), np.float32, sharding=on)
+    found: list[np.ndarray] = []
+    failed: list[Exception] = []
+
+    def take() -> None:
+        try:
+            while True:
+                found.append(np.asarray(two.take(like)))
+        except (OSError, EOFError, JaxinferError) as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    for each in given:
+        one.give(jax.device_put(each, on))
+    wait_until(lambda: len(found) == 3)
+    assert all(np.array_equal(*pair) for pair in zip(found, given, strict=True))
+    assert not one._transport._offers
+    one._transport.close()
+    thread.join(10)
+    assert len(failed) == 1

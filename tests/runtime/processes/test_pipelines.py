@@ -1,0 +1,259 @@
+"""Pipelines whose stages stand in several processes: tokens, hand-offs, losses, what is left."""
+
+import gc
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import shifted_worker
+from cluster_cases import RULES, Case, Loader, Pair, Side, Way, free_executables, load, roomy
+from cluster_checks import Done, Ran, check_case, serve
+from host_cases import KEY, jobs, listening
+from process_cases import (
+    SYSTEMS,
+    check_nothing_left,
+    children,
+    serve_once,
+    serve_until,
+    told,
+    wait_until,
+)
+
+from jaxinfer import JaxinferError
+from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
+from jaxinfer.runtime.processes import remote_worker
+from jaxinfer.runtime.processes.messages import Launch
+from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+
+SHIFTED = (sys.executable, shifted_worker.__file__)
+
+
+def pipeline(*stages: tuple[int, int], **options: Any) -> dict[str, Any]:
+    """Groups and one instance, of stages of so many devices and layers, each in a process."""
+    groups = {
+        f"s{number}": {"devices": devices, "process": "own"}
+        for number, (devices, _) in enumerate(stages)
+    }
+    places = [{"group": f"s{n}", "layers": layers} for n, (_, layers) in enumerate(stages)]
+    return {"groups": groups, "instances": {"b": {"stages": places} | roomy(8) | options}}
+
+
+@dataclass(frozen=True)
+class Divided(Pair):
+    """A pair of which ``b`` has each of its stages in a process of its own.
+
+    ``devices``: of each stage.
+    """
+
+    devices: tuple[int, ...] = ()
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        found = super().sections
+        b = found["instances"].pop("b")
+        options = {name: b[name] for name in ("page_size", "num_pages", "segments")}
+        stages = zip(self.devices, self.b.stages, strict=True)
+        divided = pipeline(*stages, **options)
+        groups = {"a": found["groups"]["a"]} | divided["groups"]
+        return {"groups": groups, "instances": found["instances"] | divided["instances"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stages",
+    [((1, 2), (1, 2)), ((1, 1), (2, 3)), ((2, 3), (1, 1)), ((2, 1), (1, 2), (2, 1))],
+    ids=str,
+)
+def test_tokens_are_those_of_one_process(
+    stages: Any, models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """Greedy and drawn; a stage has a step while the one after it has the step before."""
+    sections = pipeline(*stages) | {"system": {"name": "least_loaded"}}
+    before = children()
+    llm = load(models["two"], tmp_path, **sections)
+    assert len(children() - before) == len(stages)
+    assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
+    ran = Ran.last(tmp_path / "runs")
+    assert ran.metrics["late_compiles"] == 0
+    steps = [step.stages for step in ran.record.steps]
+    assert all(len(step) == len(stages) for step in steps)
+    assert all(one[1] <= other[0] for step in steps for one, other in pairwise(step))
+    assert sum(later[0][0] < sooner[-1][1] for sooner, later in pairwise(steps)) > len(steps) / 4
+    del llm
+    gc.collect()
+    wait_until(lambda: not children() - before)
+
+
+@pytest.mark.slow
+def test_stages_and_links_that_are_slowed_down(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """Each stage begins when the hidden states would have come by the link."""
+    sections = pipeline((1, 2), (1, 2), max_num_seqs=2)
+    for group in sections["groups"].values():
+        group |= {"platform": "cpu", "emulate": {"slowdown": 3}}
+    sections["links"] = [{"between": ["s0", "s1"], "gb_s": 1, "latency_s": 0.02}]
+    llm = load(models["two"], tmp_path, **sections, system={"name": "least_loaded"})
+    assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
+    steps = [step.stages for step in Ran.last(tmp_path / "runs").record.steps]
+    assert all(later[0] - sooner[1] >= 0.02 for sooner, later in steps)
+
+
+@pytest.mark.slow
+def test_a_stage_on_another_host(
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its times are by the loop's clock, its own being another; hidden states come by its name."""
+    monkeypatch.setenv("JAXINFER_KEY", KEY)
+    sections = pipeline((1, 2), (1, 2))
+    with listening(command=SHIFTED) as (address, server):
+        sections["groups"]["s0"] = {"host": address}
+        llm = load(models["two"], tmp_path, **sections, system={"name": "least_loaded"})
+        assert len(jobs(server)) == 1
+        assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
+        steps = [step.stages for step in Ran.last(tmp_path / "runs").record.steps]
+        assert all(0 <= sooner[1] <= later[0] + 0.01 < 600 for sooner, later in steps)
+        del llm
+        gc.collect()
+        wait_until(lambda: not jobs(server))
+
+
+TWO = Divided("three", Side(2, 16), Side(1, 8, (1, 3), segments=1), devices=(1, 2))
+THREE = Divided("two", Side(1, 32), Side(2, 8, (1, 2, 1)), apart="a", devices=(2, 1, 2))
+WAYS = [
+    ("cronus_a_b", 31, "at_end", "", "twice"),
+    ("cronus_a_b", 0.98, "per_segment", "b", "off"),
+    ("cronus_a_b", 33, "on_demand", "", "on"),
+    ("cronus_a_b", 32, "per_chunk", "a", "off"),
+    ("disaggregated_b_a", None, "per_segment", "", "off"),
+    ("disaggregated_b_a", None, "at_end", "b", "on"),
+    ("data_parallel", None, "", "b", "on"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [Way(*way) for way in WAYS], ids=str)
+@pytest.mark.parametrize("pair", [TWO, THREE], ids=str)
+def test_kv_comes_and_goes_by_all_rules(
+    pair: Pair, way: Way, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    check_case(Case(pair, way), loader.pair(pair), expected[pair.heads], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("system", "stage", "by", "step"),
+    [
+        ("cronus", 0, signal.SIGKILL, 9),
+        ("disaggregated", 1, signal.SIGKILL, 17),
+        ("least_loaded", 0, signal.SIGSTOP, 7),
+        ("cronus", 1, signal.SIGSTOP, 20),
+    ],
+)
+def test_who_loses_a_stage_loses_the_instance(
+    system: str,
+    stage: int,
+    by: signal.Signals,
+    step: int,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other instance serves all; the processes of all its stages are ended."""
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    before = children()
+    pair = Divided("two", Side(1, 8), Side(1, 16, (2, 2)), devices=(1, 1))
+    sections = pair.sections | {"system": SYSTEMS[system]}
+    llm = load(models["two"], tmp_path, **sections)
+    worker = llm.cluster.engines["b"].worker
+    assert isinstance(worker, PipelineWorker)
+    pids = [process.peer.pid for process in worker.processes]  # type: ignore[attr-defined]
+    assert children() - before == set(pids)
+    found, run = serve_until(llm, step, lambda: os.kill(pids[stage], by), tmp_path / "runs")
+    assert found == expected["two"]
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    lost = f"ProcessLost: process of group s{stage} (pid {pids[stage]}) {why}"
+    assert run["lost"] == {"b": lost}
+    check_nothing_left(llm, ["b"])
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+    with pytest.raises(JaxinferError, match="instance b was lost, load the model again"):
+        serve(llm)
+    del llm, worker
+    gc.collect()
+    wait_until(lambda: not children() - before)
+
+
+def moments(stage: int, count: int) -> list[Any]:
+    """Right after so large a share of the messages of one kind that a run takes; the hand-off."""
+    rng = random.Random(stage)
+    return [
+        (
+            rng.choice((Launch, Offer, Pull, Place)),
+            rng.uniform(0, 0.8),
+            signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL,
+            RULES[number % len(RULES)],
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [2, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_dies_at_any_moment(
+    stage: int,
+    draws: int,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    pair = Divided("two", Side(1, 8), Side(1, 16, (2, 2)), devices=(1, 1))
+    before = children()
+    noticed = 0
+    for number, (kind, share, by, rule) in enumerate(moments(stage, draws)):
+        system = SYSTEMS["cronus"] | {"hand_off": rule}
+        llm = load(models["two"], tmp_path, **pair.sections, system=system, verify_transfers=True)
+        counts: Counter[type] = Counter()
+        with told(lambda kind, counts=counts: counts.update([kind])):
+            found, run = serve_once(llm, tmp_path / "runs")
+        assert (found, run["lost"]) == (expected["two"], {})
+        check_nothing_left(llm)
+        pids = [process.peer.pid for process in llm.cluster.engines["b"].worker.processes]
+        left = 1 + int(share * counts[kind])
+
+        def strike(said: type, kind: type = kind, by: Any = by, pid: int = pids[stage]) -> None:
+            nonlocal left
+            left -= said is kind
+            if left == 0:
+                left = -1
+                os.kill(pid, by)
+
+        with told(strike):
+            found, run = serve_once(llm, tmp_path / "runs")
+        assert left < 0
+        assert found == expected["two"], number
+        why = "was ended by signal 9" if by == signal.SIGKILL else "has said nothing for 4 s"
+        lost = f"ProcessLost: process of group s{stage} (pid {pids[stage]}) {why}"
+        assert run["lost"] in ({}, {"b": lost})
+        noticed += bool(run["lost"])
+        check_nothing_left(llm, run["lost"])
+        if run["lost"]:
+            wait_until(lambda pids=pids: not any(map(psutil.pid_exists, pids)))
+        del llm
+        free_executables()
+        wait_until(lambda: not children() - before)
+    assert noticed
