@@ -72,7 +72,7 @@ class BatchBuilder:
         if (group := running.ready_group()) is None:
             return
         group.retire()
-        others, planned = 0, {row.request.id for row in self.rows}
+        others, decodes, planned = 0, 0, {row.request.id for row in self.rows}
         for request in running.ungrouped():
             if request.id in planned:
                 continue  # It goes on in this step.
@@ -81,9 +81,13 @@ class BatchBuilder:
                 running.join(group, request)
             else:
                 others += 1
+                decodes += most is not None and request.leg_goal == request.launched + 1
         if not group.active:
             return
         if most is not None:
+            if decodes and len(group.active) + decodes > most:
+                running.dissolve(group)  # Some of these may have been admitted first.
+                return
             running.trim(group, most)
         full = group.full()
         if len(full) + others > instance.kv.num_free or len(group.active) + others > self.budget:

@@ -7,10 +7,11 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
+from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
-from scenarios import Chaos, Follow, Scenario, policy_options, scenarios
+from scenarios import Chaos, Follow, Scenario, Script, policy_options, scenarios
 from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.serving import decode_group
@@ -362,6 +363,30 @@ def test_hooks_hear_the_same_and_leave_decodes_together(scenario: Scenario, seed
 def test_any_policies(scenario: Scenario, chosen: PolicyOptions) -> None:
     one, other = (
         outcome(scenario, Follow(scenario.by_id), together, lambda: make_policies(chosen))
+        for together in (True, False)
+    )
+    assert one == other
+
+
+def test_even_decodes_go_by_admission_grouped_or_not() -> None:
+    """A request with legs to come stays a row, and goes before those admitted after it."""
+
+    def script(prompt: int, output: int, arrival: float, *legs: tuple[str, int | None]) -> Script:
+        return Script(prompt, output, arrival, None, tuple(Leg(*leg) for leg in legs), 1, 0)
+
+    scripts = [script(1, 1, 0.0, ("A", None)) for _ in range(4)]
+    scripts += [script(1, 1, 0.0, ("B", None)), script(2, 1, 1.0, ("A", None))]
+    scripts += [script(1, 4, 0.0, ("A", 1), ("A", 2), ("A", None))]
+    scripts += [script(3, 6, 1.0, ("A", 4), ("A", None))]
+    options = [
+        InstanceOptions(2, 2, 2, False, "all", 1, 0.0),
+        InstanceOptions(1, 1, 1, False, 1, 1, 0.0),
+    ]
+    instances = [(name, 8, 1, ((0,),), o) for name, o in zip("AB", options, strict=True)]
+    scenario = Scenario(scripts, instances, Timing(0, 1, 1, {"A": 1, "B": 1}), False)
+    even = PolicyOptions(batching="even_decodes")
+    one, other = (
+        outcome(scenario, Follow(scenario.by_id), together, lambda: make_policies(even))
         for together in (True, False)
     )
     assert one == other
