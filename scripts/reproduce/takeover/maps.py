@@ -115,9 +115,8 @@ def draw(maps: Mapping[str, Sequence[Row]]) -> Figure:
                     if isnan(value):  # Not run.
                         continue
                     colour = "black" if value > 0.75 else "white"
-                    ax.text(
-                        x, y, f"{value:.2f}"[1:], ha="center", va="center", color=colour, fontsize=8
-                    )
+                    said = f"{value:.2f}".removeprefix("0")
+                    ax.text(x, y, said, ha="center", va="center", color=colour, fontsize=8)
             ax.set_xticks(range(len(ANSWERS)), [str(n) for n in ANSWERS], fontsize=7)
             ax.set_yticks(range(len(PROMPTS)), [str(n) for n in PROMPTS], fontsize=7)
             if not line:
