@@ -16,6 +16,7 @@ from jaxinfer.systems.least_loaded import LeastLoaded
 from jaxinfer.systems.pipeline_parallel import PipelineParallel
 from jaxinfer.systems.registry import SYSTEMS, make_system
 from jaxinfer.systems.single import Single
+from jaxinfer.systems.takeover import Takeover
 
 SHARE = {"weight": 1, "max_waiting": 1}
 PAIR = ["ppi", "cpi"]
@@ -109,8 +110,8 @@ def test_systems(config: dict[str, Any], instances: Sequence[str], kind: type) -
 
 def test_all_that_come_with_jaxinfer_are_found() -> None:
     for name, target in SYSTEMS.items():
-        if name in ("least_loaded", "hetis"):  # They have all they need.
-            assert type(make_system({"name": name}, ["x", "y"])) in (LeastLoaded, Hetis)
+        if name in ("least_loaded", "hetis", "takeover"):  # They have all they need.
+            assert type(make_system({"name": name}, ["x", "y"])) in (LeastLoaded, Hetis, Takeover)
         else:
             wrong = f"system {name}: |system.(shares|partial|prefill|prompt|units|flows|ttft_s)"
             with pytest.raises(JaxinferError, match=wrong):
@@ -121,8 +122,8 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
 
 def test_names() -> None:
     assert list(SYSTEMS) == [
-        "single", "cronus", "data_parallel", "least_loaded", "disaggregated", "distserve",
-        "splitwise", "tetriinfer", "hexgen2", "hetis", "aladdin", "pipeline_parallel"]  # fmt: skip
+        "single", "cronus", "data_parallel", "takeover", "least_loaded", "disaggregated",
+        "distserve", "splitwise", "tetriinfer", "hexgen2", "hetis", "aladdin", "pipeline_parallel"]  # fmt: skip
 
 
 def test_a_users_own(own: str) -> None:
