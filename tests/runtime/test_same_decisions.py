@@ -132,8 +132,13 @@ def test_a_run_is_decided_alike_again(tiny_folder: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize(
     "more",
-    [{}, {"num_pages": 20}, {"enable_prefix_caching": True, "num_pages": 40}, {"page_size": 16}],
-    ids=["roomy", "small", "cached", "pages"],
+    [
+        {"num_pages": 20},
+        {"enable_prefix_caching": True, "num_pages": 40},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"page_size": 16}, marks=pytest.mark.long),
+    ],
+    ids=["small", "cached", "roomy", "pages"],
 )
 def test_every_system(system: str, more: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
     runs = Runs(sections(tiny_folder, system, **more), tmp_path)
