@@ -69,7 +69,12 @@ class Divided(Pair):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "stages",
-    [((1, 2), (1, 2)), ((1, 1), (2, 3)), ((2, 3), (1, 1)), ((2, 1), (1, 2), (2, 1))],
+    [
+        ((1, 1), (2, 3)),
+        ((2, 1), (1, 2), (2, 1)),
+        pytest.param(((1, 2), (1, 2)), marks=pytest.mark.long),
+        pytest.param(((2, 3), (1, 1)), marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_tokens_are_those_of_one_process(
@@ -144,7 +149,7 @@ WAYS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [Way(*way) for way in WAYS], ids=str)
-@pytest.mark.parametrize("pair", [TWO, THREE], ids=str)
+@pytest.mark.parametrize("pair", [TWO, pytest.param(THREE, marks=pytest.mark.long)], ids=str)
 def test_kv_comes_and_goes_by_all_rules(
     pair: Pair, way: Way, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
@@ -156,9 +161,9 @@ def test_kv_comes_and_goes_by_all_rules(
     ("system", "stage", "by", "step"),
     [
         ("cronus", 0, signal.SIGKILL, 9),
-        ("disaggregated", 1, signal.SIGKILL, 17),
-        ("least_loaded", 0, signal.SIGSTOP, 7),
         ("cronus", 1, signal.SIGSTOP, 20),
+        pytest.param("disaggregated", 1, signal.SIGKILL, 17, marks=pytest.mark.long),
+        pytest.param("least_loaded", 0, signal.SIGSTOP, 7, marks=pytest.mark.long),
     ],
 )
 def test_who_loses_a_stage_loses_the_instance(
@@ -211,7 +216,7 @@ def moments(stage: int, count: int) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draws", [2, pytest.param(40, marks=pytest.mark.long)])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_stage_dies_at_any_moment(
     stage: int,
     draws: int,
