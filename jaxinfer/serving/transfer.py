@@ -90,8 +90,10 @@ class HandOffs:
         if request.exported and request.exported[0] == dest.name:
             dest.waiting.appendleft(request)
             return
+        if not request.exported:  # Cut before anything was computed: there is nothing to send.
+            request.drop_incoming()
         pushed = rule == "when_room" and request.exported is not None
-        if (pushed or rule == "at_end") and not request.incoming:
+        if request.exported and (pushed or rule == "at_end") and not request.incoming:
             request.incoming = dest.reserve_ahead(request, leg, pushed)
         if request.incoming:
             del dest.kv.reserved[request.incoming]

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 from schedules import Plan, follow, pool, serve, steps, unit
+from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.system import Budget, Leg, Reassign
+from jaxinfer.serving.transfer import HandOffs
 
 
 def full_steps(rule: Any) -> list[tuple[str, float]]:
@@ -55,6 +57,18 @@ def test_a_cut_leg_is_handed_on_by_the_rule_of_the_action(rule: Any, sent: float
     )
     outcome = serve(system, [pool("A"), pool("B")], [(4, 9), (24, 1)])
     assert [(t.start, t.stop, t.requested) for t in outcome.world.transfers] == [(0, 5, sent)]
+
+
+@pytest.mark.parametrize("rule", ["at_end", "when_room", "per_chunk"])
+def test_a_leg_cut_before_anything_was_computed_leaves_nothing_to_send(rule: Any) -> None:
+    there = new_instance("B", make_kv(9, 4))
+    (request,) = make_requests([(4, 3)])
+    request.legs = [Leg("B")]
+    request.incoming = there.reserve_ahead(request, Leg("B")) if rule == "per_chunk" else None
+    world: Any = None
+    HandOffs(world, {"B": there}).start_leg(request, rule)
+    assert list(there.waiting) == [request]
+    assert (len(there.importing), there.kv.num_in_use) == (0, 0)
 
 
 def test_no_rule() -> None:
