@@ -76,7 +76,7 @@ def imports(tree: ast.AST, modules: Set[str]) -> Iterator[str]:
 
 @functools.cache
 def all_imports() -> dict[str, set[str]]:
-    """Of each module but the package's top and its command."""
+    """Find the imports of each module but the package's top and its command."""
     return {
         module: set(imports(ast.parse(path.read_text(encoding="utf-8")), MODULES.keys()))
         for module, path in MODULES.items()

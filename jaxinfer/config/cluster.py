@@ -209,7 +209,7 @@ class ClusterConfig(Options):
                     )
 
     def processes_of(self, instance: str) -> tuple[str | None, ...]:
-        """Of each stage, the group whose own process has it; None for the loop's process."""
+        """The groups whose own processes have the stages, in order; None for the loop's process."""
         groups = [place.group for place in self.instances[instance].places]
         return tuple(group if self.groups[group].is_apart else None for group in groups)
 

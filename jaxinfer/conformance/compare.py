@@ -1,4 +1,4 @@
-"""What arrived beside what should have: every block that is wrong, and whose entries it holds."""
+"""Comparison of the KV that arrived with what should have: wrong blocks, and their owners."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ class Wrong:
         return len(self.shard)
 
     def take(self, mask: np.ndarray) -> "Wrong":
-        """Those of a mask."""
+        """Select the blocks of a mask."""
         arrays = {
             name: getattr(self, name)[mask]
             for name in ("shard", "layer", "part", "token", "head", "index", "block", "zero",

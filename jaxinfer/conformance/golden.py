@@ -26,7 +26,7 @@ MAX_REQUESTS = 16
 
 
 class Origin(NamedTuple):
-    """Whose entries some blocks hold; arrays of one shape, -1 where a block is nobody's.
+    """Owners of the entries in some blocks; arrays of one shape, -1 where a block is nobody's.
 
     Attributes:
         unit: what the block's entries are multiples of; ``request`` to ``block`` tell the place.
@@ -41,7 +41,7 @@ class Origin(NamedTuple):
     unit: np.ndarray
 
     def at(self, key: Any) -> "Origin":
-        """Those that a mask, or another key of numpy's, picks."""
+        """Select entries by a mask, or by another key of numpy's."""
         return Origin._make(x[key] for x in self)
 
 

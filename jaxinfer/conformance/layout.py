@@ -1,4 +1,4 @@
-"""How one side lays out KV: its devices, its pages, and the order within a page."""
+"""Layouts of one side's KV: its devices, its pages, and the order within a page."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class Layout:
         return np.where(heads < model.heads, heads, -1)
 
     def order(self, part: int) -> Order:
-        """Of keys (0) or values (1)."""
+        """The order of axes of keys (0) or values (1)."""
         return self.values if part else self.keys
 
 

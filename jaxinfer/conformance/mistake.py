@@ -1,4 +1,4 @@
-"""What the grammar of faults is written in."""
+"""Parts that the grammar of faults is written in."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

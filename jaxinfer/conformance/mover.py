@@ -50,7 +50,7 @@ class Mover:
         return self.read(layer, rank, table, tokens)[:, :, place]
 
     def find(self, layer: int, head: int) -> tuple[int, int, int]:
-        """Where the source has a head: its layer, rank, and index on that rank."""
+        """Find a head at the source: its layer, rank, and index on that rank."""
         layout, model = self.source.layout, self.source.model
         for rank in range(layout.tp):
             (index,) = np.nonzero(layout.heads_of(model, rank) == head)
@@ -72,7 +72,7 @@ class Mover:
         return self.source.get(shard, table, tokens.start, tokens.stop)
 
     def travel(self, slab: np.ndarray) -> np.ndarray:
-        """What arrives of a slab."""
+        """Give the entries of a slab as they arrive."""
         return decode(encode(slab, self.wire), self.wire)
 
     def put(self, shard: Shard, request: int, tokens: range, slab: np.ndarray) -> None:

@@ -83,7 +83,7 @@ def _rows(decided: list[Any]) -> str:
 
 
 def _where(one: Entry | None, two: Entry | None) -> str:
-    """Of two steps of one instance, the first rows that differ."""
+    """Say which rows of two steps of one instance differ first."""
     if not (one and two) or one[0] != two[0] or one[0] != "batch" or one[1][0] != two[1][0]:
         return ""
     (_, mine, here, _), (_, theirs, there, _) = _parts(one[1]), _parts(two[1])

@@ -139,7 +139,7 @@ def pages_of(hold: HeldPages, start: int, stop: int) -> list[Any]:
 
 
 def box_of(transfer: Transfer) -> list[Any]:
-    """What a transfer moves: request, ends, tokens, and the pages at both ends."""
+    """Describe a transfer: request, ends, tokens, and the pages at both ends."""
     t = transfer
     ends = (t.source_hold, t.dest_hold)
     pages = [pages_of(hold, t.start, t.stop) for hold in ends]

@@ -1,6 +1,4 @@
-"""How fast a run does work while it is neither filling nor draining, by what its bound says that
-each part of a request is worth.
-"""
+"""A run's speed while it neither fills nor drains, by its bound's prices of a request's parts."""
 
 from collections.abc import Sequence
 
@@ -66,7 +64,7 @@ class WorthDone:
 
 
 class _Worth:
-    """What positions up to some one are worth together: a quadratic by spans."""
+    """Sum the worth of all positions up to one: a quadratic by spans."""
 
     def __init__(
         self, spans: Sequence[Span], token: Sequence[float], entry: Sequence[float]

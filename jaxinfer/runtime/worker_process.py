@@ -89,7 +89,7 @@ class WorkerProcess:
             self._say(self._failure(message, error))
 
     def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
-        """What has an order among the steps of an instance that waits for other processes."""
+        """Find the queue of a message that has its place among such an instance's steps."""
         match message:
             case Launch(instance):
                 return self._lanes.get(instance)

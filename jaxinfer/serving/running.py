@@ -58,7 +58,7 @@ class Running:
 
     @property
     def decodes(self) -> tuple[int, int]:
-        """How many of them have all KV of their prompts, and the KV entries of these; likewise."""
+        """Count those that have all KV of their prompts, and sum their KV entries; likewise."""
         entries = sum(group.begun() for group in self._groups)
         count = sum(group.num_begun for group in self._groups)
         for request in self._by_themselves():

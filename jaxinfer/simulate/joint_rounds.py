@@ -9,7 +9,7 @@ from jaxinfer.simulate.costs.joint import JointSteps
 
 
 class JointRounds:
-    """What such instances have launched, and when the step that runs will end.
+    """Steps that such instances have launched, and when the one that runs will end.
 
     Args:
         steps: the times of their steps.

@@ -31,7 +31,7 @@ Way = tuple[str, int, int]
 
 @dataclass
 class Measured:
-    """What a ledger has measured, by what it is of.
+    """Measurements of a ledger, by what they are of.
 
     Attributes:
         steps: by instance, and losses of it so far, in order.

@@ -129,7 +129,7 @@ _NO_COST: Any = _NoCost()
 
 
 def _fits(site: Resolved, run: Mapping[str, Any]) -> dict[str, StepFit]:
-    """By instance, the fits that the system had to go by."""
+    """Return the fits that the system had to go by, by instance."""
     if not site.needs_fits:
         return {}
     found = {}

@@ -4,7 +4,7 @@ No prompt is cut ahead of time, and no length is predicted. While requests wait,
 the decodes of those on which a decode displaces more of the prompts that wait. One with a small
 pool keeps its short decodes and hands on the longest ones, as it needs room for the next prompt.
 While none waits, decodes go from slower instances to faster ones. ``docs/results/takeover.md`` says
-what comes of it, and what each part is worth.
+what comes of it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -118,7 +118,7 @@ class Takeover(System):
             self._open.pop(book.name, None)
 
     def _place(self, request: RequestView, open_to: Sequence[Book]) -> Book | None:
-        """Who is to compute a request; None if it has to wait."""
+        """Choose the instance that is to compute a request; None if it has to wait."""
         rest, best, least = request.num_known - request.computed, None, float("inf")
         for book in open_to:
             pages = book.pages_for(request.num_known)
@@ -134,7 +134,7 @@ class Takeover(System):
         return best
 
     def _legs(self, request: RequestView, book: Book) -> tuple[Leg, ...]:
-        """All of a request; or where it could not end here, what is known of it."""
+        """Return a leg for all of a request; where it cannot end here, one for what is known."""
         largest = self._books.largest
         if book.kind.entries_held >= most_entries(request) or book.kind is largest.kind:
             return (Leg(book.name),)
@@ -188,7 +188,7 @@ class Takeover(System):
         return ratio < _LITTLE_MORE or self._is_scarce(to, [kind])
 
     def _worse(self, book: Book) -> Iterator[Book]:
-        """Whose decodes this instance takes, the worst first."""
+        """Yield the instances whose decodes this one takes, the worst first."""
         if self._waits:
             context, kinds = self._books.mean_context, self._books.kinds
             found = [kind for kind in kinds if kind.decodes and self._gives(kind, book.kind)]
@@ -206,7 +206,7 @@ class Takeover(System):
                 yield each
 
     def _better(self, book: Book) -> Iterator[Book]:
-        """Who takes this instance's decodes, the best first."""
+        """Yield the instances that take this one's decodes, the best first."""
         if self._waits:
             context = self._books.mean_context
             found = [kind for kind in self._books.kinds if self._gives(book.kind, kind)]
@@ -268,7 +268,7 @@ class Takeover(System):
             seen = most
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
-        """What was taken is on its way, and counts where it goes."""
+        """Count a request that was taken where it goes: it is on its way."""
         self._arrive(request.id)
         self._stale.add(leg.instance)
 
@@ -282,7 +282,7 @@ class Takeover(System):
             book.coming.pop(name, None)
 
     def report(self) -> Mapping[str, object]:
-        """How many decodes were taken over."""
+        """Count the decodes that were taken over."""
         return {"decodes_taken": self._taken}
 
 

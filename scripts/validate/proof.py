@@ -54,7 +54,7 @@ def layout(rng: random.Random, model: GoldenModel) -> Layout:
 
 
 def faults(pairs: list[Pair]) -> tuple[Counter[str], Counter[str], list[str]]:
-    """Of each name, faults and those rightly named; and the others in words."""
+    """Count faults and those rightly named by name, and put the others into words."""
     made, named, others = Counter[str](), Counter[str](), []
     for fault in all_faults(pairs):
         found = fault.findings()

@@ -17,7 +17,7 @@ from jaxinfer.workload.bench_request import BenchRequest
 def run(
     system: str, lengths: list[tuple[int, int]], *settings: str
 ) -> tuple[WorthDone, Bound, float]:
-    """What was done, the bound, and the seconds."""
+    """Return the work done, the bound, and the seconds."""
     config = load_run_file(data_path(f"configs/{system}.yaml"), list(settings))
     work = [BenchRequest(None, p, o, 0.0) for p, o in lengths]
     site, cluster, fits = prepare(config)

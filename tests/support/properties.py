@@ -1,4 +1,4 @@
-"""How many examples a property test draws, and which.
+"""Settings of property tests: how many examples they draw, and which.
 
 They are the same in every run, on however slow a machine. JAXINFER_HUNT=20000 hunts instead, with
 random seeds and that many examples for each property.

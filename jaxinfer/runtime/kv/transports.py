@@ -105,7 +105,7 @@ class Address(NamedTuple):
 
 
 class ArrayForm(Protocol):
-    """What an array is known to be before it comes."""
+    """The shape and dtype of an array, known before it comes."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ def golden_model(sides: Sequence[Sequence[Stage]]) -> GoldenModel | None:
 
 
 def layout_of(stages: Sequence[Stage]) -> Layout:
-    """How an instance's pools lie, in the kit's words."""
+    """Describe the layout of an instance's pools in the kit's words."""
     plan = stages[0].plan
     keys: Order = "HND" if keys_by_token(plan.config.kernels) else "HDN"
     return Layout(

@@ -26,7 +26,7 @@ def picture(inputs: Inputs) -> Part:
 
 
 def parts(inputs: Inputs) -> Part:
-    """What each part of takeover is worth."""
+    """Simulate what each part of takeover is worth."""
     return Part(beside.parts(inputs.pool))
 
 

@@ -1,4 +1,4 @@
-"""What takeover's parts are worth, its latencies, what its decisions cost, Cronus' Table 2."""
+"""Takeover's parts, latencies, cost of decisions, and Cronus' Table 2 beside it."""
 
 import time
 from collections.abc import Callable, Collection, Sequence

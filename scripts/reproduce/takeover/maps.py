@@ -68,7 +68,7 @@ def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def claims(pair: str, rows: Sequence[Row]) -> list[Target]:
-    """What a map says of ours beside the best other, and of all beside the bound."""
+    """Make a map's claims: ours beside the best other, and all beside the bound."""
     made = by_cell(rows)
     ratios = sorted(cell["by_best"] for cell in made.values())
     share = [cell[OURS] for cell in made.values()]
