@@ -76,7 +76,7 @@ def _about(path: Path) -> str:
             source = re.search(r"^source: \"(.*)\"$", text, re.MULTILINE)
             said = source[1] if source else comment[0].replace("#", "") if comment else ""
         case ".md":
-            said = text.partition("\n\n")[2].partition(":")[0] + "."
+            return text.partition("\n")[0].lstrip("# ")
         case ".jsonl":
             return f"{len(text.splitlines())} lines"
         case _:

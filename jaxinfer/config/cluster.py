@@ -214,7 +214,7 @@ class ClusterConfig(Options):
         return tuple(group if self.groups[group].is_apart else None for group in groups)
 
     def process_of(self, instance: str) -> str | None:
-        """The same of the first stage, and of all where they are not divided."""
+        """The group whose process has the first stage, and all where they are not divided."""
         return self.processes_of(instance)[0]
 
     def is_divided(self, instance: str) -> bool:

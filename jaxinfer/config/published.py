@@ -7,11 +7,8 @@ from typing import Literal
 import yaml
 from pydantic import Field
 
-from jaxinfer.files.shipped import SHIPPED
+from jaxinfer.files.shipped import OPERATORS, OPERATORS_NAME
 from jaxinfer.options.validation import Options
-
-# Where tables ship, by card, in aiconfigurator's order.
-OPERATORS = "operators"
 
 
 class PublishedTables(Options):
@@ -57,9 +54,12 @@ class PublishedTables(Options):
 def shipped_tables() -> Mapping[str, PublishedTables]:
     """Tables that ship, by the names that stand for them in run files, as ``h100``."""
     found = {}
-    for path in sorted((SHIPPED / OPERATORS).glob("*.yaml")):
+    for path in sorted(OPERATORS.glob("*.yaml")):
         ships = yaml.safe_load(path.read_text(encoding="utf-8"))["ships_as"]
         found[str(ships["name"])] = PublishedTables(
-            folder=OPERATORS, backend=ships["backend"], version=ships["version"], card=path.stem
+            folder=OPERATORS_NAME,
+            backend=ships["backend"],
+            version=ships["version"],
+            card=path.stem,
         )
     return found

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from jaxinfer.files.shipped import data_path
+from jaxinfer.files.shipped import OPERATORS_NAME, data_path
 
 # Options that may name a folder by a word alone: elsewhere a word is a system, a group, a planner.
 _FOLDERS = ("model", "tokenizer", "tables", "folder")
@@ -40,7 +40,8 @@ def _texts(value: object, of_folder: bool = True) -> Iterator[tuple[str, bool]]:
             yield value, of_folder or "/" in value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _texts(item, key in _FOLDERS)
+            named = key == "tables" and isinstance(item, str) and not data_path(item).exists()
+            yield from _texts(OPERATORS_NAME if named else item, key in _FOLDERS)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item, of_folder)
@@ -55,7 +56,7 @@ def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
             yield path
         elif may_be_folder and path.is_dir():
             named = (path / name for name in _INSIDE)
-            tables = (path.rglob(name) for name in ("*.csv*", "*.parquet"))
+            tables = (path.rglob(name) for name in ("*.csv*", "*.parquet", "*.npz"))
             cards = path.glob("*.yaml")
             found = dict.fromkeys(chain(named, *tables, cards))
             yield from (p for p in found if p.is_file())

@@ -6,6 +6,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 SHIPPED = Path(__file__).parents[1] / "configs"
+# Where tables of operators ship, by card, in aiconfigurator's order; and their name in run files.
+OPERATORS = SHIPPED / "operators"
+OPERATORS_NAME = "configs/operators"
 
 
 def data_path(name: str | Path) -> Path:

@@ -136,7 +136,7 @@ class ModelShape(Options):
                 f"head_dim is missing: hidden_size, {self.hidden_size}, is no multiple of "
                 f"num_attention_heads, {self.num_attention_heads}"
             )
-        if not bool(self.windowed_layers) <= bool(self.sliding_window):
+        if self.windowed_layers and not self.sliding_window:
             raise OptionError("sliding_window is missing, windowed_layers are given")
         if self.windowed_layers > self.num_hidden_layers:
             raise OptionError(

@@ -9,7 +9,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
 # Shares of all worth between which a run is taken to be steady.
-STEADY = 0.15, 0.65
+_STEADY = 0.15, 0.65
 
 
 class WorthDone:
@@ -56,7 +56,7 @@ class WorthDone:
         times, worths = np.concatenate(self._times), np.concatenate(self._worths)
         order = np.argsort(times, kind="stable")
         times, done = times[order], np.cumsum(worths[order])
-        first, last = (int(np.searchsorted(done, part * done[-1])) for part in STEADY)
+        first, last = (int(np.searchsorted(done, part * done[-1])) for part in _STEADY)
         seconds = times[last] - times[first]
         # All that ends at the first moment was done before.
         first = int(np.searchsorted(times, times[first], side="right")) - 1

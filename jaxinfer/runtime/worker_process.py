@@ -91,7 +91,7 @@ class WorkerProcess:
     def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
         """Find the queue of a message that has its place among such an instance's steps."""
         match message:
-            case Launch(instance):
+            case Launch(instance) | Prepare(instance):
                 return self._lanes.get(instance)
             case Offer(end) | Place(end) | Drop(end):
                 return self._lanes.get(self._instances.get(end, ""))

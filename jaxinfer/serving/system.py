@@ -169,7 +169,7 @@ class InstanceView(Protocol):
     def longest_decodes(self, count: int) -> Sequence[tuple[str, int]]:
         """Ids and KV entries of the ``count`` of these that have the most, the longest first.
 
-        Of equal ones, the one admitted last comes first. In a simulation this costs no more than
+        Of equal ones, any may come first. In a simulation this costs no more than
         what has come and gone since the last call.
         """
 
@@ -223,7 +223,7 @@ class ClusterView:
 
     Attributes:
         kv_token_s: seconds that one KV token takes from the first instance to the second while
-            nothing else is on its way; 0 where that is not known.
+            nothing else is on its way, latencies apart; 0 where that is not known.
     """
 
     now: float
@@ -244,7 +244,7 @@ class Reassign:
     """Replace a request's legs. KV that exists is handed over; a running leg is cut short.
 
     Attributes:
-        hand_off: the rule of the leg that is cut.
+        hand_off: the rule of the leg that is cut, of a request that runs or is being imported.
     """
 
     request: str
@@ -290,10 +290,11 @@ class Resume:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limit the prompt tokens of each of an instance's steps from now on.
+    """Limit the prompt tokens of each of an instance's steps from now on, until it is lost.
 
     Attributes:
-        prompt_tokens: at least 1; None for no limit but that of the step as a whole.
+        prompt_tokens: at least 1; None for no limit but that of the step as a whole. A longer
+            prompt is cut, whatever the policy of batches.
     """
 
     instance: str

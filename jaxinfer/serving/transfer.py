@@ -92,8 +92,9 @@ class HandOffs:
             return
         if not request.exported:  # Cut before anything was computed: there is nothing to send.
             request.drop_incoming()
-        pushed = rule == "when_room" and request.exported is not None
-        if request.exported and (pushed or rule == "at_end") and not request.incoming:
+            rule = "on_demand"
+        pushed = rule == "when_room"
+        if (pushed or rule == "at_end") and not request.incoming:
             request.incoming = dest.reserve_ahead(request, leg, pushed)
         if request.incoming:
             del dest.kv.reserved[request.incoming]

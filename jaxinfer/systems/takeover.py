@@ -145,7 +145,8 @@ class Takeover(System):
         if not self.options.keeps_room or not self.options.most_moves:
             return False
         below = [each for each in self._books.kinds if _is_small(each, kind)]
-        return any(each.with_time for each in below) or self._is_scarce(kind, below)
+        have_time = any(each.with_time and self._next <= each.entries_held for each in below)
+        return have_time or self._is_scarce(kind, below)
 
     def _is_scarce(self, kind: Kind, below: Sequence[Kind]) -> bool:
         """Tell whether there is little room beside what others may want to hand on."""
@@ -221,6 +222,8 @@ class Takeover(System):
 
     def _make_room(self, book: Book, cluster: ClusterView) -> Sequence[Action]:
         """Hand decodes on to a larger pool, so that the next prompt may begin here."""
+        if self._next > book.kind.entries_held:
+            return ()
         lacking = book.pages_for(self._next) - (book.room - book.spare)
         if lacking <= 0:
             return ()

@@ -237,7 +237,9 @@ class Books:
             spared = int(self._spared * view.num_pages)
             book = Book(name, kind, budget, view.page_size, view.num_pages, spared)
             if name in before:
-                book.coming, book.seen = before[name].coming, before[name].seen
+                old = before[name]
+                book.coming, book.busy, book.seen = old.coming, old.busy, old.seen
+                kind.with_time += book.busy < _BUSY
             kind.books.append(book)
             self.by_name[name] = book
             book.renew(view)

@@ -5,9 +5,9 @@
 FOLDERs have H100 and H200 as Parquet (as `jaxinfer validate` reads them), and A100 and L40S as CSV.
 DIR gets, for each card, its numbers and a file of arrays per operator: heads of 128, prompts and
 decodes without windows, products in bfloat16 and fp8 at some numbers of rows, experts of models in
-`configs/models.yaml`; times to four digits. Nothing is changed otherwise, but for one table: where
-a card's peak FLOPs forbid its prompts' attention, that of the card with the same peak takes its
-place.
+`configs/models.yaml`; times to four digits. Otherwise, two tables change: where a card's peak FLOPs
+forbid its prompts' attention, that of the card with the same peak takes its place; and A100's
+all-reduces are NCCL's of 16 bits, under the name of bfloat16.
 """
 
 import csv
@@ -56,24 +56,24 @@ KEYS = {**KEYS, "generation_attention_perf": KEYS["context_attention_perf"]}
 def main(operators: Path, profiles: Path, out: Path) -> None:
     """Write all cards, and print the size of each."""
     for card, version in VERSIONS.items():
-        folder = out / card / "vllm" / version
-        folder.mkdir(parents=True, exist_ok=True)
         for name in KEYS:
             source = INSTEAD.get((card, name), card)
-            if (found := _read(operators, profiles, source, name, version)) is not None:
-                write(folder / f"{name}.npz", chosen(name, found), KEYS[name])
-        of = f"# vLLM's operators on {KINDS[card]}"
-        about = f"{of}, as NVIDIA's aiconfigurator has them (Apache-2.0).\n"
+            of = COLLECTIVES if name == "custom_allreduce_perf" else version
+            if (found := _read(operators, profiles, source, name, of)) is not None:
+                path = out / card / "vllm" / of / f"{name}.npz"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(path, chosen(name, found), KEYS[name])
+        source = "as NVIDIA's aiconfigurator has them (Apache-2.0)"
+        about = f"# vLLM's operators on {KINDS[card]}, {source}.\n"
         numbers = yaml.safe_dump(_numbers(card), sort_keys=False)
         (out / f"{card}.yaml").write_text(about + numbers)
-        size = sum(path.stat().st_size for path in folder.iterdir())
+        size = sum(path.stat().st_size for path in (out / card).rglob("*.npz"))
         print(f"{card}: {size / 1e3:.0f} kB")
 
 
 def _read(operators: Path, profiles: Path, card: str, name: str, version: str) -> Columns | None:
     """One table's columns; None where the card has none."""
-    of = COLLECTIVES if name == "custom_allreduce_perf" else version
-    for path in operators.glob(f"{card}/*/vllm/{of}/{name}.parquet"):
+    for path in operators.glob(f"{card}/*/vllm/{version}/{name}.parquet"):
         from pyarrow import parquet
 
         table = parquet.read_table(path)

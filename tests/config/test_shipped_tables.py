@@ -1,5 +1,7 @@
 """Tables that ship: their names, what they are of, and times that a card can have."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,8 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.published import PublishedTables, shipped_tables
 from jaxinfer.config.stage_part import StagePart
-from jaxinfer.files.shipped import SHIPPED
+from jaxinfer.files.contents import contents
+from jaxinfer.files.shipped import OPERATORS, data_path
 from jaxinfer.hardware.catalogue import find_gpu, find_model
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs import kept_operators
@@ -45,9 +48,28 @@ def test_a_name_stands_for_a_card_and_an_engine() -> None:
     assert shipped_tables().keys() == KINDS.keys()
     found = SimulateOptions(tables="h100").tables
     assert found == PublishedTables(
-        folder="operators", backend="vllm", version="0.19.0", card="h100_sxm"
+        folder="configs/operators", backend="vllm", version="0.19.0", card="h100_sxm"
     )
     assert SimulateOptions(tables="elsewhere").tables == "elsewhere"
+
+
+def test_a_folder_of_that_name_is_not_taken_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "operators").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = SimulateOptions(tables="h100").tables
+    assert isinstance(found, PublishedTables)
+    assert data_path(found.folder) == OPERATORS
+
+
+def test_what_ships_by_a_name_counts_in_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {str(path) for path in OPERATORS.rglob("*") if path.suffix in (".npz", ".yaml")}
+    assert len(files) == 21
+    assert contents({"simulate": {"tables": "h100"}}).keys() == files
 
 
 @pytest.mark.parametrize(
@@ -63,8 +85,8 @@ def test_tables_of_others_are_refused(tables: str, kind: str, message: str) -> N
     assert message in str(error.value)
 
 
-def test_files_are_small_and_in_order() -> None:
-    for folder in (SHIPPED / "operators").iterdir():
+def test_files_are_small_and_have_milliseconds() -> None:
+    for folder in OPERATORS.iterdir():
         if folder.is_dir():
             files = list(folder.rglob("*.npz"))
             assert sum(path.stat().st_size for path in files) < 300_000

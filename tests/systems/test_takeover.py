@@ -15,8 +15,11 @@ from serving_checks import Outcome, Run, make_requests
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import Action, ClusterView, Reassign, StepView
+from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.takeover import Takeover, TakeoverOptions
 from jaxinfer.systems.takeover_books import Speeds
+from jaxinfer.workload.lengths import BenchRequest
+from scripts.reproduce.takeover import cases
 
 
 def fit(token_s: float, sequence_s: float = 0.0, entry_s: float = 0.0, step_s: float = 1.0) -> Any:
@@ -191,3 +194,15 @@ def test_a_prompt_that_cannot_end_in_a_small_pool_is_computed_there_all_the_same
 def test_one_that_fits_nowhere_is_refused() -> None:
     (request,) = pair(Checked(), [(16, 300)]).finished.values()
     assert request.finish_reason == "error"
+
+
+def test_a_prompt_too_long_for_a_small_pool_does_not_leave_the_large_one_idle() -> None:
+    """The A10 has time, but cannot hold every fourth prompt; room there would not help it."""
+    work = [BenchRequest(None, 500 if n % 4 else 25_000, 200, 0.0) for n in range(40)]
+    kept, let_go = (
+        simulate(
+            cases.Run(cases.Cell("A100+A10", 256, 32), "takeover/pair", more, 0).config(), work
+        ).wall_s
+        for more in ((), ("system={name: takeover, keeps_room: false}",))
+    )
+    assert kept < 1.1 * let_go

@@ -63,12 +63,12 @@ class AnySystem:
 
 
 def _most(problem: Problem, candidate: Candidate) -> float:
-    """The rate that no system exceeds on a candidate's cluster; infinite where none is known."""
+    """The rate that no system exceeds on a candidate's cluster; infinite if that cannot be."""
     try:
         _, cluster, _ = prepare(as_run_file(problem.run_file(candidate.part)))
-        return bound_of(cluster, problem.work).rate
     except JaxinferError:
-        return inf
+        return inf  # The search says why it cannot be.
+    return bound_of(cluster, problem.work).rate
 
 
 def grid(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.kv.transports import Address, TcpTransport
 
 
@@ -53,5 +54,8 @@ class HiddenStates:
         assert like.sharding
         form = HiddenForm(like.shape, like.dtype)
         number, self._taken = self._taken, self._taken + 1
-        found = self._transport.fetch(number, self.before, form, like.sharding, None)
+        try:
+            found = self._transport.fetch(number, self.before, form, like.sharding, None)
+        except JaxinferError as error:  # It closes: nothing more will be offered.
+            raise EOFError(str(error)) from None
         return jax.device_put(found, like.sharding)

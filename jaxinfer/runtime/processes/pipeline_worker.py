@@ -10,6 +10,7 @@ from jaxinfer.config.cluster import ClusterConfig, LinkConfig
 from jaxinfer.config.layer_split import count_layers
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers, split
+from jaxinfer.runtime.kv.channel import EXPLAINED_S
 from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
@@ -18,9 +19,6 @@ from jaxinfer.runtime.processes.remote_worker import Process, RemoteStage, Remot
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import StepDone
-
-# A process that has ended may be missed by the next one before it is known why.
-EXPLAINED_S = 1.0
 
 
 def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]:
@@ -93,7 +91,7 @@ class PipelineWorker:
             part.on_failure = partial(self._fail, part)
         self.parts = [
             [first + number for number in numbers]
-            for first, part in zip(self._first, self._there, strict=False)
+            for first, part in zip(self.first_stages, self._there, strict=True)
             for numbers in part.parts
         ]
         self._check_shapes()

@@ -58,13 +58,14 @@ class Card:
         there = self.versions(name, backend)
         if version in there:
             return there[version]
-        where = self.folder / FAMILIES[name]
+        family = self.folder / FAMILIES[name]
+        where = family if family.is_dir() else self.folder
         if not there:
             known = sorted({path.parts[-3] for path in self._all(name)})
             hint = f"there are {', '.join(known)}" if known else "no backend has it"
-            raise JaxinferError(f"{where}: no {name}.parquet of {backend}; {hint}")
+            raise JaxinferError(f"{where}: no {name} of {backend}; {hint}")
         raise JaxinferError(
-            f"{where}: no {name}.parquet of {backend} {version}; the nearest is "
+            f"{where}: no {name} of {backend} {version}; the nearest is "
             f"{_nearest(version, list(there))}, of {', '.join(sorted(there, key=_numbers))}"
         )
 

@@ -83,7 +83,7 @@ def claims(pair: str, rows: Sequence[Row]) -> list[Target]:
         ),
         agrees(
             f"{pair}: takeover by the best other system, {len(ratios)} cells",
-            f"{low} cells below 0.98, the least {ratios[0]:.3f}",
+            f"{low} below 0.98, the least {ratios[0]:.3f}",
             low <= 2 and ratios[0] >= 0.95,
             "0.98 in all but two, 0.95 in those",
         ),

@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Path:
     [
         ({"version": "1.3.0"}, r"of trtllm 1\.3\.0; the nearest is 1\.2\.0, of 1\.0\.0, 1\.2\.0$"),
         ({"version": "0.1"}, r"of trtllm 0\.1; the nearest is 1\.0\.0, of"),
-        ({"backend": "vlm"}, r"attention: no context_attention_perf\.parquet of vlm; there are tr"),
+        ({"backend": "vlm"}, r"attention: no context_attention_perf of vlm; there are tr"),
         ({"kind": "Z1"}, r"no card whose name begins like Z1; there are x9_sxm$"),
         ({"card": "x8"}, r"no card 'x8'; there are x9_sxm$"),
         ({"products": "fp4"}, r"nothing with gemm_dtype fp4; there is bfloat16, fp8$"),
