@@ -67,30 +67,30 @@ class SamplingParams(Options):
     """Parameters by which a request's tokens are drawn. Names and defaults are those of vLLM.
 
     Attributes:
-        n: Continuations of the prompt, each with a seed of its own; alike at temperature 0.
+        n: Continuations, each with its own seed; alike at temperature 0.
         temperature: Divisor of the logits; 0 is greedy. At 100, hardly a token is likelier than
             another.
-        top_k: Number of likeliest tokens to keep; 0 or -1 keeps all.
-        top_p: Probability that the smallest set of likeliest tokens must reach.
-        min_p: Least probability of a token, as a share of the likeliest one's. It comes before
-            top_k and top_p.
-        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens in
+        top_k: Likeliest tokens to keep; 0 or -1 keeps all.
+        top_p: Probability that the tokens kept must reach.
+        min_p: Least probability kept, as a share of the likeliest token's. It comes before top_k
+            and top_p.
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in
             prompt or output.
-        presence_penalty: Amount taken off the logits of tokens in the output.
-        frequency_penalty: Amount taken off as often as the token occurs in the output.
-        logit_bias: Amounts added to logits, by token id.
-        seed: Seed of the draws, with the position; by default from the engine's seed and the id. A
-            repeated run repeats its tokens.
-        max_tokens: Output tokens at most; lines of a batch have 256 by default.
+        presence_penalty: Taken off the logits of tokens in the output.
+        frequency_penalty: The same, as often as the token occurs there.
+        logit_bias: Added to logits, by token id.
+        seed: Seed of the draws; by default from the engine's seed and the id. A repeated run
+            repeats its tokens.
+        max_tokens: Output tokens at most; 256 by default in lines of a batch.
         min_tokens: Output tokens before anything ends the output. Until then EOS and stop tokens
             are not drawn; a stop string has to end later.
-        logprobs: Number of likeliest tokens whose log probabilities are reported per position. The
-            drawn one's is reported, too; 0 reports it alone.
-        prompt_logprobs: The same for the tokens of the prompt. All of it is computed then, whatever
-            the prefix cache has.
-        stop: Strings that end the output; the text stops before them.
-        stop_token_ids: Tokens that end the output besides EOS.
-        ignore_eos: Whether to go on after EOS.
+        logprobs: Likeliest tokens whose log probabilities are reported per position. The drawn
+            one's is reported, too; 0 reports it alone.
+        prompt_logprobs: The same for the prompt. All of it is computed then, whatever the prefix
+            cache has.
+        stop: Strings that end the output, and are left out.
+        stop_token_ids: Tokens that end it, besides EOS.
+        ignore_eos: Go on after EOS.
     """
 
     n: int = Field(default=1, ge=1, le=128)

@@ -23,12 +23,11 @@ class InstanceConfig(EngineOptions):
 
     Attributes:
         group: Group of an instance with one stage.
-        stages: Pipeline stages in the layers' order; tokens then go through the host, and
-            ``launch_ahead`` is off.
-        role: A word that the system reads, and may change by ``SetRole``; figures count the seconds
+        stages: Pipeline stages in order; tokens then pass the host, and ``launch_ahead`` is off.
+        role: A word that the system reads and may change (``SetRole``). Figures count the seconds
             in each role.
-        segments: Parts that each stage's layers are compiled in, for the hand-off ``per_segment``.
-            KV leaves as soon as its part is computed.
+        segments: Parts in which a stage's layers are compiled, for ``per_segment``. KV leaves as
+            soon as its part is computed.
     """
 
     segments: int = Field(default=1, ge=1)
@@ -94,8 +93,8 @@ class LinkConfig(Options):
     """A link between two groups. Between CPU groups it is emulated: data arrives no sooner.
 
     Attributes:
-        between: Names of the two groups.
-        gb_s: Bandwidth in 10^9 bytes per second, each way, which transfers share.
+        between: Names of two groups.
+        gb_s: 10^9 bytes per second each way, shared by transfers.
         latency_s: Seconds from the start to the first byte.
     """
 

@@ -38,23 +38,20 @@ class GroupConfig(Options):
     """Equal devices. Each stage on the group takes the next ``tensor_parallel_size`` of them.
 
     Attributes:
-        platform: Kind of devices; by default the one that JAX prefers here.
-        kind: Part of the device kind's name, such as ``H100``; in a simulation, a name from
+        platform: Kind of devices; by default JAX's choice here.
+        kind: Part of the devices' name, such as ``H100``; in a simulation, a name from
             ``configs/gpus.yaml``.
         devices: Number of devices.
-        tensor_parallel_size: Devices of one stage; by default all of the group.
-        mesh: Axes of a stage's devices and their sizes, such as ``{x: 2, y: 4}``, the first one the
-            outermost; by default one, ``tp``.
-        emulate: ``{slowdown: N}`` makes a CPU group play a slower device: a step ends N times its
-            profiled time after its start. Steps that take longer are counted as ``overruns``; a GPU
-            refuses it.
-        process: ``own``: a process of the group's own, since JAX drives one kind of GPU per
-            process.
-        host: ``HOST:PORT`` of a ``jaxinfer worker`` that starts the process, mostly on another
-            host.
-        ray: ``{}``, or ``num_cpus`` (1), ``num_gpus`` and ``resources``, by which Ray chooses the
-            host.
-        environment: Environment variables of that process, set before JAX starts there.
+        tensor_parallel_size: Devices of one stage; by default all.
+        mesh: Axes of a stage's devices, the outermost first, such as ``{x: 2, y: 4}``; by default
+            one, ``tp``.
+        emulate: ``{slowdown: N}``: a CPU group plays a slower device; its steps end N times their
+            profiled time after their start. Steps that take longer are counted as ``overruns``; a
+            GPU refuses it.
+        process: ``own``: the group has its own process, since JAX drives one kind of GPU in each.
+        host: ``HOST:PORT`` of the ``jaxinfer worker`` that starts the process.
+        ray: ``num_cpus`` (1), ``num_gpus`` and ``resources`` by which Ray finds a host, or ``{}``.
+        environment: Variables of that process, set before JAX starts.
         restart: Times that a lost process is started again.
     """
 

@@ -19,21 +19,21 @@ class PublishedTables(Options):
 
     Attributes:
         folder: Folder with a card's tables.
-        backend: Engine whose kernels were measured, as ``vllm``, ``sglang`` or ``trtllm``.
-        version: Version of that engine. No other is taken, but for all-reduces, of which the newest
-            that is not newer counts.
-        card: Card whose tables count; by default the one that the group's ``kind`` names.
-        fp8: Scales of fp8 products: of each tensor, or of blocks of 128.
-        static_scales: Whether the checkpoint has the activations' scales, so that the quantization
+        backend: Engine that was measured: ``vllm``, ``sglang`` or ``trtllm``.
+        version: Its version. No other is taken, but for all-reduces, of which the newest that is
+            not newer counts.
+        card: Card whose tables count; by default the group's ``kind``.
+        fp8: Scales of fp8 products: one per tensor, or per block of 128.
+        static_scales: Whether the checkpoint has the activations' scales. Then the quantization
             that was measured within products is taken off.
-        quickest_all_reduce: Whether the quickest all-reduce counts of all cards of the folder with
-            a link of one speed.
-        possible_attention: Whether prompts' attention that the card's peak FLOPs forbid counts by
-            the table of another card of the folder with the same peak.
-        small_operators: Whether operators on vectors, which no table has, count by their bytes.
-        experts: Format of experts in the tables' words, where it is not that of the other products.
-        expert_parallel: Ways that experts are shared whole; each is divided by the other devices.
-        routing: How tokens spread over experts, in the tables' words.
+        quickest_all_reduce: Take the quickest all-reduce of all the folder's cards with links of
+            one speed.
+        possible_attention: Take another card's prefill attention where the peak FLOPs forbid the
+            card's own. The other card of the folder has the same peak.
+        small_operators: Count operators on vectors by their bytes.
+        experts: Format of experts, in the tables' words, where it is another one.
+        expert_parallel: Ways that experts are shared whole; other devices divide each.
+        routing: Spread of tokens over experts, in the tables' words.
     """
 
     folder: str = Field(min_length=1)

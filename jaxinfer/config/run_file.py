@@ -53,25 +53,23 @@ class RunFile(Options):
     """A YAML file that says what to run.
 
     Attributes:
-        model: The model: a name, a file, a folder or a hub id.
-        engine: Options of the one instance, or those that all instances have in common.
+        model: A name, a file, a folder or a hub id.
+        engine: Options that all instances have in common, or those of the only one.
         groups, instances, links: The cluster, by names of your choice. See ``ClusterConfig``;
             groups and instances may have ``replicas`` (see ``replicas.py``).
-        system: A system's name, with options, or ``my_module:MySystem``; by default ``single``.
-        workload: The requests, and when they come.
-        watchdog_s: Seconds after which an instance that has work and reports nothing is given up.
-        verify_transfers: Whether checksums of all KV that goes between instances are compared. A
-            difference ends the run and names the request, layer and page; needs ``kv_cache_dtype:
-            auto``.
-        transport: How KV goes between processes: by the ``host``'s memory, by JAX's
-            ``transfer_server``, or by the quicker of both from GPU to GPU, else by the host.
-        ray: Address of a Ray cluster's head, ``HOST:PORT``; by default the cluster of this host.
-        ledger: Whether the run's folder gets a ledger of all that its loop decided, which a replay
-            checks (docs/proof.md).
-        metrics: Definitions of figures: ``ttft_counts_transfer`` says whether a first token counts
-            only once its KV has arrived.
+        system: Its name, with options, or ``my_module:MySystem``; by default ``single``.
+        workload: Requests, and when they come.
+        watchdog_s: Seconds of silence after which an instance with work is given up.
+        verify_transfers: Compare checksums of all KV that is handed over. A difference ends the run
+            and names the request, layer and page; needs ``kv_cache_dtype: auto``.
+        transport: Way of KV between processes: the ``host``'s memory, JAX's ``transfer_server``, or
+            ``auto``: the quicker one between GPUs, else the host's.
+        ray: Head of a Ray cluster, ``HOST:PORT``; by default that of this host.
+        ledger: Keep a ledger of all decisions, which a replay checks (docs/proof.md).
+        metrics: ``ttft_counts_transfer``: whether a first token counts only once its KV has
+            arrived.
         simulate: Costs of a modelled cluster.
-        gpus, models: GPUs and models of a simulation that are not shipped, by name.
+        gpus, models: GPUs and models of a simulation that do not ship, by name.
     """
 
     model: str | None = None

@@ -24,11 +24,10 @@ class StageConfig(Options):
 
     Attributes:
         group: Group that computes the stage.
-        layers: Number of layers; without ``layers`` and ``share``, they are split by the groups'
-            measured speed.
-        share: Share of the layers, beside the other stages' shares.
-        attention: Groups, by name or as ``{group: x, num_pages: n}``, that may keep the stage's KV
-            heads. They have no weights; attention is computed where the heads lie. A group may be
+        layers: Their number; without ``layers`` and ``share``, groups' measured speeds split them.
+        share: Share of the layers, against the other stages' shares.
+        attention: Groups that may keep the stage's KV heads, by name or as ``{group: x, num_pages:
+            n}``. They have no weights; attention is computed where the heads lie. A group may be
             there for several stages of one instance. In the instance's KV, each stage's own group
             is a shard, then each of these, in this order; then comes the next stage.
     """

@@ -21,18 +21,17 @@ class Workload(Options):
     """The requests to serve.
 
     Attributes:
-        input, output: File of ``run``'s prompts, and file of its results.
+        input, output: Files of ``run``'s prompts and results.
         trace: A file of requests.
-        tokenizer: Model, or folder with a ``tokenizer.json``, that counts the tokens of a trace
-            with texts; by default the run's.
+        tokenizer: Model, or folder with ``tokenizer.json``, for traces of texts; by default the
+            run's.
         synthetic: Lengths that are drawn, in place of a trace.
-        only: Class of requests to take: heavy prefill is more than 512 tokens, heavy decode more
-            than 128.
-        limit: Number of requests to take, from the first on.
-        arrivals: Times at which the requests come.
+        only: Class of requests: heavy prefill has more than 512 tokens, heavy decode more than 128.
+        limit: Requests to take, from the first on.
+        arrivals: When requests come.
         max_tokens: Limit that users of a modelled run give; by default the true length. Systems and
             policies see this limit alone; the request ends earlier, at its true length.
-        predictor: Predictor of output tokens: ``my_module:MyPredictor``, or ``{name: ...,
+        predictor: Predictor of output tokens. It is ``my_module:MyPredictor``, or ``{name: ...,
             ...options}``, or in a modelled run ``{granularity: 200, accuracy: 0.85, seed: 0}``.
     """
 

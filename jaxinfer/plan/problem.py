@@ -28,20 +28,18 @@ class Goal(Options):
     """The goal that decides which candidate is best.
 
     Attributes:
-        maximise: Largest rate that keeps the targets: of the cluster, or by its GPUs, dollars per
-            hour or watts.
-        minimise: Cost of the cheapest cluster that keeps them at ``rate``, in place of
-            ``maximise``.
-        rate: Requests per second, Poisson, of ``minimise``.
+        maximise: Largest rate that keeps the targets: in all, or by GPUs, dollars per hour or
+            watts.
+        minimise: Cost of the cheapest cluster that keeps them at ``rate``, instead.
+        rate: Requests per second of ``minimise``. They come as Poisson arrivals.
         slo, attainment, criterion: Targets, as ``jaxinfer capacity`` takes them.
-        seeds: Seeds of arrivals, the same for all candidates: 0 to one less.
-        fresh_seeds: Other seeds, with which the choice is simulated again: the best of many is
-            better by luck, too.
-        requests_per_gpu: Requests of the workload for each GPU of a candidate; by default all.
+        seeds: Seeds of arrivals, the same for all candidates. They are 0 to one less.
+        fresh_seeds: Further seeds that check the choice. The best of many is better by luck, too.
+        requests_per_gpu: Requests for each GPU of a candidate; by default all.
         precision: Share by which a rate may be too low.
-        top: Number of the best that are found in full, with ``maximise``.
-        at_once: Candidates that are compared at a time. More of them keep more cores busy, and
-            leave less to be given up early.
+        top: Candidates that are found in full, with ``maximise``.
+        at_once: Candidates compared at a time. More of them keep more cores busy, and leave less to
+            be given up early.
     """
 
     maximise: Per | None = None
@@ -71,12 +69,12 @@ class Replan(Options):
     """Options for a placement that follows its load.
 
     Attributes:
-        window_s: Seconds of a window in which the load is measured.
-        shift: Share by which a window's rate, or its mean prompt or output, must differ from those
+        window_s: Seconds in which the load is measured.
+        shift: Share by which a window's rate, mean prompt or mean output differs where it is
             planned for.
-        reload_gb_s, reload_s: Speed at which each GPU loads weights in 10^9 bytes per second, or
-            the seconds until they are there.
-        beside: Run files that serve the same requests, by name, to compare with.
+        reload_gb_s, reload_s: 10^9 bytes per second at which each GPU loads weights, or the seconds
+            that it takes.
+        beside: Run files to compare with, by name.
     """
 
     window_s: float = Field(gt=0)

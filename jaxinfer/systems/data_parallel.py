@@ -25,8 +25,8 @@ class DataParallelOptions(Options):
     """Options of ``DataParallel``. The paper has strong: 3 and 3, weak: 1 and 1.
 
     Attributes:
-        shares: Each instance's ``weight`` (requests per turn) and ``max_waiting`` (length of its
-            queue at which it is skipped). The paper has strong: 3 and 3, weak: 1 and 1.
+        shares: Each instance's ``weight`` (requests per turn) and ``max_waiting`` (queue at which
+            it is skipped). The paper has strong: 3 and 3, weak: 1 and 1.
     """
 
     shares: dict[str, Share]

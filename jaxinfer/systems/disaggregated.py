@@ -33,10 +33,9 @@ class DisaggregatedOptions(Options):
     High-low and low-high are the same system with the instances on the other group.
 
     Attributes:
-        prefill, decode: A name, or names, of instances; each request goes to the one with the
-            fewest.
+        prefill, decode: Names of instances; a request goes to the one with the fewest.
         hand_off: When KV goes on.
-        max_in_prefill: Requests that wait or run in one prefill instance, at most.
+        max_in_prefill: Requests in one prefill instance, at most.
     """
 
     prefill: Names = ("prefill",)

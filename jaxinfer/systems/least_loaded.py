@@ -21,8 +21,8 @@ class LeastLoadedOptions(Options):
     """Options of ``LeastLoaded``.
 
     Attributes:
-        choose: Choice among all, among two drawn at random, or in turns.
-        load: Load that counts: requests, or prompt tokens to compute and KV entries.
+        choose: Choice among all, of two drawn at random, or in turns.
+        load: Requests, or prompt tokens to compute and KV entries.
         seed: Seed of the draws.
     """
 

@@ -44,7 +44,7 @@ class TakeoverOptions(Options):
     Attributes:
         spared: Share of a pool that takes leave free, besides room for its decodes' growth.
         most_moves: Takes of one request, at most; with 0, no decode is taken.
-        keeps_room: Whether prompts begin elsewhere while an instance's room is for others' decodes.
+        keeps_room: Begin prompts elsewhere while an instance's room is for others' decodes.
     """
 
     spared: float = Field(default=0.01, ge=0, lt=1)

@@ -32,14 +32,13 @@ class Lengths(Options):
     """A distribution of lengths in tokens; what falls outside of ``min`` and ``max`` is put there.
 
     Attributes:
-        kind: Kind of distribution.
-        min, max: Least and largest length; others are clipped to them.
-        median, sigma: Parameters of ``lognormal``; sigma is that of the logarithm.
-        mean, std: The same, before clipping, in place of these two.
-        values: Percentiles and their lengths, as ``{50: 400, 99: 4000}``; log-normal between two of
-            them. Beyond the first and the last, likewise up to ``min`` and ``max``; 0 or 100, where
-            given, is the end, towards which the logarithm is uniformly distributed (see
-            ``Percentiles``).
+        kind: Kind.
+        min, max: Limits, to which lengths are clipped.
+        median, sigma: Parameters of ``lognormal``; sigma is of the logarithm.
+        mean, std: The same, before clipping, in place of these.
+        values: Percentiles and lengths, as ``{50: 400, 99: 4000}``; log-normal between them. Beyond
+            the first and the last, likewise up to ``min`` and ``max``; 0 or 100, where given, is
+            the end, towards which the logarithm is uniformly distributed (see ``Percentiles``).
     """
 
     kind: Literal["uniform", "lognormal", "percentiles"]

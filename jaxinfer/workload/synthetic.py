@@ -29,13 +29,12 @@ class Synthetic(Options):
     prompts and outputs rarer: the upper percentiles fall short of the published ones by up to 11 %.
 
     Attributes:
-        lengths: A name in ``configs/lengths.yaml``: published percentiles of prompts and outputs.
-            Means come out within 13 %.
-        input_len, output_len: Tokens of prompts and of outputs: a number, or a distribution; drawn
-            independently.
-        range_ratio: Makes each number a range from ``1 - range_ratio`` to ``1 + range_ratio`` times
-            it, as vLLM's ``--random-range-ratio``.
-        count: Number of requests.
+        lengths: A name in ``configs/lengths.yaml``: published percentiles of both. Means come out
+            within 13 %.
+        input_len, output_len: Tokens: a number, or a distribution; drawn independently.
+        range_ratio: Makes each number n a range of n times ``1 - range_ratio`` to ``1 +
+            range_ratio``, as in vLLM.
+        count: Requests.
         seed: Seed of the draws. Prompts do not depend on how outputs are drawn, nor these on those.
     """
 

@@ -43,15 +43,14 @@ class AladdinOptions(Options):
     """Options of ``AladdinPlanner``.
 
     Attributes:
-        file: Run file of one worker, or with one of each kind to mix. Each is an instance on a
-            group of its own; numbers of workers do not count.
+        file: Run file of one worker, or of one of each kind to mix. Each is an instance on a group
+            of its own; numbers of workers do not count.
         most: Workers of each size or kind, at most.
-        sizes: GPUs of a worker to look at, each with its costs (``{}`` for the file's). By default
-            as many as the file has.
-        size: Which of these: the one that eq. 6 chooses, or the cheapest by simulation.
-        rates: Rates at which the fewest workers are found, so that eq. 7's line tells those of the
-            goal's rate. The goal's rate then has as many as it tells, or the next number that keeps
-            the targets.
+        sizes: Sizes of a worker in GPUs, each with its costs (``{}``: the file's). By default as
+            many as the file has.
+        size: Which of these: eq. 6's choice, or the cheapest by simulation.
+        rates: Rates at which the fewest workers are found, for eq. 7's line through them. The
+            goal's rate then has as many as it tells, or the next number that keeps the targets.
     """
 
     file: str

@@ -32,15 +32,15 @@ class AladdinOptions(Options):
     """Options of ``Aladdin``.
 
     Attributes:
-        ttft_s, atgt_s: Targets of each request in seconds: its first token, and the mean time
-            between its tokens.
+        ttft_s, atgt_s: Targets in seconds: a request's first token, and its mean time between
+            tokens.
         theta: Share of the targets that is used. See ``Limits``; the paper gives none.
         gamma: Share of an answer's tokens that counts. See ``Limits``; the paper has 0.5.
         grant_gap: Whether a prompt may use the gap under way. See ``WorkerLedger``.
         prefill: Instances that compute prompts alone; without any, workers have whole requests.
-        heartbeat_s: Seconds between openings of instances with role ``off``, and moves of requests
-            that have not started; null: neither.
-        off_after_s: Seconds without work after which an instance is off again; null: never.
+        heartbeat_s: Seconds between openings of instances with role ``off``, and moves of waiting
+            requests; null: neither.
+        off_after_s: Idle seconds after which an instance is off again; null: never.
         usd_per_hour: Dollars of each worker; the next idle one is the cheapest for the request. Of
             workers that have nothing, or are off, it is the one whose share for the request costs
             the least.

@@ -36,13 +36,13 @@ class CronusOptions(Options):
 
     Attributes:
         partial, chunked: Names of the two instances.
-        max_in_partial: Requests in the partial instance, at most, so that each is cut by fresh
+        max_in_partial: Requests in the partial instance, at most. Few, so that each is cut by fresh
             statistics.
         candidates: Prompt lengths that the Balancer tries.
-        refine: Whether the Balancer's coefficients are fitted on during the run.
+        refine: Fit the Balancer's coefficients during the run.
         cut_share, cut_tokens: Share or tokens of each prompt for the partial instance, in place of
             the Balancer's cut.
-        hand_off: When KV goes on; the paper's instance fetches it on demand.
+        hand_off: When KV goes on; the paper has ``on_demand``.
     """
 
     partial: str = "ppi"

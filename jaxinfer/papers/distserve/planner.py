@@ -59,9 +59,9 @@ class DistServeOptions(Options):
         kind: Kind of all GPUs.
         gpus_per_node: GPUs of a node.
         nodes: Nodes that an instance may span.
-        nic_gb_s: Bandwidth between two nodes, in 10^9 bytes per second.
-        costs: Step costs by tensor parallelism; degrees without are then not looked at. By default
-            those of the plan file's ``run``.
+        nic_gb_s: Bandwidth between nodes, in 10^9 bytes per second.
+        costs: Step costs by tensor parallelism; other degrees are not looked at. By default those
+            of the plan file's ``run``.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class HighOptions(DistServeOptions):
     """Options of ``DistServeHigh``.
 
     Attributes:
-        rate: Requests per second that all instances together are to carry.
+        rate: Requests per second of all instances.
     """
 
     rate: float = Field(gt=0)
@@ -91,8 +91,7 @@ class LowOptions(DistServeOptions):
     """Options of ``DistServeLow``.
 
     Attributes:
-        rate: Requests per second that all units together are to carry; by default there is one
-            unit.
+        rate: Requests per second of all units; by default there is one.
     """
 
     rate: float | None = Field(default=None, gt=0)

@@ -32,7 +32,7 @@ class DistServeOptions(Options):
     """Options of ``DistServe``.
 
     Attributes:
-        units: List of ``{prefill: ..., decode: ...}``, each a name or names: prompts go to the
+        units: List of ``{prefill: ..., decode: ...}``, each a name or names. Prompts go to the
             shortest queue of all, decodes to the least loaded of the same unit.
     """
 

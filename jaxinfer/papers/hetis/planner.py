@@ -32,10 +32,10 @@ class HetisOptions(Options):
 
     Attributes:
         seconds: Seconds of a prefill by one GPU of each kind; by default the simulator's.
-        most_slower: Share by which the largest stage may get slower as GPUs lose their layers (the
-            paper's 5 %, whose symbol is lost).
-        rule: Reference of that share: all GPUs, or the step before.
-        simulated: Number of candidates with the quickest steps that are simulated.
+        most_slower: Share by which the largest stage may slow down as GPUs lose layers. The paper
+            has 5 %, whose symbol is lost.
+        rule: Reference: the time with all GPUs, or of the step before.
+        simulated: Quickest candidates that are simulated.
     """
 
     seconds: Named[float] = Field(default_factory=dict)

@@ -50,8 +50,8 @@ class HetisOptions(Options):
 
     Attributes:
         theta: Slowdown of a stage, against the ideal, from which a request is placed anew; null:
-            none is. Then the request that has no page is preempted (LIFO).
-        placement: Placement of KV heads by attention time, or by free pages alone.
+            never. Then the request that has no page is preempted (LIFO).
+        placement: Whether KV heads go by attention time, or by free pages alone.
         attention: Seconds of a layer's attention by group (``per_pair``, ``per_entry``,
             ``constant``, ``exchange_per_pair``, ``exchange``); by default profiled or modelled.
     """

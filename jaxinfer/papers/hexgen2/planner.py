@@ -38,21 +38,19 @@ class HexGen2Options(Options):
     """Options of ``HexGen2Planner``.
 
     Attributes:
-        prefill, decode: Engine options of the instances of each role.
-        tensor_parallel: Degrees of a stage, which stands on one node.
-        measured: Costs by GPU, as under ``simulate``, such as ``phases`` from a profile; each stage
-            is then on one GPU.
+        prefill, decode: Engine options of each role's instances.
+        tensor_parallel: Degrees of a stage, which is within a node.
+        measured: Costs by GPU, such as ``phases`` from a profile; each stage is then one GPU.
         most_gpus: GPUs of an instance, at most.
-        budget: Dollars per hour, for which GPUs of the hardware file are rented by their share of
-            their node's price.
+        budget: Dollars per hour to rent the file's GPUs by, each by its share of its node's price.
         method: Search: small changes of two integer programs' plans; the paper's partition and
-            guided swaps; or two baselines from that partition.
-        costs: Costs that guide the paper's search: the simulator's, or the paper's Table 1.
-        network: Network that guides it: shared by a node's instances, or links of each pair's own.
-            Statements about the plan are by modelled costs and a shared network.
-        restarts: Searches from random changes of the best plan, with ``programs``.
+            guided swaps; or two baselines.
+        costs: Costs that guide the paper's search: the simulator's, or its Table 1.
+        network: The same: shared by a node's instances, or links of each pair's own. Statements
+            about the plan are by modelled costs and a shared network.
+        restarts: Searches from random changes of the best plan (``programs``).
         seed: Seed of the draws; ``hexgen2`` draws nothing.
-        scored, flows: Changes that the search looks at, by sums of capacities and by flows.
+        scored, flows: Changes looked at, by sums of capacities and by flows.
     """
 
     prefill: dict[str, Any] = Field(default_factory=dict)

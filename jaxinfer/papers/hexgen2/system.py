@@ -23,11 +23,10 @@ class HexGen2Options(Options):
     """Options of ``HexGen2``.
 
     Attributes:
-        flows: Requests per second from each prefill instance to its decode instances; only ratios
-            count. Each request goes to a pair by these shares, to within one.
+        flows: Requests per second from each prefill instance to its decode instances; ratios count.
+            Each request goes to a pair by these shares, to within one.
         hand_off: When KV goes on.
-        max_in_prefill: Requests waiting or running in a prefill instance, at most: a number, or by
-            instance.
+        max_in_prefill: Requests in a prefill instance, at most: a number, or by instance.
     """
 
     flows: Named[Named[float]] = Field(min_length=1)

@@ -53,9 +53,9 @@ class SplitwisePoolsOptions(Options):
     """Options of ``SplitwisePools``.
 
     Attributes:
-        files: Run files, one for each design, with the most machines of its instances ``prompt``
-            and ``token``. Their model, workload and numbers of replicas do not count.
-        at_most: Limits of any cluster: ``gpus``, ``usd``, ``watts``; required with ``maximise``.
+        files: A run file per design, with the most machines of ``prompt`` and ``token``. Their
+            model, workload and numbers of replicas do not count.
+        at_most: ``gpus``, ``usd``, ``watts`` of any cluster; required with ``maximise``.
         step: Step of the numbers of token machines.
     """
 

@@ -26,17 +26,15 @@ class SplitwiseOptions(Options):
     """Options of ``Splitwise``. What the paper leaves open is as in the authors' simulator.
 
     Attributes:
-        prompt, token: Names of instances of each pool; with ``token: []``, requests run whole by
-            the shortest queue, the paper's baseline.
+        prompt, token: Instances of each pool; ``token: []``: requests run whole by the shortest
+            queue, the paper's baseline.
         max_pending_tokens: Prompt tokens that a machine with a queue takes, at most.
-        token_queue: Machine for decodes: the one with the least KV promised (``memory``) or the
-            fewest pending tokens.
+        token_queue: Machine for decodes: least KV promised, or fewest pending tokens.
         return_when: When a machine leaves the mixed pool: done with the other pool's requests (the
             paper), or with all (its simulator).
-        repurpose_after_s: Seconds in the mixed pool after which a machine changes to the other
-            pool.
-        layerwise_from: Prompt tokens from which KV is sent ``per_segment``, otherwise ``at_end``;
-            null: always ``at_end``.
+        repurpose_after_s: Seconds in the mixed pool after which a machine changes sides.
+        layerwise_from: Prompt tokens from which KV is sent ``per_segment``, else ``at_end``; null:
+            never.
     """
 
     prompt: Names = ("prompt",)

@@ -30,14 +30,14 @@ class TetriInferOptions(Options):
     """Options of ``TetriInfer``.
 
     Attributes:
-        prefill, decode: Names of the instances that begin in these roles.
+        prefill, decode: Instances that begin in these roles.
         prefill_batch: Prompts sorted at a time.
-        order: Order of sorted prompts.
+        order: Their order.
         dispatch: Choice of the decode instance. See ``length_aware.choose``.
         heavy_decode: Predicted output tokens above which a request is heavy.
         report_s: Seconds between reports of loads.
-        flip_after_s: Seconds of idleness, while the other role was busy, after which an instance
-            takes that role; null: never.
+        flip_after_s: Seconds of idleness, the other role being busy, after which an instance takes
+            that role; null: never.
         flip_below: Share of that time at which either may have been otherwise.
         seed: Seed of the draws.
     """

@@ -29,9 +29,9 @@ class AnySystemOptions(Options):
 
     Attributes:
         files: Run files, each with axes of its own. Their model and workload do not count.
-        axes: Axes of all files: dotted keys and lists of values.
-        by_bound: Whether candidates are left out that could not keep up the best rate so far,
-            whatever their system: a run of few requests may end before that shows.
+        axes: Axes of all: dotted keys, lists of values.
+        by_bound: Leave out candidates that could not keep up the best rate so far, whatever their
+            system. A run of few requests may end before that shows.
     """
 
     files: Named[Axes] = Field(min_length=1)

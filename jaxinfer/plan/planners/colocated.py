@@ -23,14 +23,14 @@ class ColocatedOptions(Options):
     """Options of ``Colocated``.
 
     Attributes:
-        gpus: Number of GPUs by kind; a candidate is of one kind.
+        gpus: GPUs by kind; a candidate is of one kind.
         tensor_parallel, pipeline_parallel: Degrees of an instance.
-        engines: Engine options by a name of your own.
-        seqs_per_stage: Values of ``max_num_seqs`` for each pipeline stage. By default
-            ``max_num_seqs`` as the engines have it.
-        costs: Step costs by kind, as a group has them under ``simulate``. By default those of the
-            plan file's ``run``.
-        replicas: As many instances as the GPUs give, or one.
+        engines: Engine options by a name of yours.
+        seqs_per_stage: Values of ``max_num_seqs`` for each stage. By default ``max_num_seqs`` as
+            the engines have it.
+        costs: Step costs by kind, as under ``simulate``. By default those of the plan file's
+            ``run``. By default those of the plan file's ``run``.
+        replicas: As many instances as GPUs allow, or one.
         system: System of several instances.
     """
 

@@ -55,8 +55,8 @@ class PDRatioOptions(Options):
     Attributes:
         prefill, decode: Each side's ``kind``, ``most`` instances, ``tensor_parallel`` degrees and
             ``engine`` options.
-        gpus: GPUs of both sides together, at most.
-        link_gb_s: Bandwidth between the two, in 10^9 bytes per second.
+        gpus: GPUs in all, at most.
+        link_gb_s: Bandwidth between the sides.
     """
 
     prefill: Side

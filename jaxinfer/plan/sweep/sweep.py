@@ -63,12 +63,12 @@ class Sweep(Options):
 
     Attributes:
         files: Run files, each with axes of its own.
-        axes: Axes of all files: dotted keys and lists of values.
-        points: Dotted keys with one value each, for points that form no grid; each goes with all
-            values of the axes.
-        run: Part that all points have in common, with the workload.
-        seeds: Seeds of everything drawn in workloads: a list, or how many from 0 on. Each point is
-            run with each, in place of those in its run file.
+        axes: Axes of all: dotted keys, lists of values.
+        points: Dotted keys with one value each, where they form no grid; each goes with all axes'
+            values.
+        run: Part of all run files, with the workload.
+        seeds: Seeds of all draws in workloads: a list, or a number of them. Each point is run with
+            each, in place of those in its run file.
         x: Axis of the pictures; by default the last axis of numbers. It is one of all files, or a
             key of all points. Each file, with its values of the others, is a line.
         y: Figures of the pictures, one for each.
