@@ -36,9 +36,9 @@ class EngineOptions(Options):
             ``config.json`` alone will do to measure speed; without a tokenizer, prompts are
             ``prompt_token_ids``.
         dtype: Format of weights and computation; ``auto`` is float32 on CPUs, bfloat16 on GPUs.
-        weight_dtype: Format of linear layers' weights; ``auto`` is the checkpoint's where it has 8
-            bits, else ``dtype``. ``int8`` and ``fp8`` have a scale per output channel, and are
-            multiplied in ``dtype``; embeddings, heads, norms and biases stay in it.
+        weight_dtype: Format of linear layers' weights; ``auto``: the checkpoint's 8 bits, else
+            ``dtype``. ``int8`` and ``fp8`` have a scale per output channel, and are multiplied in
+            ``dtype``; embeddings, heads, norms and biases stay in it.
         kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``, ``int8`` and ``fp8`` halve
             it. Both keep a scale per page and head; fp8 is e4m3, on GPUs from sm_89 on.
         tensor_parallel_size: Devices that share each layer.
@@ -47,34 +47,33 @@ class EngineOptions(Options):
             parameters alone. By default ``megatron``; modelled devices then have equal parts of
             everything.
         page_size: Tokens per KV page.
-        num_pages: Pages of the KV pool, with one for padding; by default as many as
-            ``memory_fraction`` allows and may be of use.
-        memory_fraction: Share of a GPU's memory for weights and KV (default 0.9), or of a CPU's
-            free memory for KV (0.2). A GPU's memory is what JAX may take: 95 % of what is free,
-            unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
+        num_pages: Pages of the KV pool, one for padding; by default what ``memory_fraction``
+            allows. Pages that can be of no use are left out.
+        memory_fraction: Share of a GPU's memory for weights and KV (0.9), or of a CPU's free memory
+            for KV (0.2). A GPU's memory is what JAX may take: 95 % of what is free, unless
+            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
         max_num_seqs: Requests that run at once, at most; 256 by default with GPUs.
         max_num_batched_tokens: Tokens of one step, at most; 8,192 by default with GPUs.
         token_buckets: Sizes for which steps with prefill are compiled; a step costs as much as its
             bucket. The largest is ``max_num_batched_tokens``; by default down to 64, each a quarter
             of the next.
-        max_model_len: Prompt and output tokens of a request, at most; by default the model's limit.
+        max_model_len: Prompt and output tokens of a request, at most; by default the model's.
         enable_prefix_caching: Keep full pages after a request's end, for prompts that begin alike.
         kernels: Attention kernels (docs/kernels.md). ``hopper`` runs on sm_90, ``generic`` on other
             NVIDIA GPUs, ``numba`` on CPUs with the extra ``cpu``, ``plain`` JAX anywhere;
             ``interpret`` checks results. ``auto`` takes the first of these that the device can run,
             but ``plain`` on a GPU where entries are float32. ``numba`` computes products of
             float32, too.
-        max_in_flight: Launched steps that have not ended, at most; by default 2 where decodes are
-            launched ahead, else one per stage. Only a modelled instance that launches ahead may
+        max_in_flight: Launched steps that have not ended, at most; by default 2 with
+            ``launch_ahead``, else one per stage. Only a modelled instance that launches ahead may
             have more than 2.
         launch_ahead: Launch a decode before the token it follows has reached the host.
-        chunks_in_flight: With ``1``, a prompt's next chunk waits for the last one's end, as in
-            Vidur and in vLLM before version 1; with ``all``, a long prompt fills all pipeline
-            stages.
+        chunks_in_flight: ``1``: a prompt's next chunk waits for the last one's end, as in Vidur and
+            in vLLM before version 1; ``all``: a long prompt fills all stages.
         watermark: Share of the pages that admission leaves free for the growth of running requests.
         half_batches: Compute steps with attention groups as two halves of their rows in turn:
-            ``by_time`` where that is quicker by cost model or profile. One half's exchange with the
-            groups hides behind the other's dense layers.
+            ``by_time`` where that is quicker. One half's exchange with the groups hides behind the
+            other's dense layers.
         max_transfers_in_flight: Requests whose KV an instance fetches at once, at most.
         policies: Order, admission, batches and victims, by name.
         strict_shapes: Make a step that was not compiled ahead an error.

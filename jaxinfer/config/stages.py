@@ -24,7 +24,7 @@ class StageConfig(Options):
 
     Attributes:
         group: Group that computes the stage.
-        layers: Their number; without ``layers`` and ``share``, groups' measured speeds split them.
+        layers: Number of layers; without it and ``share``, groups' measured speeds split them.
         share: Share of the layers, against the other stages' shares.
         attention: Groups that may keep the stage's KV heads, by name or as ``{group: x, num_pages:
             n}``. They have no weights; attention is computed where the heads lie. A group may be

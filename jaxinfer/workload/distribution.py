@@ -32,7 +32,7 @@ class Lengths(Options):
     """A distribution of lengths in tokens; what falls outside of ``min`` and ``max`` is put there.
 
     Attributes:
-        kind: Kind.
+        kind: Shape of the distribution.
         min, max: Limits, to which lengths are clipped.
         median, sigma: Parameters of ``lognormal``; sigma is of the logarithm.
         mean, std: The same, before clipping, in place of these.

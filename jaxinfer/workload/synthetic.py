@@ -34,7 +34,7 @@ class Synthetic(Options):
         input_len, output_len: Tokens: a number, or a distribution; drawn independently.
         range_ratio: Makes each number n a range of n times ``1 - range_ratio`` to ``1 +
             range_ratio``, as in vLLM.
-        count: Requests.
+        count: Number of requests.
         seed: Seed of the draws. Prompts do not depend on how outputs are drawn, nor these on those.
     """
 

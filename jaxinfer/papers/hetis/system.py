@@ -52,8 +52,8 @@ class HetisOptions(Options):
         theta: Slowdown of a stage, against the ideal, from which a request is placed anew; null:
             never. Then the request that has no page is preempted (LIFO).
         placement: Whether KV heads go by attention time, or by free pages alone.
-        attention: Seconds of a layer's attention by group (``per_pair``, ``per_entry``,
-            ``constant``, ``exchange_per_pair``, ``exchange``); by default profiled or modelled.
+        attention: Seconds of a layer's attention by group; by default profiled or modelled. Keys
+            are ``per_pair``, ``per_entry``, ``constant``, ``exchange_per_pair``, ``exchange``.
     """
 
     theta: float | None = Field(default=0.5, gt=0)

@@ -56,7 +56,7 @@ class PDRatioOptions(Options):
         prefill, decode: Each side's ``kind``, ``most`` instances, ``tensor_parallel`` degrees and
             ``engine`` options.
         gpus: GPUs in all, at most.
-        link_gb_s: Bandwidth between the sides.
+        link_gb_s: 10^9 bytes per second between the sides.
     """
 
     prefill: Side
