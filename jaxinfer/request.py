@@ -1,4 +1,4 @@
-"""What a user hands in (sampling parameters) and gets back (request outputs)."""
+"""Sampling parameters, which a user hands in, and request outputs, which come back."""
 
 import re
 from dataclasses import dataclass, field

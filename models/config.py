@@ -1,4 +1,4 @@
-"""What a checkpoint says of its model, and how its tensors become our parameters."""
+"""Configurations of models, as checkpoints have them, and the way of tensors to our parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class EightBits:
-    """How linear weights of 8 bits are kept and multiplied, by names of dtypes.
+    """Storage and products of linear weights of 8 bits, by names of dtypes.
 
     Attributes:
         stored: ``int8`` or ``float8_e4m3fn``.

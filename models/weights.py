@@ -1,4 +1,4 @@
-"""From Hugging Face's layout of a tensor, where linear weights are [out, in], to a parameter's."""
+"""The way of a tensor from Hugging Face's layout, where linear weights are [out, in], to ours."""
 
 from collections.abc import Callable
 from functools import cache

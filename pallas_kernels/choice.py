@@ -1,4 +1,4 @@
-"""Which functions attend and multiply on a device: plain JAX, or kernels where they run."""
+"""Choice of the functions that attend and multiply on a device: plain JAX, or kernels."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How kernels for GPUs cut their work, and what they are given."""
+"""Division of the work of kernels for GPUs, and their operands."""
 
 from typing import Any, NamedTuple
 

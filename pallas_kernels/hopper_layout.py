@@ -1,4 +1,4 @@
-"""Where the queries of chunks lie for the kernel for Hopper, and its results."""
+"""Layout of the queries of chunks for the kernel for Hopper, and of its results."""
 
 import math
 from typing import NamedTuple
@@ -15,7 +15,7 @@ COPIED = 8
 
 
 class Fit(NamedTuple):
-    """How a tile's rows are made of tokens.
+    """The tokens that make a tile's rows.
 
     Attributes:
         heads: of a token, with padding.
@@ -38,7 +38,7 @@ def tile_rows(group: int) -> Fit:
 
 
 class Layout(NamedTuple):
-    """Where queries lie for the kernel, and results: Y tokens, each chunk's from a unit on.
+    """Places of queries for the kernel, and results: Y tokens, each chunk's from a unit on.
 
     Attributes:
         begin_C: of each chunk; ``token_Y``: which token's lie there, of padding any's.

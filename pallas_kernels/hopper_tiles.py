@@ -1,4 +1,4 @@
-"""What the kernels for Hopper are made of: tiles of a context, and a softmax over them."""
+"""Parts of the kernels for Hopper: tiles of a context, and a softmax over them."""
 
 import math
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def product(a: Ref, b: Ref) -> jax.Array:
 
 
 def add_product(out_RH: jax.Array, a: Any, b: Ref, a_sm: Ref | None) -> jax.Array:
-    """out + a b, where a is in registers.
+    """Add a product: out + a b, where a is in registers.
 
     Args:
         a_sm: shared memory for a, where the product is interpreted: interpret mode knows neither

@@ -76,7 +76,7 @@ def digest(sources: Path, cpu: object) -> str:
 
 
 def _compile(signature: Any, function: Callable[..., Any]) -> tuple[str, bytes]:
-    """Its symbol, and the object file that has it."""
+    """Compile a kernel: its symbol, and the object file that has it."""
     made = nb.cfunc(signature, nopython=True, error_model="numpy", fastmath=True)(function)
     _, _, (code, _) = made._library.serialize_using_object_code()
     return made.native_name, code

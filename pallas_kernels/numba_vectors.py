@@ -1,4 +1,4 @@
-"""What numba's kernels compute in the core's registers: products of a few rows, exponentials.
+"""Vectors of numba's kernels in the core's registers: products of a few rows, exponentials.
 
 Products are of vectors, in LLVM's own terms: left to itself, LLVM keeps the sums in memory, since
 it cannot know that they are no part of the matrix, and is 4 to 8 times slower.

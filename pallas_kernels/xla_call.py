@@ -183,7 +183,7 @@ _malloc, _free = address_of("malloc"), address_of("free")
 
 @nb.njit
 def _leave(shared: int) -> None:
-    """Whoever goes last frees what was shared."""
+    """Leave the call; the last one frees what was shared."""
     if _fetch_add(shared + 8 * USERS, -1) == 1:
         _call(_free(), (shared,))
 

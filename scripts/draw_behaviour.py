@@ -1,4 +1,4 @@
-"""What each instance of a finished run did over time: its steps, its pages, and its part.
+"""Pictures of each instance of a finished run over time: its steps, its pages, and its part.
 
     python scripts/draw_behaviour.py RUN --out FILE.png
 

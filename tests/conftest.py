@@ -83,7 +83,7 @@ def model(tiny: "LLM", tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 def tiny_loaded_once(tiny: "LLM", monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever loads the tiny model with its usual options gets ``tiny``."""
+    """Give ``tiny`` to all that load the tiny model with its usual options."""
     from tiny_model import TINY_OPTIONS
 
     from jaxinfer.config.engine import EngineOptions

@@ -29,7 +29,7 @@ def run(*options: str, python: str = sys.executable) -> subprocess.CompletedProc
 
 
 def unpacked(out: Path) -> Path:
-    """What came of a run."""
+    """The results of a run."""
     folder = out / "results"
     with tarfile.open(out / "results.tar.gz") as packed:
         packed.extractall(folder, filter="data")
@@ -37,7 +37,7 @@ def unpacked(out: Path) -> Path:
 
 
 def test_each_part_ends_before_its_command_is_cut_off() -> None:
-    """Whatever its stages do, those that must be killed included."""
+    """Stages may do anything, and be killed: the part ends."""
     text = SCRIPT.read_text(encoding="utf-8")
     parts = dict(re.findall(r"^    \[(\w+)\]=([\w,]+)$", text, re.M))
     limits = dict(re.findall(r"^(?:stage|watched) (\w+) (\d+) ", text, re.M))
@@ -112,7 +112,7 @@ def test_refusals(options: list[str], message: str) -> None:
 
 @pytest.mark.slow
 def test_rehearsal_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU: every stage has its figures, and its tables are ones that simulations read."""
+    """Every stage has its figures on a CPU, and its tables are ones that simulations read."""
     out = tmp_path / "out"
     done = run("--rehearse", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr

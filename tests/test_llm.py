@@ -509,7 +509,7 @@ def test_an_interrupted_run_leaves_a_fresh_pool(
 def test_prompt_logprobs_are_those_of_the_tokens_one_by_one(
     tiny: LLM, name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Against what ``logprobs`` reports after each beginning of the prompt."""
+    """The figures against what ``logprobs`` reports after each beginning of the prompt."""
     llm = request.getfixturevalue(name)
     prompts = [tiny.tokenizer.encode(p) for p in ("Hello there", PROMPTS[1], "x" * 90)]
     params = GREEDY.model_copy(update={"prompt_logprobs": 2})

@@ -1,4 +1,4 @@
-"""What users hand to the Python interface, odd and wrong: served, or refused in one line."""
+"""Inputs of the Python interface, odd and wrong: served, or refused in one line."""
 
 import hashlib
 import threading

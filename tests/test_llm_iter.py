@@ -308,7 +308,7 @@ def test_a_prompt_that_cannot_be_run_ends_the_run_when_it_is_read(
 
 
 def test_a_sampler_that_a_later_request_needs_is_compiled_then(tiny: LLM, tmp_path: Path) -> None:
-    """Before its first step, and without disturbing what is under way."""
+    """The sampler comes before its first step, and without disturbing what is under way."""
     # No other test has these: 64 edits, and with them a history and log probabilities.
     bias = dict.fromkeys(range(40), -0.5)
     odd = {30: {"logit_bias": bias}, 45: {"logit_bias": bias, "presence_penalty": 1.0}}

@@ -1,4 +1,4 @@
-"""What the package says of itself, and what is in its wheel."""
+"""Metadata of the package, and the content of its wheel."""
 
 import shutil
 import subprocess

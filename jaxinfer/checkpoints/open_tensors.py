@@ -1,4 +1,4 @@
-"""What every kind of checkpoint is opened as, and how its tensors become parameters."""
+"""Opened checkpoints of every kind, and the way of their tensors to parameters."""
 
 import math
 import re

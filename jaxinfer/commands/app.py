@@ -26,7 +26,7 @@ class Commands(click.Group):
     """The commands of ``COMMANDS``, each imported when it is asked for."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Their names."""
+        """Names of the commands."""
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:

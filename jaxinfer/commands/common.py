@@ -1,4 +1,4 @@
-"""What several commands have in common."""
+"""Options and helpers that several commands share."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def new_results(out: Path, is_kept: Callable[[Path], bool] = lambda _: False) ->
 
 @contextmanager
 def _left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> Iterator[None]:
-    """After any failure: the command put right is to find an empty folder again, or none.
+    """Leave the folder as it was found after a failure, for the command put right.
 
     Args:
         existed: whether there was a folder, which was empty.

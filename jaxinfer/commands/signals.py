@@ -1,4 +1,4 @@
-"""How a command ends on Ctrl-C (SIGINT) and SIGTERM: by one line, and soon.
+"""Ends of a command by Ctrl-C (SIGINT) and SIGTERM: by one line, and soon.
 
 This module is loaded before all that is slow to import, so it needs none of that.
 """

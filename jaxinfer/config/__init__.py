@@ -1,1 +1,1 @@
-"""What a user writes, and its checks."""
+"""Run files as users write them, and their checks."""

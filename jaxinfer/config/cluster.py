@@ -85,7 +85,7 @@ class InstanceConfig(EngineOptions):
 
     @property
     def places(self) -> tuple[StageConfig, ...]:
-        """Its stages; the one where only a group is given."""
+        """The instance's stages; the one where only a group is given."""
         return self.stages or (StageConfig(group=self.group or ""),)
 
 

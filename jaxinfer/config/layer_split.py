@@ -1,4 +1,4 @@
-"""How a model's layers are divided among pipeline stages."""
+"""Division of a model's layers among pipeline stages."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -170,7 +170,7 @@ class Placement:
         return self.node(group).as_gpu(self.known)
 
     def path(self, source: str, dest: str, gpu_pairs: int = 1) -> NetworkPath:
-        """Within a node from GPU to GPU, else over the nodes' own link or by their cards.
+        """The path within a node from GPU to GPU, else over the nodes' own link or by their cards.
 
         Args:
             gpu_pairs: how many send at once, within a node.

@@ -12,7 +12,7 @@ from jaxinfer.systems.registry import make_system
 
 @dataclass(frozen=True)
 class Resolved:
-    """Everything that follows from a run file, found once.
+    """The facts that follow from a run file, found once.
 
     Attributes:
         pairs: instances from the first of which KV may go to the second.

@@ -198,7 +198,7 @@ def by_value(case: Case) -> Iterator[Named]:
 
 
 def by_rest(case: Case) -> Iterator[Named]:
-    """Everything that has no better name."""
+    """Group the faults that have no better name."""
     yield (
         "misplaced",
         case.own & ~case.differs(),

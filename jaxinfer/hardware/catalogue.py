@@ -1,4 +1,4 @@
-"""What a modelled cluster is made of: GPUs and models, by name, in numbers."""
+"""Parts of a modelled cluster: GPUs and models, by name, in numbers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -213,7 +213,7 @@ class Catalogue:
                     )
 
     def and_those_of(self, file: str, more: "Catalogue") -> "Catalogue":
-        """These and a file's.
+        """The catalogue with a file's entries added.
 
         Raises:
             JaxinferError: both have one name.

@@ -1,4 +1,4 @@
-"""What figures of a run are measured by: the model's FLOPs, the GPUs' peak, prices and power."""
+"""Yardsticks of a run's figures: the model's FLOPs, the GPUs' peak, prices and power."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class ModelFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """None of what is not known.
+    """Yardsticks of a run, each None where it is not known.
 
     Attributes:
         peak_flops: of all GPUs together, per second.

@@ -1,4 +1,4 @@
-"""What is chosen by name: what comes with jaxinfer, or a class of a user's own."""
+"""Choices by name: one that comes with jaxinfer, or a class of a user's own."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar

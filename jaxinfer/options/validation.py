@@ -1,4 +1,4 @@
-"""What users write, checked: errors are one line, with the nearest name for an unknown one."""
+"""Checks of options: errors are one line, with the nearest name for an unknown one."""
 
 import difflib
 import importlib

@@ -47,7 +47,7 @@ class Candidate:
         return self.outputs is None and not self.uncounted
 
     def __str__(self) -> str:
-        """Its axes."""
+        """The candidate's axes."""
         return ", ".join(f"{name} {value}" for name, value in self.axes.items())
 
 

@@ -1,4 +1,4 @@
-"""What a run file holds, whatever its groups are called."""
+"""Content of a run file, whatever its groups are called."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

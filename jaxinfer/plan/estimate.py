@@ -1,4 +1,4 @@
-"""What rate a cluster may keep, by means instead of a simulation: a guess, for the order only."""
+"""Rates that a cluster may keep, by means instead of a simulation: a guess, for the order only."""
 
 from collections.abc import Sequence
 from statistics import fmean

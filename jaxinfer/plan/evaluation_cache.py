@@ -1,4 +1,4 @@
-"""What has been found, in a file, so that a search that was killed goes on."""
+"""Results of a search, kept in a file, so that a search that was killed goes on."""
 
 import fcntl
 import hashlib

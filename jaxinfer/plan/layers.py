@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline gets, where stages differ in speed and memory."""
+"""Layers of each stage of a pipeline, where stages differ in speed and memory."""
 
 from collections.abc import Sequence
 

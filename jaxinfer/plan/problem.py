@@ -1,4 +1,4 @@
-"""What is to be found: a file with a planner, a goal, and what all candidates have in common."""
+"""Plan files: a planner, a goal, and what all candidates have in common."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""What a search leaves: all candidates, and the chosen run file."""
+"""Results of a search: all candidates, and the chosen run file."""
 
 import csv
 import hashlib

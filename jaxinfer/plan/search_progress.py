@@ -115,7 +115,7 @@ class SearchBar(Watcher):
             self._tell(last=len(self._done) == self._expected)
 
     def left_s(self) -> float | None:
-        """About how long it takes still, if all candidates take as many simulations."""
+        """Estimate the seconds left, if all candidates take as many simulations."""
         full = [count for count in self._done if count]
         each = sum(full) / len(full) if full else float(SIMULATIONS)
         running = sum(min(count / each, 0.9) for count in self._running.values())

@@ -1,1 +1,1 @@
-"""How long answers will be, learned from a model's own: a classifier, and what it has to beat."""
+"""Lengths of answers, learned from a model's own: a classifier, and what it has to beat."""

@@ -1,4 +1,4 @@
-"""What of a prompt a classifier sees, and the classes: buckets of the answer's length.
+"""Features of a prompt for a classifier, and the classes: buckets of the answer's length.
 
 Shape suffixes: N prompts, F features, K classes.
 """

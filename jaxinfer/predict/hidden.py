@@ -1,4 +1,4 @@
-"""What a model has in mind as it begins to answer: its hidden state at a prompt's last position.
+"""Hidden states of a model as it begins to answer: at a prompt's last position.
 
 The engine computes it anyway: its head samples the answer's first token from it.
 

@@ -1,1 +1,1 @@
-"""What a run tells of itself: metrics, tables, files."""
+"""Reports of a run: metrics, tables, files."""

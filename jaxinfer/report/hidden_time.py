@@ -1,4 +1,4 @@
-"""How much of a transfer's time was hidden behind steps."""
+"""Share of a transfer's time that was hidden behind steps."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence

@@ -67,7 +67,7 @@ class StreamPercentiles:
 
     @property
     def mean(self) -> float | None:
-        """None of nothing."""
+        """The mean; None of nothing."""
         self._count_single()
         if self._bins is not None:
             return self._sum / int(self._bins.sum())

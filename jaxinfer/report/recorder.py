@@ -1,4 +1,4 @@
-"""What is kept of a run while it goes on, in either world: sums, and files if wanted."""
+"""Records of a run while it goes on, in either world: sums, and files if wanted."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How fast requests ended while the system was neither filling nor draining."""
+"""Rate at which requests ended while the system was neither filling nor draining."""
 
 from bisect import bisect_left
 

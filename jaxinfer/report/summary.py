@@ -1,4 +1,4 @@
-"""What runs come to, in figures: of one run, and the medians of several rounds."""
+"""Figures of runs: of one run, and the medians of several rounds."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""From a checkpoint and a cluster to instances that can be run."""
+"""The way from a checkpoint and a cluster to instances that can be run."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a real run's figures are measured by, where its GPUs are known."""
+"""Yardsticks of a real run's figures, where its GPUs are known."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a plan costs, from shapes and one compiled step, before anything is loaded."""
+"""Costs of a plan, from shapes and one compiled step, before anything is loaded."""
 
 import math
 import re

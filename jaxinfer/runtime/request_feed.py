@@ -1,4 +1,4 @@
-"""What comes into a run: requests are read as there is room, and what they need is compiled."""
+"""Requests that come into a run: read as there is room, and compiled for where that is needed."""
 
 from collections.abc import Iterable
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""From a prompt and its sampling parameters to the requests that the loop serves."""
+"""The way from a prompt and its sampling parameters to the requests that the loop serves."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized

@@ -196,7 +196,7 @@ class Worker:
             del step  # Its requests are not to wait here for the next one.
 
     def _wait(self, step: _Step, number: int, end: float) -> float:
-        """Until one stage's part is done; the one before it on its mesh ended at ``end``."""
+        """Wait until one stage's part is done; the one before it on its mesh ended at ``end``."""
         stage, ready = self.stages[number], step.time
         if number:
             ready = stage.start_of(step.stages[-1][1], step.hidden[number - 1])

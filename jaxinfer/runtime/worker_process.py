@@ -71,7 +71,7 @@ class WorkerProcess:
         self._instances: dict[int, str] = {}
 
     def run(self) -> None:
-        """Until the loop's process or the parent has ended, or the connection is closed."""
+        """Run until the loop's process or the parent has ended, or the connection is closed."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._say_alive, daemon=True).start()
         self._say(Hello.here())
@@ -102,7 +102,7 @@ class WorkerProcess:
             self._attempt(lane.get())
 
     def _read(self) -> None:
-        """Without the loop's process there is nothing to do, whatever this one is busy with."""
+        """Read messages; without the loop's process there is nothing to do, whatever runs here."""
         try:
             while True:
                 self._inbox.put(self._connection.recv())

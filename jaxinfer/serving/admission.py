@@ -1,4 +1,4 @@
-"""Who is admitted next, and whether there is room: policies of one instance.
+"""Policies of order and admission of one instance.
 
 A request is admitted with pages for the tokens that are known; what it grows by later is not kept
 for it. The rules here differ in how much of that growth they wait for. Where a rule goes by how

@@ -1,4 +1,4 @@
-"""Which instance has each request: routes and actions of the system, carried out."""
+"""Assignment of requests to instances: routes and actions of the system, carried out."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What is launched: the batch of a step with its rows and its work in numbers, and transfers."""
+"""Batches to launch: rows of a step and its work in numbers, and transfers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class ShardWork:
 
     @property
     def tokens(self) -> int:
-        """Over all slices, those whose queries come here."""
+        """Tokens over all slices, of those whose queries come here."""
         return self.pairs + sum(count * slices for _, count, slices in self.chunks)
 
 

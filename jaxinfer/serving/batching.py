@@ -1,4 +1,4 @@
-"""What a step computes: policies by which one instance forms its batches."""
+"""Policies by which one instance forms its batches."""
 
 from collections.abc import Sequence
 

@@ -113,7 +113,7 @@ class DecodeGroup:
         self._offsets = None
 
     def retire(self) -> None:
-        """Before a step: leave those out whose last one has been launched."""
+        """Leave out, before a step, members whose last decode has been launched."""
         for member in self._last_launches.get(self._launched - 1, {}).values():
             if member.request.id in self.active:
                 self._deactivate(member)

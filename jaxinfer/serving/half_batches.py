@@ -30,7 +30,7 @@ class LayerTimes:
 
     @property
     def elsewhere(self) -> float:
-        """Until all other devices' outputs are back."""
+        """The time until all other devices' outputs are back."""
         return max((busy + trip for busy, trip in self.others), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""What a system is asked and what it hears, its author's mistakes told in one line."""
+"""Calls of a system, its author's mistakes told in one line."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Who holds which pages of KV cache in all shards of an instance, and until when."""
+"""Holders of the pages of KV cache in all shards of an instance."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 

@@ -229,7 +229,7 @@ class ServingLoop:
             self.assignments.end_leg(request)  # Cut short while its KV was on the way.
 
     def _give_up(self) -> None:
-        """After a loss the system has stalled: fail what it does not route, or else all."""
+        """Fail what the system does not route, or else all: it has stalled after a loss."""
         lost = next(reversed(self.assignments.lost))
         self.assignments.fail_all(self.assignments.unrouted.values(), lost)
         self._decide()

@@ -1,4 +1,4 @@
-"""When an instance is lost: what becomes of its requests, and of what was on the way."""
+"""Loss of an instance: what becomes of its requests, and of what was on the way."""
 
 from collections.abc import Iterable, Mapping
 

@@ -112,7 +112,7 @@ class RequestState:
 
     @property
     def held_by(self) -> str | None:
-        """Between two legs, the instance where its KV lies."""
+        """The instance where the request's KV lies between two legs."""
         return self.exported and self.exported[0]
 
     @property

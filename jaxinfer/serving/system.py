@@ -62,7 +62,7 @@ class RequestView(Protocol):
 
     @property
     def held_by(self) -> str | None:
-        """Between two legs, the instance where its KV lies; None if it is to be computed anew."""
+        """The instance where the KV lies between two legs; None if it is to be computed anew."""
 
     @property
     def legs(self) -> Sequence[Leg]:

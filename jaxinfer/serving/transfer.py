@@ -1,4 +1,4 @@
-"""How KV entries move: transfers, and the hand-off of a request from one leg to the next.
+"""Movement of KV entries: transfers, and the hand-off of a request from one leg to the next.
 
 A hand-off from leg to leg, by the fields of its request that tell where it is:
 
@@ -121,7 +121,7 @@ class HandOffs:
             self._arrive(request)  # What still goes to an earlier destination is not waited for.
 
     def send_chunk(self, request: RequestState) -> None:
-        """After a step: send what it computed, and has not sent, on to the leg's successor."""
+        """Send what a step computed, and has not sent, on to the leg's successor."""
         leg = request.legs[0]
         if leg.hand_off not in _AHEAD or request.transfers or request.sent >= request.computed:
             return
@@ -132,7 +132,7 @@ class HandOffs:
             self._world.start_transfer(transfer)
 
     def send_along(self, batch: Batch) -> None:
-        """Before a step: let it send what it computes of ``per_segment`` legs."""
+        """Let a step send what it computes of ``per_segment`` legs."""
         for row in batch.rows:
             request = row.request
             if request.legs[0].hand_off != "per_segment":

@@ -40,7 +40,7 @@ class StepDone:
 
     @property
     def rows(self) -> Sequence[Row]:
-        """Its requests' parts."""
+        """The requests' parts in the step."""
         return self.batch.rows
 
 

@@ -47,7 +47,7 @@ class TriedRate:
 
     @property
     def goodput_per_gpu(self) -> float | None:
-        """Its share of each GPU."""
+        """The goodput's share of each GPU."""
         return None if self.goodput is None else self.goodput / self.gpus
 
 

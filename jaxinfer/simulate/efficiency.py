@@ -1,4 +1,4 @@
-"""What a modelled cluster's figures are measured by."""
+"""Yardsticks of a modelled cluster's figures."""
 
 from jaxinfer.config.site import ModelledSite, total_watts
 from jaxinfer.hardware.efficiency import Efficiency, model_flops

@@ -1,4 +1,4 @@
-"""How many pages of KV the memory of modelled groups holds."""
+"""Pages of KV that the memory of modelled groups holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

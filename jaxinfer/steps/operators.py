@@ -1,4 +1,4 @@
-"""What a layer, its attention, the head and the rest of a step take, out of whole steps.
+"""Times of a layer, its attention, the head and the rest of a step, out of whole steps.
 
 XLA fuses across operators, and small ones measure their launch. So steps are measured whole, of
 the model with few layers and of the same with more: what more layers take is the layers' time, and
@@ -75,7 +75,7 @@ class Operators:
         depths: tuple[int, int],
         heads: Mapping[int, float],
     ) -> "Operators":
-        """Out of whole steps, of which each shape has several.
+        """Split whole steps, of which each shape has several.
 
         Args:
             depths: layers of the shallow and of the deep model.

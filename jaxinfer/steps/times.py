@@ -1,4 +1,4 @@
-"""How long steps take: fitted to steps that were measured."""
+"""Times of steps: fitted to steps that were measured."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

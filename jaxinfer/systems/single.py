@@ -1,4 +1,4 @@
-"""Everything on one instance: continuous batching with chunked prefill."""
+"""A single instance for everything: continuous batching with chunked prefill."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,7 +15,7 @@ class Single(System):
             raise JaxinferError(f"needs one instance, there are {', '.join(instances)}")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """None."""
+        """No pairs: there is one instance."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

@@ -1,1 +1,1 @@
-"""Between text and tokens."""
+"""Text and tokens."""

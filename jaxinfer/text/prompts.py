@@ -1,4 +1,4 @@
-"""What ``LLM.generate`` and ``LLM.chat`` are handed: prompts, conversations and how to sample."""
+"""Inputs of ``LLM.generate`` and ``LLM.chat``: prompts, conversations and how to sample."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""When a request's text is over, and what text it gives."""
+"""Ends of a request's text, and the text it gives."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

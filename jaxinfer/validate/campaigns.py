@@ -1,4 +1,4 @@
-"""How points were measured: rules that make a run file of each row."""
+"""Campaigns of measurement: rules that make a run file of each row."""
 
 import re
 from collections.abc import Collection, Mapping

@@ -81,7 +81,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Use:
-    """What a point may be used for.
+    """The use that a point may be put to.
 
     Attributes:
         tpot, ttft: whether it counts in that figure; ``why``: why not, else empty.

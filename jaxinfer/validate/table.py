@@ -1,4 +1,4 @@
-"""How far predictions are off: medians, upper tenths and the order of points, by group."""
+"""Errors of predictions: medians, upper tenths and the order of points, by group."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence

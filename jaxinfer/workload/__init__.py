@@ -1,1 +1,1 @@
-"""What goes in and comes out: batch files, bench workloads, traces."""
+"""Inputs and outputs: batch files, bench workloads, traces."""

@@ -1,4 +1,4 @@
-"""When requests come in."""
+"""Times at which requests come in."""
 
 import math
 import random

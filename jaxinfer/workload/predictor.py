@@ -1,4 +1,4 @@
-"""How long answers are predicted to be, when their requests come in."""
+"""Predictors of the lengths of answers, asked when their requests come in."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -81,7 +81,7 @@ class Synthetic(Options):
         return bool(self.range_ratio) or {type(self.input_len), type(self.output_len)} != {int}
 
     def requests(self, only: WorkloadClass | None = None) -> list[BenchRequest]:
-        """They all arrive at 0.
+        """Draw the requests, which all arrive at 0.
 
         Raises:
             JaxinferError: there are no such lengths, or hardly any of the class.

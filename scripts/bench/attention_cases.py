@@ -20,7 +20,7 @@ RAGGED, RAGGED_ROWS = (50, 8192), 64
 
 
 class How(NamedTuple):
-    """How cases are made.
+    """The way in which cases are made.
 
     Attributes:
         small: with a 64th of the tokens; ``interpreted``: kernels are.

@@ -1,4 +1,4 @@
-"""What a measurement was made on, as JSON: devices, driver, versions, date.
+"""The machine of a measurement, as JSON: devices, driver, versions, date.
 
 python -m scripts.bench.describe_machine device.json
 """

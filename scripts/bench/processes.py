@@ -1,4 +1,4 @@
-"""What a process of its own costs: steps launched, KV moved, beside threads of one process.
+"""Costs of a process of one's own: steps launched, KV moved, beside threads of one process.
 
     python -m scripts.bench.processes [--model MODEL] [--rounds N]
 

@@ -1,4 +1,4 @@
-"""How long simulations take, and how much memory, over requests and over instances.
+"""Time and memory of simulations, over requests and over instances.
 
     python -m scripts.bench.scale_simulator --out FOLDER
 

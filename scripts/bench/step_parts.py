@@ -1,4 +1,4 @@
-"""Where an engine's step goes on a CPU, part by part, beside what each part needs.
+"""Parts of an engine's step on a CPU, beside what each needs.
 
     python -m scripts.bench.step_parts --dtype float32 --out parts.csv
 

@@ -91,7 +91,7 @@ def install_ptxas() -> None:
 
 
 class Assembled(NamedTuple):
-    """What the assembler and the disassembler say of a variant's kernels.
+    """The assembler's and the disassembler's words on a variant's kernels.
 
     Attributes:
         registers: of each kernel named paged_*, with spilled bytes, or the error's first line.

@@ -1,4 +1,4 @@
-"""What machine code says of a kernel: counts of its loop over tiles, by NVIDIA's disassembler."""
+"""Counts of a kernel's loop over tiles in machine code, by NVIDIA's disassembler."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What a reproduction is: a paper's inputs, and the parts that are made from them."""
+"""Reproductions: a paper's inputs, and the parts that are made from them."""
 
 from __future__ import annotations
 

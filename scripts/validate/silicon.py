@@ -159,7 +159,7 @@ def _columns(found: Mapping[str, Any]) -> Row:
 
 
 def halves(fits: Mapping[str, Path]) -> list[Row]:
-    """For all engines together and for each: fitted on one half, tested on the other."""
+    """Fit on one half and test on the other, for all engines together and for each."""
     points = {value: _usable(out) for value, out in fits.items()}
     engines = sorted({each["backend"] for each in points["0"]})
     rows = []

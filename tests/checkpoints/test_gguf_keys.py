@@ -1,4 +1,4 @@
-"""How positions rotate by a GGUF file's keys, by hand and beside Hugging Face folders."""
+"""Rotations of positions by a GGUF file's keys, by hand and beside Hugging Face folders."""
 
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def test_yarn_s_defaults_are_those_of_llama_cpp() -> None:
 
 
 def test_gemma_s_two_rotations() -> None:
-    """Its report: 10^6 where all is seen, stretched by 8; 10^4 in windows, never stretched."""
+    """The report has 10^6 where all is seen, stretched by 8; 10^4 in windows, never stretched."""
     turns = -np.arange(4) / 4
     cases: list[tuple[dict[str, object], float, float]] = [
         ({}, 1e6, 1e4),

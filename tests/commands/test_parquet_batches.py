@@ -72,7 +72,7 @@ def test_what_comes_out(config: RunFile, source: Path, tmp_path: Path) -> None:
 
 
 def test_killed_at_any_instant(config: RunFile, source: Path, tmp_path: Path) -> None:
-    """Whatever a kill leaves, of lines or of the table, the same command has all rows once."""
+    """The same command has all rows once, whatever a kill leaves of lines or of the table."""
     out, lines = tmp_path / "out.parquet", tmp_path / "out.parquet.jsonl"
     run(config, source, out)
     whole, results = lines.read_bytes(), pq.read_table(out).to_pylist()

@@ -1,4 +1,4 @@
-"""How commands end: by a signal, a full disk, or a mistake in the first moments."""
+"""Ends of commands: by a signal, a full disk, or a mistake in the first moments."""
 
 import signal
 import subprocess

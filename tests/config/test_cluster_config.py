@@ -152,7 +152,7 @@ def test_an_engine_alone_is_a_cluster_of_its_devices() -> None:
     "given", [{"process": "own"}, {"host": "[::1]:9"}, {"ray": RayDemands(resources={"A10": 1})}]
 )
 def test_a_process_has_its_part_alone(given: dict[str, Any]) -> None:
-    """Whoever starts it knows where, and with what; it does not."""
+    """The starter knows where, and with what; the process does not."""
     made = ClusterConfig(
         groups={"a": GroupConfig(), "b": GroupConfig(environment={"X": "1"}, **given)},
         instances={"x": InstanceConfig(group="a"), "y": InstanceConfig(group="b")},

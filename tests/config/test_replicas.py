@@ -235,7 +235,7 @@ def test_a_group_without_replicas_has_no_number(tmp_path: Path) -> None:
 
 
 def test_links_take_the_place_of_cards(tmp_path: Path) -> None:
-    """Between nodes that have one, either way, with the file's latency or their own."""
+    """Nodes that have a link use it, either way, with the file's latency or their own."""
     links = [
         {"between": ["small0", "large"], "gb_s": 3.0},
         {"between": ["small1", "small0"], "gb_s": 50, "latency_s": 0.0},

@@ -77,7 +77,7 @@ def test_no_alarm_between_any_two_layouts(seed: int) -> None:
 
 
 def test_the_mover_against_plain_indexing() -> None:
-    """Between float32 sides every entry is its golden one, by its place in the pool's memory."""
+    """Float32 sides have every entry golden, by its place in the pool's memory."""
     case = scenario(*PAIRS[1])
     for request in LENGTHS:
         move(case.source, case.dest, request)

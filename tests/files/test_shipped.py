@@ -96,7 +96,7 @@ def _closed(path: Path, mode: str = "r") -> None:
 
 
 def test_a_batch_that_ships_goes_on(elsewhere: Path) -> None:
-    """Its output is there the second time, and is looked at beside its input."""
+    """The output is there the second time, and is looked at beside its input."""
     config = load_run_file("demo/unlike.yaml")
     for _ in range(2):
         with BatchJob.open(config, "configs/demo/prompts.jsonl", "out.jsonl", False) as job:

@@ -85,7 +85,7 @@ def test_rates_are_max_min_fair(capacities: list[float], paths: list[set[int]]) 
 def test_time_does_not_run_back_and_no_link_idles(
     capacities: list[float], flows: list[tuple[set[int], float, float]]
 ) -> None:
-    """Whoever starts when: a link that all flows cross is done when all bytes have crossed it."""
+    """A link that all flows cross is done when all bytes have crossed it, whoever starts when."""
     network: Network[int] = Network(dict(enumerate(capacities)) | {"all": 0.05})
     now, ended, done = 0.0, 0, 0.0
     for number, (links, num_bytes, gap) in enumerate(flows):

@@ -1,4 +1,4 @@
-"""How mistakes are told: which of several, how long, and what YAML would have let pass."""
+"""Words for mistakes: which of several, how long, and what YAML would have let pass."""
 
 import pytest
 

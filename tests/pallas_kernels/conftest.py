@@ -1,4 +1,4 @@
-"""On a GPU, products of float32 in plain JAX would default to TF32."""
+"""Products of float32 in plain JAX, which on a GPU would default to TF32."""
 
 from collections.abc import Iterator
 

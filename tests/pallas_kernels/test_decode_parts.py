@@ -65,7 +65,7 @@ def test_each_tile_is_in_one_part(heads: int, at_once: int, window: int | None) 
     ],
 )
 def test_a_gpu_is_filled(lengths: list[int], heads: int, least: float) -> None:
-    """Whatever the bucket's size; the same for heads of which one program fits."""
+    """Programs fill it whatever the bucket's size; the same for heads of which one program fits."""
     for head_dim in (128, 256):
         assert filled(lengths, heads, programs_at_once(head_dim)) >= least
 

@@ -53,7 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def test_each_is_compiled_once_and_none_is_taken_for_another(cache: Cache) -> None:
-    """Their symbols are the same but for a number that each process counts anew."""
+    """Symbols are the same but for a number that each process counts anew."""
     assert [cache.adds(amount) for amount in (2, 3, 2, 3, 2)] == [42, 43, 42, 43, 42]
     assert cache.compiles == 2
     assert oct(cache.folder.stat().st_mode & 0o777) == "0o700"
@@ -92,7 +92,7 @@ def test_without_a_home_it_is_compiled_each_time(
 
 
 def test_what_nobody_has_read_for_long_goes(cache: Cache) -> None:
-    """After 31 days, unless it was read since; and nothing that was not kept here."""
+    """Files go after 31 days unless read since; and nothing goes that was not kept here."""
     assert [cache.adds(2), cache.adds(3)] == [42, 43]
     numba_cache._remove_old.cache_clear()  # The next process.
     kept = {path.name.partition("-")[0]: path for path in cache.folder.iterdir()}
@@ -193,7 +193,7 @@ def test_other_versions_are_another_entry(
 def test_all_sources_beside_it_make_the_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever they are called: the pool of threads is in a file of another name."""
+    """Names do not matter: the pool of threads is in a file of another name."""
     monkeypatch.setattr(numba_cache, "__file__", str(tmp_path / "numba_cache.py"))
     found = {numba_cache.made_from.__wrapped__()}
     for name in ("numba_cpu.py", "xla_call.py"):

@@ -99,7 +99,7 @@ def test_writes(shape: Shape) -> None:
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 def test_every_token_of_every_unit_is_written(beyond: int) -> None:
-    """Without padding behind, up to the edges of units of work, in pages in any order."""
+    """Tokens lie without padding behind, up to the edges of units of work, in pages at random."""
     T, (K, _, H, B) = 2 * numba_write.TOKENS + beyond, astuple(FEW[1])[:4]
     rng = np.random.default_rng(0)
     k_TKH, v_TKH = rng.normal(size=(2, T, K, H)).astype(jnp.bfloat16)

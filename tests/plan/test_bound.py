@@ -38,7 +38,7 @@ def of_lengths(floor: StepFloor, seats: int, pool: int, *lengths: tuple[int, int
 def test_one_instance_whose_steps_are_linear(
     seats: int, pool: int, prompt: int, output: int
 ) -> None:
-    """As many steps as seats or the pool ask for, and the work of each request."""
+    """The bound has as many steps as seats or the pool ask for, and the work of each request."""
     pairs = prompt * (prompt + 1) / 2
     entries = sum(range(prompt + 1, prompt + output))
     steps = max(output / seats, entries / pool)

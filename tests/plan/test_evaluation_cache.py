@@ -1,4 +1,4 @@
-"""What a search goes on with, and what it does not."""
+"""Results that a search goes on with, and those that it does not."""
 
 import math
 import shutil
@@ -135,7 +135,7 @@ def test_what_another_version_has_found_does_not_count(tmp_path: Path) -> None:
 
 
 def test_all_code_and_tables_make_the_version(tmp_path: Path) -> None:
-    """Whatever file changes, is new, or is called otherwise; not what is compiled."""
+    """Code that changes, is new or called otherwise makes another version; compiled code not."""
     (tmp_path / "simulate").mkdir()
     (tmp_path / "models").mkdir()
     gpus = tmp_path / "simulate" / "gpus.yaml"

@@ -19,7 +19,7 @@ NUMBERS = st.integers(0, 9)
 
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=30))
 def test_a_frontier_is_what_no_other_point_beats(points: list[tuple[float, float]]) -> None:
-    """Against all pairs."""
+    """The frontier against all pairs."""
     best = {
         (x, y)
         for x, y in points

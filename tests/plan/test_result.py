@@ -1,4 +1,4 @@
-"""What a search says of its candidates: rows, the best few, the front, and who cannot be."""
+"""Results of a search: rows, the best few, the front, and who cannot be."""
 
 import math
 from dataclasses import replace

@@ -24,7 +24,7 @@ def _gpus(config: RunFile) -> int:
 def test_the_best_so_far_is_told_as_each_result_comes(
     carries: Carries, at_once: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Within a wave, too: of 0, 2, 1, 3 and again 3 requests/s."""
+    """The best is told within a wave, too: of 0, 2, 1, 3 and again 3 requests/s."""
     monkeypatch.setattr(search_progress, "EVERY_S", -1.0)
     alone: list[int] = []  # Clusters whose sample was simulated, which the rule does not count.
 
@@ -60,7 +60,7 @@ def test_the_best_so_far_is_told_as_each_result_comes(
 def test_how_long_it_takes_is_by_the_simulations_of_those_that_are_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After 60 s, 1 of 4 is done with 6 simulations, and another has 3 of as many: 1.5 of 4."""
+    """The pace after 60 s: 1 of 4 is done with 6 simulations, another has 3 of 6: 1.5 of 4."""
     clock = [0.0]
     monkeypatch.setattr(search_progress.time, "monotonic", lambda: clock[0])
     bar = SearchBar()

@@ -1,4 +1,4 @@
-"""On a real engine: hidden states of prompts, and requests that go by predicted lengths."""
+"""Hidden states of prompts, on a real engine, and requests that go by predicted lengths."""
 
 from pathlib import Path
 from typing import Any

@@ -147,7 +147,7 @@ def test_all_steps_in_flight_are_waited_for() -> None:
 
 
 def test_a_step_that_starts_after_the_last_byte_hides_nothing() -> None:
-    """It was launched before, behind one that goes on until then."""
+    """The step was launched before, behind one that goes on until then."""
     hidden = HiddenTime()
     done = TransferDone(transfer(1.0), 1.0, 4.0)
     assert hidden.add_transfer(done, in_flight(a=0, b=2)) == []

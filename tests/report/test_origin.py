@@ -1,4 +1,4 @@
-"""What ``run.json`` records of where a run comes from."""
+"""Origin of a run, as ``run.json`` records it."""
 
 import hashlib
 import json

@@ -70,7 +70,7 @@ def test_single_values_do_not_pile_up() -> None:
 
 
 def test_what_has_come_stays_as_more_comes() -> None:
-    """Beyond the 1024 values that there is room for at first."""
+    """Values stay beyond the 1024 that there is room for at first."""
     values = np.random.default_rng(0).lognormal(-3, 1, 9_000)
     found = StreamPercentiles()
     for part in np.split(values, [700, 1500, 6000]):

@@ -1,4 +1,4 @@
-"""What a user's code reports, value by value, as JSON gives it back."""
+"""Reports of a user's code, value by value, as JSON gives them back."""
 
 import json
 from typing import Any

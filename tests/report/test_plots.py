@@ -82,7 +82,7 @@ def test_timeline_has_a_lane_per_stage_and_route(small_run: RunRecord, tmp_path:
 
 
 def test_lanes_go_by_groups_as_instances_name_them(small_run: RunRecord, tmp_path: Path) -> None:
-    """Whatever the names; a group's lanes stand together, in the order of its instances."""
+    """A group's lanes stand together, in the order of its instances, whatever the names."""
     groups = {"z": ("w",), "b": ("a", "w"), "a": ("w",), "y": ("a",)}
     run = replace(small_run, groups=groups, steps=(), transfers=())
     assert lanes(timeline(run, tmp_path / "t.png")) == [

@@ -9,7 +9,7 @@ from jaxinfer.report.progress import LoadProgress, RunProgress
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Its last entry is the time."""
+    """A clock whose last entry is the time."""
     times = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: times[-1])
     return times

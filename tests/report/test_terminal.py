@@ -1,4 +1,4 @@
-"""What is shown in the terminal of a run: its figures, and progress bars."""
+"""Output of a run in the terminal: its figures, and progress bars."""
 
 import io
 from typing import Any

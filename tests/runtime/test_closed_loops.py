@@ -15,7 +15,7 @@ from jaxinfer.report.records import read_run
 def test_one_comes_when_one_ends(
     tiny: LLM, tmp_path: Path, concurrency: int, think_s: float
 ) -> None:
-    """Between its step's end and the next arrival is what the loop takes, and no more requests."""
+    """The loop's time is all between a step's end and the next arrival, and no more requests."""
     count = 12
     workload = {
         "synthetic": {

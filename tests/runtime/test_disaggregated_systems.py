@@ -108,7 +108,7 @@ def test_splitwise(
 
 
 def test_hexgen2(four: LLM, expected: dict[str, list[Done]], tmp_path: Path) -> None:
-    """Over stages of 1 + 3 layers, one device and two, to one and two others: the same tokens."""
+    """Tokens are the same over stages of 1 + 3 layers, one device and two, to one and two."""
     flows = {"p": {"d": 3.0, "e": 1.0}, "q": {"e": 2.0}}
     system = {"name": "hexgen2", "flows": flows, "max_in_prefill": 100}
     ran, done = run(four, system, tmp_path, {})

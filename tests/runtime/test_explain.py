@@ -1,4 +1,4 @@
-"""What ``explain`` says, against the arrays that an engine then has; and ``compare``."""
+"""Words of ``explain`` against the arrays that an engine then has; and ``compare``."""
 
 import json
 from pathlib import Path

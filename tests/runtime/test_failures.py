@@ -131,7 +131,7 @@ def test_one_instance_that_hangs_ends_the_batch(tiny_folder: Path) -> None:
 
 
 def test_a_model_that_nobody_has_any_more_is_freed(tiny_folder: Path) -> None:
-    """Its threads end; with them go parameters, pages and executables."""
+    """The threads end; with them go parameters, pages and executables."""
     llm = cluster(tiny_folder, CRONUS, "a", "b")
     llm.generate(PROMPTS, PARAMS, progress=False)
     stages = [weakref.ref(stage) for stage in llm.cluster.stages]

@@ -152,7 +152,7 @@ def test_an_assembler_that_makes_wrong_code(
     ptxas: tuple[int, ...] | None,
     chosen: str,
 ) -> None:
-    """Of causal masks; what to install is said, and is an error where Hopper's are asked for."""
+    """The code is of causal masks; what to install is said, and is an error for Hopper's."""
     monkeypatch.setattr(assembler, "ptxas_version", lambda: ptxas)
     choice._note.cache_clear()
     case: Any = gpu("9.0"), jnp.dtype("bfloat16"), 128, 4, 64
@@ -175,7 +175,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_numba_that_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It refuses to be beside a newer NumPy, say; whoever does not want it is not told."""
+    """The package refuses a newer NumPy, say; a user who does not want it is not told."""
     for name in [name for name in sys.modules if name.startswith("jaxinfer.pallas_kernels.numba")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "jaxinfer.pallas_kernels.xla_call", raising=False)

@@ -1,4 +1,4 @@
-"""What is known of a real run's GPUs."""
+"""Facts known of a real run's GPUs."""
 
 from dataclasses import replace
 from types import SimpleNamespace

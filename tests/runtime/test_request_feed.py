@@ -1,4 +1,4 @@
-"""What comes into a run: who waits for whom, how many are read, what is compiled and forgotten.
+"""Requests that come in: who waits for whom, how many are read, what is compiled and forgotten.
 
 No model is loaded.
 """

@@ -66,7 +66,7 @@ def sections(model: Path, system: str, **more: Any) -> dict[str, Any]:
 
 
 def prompts(seed: int, count: int = 9) -> list[dict[str, list[int]]]:
-    """From 40 tokens on, they begin alike."""
+    """Prompts that begin alike from 40 tokens on."""
     rng = random.Random(seed)
     shared = [rng.randrange(256) for _ in range(200)]
     found = []
@@ -118,7 +118,7 @@ def own_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def test_a_run_is_decided_alike_again(tiny_folder: Path, tmp_path: Path) -> None:
-    """With preemption, a prefix cache, and drawn tokens whose texts end some requests."""
+    """The run has preemption, a prefix cache, and drawn tokens whose texts end some requests."""
     config = sections(tiny_folder, "single", num_pages=20, enable_prefix_caching=True)
     runs = Runs(config, tmp_path)
     runs.check(0, **DRAWN)

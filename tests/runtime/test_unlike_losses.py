@@ -111,7 +111,7 @@ def test_hexgen2_loses_one(
     failure: Any,
     after: int,
 ) -> None:
-    """Its pairs are gone; who had no other has one now."""
+    """The lost one's pairs are gone; a request that had no other has one now."""
     llm = load(tiny_folder, HEXGEN2)
     failure(llm, lost, after)
     outputs = llm.generate(PROMPTS, PARAMS, progress=False, run_dir=tmp_path)

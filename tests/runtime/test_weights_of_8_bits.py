@@ -150,7 +150,7 @@ def write_quantised(
 def test_a_checkpoint_of_8_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight_dtype: str, on_device: int, devices: int
 ) -> None:
-    """Its own numbers and scales, by default."""
+    """The checkpoint's own numbers and scales count, by default."""
     monkeypatch.setattr(load_weights, "ON_DEVICE", on_device)
     folder, numbers = write_quantised(tmp_path / "narrow", weight_dtype)
     wide = write_dequantised(tmp_path / "wide", weight_dtype)
@@ -263,7 +263,7 @@ def test_values_and_scales(
     on_device: int,
     devices: int,
 ) -> None:
-    """By numpy, on the device and from a converted folder; padding is zero; bytes are counted."""
+    """Numpy, the device and a converted folder agree; padding is zero; bytes are counted."""
     monkeypatch.setattr(load_weights, "ON_DEVICE", on_device)
     tensors = load_file(tiny_folder / "model.safetensors")
     options = EngineOptions(**TINY_OPTIONS, weight_dtype=weight_dtype, tensor_parallel_size=devices)
@@ -325,7 +325,7 @@ def test_a_mixture_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("weight_dtype", "bound"), [("int8", 0.075), ("fp8", 0.2)])
 def test_log_probabilities_of_the_demo_model(weight_dtype: str, bound: float) -> None:
-    """They change little, of 900 tokens of Python's own help."""
+    """The changes are small, over 900 tokens of Python's own help."""
     found = []
     for options in ({}, {"weight_dtype": weight_dtype}):
         llm = LLM(

@@ -171,7 +171,7 @@ def test_a_third_stage_starts_when_the_second_has_ended() -> None:
 
 @pytest.mark.parametrize(("meshes", "fed_back"), [("aa", "new"), ("ab", "of a")])
 def test_tokens_feed_back_within_one_mesh(meshes: str, fed_back: str) -> None:
-    """Over several, they go through the host."""
+    """Tokens go through the host over several meshes."""
     stages = [Stage(mesh, [1.0]) for mesh in meshes]
     run(worker_of(*stages), batch(row(PROMPT, 0, 2, True)))
     assert stages[0].previous_S == fed_back
@@ -318,7 +318,7 @@ class Hidden:
 
 
 def test_stages_with_others_in_the_processes_before_and_after() -> None:
-    """They begin with what comes, hand on what the last one has, and have no tokens."""
+    """The stages begin with what comes, hand on what the last one has, and have no tokens."""
     first, middle = Stage("a", [5.0, 7.0], hop=1e9), Stage("b", [6.0, 8.0])
     first.step.hidden = lambda tokens: tokens
     worker = worker_of(first, middle, last=False)

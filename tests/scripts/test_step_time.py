@@ -1,4 +1,4 @@
-"""What a host costs a step: of a stage that takes a known time."""
+"""Costs of a host in a step of a stage that takes a known time."""
 
 import time
 from types import SimpleNamespace

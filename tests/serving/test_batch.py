@@ -1,4 +1,4 @@
-"""What a step computes, counted by hand."""
+"""Work of a step, counted by hand."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a system hears: legs' ends and requests' ends, each once, with all of its own there."""
+"""Calls of a system: legs' ends and requests' ends, each once, with all of its own there."""
 
 import sys
 from collections import Counter

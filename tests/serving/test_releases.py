@@ -1,4 +1,4 @@
-"""Who comes after how many ends, and in which order."""
+"""Order of requests that come after so many ends."""
 
 from jaxinfer.serving.releases import Releases
 

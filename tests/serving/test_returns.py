@@ -63,7 +63,7 @@ def test_a_run_does_not_wait_for_whom_nobody_needs() -> None:
 
 
 def test_kv_that_was_to_be_fetched_is_kept_meanwhile() -> None:
-    """It is sent to B once more, and not computed again."""
+    """The KV is sent to B once more, and not computed again."""
     legs = (Leg("A", 4), Leg("B"))
     timing = unit(lost={"B": (1.5, 4.5)})
     outcome = follow([legs], [pool("A"), pool("B")], [(4, 3)], timing=timing, renew=again)

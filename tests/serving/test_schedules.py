@@ -135,7 +135,7 @@ def test_transfers_in_flight_are_limited() -> None:
 
 
 def test_an_open_leg_hands_nothing_on() -> None:
-    """Whatever comes after it is dropped, be it too small for the request."""
+    """A later leg is dropped, be it too small for the request."""
     legs = (Leg("A", None, "per_chunk"), Leg("B", 9), Leg("tiny"))
     outcome = follow([legs], [pool("A"), pool("B"), pool("tiny", 2)], [(6, 3)])
     assert moves(outcome) == []
@@ -250,7 +250,7 @@ def test_the_same_next_instance_keeps_what_has_been_sent() -> None:
 
 
 def test_a_request_on_its_way_arrives_before_it_is_sent_on() -> None:
-    """Its destination, not its source, has the KV then."""
+    """The destination, not the source, has the KV then."""
     plan = Plan({"r0": (Leg("A", 4), Leg("B"))}, {2.5: [Reassign("r0", (Leg("C"),))]})
     timing = unit(transfers={"B": 3, "C": 1})
     outcome = serve(plan, [pool(name) for name in "ABC"], [(4, 2)], timing=timing)
@@ -279,7 +279,7 @@ def test_heads_move_once_the_step_in_flight_has_ended() -> None:
 
 
 def test_heads_without_room_to_move_do_not_hold_their_request_up() -> None:
-    """Their copies would need as many pages as there are; nothing waits for those."""
+    """The copies would need as many pages as there are; nothing waits for those."""
     a = new_instance("A", make_kv(20, 1, [(0, 1), (2,)]), InstanceOptions(8, 4, 1, False))
     plan = Plan(
         {"r0": (Leg("A", 12, "per_chunk"), Leg("B"))}, {1.5: [MoveSlices("r0", ((0, 1, (1,)),))]}

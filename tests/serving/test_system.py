@@ -1,4 +1,4 @@
-"""What a system has without saying so."""
+"""Defaults of a system."""
 
 import pytest
 

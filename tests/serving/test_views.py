@@ -1,4 +1,4 @@
-"""What a system sees without bringing decode groups up to date is what a count would find."""
+"""Views of a system: decode groups, not brought up to date, are what a count would find."""
 
 from typing import Any
 

@@ -12,14 +12,14 @@ from jaxinfer.serving.transfer import HandOffs
 
 
 def full_steps(rule: Any) -> list[tuple[str, float]]:
-    """When r0's KV leaves A for B, whose steps a long prompt fills until the time 6."""
+    """The time when r0's KV leaves A for B, whose steps a long prompt fills until 6."""
     legs = [(Leg("A", 4, rule), Leg("B")), (Leg("B"),)]
     outcome = follow(legs, [pool("A"), pool("B")], [(4, 3), (24, 1)])
     return [(t.request.id, t.requested) for t in outcome.world.transfers]
 
 
 def test_kv_comes_beside_steps_whose_tokens_are_all_taken() -> None:
-    """On demand it is admitted in the step that the prompt does not fill."""
+    """The request is admitted on demand in the step that the prompt does not fill."""
     assert full_steps("when_room") == [("r0", 1.0)]
     assert full_steps("at_end") == [("r0", 1.0)]
     assert full_steps("on_demand") == [("r0", 6.0)]
@@ -78,7 +78,7 @@ def test_no_rule() -> None:
 
 
 def test_a_budget_of_prompts_leaves_decodes_alone() -> None:
-    """Of four tokens a step, prompts get two from 1.5 on, and all again from 3.5 on."""
+    """Prompts get two of four tokens a step from 1.5 on, and all again from 3.5 on."""
     system = Plan(
         {"r0": (Leg("A"),), "r1": (Leg("A"),)},
         {1.5: [Budget("A", 2)], 3.5: [Budget("A", None)]},

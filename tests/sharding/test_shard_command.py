@@ -125,7 +125,7 @@ def test_a_compiled_mixture_is_as_closed_forms_say(model: str, layout: str) -> N
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.slow
 def test_compiled_layers_are_as_closed_forms_say(gated: bool, tmp_path: Path) -> None:
-    """Of dense models in all layouts; mixtures are above."""
+    """Layers are of dense models in all layouts; mixtures are above."""
     shape = ModelShape(
         hidden_size=64,
         intermediate_size=128,

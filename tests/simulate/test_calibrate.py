@@ -317,7 +317,7 @@ def test_a_group_of_a_run_file(tmp_path: Path) -> None:
 
 
 def test_a_group_of_a_hardware_file(tmp_path: Path) -> None:
-    """Its GPU is the node's, whose power cap leaves a part of the peak; so is its own share."""
+    """The GPU is the node's, whose power cap leaves a part of the peak; so is its own share."""
     nodes = {"n": {"gpu": "A10", "gpus": 1, "nic_gb_s": 1.0, "flops_scale": 0.75}}
     file = tmp_path / "hardware.yaml"
     file.write_text(yaml.safe_dump({"source": "none", "latency_s": 0.0, "nodes": nodes}))

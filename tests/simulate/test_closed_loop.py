@@ -114,7 +114,7 @@ def test_little_s_law() -> None:
 def test_any_closed_loop(
     concurrency: int, count: int, think_s: float, seed: int, pages: int
 ) -> None:
-    """Nobody comes but at the start or a while after an end of its own; nobody is lost."""
+    """Requests come at the start or a while after an end of their own; nobody is lost."""
     rng = random.Random(seed)
     lengths = {
         "input_len": rng.randint(1, 150),

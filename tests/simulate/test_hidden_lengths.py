@@ -77,7 +77,7 @@ def test_without_launches_ahead_times_are_those_of_known_ends() -> None:
 
 
 def test_launched_ahead_a_step_may_be_in_vain() -> None:
-    """Its last decode is followed by one that nobody needed, in whose step the next prompt runs."""
+    """The last decode is followed by one that nobody needed, in whose step the next prompt runs."""
     ahead = {"launch_ahead": True, "max_num_seqs": 1}
     known, hidden = (served(seconds(limit, **ahead), [(4, 3), (4, 1)]) for limit in (None, 9))
     assert known["0"][0] == hidden["0"][0] == [1, 2, 3]

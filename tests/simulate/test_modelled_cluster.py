@@ -1,4 +1,4 @@
-"""From run files to modelled instances: pools and shares by hand, and which stages share layers."""
+"""Modelled instances of run files: pools and shares by hand, and which stages share layers."""
 
 from dataclasses import replace
 from typing import Any

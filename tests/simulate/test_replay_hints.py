@@ -1,11 +1,11 @@
-"""What is said beside a replay of a run whose emulated devices were late."""
+"""Hints beside a replay of a run whose emulated devices were late."""
 
 from jaxinfer.report.records import RunRecord
 from jaxinfer.simulate.replay import overruns
 
 
 def test_late_devices_are_named() -> None:
-    """Over a hundredth of the run's ten seconds."""
+    """Devices late by over a hundredth of the run's ten seconds."""
     late = {
         "a": {"steps": 12, "seconds": 3.25},
         "b": {"steps": 5, "seconds": 0.05},

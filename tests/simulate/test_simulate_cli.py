@@ -72,7 +72,7 @@ def test_shares_of_the_bound(trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_rate_that_nobody_keeps_up(trace: Path) -> None:
-    """Of few requests, a rate above the bound may keep the targets: they end before it shows."""
+    """A rate above the bound may keep the targets with few requests: they end before it shows."""
     *_, share = capacity_lines(trace, "--slo", "ttft=0.4,tbt=1", "--bound")
     assert re.fullmatch(r"\S+ requests/s, more than the \S+ that any system could .*", share)
 
@@ -264,7 +264,7 @@ def test_refused(lines: str, message: str, trace: Path, tmp_path: Path) -> None:
 
 
 def test_a_group_may_go_back_to_the_roofline(trace: Path, tmp_path: Path) -> None:
-    """Its own efficiencies take the place of the coefficients that hold for the others."""
+    """The group's efficiencies take the place of the coefficients that hold for the others."""
     run_file = tmp_path / "run.yaml"
     run_file.write_text("model: llama-3-8b\ngroups: {g: {kind: A10}}\ninstances: {i: {group: g}}\n")
     given = ["simulate", str(run_file), "--workload", str(trace)]

@@ -48,7 +48,7 @@ def test_a_step_as_halves_by_hand() -> None:
 
 @given(ROWS.filter(lambda rows: len(rows) > 1))
 def test_with_all_heads_at_home_a_step_is_not_cut(rows: list[tuple[int, int]]) -> None:
-    """It takes the same to the last bit."""
+    """The step takes the same to the last bit."""
     stage = stage_of(run_file())
     work = halved(rows, 2, 0)
     assert stage.seconds(work) == stage.seconds(replace(work, halves=()))

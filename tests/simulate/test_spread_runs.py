@@ -26,7 +26,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 def test_a_run_with_all_heads_on_the_own_groups_is_that_of_plain_stages() -> None:
-    """Its decodes are not advanced together, and every time is the same to the last bit."""
+    """The run's decodes are not advanced together, and every time is the same to the last bit."""
     lengths = [(5, 9), (17, 4), (40, 30), (3, 3), (9, 1)]
     plain = [{"group": "a"}, {"group": "b"}]
     spread = [{"group": "a", "attention": ["w"]}, {"group": "b", "attention": ["w"]}]

@@ -1,4 +1,4 @@
-"""How long steps take whose KV heads lie on several modelled groups: by hand, and closed forms."""
+"""Times of steps whose KV heads lie on several modelled groups: by hand, and closed forms."""
 
 from dataclasses import fields, replace
 from typing import Any

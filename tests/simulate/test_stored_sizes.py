@@ -91,7 +91,7 @@ def test_a_prefill_is_computed_as_before() -> None:
     [("auto", "auto", 2), ("auto", "int8", 1), ("fp8", "auto", 1), ("int8", "fp8", 1)],
 )
 def test_the_narrower_kv_goes(source: str, dest: str, itemsize: int) -> None:
-    """Whatever the weights are of."""
+    """The narrower format is sent, whatever the weights are of."""
     found = config(
         1, a={"kv_cache_dtype": source, "weight_dtype": "int8"}, b={"kv_cache_dtype": dest}
     )
@@ -144,7 +144,7 @@ def test_what_is_not_modelled_is_refused() -> None:
 
 
 def test_layouts_have_the_same_sizes() -> None:
-    """On one device, a layout changes nothing: bytes held, and what steps take."""
+    """A layout changes nothing on one device: bytes held, and what steps take."""
     kinds = {"plain": {}, "laid": {"layout": "megatron"}}
     found = config(1, **{n: {"weight_dtype": "int8"} | each for n, each in kinds.items()})
     cluster = model_cluster(model_site(replace(resolve(found), pairs=())))

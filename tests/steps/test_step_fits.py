@@ -1,4 +1,4 @@
-"""What a step's time goes by, and times of steps from points, by hand."""
+"""Fits of a step's time, and times of steps from points, by hand."""
 
 import pytest
 

@@ -75,7 +75,7 @@ def test_how_well_lines_fit() -> None:
 
 
 def test_a_profile_is_kept_under_a_digest_of_its_key(tmp_path: Path) -> None:
-    """Whatever the order of the key's parts."""
+    """The digest is the same whatever the order of the key's parts."""
     text = '{"chunk_tokens": 64, "model": "m", "nested": {"a": 1, "b": [2]}}'
     name = f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
     turned = {"nested": {"b": [2], "a": 1}, "chunk_tokens": 64, "model": "m"}

@@ -249,7 +249,7 @@ class FakeWorld:
     def _send(
         self, t: Transfer, source: Tables, dest: Tables, start: float, shortest: int = 1
     ) -> None:
-        """It ends some time from now."""
+        """Send a slab, which ends some time from now."""
         drawn = self._rng.randint(shortest, self.timing.max_transfer)
         end = self._now + self.timing.transfers.get(t.dest, drawn)
         self._at(end, lambda: self._end_transfer(t, source, dest, start))
@@ -329,7 +329,7 @@ class FakeWorld:
         return instance
 
     def _forget(self, name: str) -> None:
-        """Nothing is left of what its pages held, and of what was under way."""
+        """Forget what an instance's pages held, and what was under way."""
         for page in [page for page in self.cells if page[0] == name]:
             del self.cells[page]
         for key, step in list(self.in_flight_steps.items()):

@@ -27,7 +27,7 @@ SAMPLERS = {"greedy": SamplerShape(), "drawn": SamplerShape(greedy=False, **EVER
 
 
 def parts(step: CompiledStep) -> dict[str, Any]:
-    """By name: the largest step with prefill and of decodes alone, and both heads."""
+    """Parts by name: the largest step with prefill and of decodes alone, and both heads."""
     shapes = step.limits.shapes()
     chosen = {"chunks": shapes[0], "decodes": next(s for s in shapes if not s.chunks)}
     heads = {

@@ -36,7 +36,7 @@ def listening(
 
 
 def jobs(worker: psutil.Popen) -> list[psutil.Process]:
-    """Its processes that are at work."""
+    """The worker's processes that are at work."""
     return [child for child in worker.children() if child.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -97,7 +97,7 @@ def wait_until(there: Callable[[], bool], seconds: float = 20) -> None:
 
 @contextmanager
 def told(hear: Callable[[type], None]) -> Iterator[None]:
-    """Whatever is sent to a process, or done in this one."""
+    """Messages sent to a process, or done in this one."""
     send, do = Process.send, KVEndpoint.do
 
     def send_and_tell(process: Process, message: Any) -> None:

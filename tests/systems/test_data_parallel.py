@@ -105,7 +105,7 @@ def test_one_share_per_instance() -> None:
     st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 7), min_size=4, max_size=4))),
 )
 def test_any_shares(shares: list[tuple[int, int]], rounds: list[tuple[int, list[int]]]) -> None:
-    """Against turns taken one after the other by hand."""
+    """The choice against turns taken one after the other by hand."""
     names = ["p", "q", "r", "s"][: len(shares)]
     system = make(dict(zip(names, shares, strict=True)))
     turns = [name for name, (weight, _) in zip(names, shares, strict=True) for _ in range(weight)]

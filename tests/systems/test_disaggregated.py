@@ -146,7 +146,7 @@ def test_a_schedule() -> None:
 
 
 def test_kv_that_has_not_been_fetched_lets_the_next_prompts_in() -> None:
-    """It is no request of the prefill instance, whose pages are what limits it then."""
+    """KV that waits is no request of the prefill instance, whose pages are what limits it then."""
     decode = instance("decode", max_num_seqs=1)
     outcome = serve(make(max_in_prefill=1), [(5, 4)] * 3, decode)
     assert steps(outcome)[:3] == ["0 prefill r0:0+5", "1 prefill r1:0+5", "2 prefill r2:0+5"]

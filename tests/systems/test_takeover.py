@@ -129,7 +129,7 @@ def test_losses(
     options: TakeoverOptions,
     lost: dict[str, list[int]],
 ) -> None:
-    """Whoever is lost and back: nobody fails while one instance is left or to return."""
+    """Nobody fails while one instance is left or to return, whoever is lost and back."""
     there = {name for name, *_ in scenario.instances}
     kept = {name: times for name, times in lost.items() if name in there}
     scenario = replace(scenario, timing=replace(scenario.timing, lost=kept))

@@ -1,4 +1,4 @@
-"""How text is cut into words, beside the library's own pre-tokenisers and by hand."""
+"""Cuts of text into words, beside the library's own pre-tokenisers and by hand."""
 
 import re
 import unicodedata

@@ -1,4 +1,4 @@
-"""Where a request's text ends, by tokens of any text."""
+"""Ends of a request's text, by tokens of any text."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -97,7 +97,7 @@ def test_what_follows_a_prompt_by_bytes(prompt: list[int], output: list[int]) ->
     ],
 )
 def test_the_first_space(prompt: str, text: str) -> None:
-    """It is cut only where the whole text begins."""
+    """The space is cut only where the whole text begins."""
     detokenizer = Detokenizer(backend("llama"))
     assert detokenizer.decode(ids("▁a ▁b"), after=ids(prompt)) == text
     stream = detokenizer.open_stream(ids(prompt))
@@ -122,7 +122,7 @@ def test_a_character_that_begins_in_the_prompt(cut: int) -> None:
 @example([169, 94], [])  # Half of a surrogate pair.
 @examples(100)
 def test_a_character_that_stays_incomplete(prompt: list[int], output: list[int]) -> None:
-    """It is the prompt's."""
+    """The character is the prompt's."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     first = [alphabet.index("a")]
     check(byte_level(), prompt, first + output)

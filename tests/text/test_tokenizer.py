@@ -34,7 +34,7 @@ CASES = json.loads((Path(__file__).parents[1] / "data" / "smollm2_golden.json").
 
 @cache
 def sentencepiece_style() -> Tokenizer:
-    """Like Llama 2's: word boundaries as U+2581, bytes as <0x..> tokens, a leading space cut."""
+    """A tokenizer like Llama 2's: U+2581 between words, <0x..> bytes, a leading space cut."""
     letters = ["▁", "a", "b", "▁a", "▁b", "ab", "\ufffd", "é"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("▁", "a"), ("▁", "b"), ("a", "b")]

@@ -129,7 +129,7 @@ def test_the_rules_that_ship_tell_campaigns_apart(tmp_path: Path) -> None:
 
 
 def test_replicas_of_attention_share_the_experts(tmp_path: Path) -> None:
-    """Of two by four ways of experts on two GPUs each, four replicas."""
+    """Two by four ways of experts on two GPUs each are four replicas."""
     changes = {"tp_size": "2.0", "moe_tp_size": "2.0", "moe_ep_size": "4.0"}
     found = config(tmp_path, [], **changes)
     assert list(found.instances or ()) == [f"engine{number}" for number in range(4)]

@@ -1,4 +1,4 @@
-"""When requests come in: times in closed form, and a Poisson process by its moments."""
+"""Arrivals: times in closed form, and a Poisson process by its moments."""
 
 from itertools import pairwise
 from typing import Any

@@ -321,7 +321,7 @@ def test_unreadable_file(tmp_path, name):
 
 
 def test_a_file_is_read_again_line_by_line(tmp_path):
-    """Without the lines that are done or bad, and not ahead of who asks."""
+    """Lines are read without those that are done or bad, and not ahead of who asks."""
     path = tmp_path / "in.jsonl"
     raw = [json.dumps({"prompt": f"text {i}"}) for i in range(6)]
     path.write_text("\n".join([raw[0], "", "bad", *raw[1:]]))

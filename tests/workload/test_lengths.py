@@ -176,7 +176,7 @@ def test_a_trace_has_times_where_it_has_their_column(
 
 
 def test_a_trace_that_stays_is_read_once(tmp_path, monkeypatch):
-    """Whoever changes the list that they got; another limit or model is another trace."""
+    """The list may be changed by whoever gets it; another limit or model is another trace."""
     read, calls = module.read_trace, []
 
     def counted(path, *args):

@@ -1,4 +1,4 @@
-"""What a worker may take, and which worker takes a request: Aladdin's section 4.2.
+"""Room of a worker, and the worker that takes a request: Aladdin's section 4.2.
 
 Letters of constraints and numbers of equations are the paper's.
 """

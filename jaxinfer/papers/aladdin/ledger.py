@@ -104,7 +104,7 @@ class WorkerLedger:
             self._given[worker.name] += job.prompt
 
     def take_back(self, request: str) -> tuple[WorkerAccount, Job] | None:
-        """It is to be placed anew, or has ended; None if it is nowhere."""
+        """Take back a request that is placed anew or has ended; None if it is nowhere."""
         worker = self._where.pop(request, None)
         job = worker and worker.take_back(request)
         return (worker, job) if worker and job else None

@@ -1,4 +1,4 @@
-"""How long answers will be, by those of the past: Aladdin's predictor (sections 2.3 and 4.3)."""
+"""Lengths of answers by those of the past: Aladdin's predictor (sections 2.3 and 4.3)."""
 
 from bisect import bisect_right, insort
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""How many workers keep the targets at a rate, and of how many GPUs each (Aladdin, sections 4, 5);
+"""Numbers of workers that keep the targets at a rate, and their GPUs (Aladdin, sections 4, 5);
 or of which kinds, where those differ.
 
 Eq. 6 chooses a worker's size from its fitted step times, and says about how many to begin with; the

@@ -1,4 +1,4 @@
-"""How large a worker should be, and how many it takes: Aladdin's eqs. 6 and 7, and searches."""
+"""Sizes and numbers of workers: Aladdin's eqs. 6 and 7, and searches."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -152,7 +152,7 @@ class Aladdin(System):
         return worker
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Its length is known."""
+        """Note the length of the answer."""
         self.placed.ended(request, cluster.now)
         self._waiting = [job for job in self._waiting if job.id != request.id]
 

@@ -101,7 +101,7 @@ def chain(groups: Sequence[str], gb_s: float) -> list[Part]:
 
 
 def link(ends: Iterable[str], gb_s: float) -> Part:
-    """Between two groups, and all their replicas."""
+    """The link between two groups, and all their replicas."""
     return {"between": list(ends), "gb_s": gb_s}
 
 

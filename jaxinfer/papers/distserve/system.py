@@ -72,7 +72,7 @@ class DistServe(System):
         check_roles(roles, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Within each unit, from each that prefills to each that decodes."""
+        """Pairs within each unit, from each that prefills to each that decodes."""
         return [pair for unit in self.options.units for pair in product(unit.prefill, unit.decode)]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

@@ -1,4 +1,4 @@
-"""Which device gets which of a request's KV heads: Hetis' dispatch (sections 5.2 and 5.3).
+"""Dispatch of a request's KV heads to devices: Hetis' sections 5.2 and 5.3.
 
 A device is a shard of one stage, an item one slice of KV heads of one request there. The time of a
 device is that of one layer's decode attention over all its items. What counts is the largest of a
@@ -148,7 +148,7 @@ def can_do(seconds: float, loads: Sequence[DeviceLoad]) -> bool:
 
 
 def placed_anew(loads: Sequence[DeviceLoad]) -> float:
-    """About the time if all were placed anew, and each slice had the mean of the KV entries."""
+    """Estimate the time if all were placed anew, and each slice had the mean of the KV entries."""
     pairs = sum(load.pairs for load in loads)
     each = sum(load.entries for load in loads) / pairs
     fits = [load.fit for load in loads]

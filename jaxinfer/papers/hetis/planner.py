@@ -225,7 +225,7 @@ def _nodes(
 def _add_instance(
     part: dict[str, Any], number: int, kinds: GpuKinds, costs: StageTimes, grouping: Grouping
 ) -> None:
-    """Its groups on their nodes; each GPU without layers is there for all its stages."""
+    """Add an instance's groups on their nodes; each GPU without layers is there for all stages."""
     name = f"hetis{number}"
     stages: list[dict[str, Any]] = []
     times: list[float] = []

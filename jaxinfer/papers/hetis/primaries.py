@@ -1,4 +1,4 @@
-"""Which GPUs have layers, and which only attention: Hetis' Parallelizer (section 4.1).
+"""Choice of the GPUs with layers and of those with attention alone: Hetis' Parallelizer (4.1).
 
 Kinds of GPUs have numbers, and so many GPUs of each are in one instance: one kind is one or several
 pipeline stages. A kind's seconds are what one of its GPUs takes for the prefill of all layers.

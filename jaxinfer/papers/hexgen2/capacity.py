@@ -1,4 +1,4 @@
-"""What one instance on unlike GPUs carries: its best stages, by the simulator's own functions.
+"""Rate of one instance on unlike GPUs: its best stages, by the simulator's own functions.
 
 HexGen-2, section 3.2, phase two: tensor parallelism within a node, pipeline parallelism over all of
 them, stages that differ in GPU, degree and layers. Rates are those of a pipeline that is full, not

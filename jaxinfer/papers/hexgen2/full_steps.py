@@ -1,4 +1,4 @@
-"""What a workload comes to for an instance whose steps are always full."""
+"""Work of a workload for an instance whose steps are always full."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

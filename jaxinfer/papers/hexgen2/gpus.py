@@ -118,7 +118,7 @@ class Site:
         return Site(self.hardware, self.known, self.prices, tuple(taken))
 
     def hop(self, here: int, there: int) -> tuple[float, float]:
-        """Between stages on two nodes, or within one: latency, and seconds per byte."""
+        """The hop between stages on two nodes, or within one: latency, and seconds per byte."""
         if here == there:
             gpu = self.gpu_of_type[self.type_of[here]]
             return 0.0, 1 / (gpu.link_gb_s * 1e9)
@@ -128,7 +128,7 @@ class Site:
         return common, 1 / (min(self.nodes[here].nic_gb_s, self.nodes[there].nic_gb_s) * 1e9)
 
     def hop_in(self, signature: Signature, here: int, there: int) -> tuple[float, float]:
-        """Between stages at two places of a group's signature; see ``hop``."""
+        """The hop between stages at two places of a group's signature; see ``hop``."""
         a, b = (self.types[signature[place][0]] for place in (here, there))
         if here != there and a == b:
             # Two nodes of one type, of which there is one number here.

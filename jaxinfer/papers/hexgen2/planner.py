@@ -104,7 +104,7 @@ class HexGen2Planner:
         return self.candidate(problem, self.certified(problem))
 
     def certified(self, problem: Problem) -> Certified:
-        """Its groups and flows, without a simulation.
+        """The plan's groups and flows, without a simulation.
 
         Raises:
             JaxinferError: the plan file has no hardware file, or nothing there holds the model.

@@ -53,7 +53,7 @@ class Scorer:
         self._placed: dict[tuple[Group, GroupRole], PlacedGroup] = {}
 
     def placed(self, plan: MemberPlan) -> list[PlacedGroup]:
-        """Its groups, with what each carries."""
+        """The plan's groups, with what each carries."""
         return [self._place(*member) for member in plan]
 
     def flow(self, plan: MemberPlan) -> Flow:

@@ -1,4 +1,4 @@
-"""What a group carries by HexGen-2's own costs (Table 1), at the GPUs' peaks: one over a latency.
+"""Rates of a group by HexGen-2's own costs (Table 1), at the GPUs' peaks: one over a latency.
 
 With the KV width that the model has, where the table has that of as many KV heads as heads.
 """

@@ -1,4 +1,4 @@
-"""How many machines for prompts and how many for tokens, and of which kinds (Splitwise, IV-D).
+"""Numbers of machines for prompts and for tokens, and their kinds (Splitwise, IV-D).
 
 The paper simulates a grid of both numbers. Here a search walks along the edge of what keeps the
 targets, or of what a budget pays for: exact where one machine more never does harm.

@@ -67,7 +67,7 @@ class Splitwise(System):
         check_roles({"prompt": self.options.prompt, "token": self.options.token}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Between any two, since each may be in the mixed pool; none without pairs."""
+        """Pairs of any two, since each may be in the mixed pool; none without pairs."""
         return super().routes(instances) if self.options.token else ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
@@ -101,7 +101,7 @@ class Splitwise(System):
         self.pools.prompt_done(request.id, cluster.instances, cluster.now)
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Nothing of it is left."""
+        """Forget the request."""
         self.pools.take_back(request.id, cluster.instances, cluster.now)
 
     def report(self) -> Mapping[str, object]:

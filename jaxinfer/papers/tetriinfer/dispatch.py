@@ -1,4 +1,4 @@
-"""Who decodes a request, by how long it is predicted to be: two choices, and the books for them."""
+"""Choice of the decode instance by a request's predicted length: two choices, and their books."""
 
 import random
 from collections import defaultdict
@@ -127,7 +127,7 @@ class LoadReports:
         return name
 
     def forget(self, request: str) -> None:
-        """It has ended, or its instance was lost; the next report shows it."""
+        """Forget a request that has ended, or whose instance was lost; the next report shows it."""
         if given := self._given.pop(request, None):
             name, entries, heavy = given
             self._promised[name].give(entries, heavy, -1)

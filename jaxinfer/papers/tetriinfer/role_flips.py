@@ -1,4 +1,4 @@
-"""When an instance takes another role: it was hardly ever busy, and all of the other role were."""
+"""Changes of role, of an instance that was hardly ever busy while all of the other role were."""
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence

@@ -48,7 +48,7 @@ class Windows:
         self._queues = {name: self._queues.get(name, {}) for name in names}
 
     def add(self, request: RequestView, cluster: ClusterView) -> None:
-        """Into the queue with the fewest tokens to compute, of instances that hold the prompt."""
+        """Add a prompt to the queue with the fewest tokens to compute, of those that hold it."""
 
         def tokens(name: str) -> int:
             left = cluster.instances[name].prompt_tokens_left

@@ -83,7 +83,7 @@ class TetriInfer(System):
         check_roles({"prefill": self.options.prefill, "decode": self.options.decode}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Between all, since roles change; without flips, from each role to the other."""
+        """Pairs of all, since roles change; without flips, from each role to the other."""
         if self.options.flip_after_s is not None:
             return super().routes(instances)
         return list(product(self.options.prefill, self.options.decode))

@@ -1,4 +1,4 @@
-"""How many instances prefill, how many decode, and how each is sharded: `disaggregated` over lists.
+"""Numbers of instances that prefill and decode, and their sharding: `disaggregated` over lists.
 
 The joint optimisation of "Disaggregated Prefill and Decoding Inference System for Large Language
 Model Serving on Multi-Vendor GPUs", section III-C: of closed forms, as the paper has it, and then
@@ -132,7 +132,7 @@ def finite_rate(rate: float, requests: int, late_s: float, share: float) -> floa
 def allowances(
     targets: Targets, work: Sequence[BenchRequest]
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Until when requests must have their first token, and their last: seconds, and which share.
+    """Times by which requests must have their first token, and their last: seconds, and shares.
 
     Targets say nothing of whom a percentile of all gaps lets wait for one of its tokens.
     """

@@ -55,7 +55,7 @@ class Window:
 
     @property
     def mix(self) -> LoadMix | None:
-        """None of no requests."""
+        """The window's load; None of no requests."""
         return LoadMix.of(self.work, self.stop - self.start) if self.work else None
 
 

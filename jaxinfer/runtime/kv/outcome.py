@@ -1,4 +1,4 @@
-"""How a step or a part of it ends: done on this host or in another process, or failed."""
+"""Ends of a step or a part of it: done on this host or in another process, or failed."""
 
 import threading
 from collections.abc import Callable, Iterable

@@ -109,11 +109,11 @@ class ArrayForm(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its dimensions."""
+        """The slab's dimensions."""
 
     @property
     def dtype(self) -> np.dtype:
-        """Its numbers' type."""
+        """The type of the slab's numbers."""
 
 
 class TcpTransport:
@@ -265,7 +265,7 @@ class JaxTransport:
         return array
 
     def close(self) -> None:
-        """It ends with the process."""
+        """Do nothing: the server ends with the process."""
 
 
 def _shared(sharding: Sharding, form: SlabFormat) -> NamedSharding:

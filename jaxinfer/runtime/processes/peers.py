@@ -1,4 +1,4 @@
-"""How a worker's process is got at: a child of this one, or one of a worker that listens."""
+"""Ways to a worker's process: a child of this one, or one of a worker that listens."""
 
 import os
 import socket
@@ -78,7 +78,7 @@ class Greeting(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Its last word: a process that it had started has ended, with this code."""
+    """The last word of a worker: a process that it had started has ended, with this code."""
 
     code: int
 

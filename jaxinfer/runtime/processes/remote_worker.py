@@ -158,7 +158,7 @@ class Process:
             self._socket.close()
 
     def _hear_all(self) -> str:
-        """Until it is no more, and why that is so."""
+        """Hear answers until the process is no more, and why that is so."""
         patience = START_S
         try:
             while self._says_something(patience):

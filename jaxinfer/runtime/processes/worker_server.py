@@ -35,7 +35,7 @@ class WorkerServer:
         self._jobs: set[subprocess.Popen[bytes]] = set()
 
     def serve(self) -> None:
-        """Until an exception ends it, and with it all jobs."""
+        """Serve jobs until an exception ends this, and with it all of them."""
         try:
             while True:
                 try:

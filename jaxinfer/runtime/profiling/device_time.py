@@ -1,4 +1,4 @@
-"""What a GPU does during the steps of a run, by kind of kernel, from a trace of JAX's profiler."""
+"""Work of a GPU during the steps of a run, by kind of kernel, from a trace of JAX's profiler."""
 
 import re
 import shutil

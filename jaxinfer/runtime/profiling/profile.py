@@ -315,5 +315,5 @@ def _prompts(tokens: int, size: int, most: int, kv: KVShards) -> tuple[Part, ...
 
 
 def _spread(low: int, high: int, count: int) -> list[int]:
-    """About ``count`` whole numbers from ``low`` to ``high``, evenly."""
+    """Spread about ``count`` whole numbers from ``low`` to ``high``, evenly."""
     return sorted({round(value) for value in np.linspace(low, max(high, low), count)})

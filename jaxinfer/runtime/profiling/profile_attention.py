@@ -106,7 +106,7 @@ class _ShardTimes:
         )
 
     def _grid(self) -> Iterator[_Point]:
-        """Up to what the pool holds, and a step."""
+        """The grid of points up to what the pool holds, and a step."""
         limits, size = self._stage.step.limits, self._kv.page_size
         most = min(limits.row_buckets[-1] * len(self._slices), self._shard.num_free_pages)
         for heads in sorted({max(most >> halved, 1) for halved in range(_HEADS)}):

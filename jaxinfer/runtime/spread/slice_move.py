@@ -42,7 +42,7 @@ def put(by_token: bool, kv: Layers, pages: Layers, page_C: jax.Array) -> tuple[L
 
 
 def _turned(by_token: bool, pages: KVPages) -> KVPages:
-    """Between keys as they lie and as they travel: devices may have unlike kernels."""
+    """Turn keys from how they lie to how they travel, or back: devices may have unlike kernels."""
     return pages if by_token else pages._replace(keys=jnp.swapaxes(pages.keys, 2, 3))
 
 

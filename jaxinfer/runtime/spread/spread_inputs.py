@@ -1,4 +1,4 @@
-"""From a planned batch to what each device of a spread stage attends to.
+"""The way from a planned batch to what each device of a spread stage attends to.
 
 A pair is a token of the step and a KV head. A device has pairs of its own, of the heads whose
 entries lie there: to its attention each pair is a token with one KV head, and a chunk is as many

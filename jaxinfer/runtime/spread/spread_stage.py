@@ -195,7 +195,7 @@ class Chain:
             self._outs[number] = put_whole(out, stage.plan)
 
     def wait(self) -> None:
-        """Until all that has been launched but attention is done."""
+        """Wait until all that has been launched but attention is done."""
         jax.block_until_ready((self._x_TD, self._pieces))
 
     def leave(self) -> tuple[jax.Array, jax.Array]:

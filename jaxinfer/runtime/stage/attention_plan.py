@@ -1,4 +1,4 @@
-"""What the attention groups of a stage will be, before anything is loaded."""
+"""Plans of a stage's attention groups, before anything is loaded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What each instance of a cluster will be on the devices of this process, before it is loaded."""
+"""Plans of a cluster's instances on the devices of this process, before they are loaded."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory JAX takes: chosen before it starts, where the user has not said.
+"""Share of a GPU's memory that JAX takes: chosen before it starts, where the user has not said.
 
 JAX takes 75 % at its start, or fails where less is free.
 """

@@ -1,4 +1,4 @@
-"""How fast devices are: to divide layers by, and to compare what an engine does with."""
+"""Speed of devices: to divide layers by, and to compare what an engine does with."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""From a planned batch to the arrays of one compiled sampler.
+"""The way from a planned batch to the arrays of one compiled sampler.
 
 Shape suffixes: S sequences, E edits, L tokens of a history.
 """

@@ -1,4 +1,4 @@
-"""How a model lies on its devices: all that can be said before anything is loaded."""
+"""Placement of a model on its devices: all that can be said before anything is loaded."""
 
 import math
 import sys

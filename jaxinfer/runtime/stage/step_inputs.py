@@ -1,4 +1,4 @@
-"""From a planned batch to the arrays of one compiled step, padded to a bucket.
+"""The way from a planned batch to the arrays of one compiled step, padded to a bucket.
 
 Shape suffixes: T tokens, S sequences, C chunks, M pages per sequence at most.
 """

@@ -1,4 +1,4 @@
-"""What a profile of a modelled instance would find: Cronus' eqs. 2 and 3 fitted to its costs, and
+"""Profile of a modelled instance: Cronus' eqs. 2 and 3 fitted to its costs, and
 Aladdin's eq. 3 to its decodes.
 """
 

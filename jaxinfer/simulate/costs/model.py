@@ -1,4 +1,4 @@
-"""How long a modelled instance's steps take."""
+"""Times of a modelled instance's steps."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How far decodes of unlike lengths slow attention down, as LLMServingSim's profiler fits it.
+"""Slowdown of attention by decodes of unlike lengths, as LLMServingSim's profiler fits it.
 
 A table of attention has batches whose decodes all see one context. ``skew_fit.csv`` has, by kinds
 of batches, a share alpha: such a batch takes what it would with the mean context everywhere, and

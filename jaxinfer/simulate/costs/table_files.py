@@ -163,7 +163,7 @@ def expert_points(folder: Path) -> dict[tuple[float, float], float]:
 def named_points(
     folder: Path, file: str, needed: Sequence[str], others: Sequence[str] = ()
 ) -> dict[str, dict[float, float]]:
-    """Like ``operator_points``, of operators by these names."""
+    """Read points as ``operator_points`` does, of operators by these names."""
     axis = _OPERATORS[file][0]
     times: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row, (x, micros) in read_rows(folder, file, (axis, "time_us"), ("layer",)):

@@ -1,4 +1,4 @@
-"""Where the tables of a card, a backend and a version lie, in a folder as aiconfigurator has it.
+"""Places of the tables of a card, backend and version in a folder as aiconfigurator has it.
 
 ``CARD.yaml`` has a card's numbers. Its tables are Parquet files, one per operator, of which a
 snapshot has ``CARD/FAMILY/BACKEND/VERSION/NAME.parquet`` and a wheel

@@ -1,4 +1,4 @@
-"""What Aladdin's figures depend on: the cost of more processes,
+"""Dependence of Aladdin's figures on the cost of more processes,
 decodes alone, all requests, theta's seed, other workers, the rate on four GPUs, workers off.
 """
 

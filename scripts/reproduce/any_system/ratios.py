@@ -1,4 +1,4 @@
-"""How near ``pd_ratio``, and closed forms alone, come to brute force over all ratios."""
+"""Rates of ``pd_ratio``, and of closed forms alone, beside brute force over all ratios."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor

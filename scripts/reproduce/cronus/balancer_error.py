@@ -1,4 +1,4 @@
-"""How well Cronus' Balancer foresaw its parts.
+"""Errors of the parts that Cronus' Balancer foresaw.
 
 python -m scripts.reproduce.cronus.balancer_error RUN_DIR ...
 """

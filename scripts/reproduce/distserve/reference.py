@@ -1,4 +1,4 @@
-"""What DistServe's public simulator does, in few lines and with pools that are never full.
+"""DistServe's public simulator in few lines, with pools that are never full.
 
 One prefill and one decode instance of one stage, or one instance that does both, prompts first.
 Written anew from its description; our own simulator shares nothing with this.

@@ -109,7 +109,7 @@ def hetis(**options: Any) -> dict[str, Any]:
 
 
 def modelled(run_file: RunFile) -> ModelledInstance:
-    """Its instance."""
+    """The modelled instance."""
     return model_cluster(model_site(resolve(run_file))).instances["x"]
 
 

@@ -46,7 +46,7 @@ class Served:
 
     @property
     def preemptions(self) -> int:
-        """Over all requests."""
+        """Preemptions of all requests."""
         return int(self.lines.run["metrics"]["preemptions"])
 
 

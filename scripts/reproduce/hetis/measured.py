@@ -1,4 +1,4 @@
-"""How well Hetis' eqs. 3 and 4, which are linear, tell times that were measured on GPUs.
+"""Errors of Hetis' eqs. 3 and 4, which are linear, on times that were measured on GPUs.
 
 The data are aiconfigurator's (decode attention of vLLM 0.14) and
 Vidur's (send and receive), both public.

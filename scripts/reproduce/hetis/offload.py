@@ -1,4 +1,4 @@
-"""From how many tokens in flight heads leave the devices with layers, and which go where.
+"""Tokens in flight from which heads leave the devices with layers, and which go where.
 
 Closed form, one stage: a layer's attention takes longer than an
 exchange, ``entries * per_entry = exchange`` (over all heads). A pipeline's step has its share of

@@ -98,7 +98,7 @@ def _most(claim: str, paper: float, ours: float) -> Target:
 
 
 def smaller_models(inputs: Inputs) -> Part:
-    """Without GQA, where the layers need the A100s alone."""
+    """Run models without GQA, where the layers need the A100s alone."""
     rows, targets, ratios = list[Row](), list[Target](), list[float]()
     for name, (model, static) in SMALLER.items():
         ways: dict[str, tuple[Any, Any, Any]] = {

@@ -115,7 +115,7 @@ def groups_of(site: Site, plan: Certified) -> tuple[str, str]:
 
 
 def serve(case: Case, folder: Path) -> None:
-    """Its requests, for real."""
+    """Serve the requests, for real."""
     llm = LLM.from_config(case.config, progress=False)
     requests = []
     for index, item in enumerate(case.work):

@@ -1,4 +1,4 @@
-"""Which GPUs a budget should rent: bounds of what the best groups of them carry, by dollars.
+"""GPUs that a budget should rent: bounds of what the best groups of them carry, by dollars.
 
     python -m scripts.reproduce.hexgen2.frontier configs/plan/hexgen2.yaml --budgets 15,20,25,30 \
         [--hardware configs/clusters/hexgen2_heterogeneous_5.yaml] [--out DIR]

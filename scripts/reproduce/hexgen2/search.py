@@ -1,4 +1,4 @@
-"""What HexGen-2's searches find, and how long ours takes."""
+"""Results of HexGen-2's searches, and the time of ours."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -218,7 +218,7 @@ def pack(jobs: Sequence[Job], of: Limits) -> list[WorkerAccount]:
 
 
 def fewest(jobs: Sequence[Job], of: Limits) -> int:
-    """Over all partitions."""
+    """The fewest over all partitions."""
     count = len(jobs)
 
     def fits(chosen: int) -> bool:

@@ -305,7 +305,7 @@ def test_refining_takes_each_prefill_once_it_is_whole() -> None:
 
 
 def test_the_balancer_looks_at_the_cpi() -> None:
-    """Its free pages: where they are short, the PPI computes all."""
+    """Free pages of the CPI count: where they are short, the PPI computes all."""
     fits = StepFit(PrefillFit(1, 0), MixedFit(0, 0, 2))
     pool = {"ppi": unlike("ppi", fits), "cpi": unlike("cpi", fits)}
     assert make()._cut(request("a"), ClusterView(0.0, pool)) == 4

@@ -163,7 +163,7 @@ def test_who_is_held_goes_where_its_instance_has_flows() -> None:
 
 
 def test_nobody_overtakes_who_waits_for_room() -> None:
-    """After a loss, too: the first one fits into one that is full, the other has room behind it."""
+    """The first one fits into one that is full, the other has room behind it; after a loss, too."""
     there = ClusterView(0.0, views(1, p=99, q=12, e=99))
     waiting = [held("a", None, 50), held("b", None, 5), held("c", "q")]
     found = make(max_in_prefill=1).route(waiting, there)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def test_at_every_moment_within_one_request(weights: list[float]) -> None:
 def test_who_has_room_gets_ahead_by_so_much_at_most(
     weights: list[float], ahead: float, data: st.DataObject
 ) -> None:
-    """It is waited for those that are due more than it; never where all have room."""
+    """Requests wait for those that are due more than it; never where all have room."""
     shares = shares_of(weights, ahead)
     everyone = list(shares.owed)
     for _ in range(20):
@@ -248,7 +248,7 @@ def test_a_full_one_is_waited_for_and_gets_what_it_missed() -> None:
 @examples(100)
 @given(WEIGHTS, st.data())
 def test_who_may_not_have_them_gains_little(weights: list[float], data: st.DataObject) -> None:
-    """Whoever is owed a request already gains nothing more meanwhile."""
+    """A pair that is owed a request already gains nothing more meanwhile."""
     shares = shares_of(weights)
     everyone = list(shares.owed)
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""What a group carries: against the simulator's own cluster, closed forms, and brute force."""
+"""Capacity of a group: against the simulator's own cluster, closed forms, and brute force."""
 
 from itertools import product
 from pathlib import Path

@@ -125,7 +125,7 @@ def test_a_pair_is_what_the_rules_say(
 def test_a_request_whose_prompt_is_done(
     state: tuple[MachinePools, dict[str, dict[str, int]], Any], entries: int
 ) -> None:
-    """Its machine is the one that a pair would have, where prompts have one without a move."""
+    """The machine is the one that a pair would have, where prompts have one without a move."""
     pools, load, instances = state
     where = places(pools)
     by = "promised" if pools.token_queue == "memory" else "pending"
@@ -163,7 +163,7 @@ def test_the_account_of_a_pair() -> None:
 
 
 def test_the_account_of_a_whole_request() -> None:
-    """Its KV is promised once."""
+    """The request's KV is promised once."""
     pools, instances = MachinePools("pq", ""), views({"p": {}, "q": {}})
     assert [give(pools, name, instances) for name in "rst"] == [("p",) * 2, ("q",) * 2, ("p",) * 2]
     assert counts(pools) == {"p": (22, 2, 30), "q": (11, 1, 15)}

@@ -92,7 +92,7 @@ def checks(system: Splitwise) -> Any:
 
 
 def at_the_end(system: Splitwise) -> None:
-    """Nobody has anything, and nobody helps."""
+    """The end: nobody has anything, and nobody helps."""
     pools = system.pools
     assert not pools.jobs
     assert all(not (m.pending or m.decodes or m.promised) for m in pools.everyone)
@@ -169,7 +169,7 @@ def test_long_prompts_leave_layer_by_layer() -> None:
 
 
 def test_a_burst_of_prompts_takes_a_token_machine_and_gives_it_back() -> None:
-    """Its decodes go on meanwhile."""
+    """The machine's decodes go on meanwhile."""
     system = make(prompt="p", token=["s", "t"], max_pending_tokens=20)
     lengths = [(4, 20), *[(16, 2)] * 4]
     outcome = serve(system, "pst", lengths, [0.0, *[5.0] * 4])

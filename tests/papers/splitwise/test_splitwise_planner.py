@@ -127,7 +127,7 @@ def test_the_cheapest_is_that_of_the_whole_grid(
     at_once: int,
     limit: float | None,
 ) -> None:
-    """Whatever more machines for tokens do."""
+    """The grid's cheapest is found whatever more machines for tokens do."""
     rates = grid(seed, over_tokens=False)
     carries.rate = lambda config: rates[of(config)]
     carries.tried.clear()

@@ -1,4 +1,4 @@
-"""What a sweep is made of: its axes, its figures, its pictures."""
+"""Parts of a sweep: its axes, its figures, its pictures."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -91,7 +91,7 @@ def test_both_worlds_share_links_alike(sent: list[Sent]) -> None:
 
 
 def test_a_slab_that_is_reported_late_starts_after_what_has_been_taken_off_the_link() -> None:
-    """It left at 1.05, when a was on the link still, and was put by 1.1, when a had landed."""
+    """The slab left at 1.05, when a was on the link still, and was put by 1.1: a had landed."""
     pairs = {name: between(LINK) for name in "abc"}
     links = EmulatedLinks(pairs.values())
 
@@ -135,7 +135,7 @@ def test_slabs_of_one_request_land_in_the_order_in_which_they_have_left() -> Non
 
 
 def test_slabs_of_other_layers_of_one_request_do_not_wait() -> None:
-    """They go to other pages, by a link that is ten times as fast."""
+    """The slabs go to other pages, by a link that is ten times as fast."""
     slow, fast = (
         LinkConfig(between=("g", "h"), gb_s=1e-3),
         LinkConfig(between=("g", "i"), gb_s=1e-2),

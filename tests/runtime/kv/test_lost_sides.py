@@ -119,7 +119,7 @@ def test_all_slabs_are_dropped_when_their_destination_is_lost(channel: Any) -> N
 
 
 def test_a_slab_that_is_pulled_while_its_source_is_being_lost_is_dropped(channel: Any) -> None:
-    """It was given up together with the one before it, whose offer is being taken back."""
+    """The slab was given up together with the one before it, whose offer is being taken back."""
     channel, source, dest = channel
     posted: list[Any] = []
     for _ in range(2):

@@ -235,7 +235,7 @@ def half_step(kind: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def test_entries_of_8_bits_arrive_with_their_scales(
     source: dict[str, Any], dest: dict[str, Any]
 ) -> None:
-    """Within the rounding of the page that they come to, whose largest entry decides its scale."""
+    """Entries are within the rounding of their new page, whose largest entry decides its scale."""
     pair = Pair(3, {"page_size": 24, **source}, {"page_size": 16, **dest})
     for (stage,) in pair.stages:
         if stage.kv[0].key_scale_PK is not None:

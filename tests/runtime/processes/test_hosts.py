@@ -54,7 +54,7 @@ def test_tokens_are_those_of_one_instance(
     expected: dict[str, list[Done]],
     tmp_path: Path,
 ) -> None:
-    """This process and a worker's give the tokens, and the worker waits for the next job."""
+    """A worker's process and this one give the tokens, and the worker waits for the next job."""
     address, server = worker
     sections = elsewhere(PAIR, {"b": address})
     llm = load(models["two"], tmp_path, **sections, verify_transfers=True)
@@ -149,7 +149,7 @@ def test_a_process_of_a_worker_that_is_killed(
     expected: dict[str, list[Done]],
     tmp_path: Path,
 ) -> None:
-    """Its requests go on elsewhere; the worker says how it ended."""
+    """Requests of the lost process go on elsewhere; the worker says how it ended."""
     address, server = worker
     sections = elsewhere(PAIR, {"a": address})
     llm = load(models["two"], tmp_path, system=SYSTEMS["cronus"], **sections)
@@ -179,7 +179,7 @@ def test_a_worker_that_ends_with_its_processes(
 def test_a_process_that_is_stopped_ends_when_its_caller_has_given_up(
     worker: tuple[str, psutil.Popen],
 ) -> None:
-    """It cannot end itself; the worker's patience is that with a process of one's own."""
+    """The process cannot end itself; the worker's patience is that with a process of one's own."""
     address, server = worker
     peer = Elsewhere(address, KEY, {})
     wait_until(lambda: bool(jobs(server)))

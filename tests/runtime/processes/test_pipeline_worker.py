@@ -193,7 +193,7 @@ def test_layers_of_stages_in_several_processes_are_stated() -> None:
 
 
 def test_hidden_states_come_in_the_order_of_the_steps() -> None:
-    """Who asks before they are offered waits; who is left alone by the other side hears of it."""
+    """An early asker waits; one that is left alone by the other side hears of it."""
     one, two = HiddenStates("127.0.0.1"), HiddenStates("127.0.0.1")
     two.before = one.address
     given = [np.arange(6, dtype=np.float32).reshape(3, 2) + 10 * n for n in range(3)]

@@ -119,7 +119,7 @@ def test_a_stage_on_another_host(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its times are by the loop's clock, its own being another; hidden states come by its name."""
+    """Times are by the loop's clock, not the stage's own; hidden states come by its name."""
     monkeypatch.setenv("JAXINFER_KEY", KEY)
     sections = pipeline((1, 2), (1, 2))
     with listening(command=SHIFTED) as (address, server):

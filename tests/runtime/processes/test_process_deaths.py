@@ -139,7 +139,7 @@ def test_at_any_moment(
 
 @dataclass
 class Blow:
-    """After so many messages of the moment's kind; the victim is back so many steps later.
+    """A blow after so many messages of the moment's kind; the victim is back so many steps later.
 
     ``steps_after`` counts those of the victim that have ended since; ``waiting``: prompt tokens of
     the requests of which no step had ended by then.

@@ -1,4 +1,4 @@
-"""What the loop's process and a worker's do with answers that come late, in part, or not at all."""
+"""Answers that come late, in part, or not at all, to the loop's process and a worker's."""
 
 import os
 import pickle

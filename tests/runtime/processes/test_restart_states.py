@@ -1,4 +1,4 @@
-"""When a lost process is started again and when it is not; what a run hears of it, and when."""
+"""Starts of lost processes, and none; what a run hears of it, and when."""
 
 import threading
 import time
@@ -199,7 +199,7 @@ def test_the_last_attempt_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_that_is_lost_before_anybody_has_taken_it(
     monkeypatch: pytest.MonkeyPatch, restart: int, error: str | None
 ) -> None:
-    """Whoever expects it hears what has come of it in the end."""
+    """The run that expects it hears what has come of it in the end."""
     cluster = Cluster(monkeypatch, restart, [None, None])
     cluster.process.die("killed")
     cluster.wait_for_news()
@@ -231,7 +231,7 @@ def test_a_sampler_that_is_asked_for_when_it_is_ready(monkeypatch: pytest.Monkey
 def test_a_run_that_begins_while_one_is_started_is_told_of_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before it launches anything: a system may wait for what never comes, else."""
+    """The run hears before it launches anything: a system may wait for what never comes, else."""
     cluster = Cluster(monkeypatch, 1, [None])
     cluster.go.clear()
     cluster.process.die("killed")
@@ -406,7 +406,7 @@ def test_where_there_is_no_other_that_ends_the_run() -> None:
 
 
 def test_news_of_a_loss_that_no_run_has_noticed() -> None:
-    """Whatever was kept of the instance goes: it has no KV."""
+    """The instance keeps nothing: it has no KV."""
     news = News()
     news.tell()
     world = real_world("ab", news)

@@ -96,7 +96,7 @@ def test_it_takes_work_again_and_the_second_loss_is_for_good(
 def test_one_that_is_lost_between_two_runs(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
-    """It is back for the next, with nothing in the pages that the prefix cache has known.
+    """The instance is back for the next run, with none of the pages that the prefix cache knew.
 
     And it is waited for in one that begins meanwhile, where all goes by it.
     """
@@ -158,7 +158,7 @@ def test_one_that_cannot_be_started(
 def test_an_instance_that_fails_takes_those_beside_it_along_and_back(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
-    """Its process lives, and is told of a step that makes no sense."""
+    """The process lives, and is told of a step that makes no sense."""
     sections = PAIR.sections
     sections["groups"]["b"] |= {"devices": 2, "tensor_parallel_size": 1, "restart": 1}
     sections["instances"]["c"] = sections["instances"]["b"]

@@ -1,4 +1,4 @@
-"""What is measured, kept and given to runs, with instances that take a stated time."""
+"""Measurements, kept and given to runs, with instances that take a stated time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -243,7 +243,7 @@ def test_fits_that_one_cluster_wants_are_made_whatever_another_needs(
 
 
 def test_the_first_step_of_a_shape_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first run pays for memory; a neighbour's of the same shape does not."""
+    """The first run pays for memory; a neighbour's of the same shape does not."""
     ran: list[tuple[int, ...]] = []
 
     def run(worker: Any, batch: Any) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Which pairs of token and KV head each device has, against the batch and the holds themselves."""
+"""Pairs of token and KV head of each device, against the batch and the holds themselves."""
 
 from typing import Any
 

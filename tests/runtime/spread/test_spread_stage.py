@@ -239,7 +239,7 @@ def test_heads_move_between_devices_whose_keys_lie_unlike(monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_entries_of_8_bits_move_with_their_scales(kind: str) -> None:
-    """Their rounding is the same wherever they lie, and so are logits: an ordinary stage's.
+    """Rounding is the same wherever entries lie, and so are logits: an ordinary stage's.
 
     Its programs are others, whose sums differ in their last bits. An entry within these of the
     middle between two 8-bit numbers may become either, which changes logits by up to 2e-3.

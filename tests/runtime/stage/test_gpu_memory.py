@@ -15,7 +15,7 @@ NAME = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 @pytest.fixture
 def before_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process in which JAX has not started, and nothing is set."""
+    """A process in which JAX has not started, and nothing is set."""
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
     for name in (NAME, "XLA_CLIENT_MEM_FRACTION", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""What a GPU is given to do in a step, compiled by XLA for CUDA where that is installed."""
+"""Programs of a GPU in a step, compiled by XLA for CUDA where that is installed."""
 
 import os
 import re
@@ -20,7 +20,7 @@ HAS_CUDA = find_spec("jax_plugins") and any(
 
 @pytest.mark.skipif(not HAS_CUDA, reason="needs XLA for CUDA: pip install 'jax[cuda12]'")
 def test_each_program_of_a_step_is_one_command_buffer(tmp_path: Path) -> None:
-    """Nothing outside of it, and no branch or loop: the host would wait for its condition."""
+    """The buffer has all, with no branch or loop: the host would wait for its condition."""
     # Without the flags of these tests, by which nothing is optimised.
     environment = os.environ | Target.read("h100:1").environment() | {"XLA_FLAGS": ""}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "0"}

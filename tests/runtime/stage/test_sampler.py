@@ -286,7 +286,7 @@ def test_edits_come_before_penalties() -> None:
 
 
 def test_a_top_p_of_1_keeps_what_its_sum_cannot_show() -> None:
-    """Beside 1, e^-20 is nothing in float32; a row beside it has another p."""
+    """The term e^-20 is nothing in float32 beside 1; a row beside it has another p."""
     logits = np.zeros((2, 4), np.float32)
     logits[:, 0] = 20
     kept = np.isfinite(top_p_of(logits, np.array([1, 0.9], np.float32)))
@@ -294,7 +294,7 @@ def test_a_top_p_of_1_keeps_what_its_sum_cannot_show() -> None:
 
 
 def test_min_p_is_of_the_whole_distribution() -> None:
-    """It comes before top_p: of 0.5, 0.3 and 0.2, a third of 0.5 leaves all, 0.7 the first two."""
+    """The filter comes before top_p: of 0.5, 0.3 and 0.2, a third of 0.5 leaves all, 0.7 two."""
     logits = np.tile(np.log(np.array([0.5, 0.3, 0.2], np.float32)), (400, 1))
     token = np.asarray(draw(logits, inputs(400, 1.0, top_p=0.7, min_p=0.33))[0])
     assert set(token.tolist()) == {0, 1}

@@ -1,4 +1,4 @@
-"""What a plan decides before anything is loaded: sizes, dtypes, buckets, memory."""
+"""Decisions of a plan before anything is loaded: sizes, dtypes, buckets, memory."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -132,7 +132,7 @@ def test_a_device_that_does_not_say_what_memory_it_has(monkeypatch: pytest.Monke
 
 
 def test_a_gpus_sizes_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none are given; on a CPU they are as they were."""
+    """Defaults where none are given; on a CPU they are as they were."""
     sizes = []
 
     def plan_stages(model: ModelConfig, config: Any, instance: Any, *rest: Any) -> list[Any]:

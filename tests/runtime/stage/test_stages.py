@@ -112,7 +112,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_step_of_a_slower_device_ends_later(stage: Stage, clock: Clock) -> None:
-    """It began at 99, and was done by 100; the slower device takes 1.5 seconds."""
+    """The step began at 99, and was done by 100; the slower device takes 1.5 seconds."""
     stage.emulate = lambda batch: 1.5
     assert stage.end_of(NOTHING, 99.0) == 100.5
     assert clock.now == 100.5

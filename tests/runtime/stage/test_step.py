@@ -1,4 +1,4 @@
-"""What is compiled, when, and what a compiled step computes: of a model of two matrices."""
+"""Steps of a model of two matrices: what is compiled, when, and what it computes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ DECODES, FEW = StepShape(16, 16, 0), StepShape(4, 4, 0)
 
 
 class Model(nnx.Module):
-    """Its layer adds 1, and 1 to all pages."""
+    """A model whose layer adds 1, and 1 to all pages."""
 
     def __init__(self) -> None:
         self.embed_VD, self.head_VD = nnx.Param(jnp.asarray(EMBED)), nnx.Param(jnp.asarray(HEAD))

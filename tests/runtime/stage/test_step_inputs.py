@@ -131,7 +131,7 @@ TOP_K, TOP_P = drawing(0.5, top_k=3), drawing(2.0, top_p=0.5)
     ],
 )
 def test_samplers_of_requests_and_of_their_batches(rows: list[Row], samplers: list[str]) -> None:
-    """At most two: a batch has the greedy one, if there is one, where no row of it is drawn."""
+    """Two at most: a batch has the greedy one, if there is one, where no row of it is drawn."""
     sampler = sampler_shape(row.request for row in rows)._replace(edits=16)
     flags = {name: SamplerShape(16)._replace(greedy=False) for name in samplers}
     wanted = [flags[name]._replace(**dict.fromkeys(name.split(), True)) for name in samplers]

@@ -1,4 +1,4 @@
-"""Whether there is room for one more: each rule is asked directly, and entries counted by hand."""
+"""Rules of admission, each asked directly, and entries counted by hand."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -174,7 +174,7 @@ def test_decodes_that_are_overdue_stay_within_the_step() -> None:
 
 
 def test_a_long_prompt_that_cannot_go_on_leaves_the_step_to_others() -> None:
-    """It would run alone, if it were not paused, or its last chunk in flight."""
+    """The prompt would run alone, if it were not paused, or its last chunk in flight."""
     a = make(WHOLE_PROMPTS, chunks_in_flight=1, max_num_batched_tokens=20)
     long = queue(a, "p", 50)
     assert launch(a) == {"p": 20}
@@ -191,7 +191,7 @@ def test_a_long_prompt_that_cannot_go_on_leaves_the_step_to_others() -> None:
 
 
 def test_prompts_wait_no_longer_than_a_decode_does_for_pages() -> None:
-    """It is paused: nothing else would have the instance asked again."""
+    """The decode is paused: nothing else would have the instance asked again."""
     a = make(PREFILL_FIRST, pages=9)
     decode = running(a, "d", 4, 4)
     prompt = running(a, "p", 5, 5)
@@ -209,7 +209,7 @@ def mixed(**options: Any) -> dict[str, Any]:
 
 
 def test_whole_prompts_beside_decodes() -> None:
-    """Beside a decode and a prompt of six, three of ten tokens are left: one of five waits."""
+    """A decode and a prompt of six leave three of ten tokens: one of five waits."""
     a = make(mixed(whole_prompts=True), max_num_batched_tokens=10)
     running(a, "d", 4, 4)
     for name, prompt_len in (("p", 6), ("q", 5), ("r", 1)):
@@ -244,7 +244,7 @@ def test_prompts_wait_so_many_steps_beside_decodes(steps: int) -> None:
 
 
 def test_a_wait_ends_with_the_share_of_the_budget() -> None:
-    """Of ten tokens, a decode and prompts of four are five, with the next one nine."""
+    """A decode and prompts of four are five of ten tokens, with the next one nine."""
     a = make(mixed(wait_steps=9, wait_share=0.9), max_num_batched_tokens=10)
     running(a, "d", 1, 1)
     queue(a, "p", 4)

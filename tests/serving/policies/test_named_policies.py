@@ -93,7 +93,7 @@ def test_even_decodes_keep_to_their_share(scenario: Scenario) -> None:
 @examples(100)
 @given(scenarios(max_instances=1, max_legs=1))
 def test_one_batch_admits_into_an_empty_one(scenario: Scenario) -> None:
-    """Between two members of one batch that have begun together, nobody else begins."""
+    """Nobody else begins between two members of one batch that have begun together."""
     outcome = serve(scenario, PolicyOptions(batching="one_batch"))
     if any(request.metrics.num_preemptions for request in outcome.finished.values()):
         return

@@ -1,4 +1,4 @@
-"""What a step holds: decodes first, under the budget, admissions above the watermark."""
+"""Steps: decodes first, under the budget, admissions above the watermark."""
 
 import pytest
 from serving_checks import make_kv, make_requests, new_instance

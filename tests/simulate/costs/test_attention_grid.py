@@ -30,7 +30,7 @@ def grid_of(*points: At) -> AttentionGrid:
 @examples(100)
 @given(st.lists(st.floats(0.1, 9.0), min_size=16, max_size=16), st.data())
 def test_a_full_grid_is_linear_in_each(values: list[float], data: st.DataObject) -> None:
-    """Against the formula with all sixteen corners of one cell."""
+    """The grid against the formula with all sixteen corners of one cell."""
     ends = [(side[0], side[2]) for side in SIDES]
     points = dict(zip(product(*ends), values, strict=True))
     at = [data.draw(st.floats(low, high)) for low, high in ends]

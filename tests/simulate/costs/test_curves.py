@@ -86,7 +86,7 @@ def test_a_mixed_step(tmp_path: Path) -> None:
 
 
 def test_prompts_and_decodes_that_share_the_weights(tmp_path: Path) -> None:
-    """Beside prompts, decodes take what they take beyond a single one at the least context."""
+    """Decodes beside prompts take what they take beyond a single one at the least context."""
     lines = ("prompt,1000,,,0.3", "decode,,1,100,0.05", "decode,,1,200,0.051", "decode,,9,100,0.09")
     times = stage(write(tmp_path / "x.csv", *lines), share_weights=True)
     # Nine rows take 0.04 s more than one, and an entry beyond 100 takes 10 us.

@@ -123,7 +123,7 @@ def run_file(folder: str, **simulated: Any) -> Any:
 
 
 def test_replicas_end_their_steps_together(tmp_path: Path) -> None:
-    """By hand: two prompts at once, one on each; the second has two tokens more to give."""
+    """Two prompts at once by hand, one on each; the second has two tokens more to give."""
     tables = profile(tmp_path / "t", "1,1,1000\n1,4,1000\n100,1,1000\n100,4,1000\n")
     times: list[list[float]] = []
     work = [BenchRequest(None, 8, 2, 0.0), BenchRequest(None, 8, 4, 0.0)]

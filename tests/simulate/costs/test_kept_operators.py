@@ -23,7 +23,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def times(found: Published) -> list[float]:
-    """Of all operators and attention, within the tables and beyond."""
+    """Times of all operators and attention, within the tables and beyond."""
     operators = found.operators
     sizes = (1, 3, 700, 5000)
     alone = [operators.dense[name](x) for name in sorted(operators.dense) for x in sizes]
@@ -73,7 +73,7 @@ def test_a_damaged_file_is_made_anew(root: Path, tmp_path: Path) -> None:
 
 
 def test_kept_operators_load_no_scipy() -> None:
-    """It takes longer to load than all else of a simulation's start."""
+    """The import takes longer than all else of a simulation's start."""
     code = "import jaxinfer.simulate.costs.kept_operators, sys; print('scipy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

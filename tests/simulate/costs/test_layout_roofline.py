@@ -165,7 +165,7 @@ def test_unknown_layouts() -> None:
 
 
 def test_layouts_and_attention_groups() -> None:
-    """Their costs know no layouts, so that one would have no effect."""
+    """Costs of such groups know no layouts, so that one would have no effect."""
     groups = {"g": {"kind": "H100-SXM", "devices": 8}, "h": {"kind": "A100-80G-SXM"}}
     stages = {"stages": [{"group": "g", "attention": ["h"]}], "layout": "megatron"}
     links = [{"between": ["g", "h"], "gb_s": 50}]

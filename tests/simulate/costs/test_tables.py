@@ -162,7 +162,7 @@ def test_a_step_is_the_sum_of_its_operators(tmp_path: Path) -> None:
     ids=["decodes", "a chunk", "many decodes", "a long chunk", "short prompts"],
 )
 def test_decodes_or_chunks_alone(work: Work, alone: float, tmp_path: Path) -> None:
-    """Nothing is sampled, and the head not computed, where a step has chunks' middles only."""
+    """No token is sampled, and no head computed, where a step has chunks' middles only."""
     dense = work.tokens * (3 * per_token(LAYER) + DENSE["embedding"] + DENSE["final_layernorm"])
     head = work.sampled * 1007 + 2 * LAUNCH if work.sampled else 0
     # Batches of both take longer here, which is nothing to those of one kind.
