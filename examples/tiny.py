@@ -54,7 +54,7 @@ class Leg:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt, and what has come of it.
+    """A prompt, and what has come of it.
 
     Attributes:
         tokens: the prompt, then the output.
@@ -167,7 +167,7 @@ class Flight:
 
 
 class Instance:
-    """One engine: its queue, the requests that run, and its KV pages.
+    """An engine: its queue, the requests that run, and its KV pages.
 
     Args:
         devices: one, or as many as divide the model's KV heads.

@@ -61,7 +61,7 @@ def _label(path: Path, config: RunFile) -> str:
 def _all_serving(
     configs: Mapping[str, RunFile], workload: Workload | None = None
 ) -> dict[str, RunFile]:
-    """All with one workload, by default the first one's."""
+    """Systems with one workload for all, by default the first one's."""
     each = workload or next((config.workload for config in configs.values()), Workload())
     return {name: _serving(config, each) for name, config in configs.items()}
 

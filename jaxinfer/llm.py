@@ -65,7 +65,7 @@ class LLM:
             self._load(RunFile(model=name, engine=options), bar.update)
 
     def _load(self, config: RunFile, progress: Progress) -> Needs:
-        """All but the times of steps, which it says whether it needs."""
+        """Load all but the times of steps, which it says whether it needs."""
         site = resolve(config)
         config.workload.check_real()
         for name, instance in site.cluster.instances.items():

@@ -33,7 +33,7 @@ def measure(
     progress: bool = True,
     sampling: SamplingParams = GREEDY,
 ) -> RunMetrics:
-    """One run: EOS ignored, nothing in the prefix cache.
+    """A run: EOS ignored, nothing in the prefix cache.
 
     Args:
         source: the file that the work comes from, for errors.

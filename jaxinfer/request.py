@@ -213,7 +213,7 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One continuation of a prompt.
+    """A continuation of a prompt.
 
     ``finish_reason`` is ``"stop"`` (EOS, a stop token or string; ``stop_reason`` is the token
     or the string, None for EOS) or ``"length"``. ``cumulative_logprob`` sums the natural log of

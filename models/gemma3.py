@@ -25,7 +25,7 @@ LOCAL_THETA, GLOBAL_THETA = 1e4, 1e6
 
 
 class Layer(nnx.Module):
-    """One block; its norms lie around attention and around the MLP."""
+    """A block; its norms lie around attention and around the MLP."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.layout = config.layout

@@ -133,7 +133,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One transformer block.
+    """A transformer block.
 
     Args:
         mlp: makes the feed-forward layer.

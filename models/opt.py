@@ -24,7 +24,7 @@ POSITION_OFFSET = 2
 
 
 class Layer(nnx.Module):
-    """One transformer block."""
+    """A transformer block."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         D, F = config.hidden_size, config.intermediate_size

@@ -18,7 +18,7 @@ def transposed(name: str, out: int, into: int) -> WeightSpec:
 
 
 def stacked(name: str, count: int, out: int, into: int) -> WeightSpec:
-    """One [out, in] for each expert, named with its number for ``{}``, to [E, in, out]."""
+    """Stack one [out, in] for each expert, named with its number for ``{}``, to [E, in, out]."""
     names = tuple(name.format(i) for i in range(count))
     return WeightSpec(names, (out, into), _turned)
 

@@ -66,7 +66,7 @@ def decode_parts(
 def joined(
     out_WKRH: jax.Array, lse_WKR: jax.Array, parts: Parts, group: int, interpret: bool = False
 ) -> jax.Array:
-    """Each sequence's attention, of that to its parts.
+    """Join each sequence's attention, of that to its parts.
 
     Args:
         lse_WKR: float32 logarithms to the base of 2 of the sums of 2^score.

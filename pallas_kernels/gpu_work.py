@@ -58,7 +58,7 @@ def pieces(size: int) -> list[tuple[int, int]]:
 
 
 def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """All of an array for every program; it stays in the GPU's memory.
+    """The whole of an array for every program; it stays in the GPU's memory.
 
     Raises:
         JaxinferError: its last entries cannot be reached.

@@ -209,7 +209,7 @@ def copy_tile(
 
 
 class Pages(NamedTuple):
-    """One KV head of a sequence's pages, and the scales of entries of 8 bits."""
+    """A KV head of a sequence's pages, and the scales of entries of 8 bits."""
 
     k_PKBH: Ref
     v_PKBH: Ref

@@ -10,7 +10,7 @@ LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
 class KVPages(NamedTuple):
-    """One layer's P pages of B tokens.
+    """A layer's P pages of B tokens.
 
     Attributes:
         keys: [P, K, B, H], and for the plain functions [P, K, H, B].
@@ -25,7 +25,7 @@ class KVPages(NamedTuple):
     value_scale_PK: jax.Array | None = None
 
     def page(self, page: jax.Array) -> "KVPages":
-        """One page's, or several."""
+        """A page, or several."""
         some: KVPages = jax.tree.map(lambda x: x[page], self)
         return some
 

@@ -38,7 +38,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor of a GGUF file.
+    """A tensor of a GGUF file.
 
     Attributes:
         shape: row-major, i.e. GGUF's dimensions reversed; a matrix is [out, in].

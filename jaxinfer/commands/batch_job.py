@@ -36,7 +36,7 @@ def lines_of(output: str) -> Path:
 
 
 class BatchJob:
-    """One input file, its results so far, and what is left to do.
+    """An input file, its results so far, and what is left to do.
 
     Of the input's lines, those that are being served are in memory, and of all others their ids.
 

@@ -113,7 +113,7 @@ def _found(best: "TriedRate") -> Iterator[str]:
 
 
 def _line(load: "TriedRate") -> str:
-    """One rate, and how far it keeps the targets."""
+    """A rate, and how far it keeps the targets."""
     share, figures = load.verdict.attainment, load.verdict.figures
     rate = f"{load.rate:9.3f} requests/s: "
     if share is None:

@@ -91,7 +91,7 @@ def _search(
     kind: str,
     force: bool,
 ) -> list[Any]:
-    """One plan; what there is to say of it."""
+    """A plan; what there is to say of it."""
     from jaxinfer.plan.choose import choose
     from jaxinfer.plan.pictures import draw_latencies, draw_rates
     from jaxinfer.plan.result import (

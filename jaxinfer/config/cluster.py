@@ -19,7 +19,7 @@ TransportChoice = Literal["auto", "host", "transfer_server"]
 
 
 class InstanceConfig(EngineOptions):
-    """One instance: the engine's options, and where it stands.
+    """An instance: the engine's options, and where it stands.
 
     Attributes:
         group: Group of an instance with one stage.

@@ -18,7 +18,7 @@ from jaxinfer.options.validation import Named, OptionError, Options, did_you_mea
 
 
 class NodeOptions(Options):
-    """One machine.
+    """A machine.
 
     Attributes:
         gpu: a name in ``configs/gpus.yaml`` or a section ``gpus``; ``gpus``: how many.
@@ -41,7 +41,7 @@ class NodeOptions(Options):
     flops_scale: float = Field(default=1.0, gt=0, le=1)
 
     def as_gpu(self, known: Catalogue) -> Gpu:
-        """One of its GPUs, as it is here.
+        """A GPU of the node, as it is here.
 
         Raises:
             JaxinferError: there is none of that name.

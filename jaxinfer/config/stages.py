@@ -20,7 +20,7 @@ class AttentionConfig(Options):
 
 
 class StageConfig(Options):
-    """One pipeline stage.
+    """A pipeline stage.
 
     Attributes:
         group: Group that computes the stage.

@@ -12,7 +12,7 @@ Pools = Mapping[Shard, tuple[Pool, Pool]]
 
 
 class HandOffEngine(Protocol):
-    """One end of a hand-off in the engine under test.
+    """An end of a hand-off in the engine under test.
 
     Attributes:
         layout: how its pools lie.

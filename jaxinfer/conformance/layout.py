@@ -17,7 +17,7 @@ _AXES: dict[str, tuple[int, ...]] = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3), "
 
 @dataclass(frozen=True)
 class Layout:
-    """One side's layout.
+    """A side's layout.
 
     Attributes:
         tp: devices that KV heads are split over; more than there are heads have copies, and where
@@ -72,7 +72,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """One layer's pages on one device of one stage."""
+    """A layer's pages on one device of one stage."""
 
     stage: int
     rank: int

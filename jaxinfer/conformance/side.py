@@ -1,4 +1,4 @@
-"""One side of a hand-off: pools of pages, and which pages each request has."""
+"""A side of a hand-off: pools of pages, and which pages each request has."""
 
 import copy
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Pool:
 
 @dataclass
 class Side:
-    """One engine's KV.
+    """An engine's KV.
 
     Attributes:
         num_pages: of each pool; page 0 is nobody's, and may hold anything.

@@ -34,7 +34,7 @@ def contents(data: object, beside: bool = True) -> dict[str, str]:
 
 
 def _texts(value: object, of_folder: bool = True) -> Iterator[tuple[str, bool]]:
-    """Each text, and whether it may name a folder, as one under no key may."""
+    """Yield each text, and whether it may name a folder, as one under no key may."""
     if isinstance(value, str):
         if value:
             yield value, of_folder or "/" in value

@@ -29,7 +29,7 @@ LINKS = ("NVLink", "PCIe", "InfinityFabric", "ICI", "memory", "none")
 
 
 class Gpu(Options):
-    """One kind of GPU, by its maker's numbers.
+    """A kind of GPU, by its maker's numbers.
 
     Attributes:
         bf16_tflops: dense, in 10^12 operations per second.

@@ -64,7 +64,7 @@ class Costs:
     usd: float | None
 
     def amount(self, of: Cost) -> float:
-        """One of them.
+        """The amount of a cost.
 
         Raises:
             JaxinferError: nobody has said.

@@ -46,7 +46,7 @@ class Question(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """One that is asked for.
+    """A simulation that is asked for.
 
     Attributes:
         data, seeds, outputs: see ``Question``.

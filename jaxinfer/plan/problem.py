@@ -174,7 +174,7 @@ class Problem(Options):
 
 
 def merge(base: Mapping[str, Any], more: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Both mappings in one; where both have a mapping, likewise, else ``more`` wins.
+    """Merge two mappings; where both have a mapping, likewise, else ``more`` wins.
 
     Args:
         where: in a run file they are: a name that stands for options there goes with others.

@@ -286,7 +286,7 @@ class DrivenSearch:
         return Question(data, floor, seeds, candidate.outputs, candidate.uncounted, start)
 
     def _ask(self, asked: Sequence[tuple[Candidate, Question]]) -> Iterator[Score]:
-        """Each score as soon as it is there; equal ones are looked for once."""
+        """Ask for each score as soon as it is there; equal ones are looked for once."""
         parts = [self._part(each) for _, each in asked]
         keys = [
             (part, each.floor, each.seeds, each.outputs, each.uncounted)
@@ -305,7 +305,7 @@ class DrivenSearch:
             yield found[key]
 
     def _scores(self, asked: Sequence[tuple[Candidate, Question, str]]) -> Iterator[Score]:
-        """Each in turn; of a pool, all at a time, a thread for each search of a rate."""
+        """Yield scores in turn; of a pool, all at a time, a thread for each search of a rate."""
         if self._map is map or not asked:
             yield from map(self._score, asked)
             return

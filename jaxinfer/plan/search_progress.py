@@ -39,7 +39,7 @@ class Bar:
         self._task = self._bar.add_task("", total=total)
 
     def advance(self, said: str) -> None:
-        """One more is done."""
+        """Note that one more is done."""
         self._done += 1
         count = f"{self._done} of {self._total}" if self._total else f"{self._done} tried"
         self._bar.update(self._task, advance=1, description=f"{count}; {said}")
@@ -96,7 +96,7 @@ class SearchBar(Watcher):
             self._tell()
 
     def simulated(self, candidate: Candidate, tried: TriedRate) -> None:
-        """One rate of a candidate."""
+        """Note that one rate of a candidate is simulated."""
         with self._lock:
             self._simulations += 1
             self._running[candidate.key] += 1
@@ -106,7 +106,7 @@ class SearchBar(Watcher):
             self._tell()
 
     def scored(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
-        """One candidate more."""
+        """Note that one candidate more is done."""
         with self._lock:
             self._done.append(self._running.pop(candidate.key, 0))
             self._expected = max(self._expected, len(self._done))  # One may be looked at again.

@@ -33,7 +33,7 @@ class RayMap:
         self._sent: tuple[object, Any] = None, None
 
     def __call__(self, call: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
-        """All start at once; results in their order. What is not asked for is given up."""
+        """Start all at once; results in their order. What is not asked for is given up."""
         if self._sent[0] is not call:  # A search calls the same again and again.
             self._sent = call, self._ray.put(call)
         left = deque(self._task.remote(self._sent[1], item) for item in items)

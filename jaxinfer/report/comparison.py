@@ -55,7 +55,7 @@ EXTRA_WORDS = {
 
 
 def comparison_table(runs: Runs) -> Table:
-    """One row of medians per system; the caption says what was emulated, and what failed."""
+    """A row of medians per system; the caption says what was emulated, and what failed."""
     columns, rows = _cells(runs)
     table = Table(
         title=_title(runs),

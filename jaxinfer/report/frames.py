@@ -38,7 +38,7 @@ TRANSFERS = {
 
 @dataclass(frozen=True, eq=False)
 class RunFrames:
-    """One run. All times are in seconds since its start, all durations in seconds.
+    """A run. All times are in seconds since its start, all durations in seconds.
 
     Attributes:
         requests: one row per continuation, in the order of their ends. ``id``; ``parent``: the

@@ -15,7 +15,7 @@ from jaxinfer.serving.world import StepDone
 
 @dataclass(slots=True)
 class InstanceTotals:
-    """One instance's steps so far. Times in seconds since the run began.
+    """An instance's steps so far. Times in seconds since the run began.
 
     Attributes:
         first_step, last_step: start of the first one, and end of the last.

@@ -109,7 +109,7 @@ def _requests(run: RunRecord) -> Iterator[Event]:
 
 
 def _request(number: int, request: RequestRecord) -> Iterator[Event]:
-    """One slice for all of it, and within it one up to the first token and one for the rest.
+    """A slice for all of it, and within it one up to the first token and one for the rest.
 
     The viewer puts rows of one name together, so all outer slices have the same.
     """

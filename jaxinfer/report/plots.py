@@ -220,7 +220,7 @@ def _draw_lane(axes: Axes, row: int, lane: _Lane, start: float, stop: float) -> 
 
 
 def _draw_cdfs(axes: Axes, values: Mapping[str, Sequence[float]], xlabel: str, ylabel: str) -> None:
-    """One line per system that has values."""
+    """A line per system that has values."""
     for number, found in enumerate(values.values()):
         if found:
             axes.ecdf(found, **_line(number))

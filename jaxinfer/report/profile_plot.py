@@ -13,7 +13,7 @@ from jaxinfer.steps.profile import Profile
 
 
 def profile_table(profiles: Mapping[str, tuple[Profile, list[float]]]) -> Table:
-    """One line per instance and equation.
+    """A line per instance and equation.
 
     Args:
         profiles: instance -> profile, and how many times slower each stage is emulated to be.

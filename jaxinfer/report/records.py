@@ -13,7 +13,7 @@ from jaxinfer.options.validation import read_json
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step.
+    """A step.
 
     Attributes:
         stages: start and end of each pipeline stage's part, in seconds.
@@ -30,7 +30,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """One transfer of KV. Times are in seconds.
+    """A transfer of KV. Times are in seconds.
 
     Attributes:
         requested: when it was asked for; ``start`` is when the first byte left.
@@ -50,7 +50,7 @@ class TransferRecord:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One continuation of a prompt. Times are in seconds.
+    """A continuation of a prompt. Times are in seconds.
 
     Attributes:
         parent: id of the prompt; empty where the file has none, or the prompt no other.
@@ -88,7 +88,7 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run.
+    """A run.
 
     Attributes:
         name: of the system, or what the reader calls the run.

@@ -6,7 +6,7 @@ from jaxinfer.report.metrics import RunMetrics
 
 
 def metrics_table(m: RunMetrics) -> Table:
-    """One line per figure."""
+    """A line per figure."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(justify="right")

@@ -35,7 +35,7 @@ from jaxinfer.serving.step_fit import AttentionFit, StepFit
 
 @dataclass(frozen=True)
 class Engine:
-    """One instance's model on its devices, ready to step.
+    """An instance's model on its devices, ready to step.
 
     Attributes:
         plans: of its stages, or where it has segments, of those; ``groups``: names of those that
@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def stages(self) -> list[Stage | RemoteStage]:
-        """Each plan's."""
+        """Stages of each plan."""
         return [*self.worker.stages]
 
     def new_kv(self) -> KVShards:

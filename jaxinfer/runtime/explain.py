@@ -37,7 +37,7 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class StepCost:
-    """One compiled step, its sampler included.
+    """A compiled step, its sampler included.
 
     Attributes:
         temporary_bytes: activations, per device.

@@ -1,4 +1,4 @@
-"""One run in the real world, round by round."""
+"""A run in the real world, round by round."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict

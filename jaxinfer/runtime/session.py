@@ -28,7 +28,7 @@ Describe = Callable[[], Mapping[str, object]]
 
 
 class Session:
-    """One run at a time: the next one has the same devices and KV.
+    """Runs, one at a time: the next one has the same devices and KV.
 
     Args:
         watchdog_s: see ``RealWorld``.

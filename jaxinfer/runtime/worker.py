@@ -1,4 +1,4 @@
-"""One instance's devices: launches steps, and reports each when its tokens are on the host."""
+"""An instance's devices: launches steps, and reports each when its tokens are on the host."""
 
 import threading
 import time

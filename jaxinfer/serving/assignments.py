@@ -161,7 +161,7 @@ class Assignments:
         return lost.in_flight
 
     def take_back(self, instance: Instance) -> None:
-        """One of this name was lost, and is there again: as at the start, in its old place."""
+        """Take back an instance that was lost: as at the start, in its old place."""
         del self.lost[instance.name]
         self.returning.discard(instance.name)
         instances = self.instances | {instance.name: instance}
@@ -300,7 +300,7 @@ class Assignments:
             self._assign(Assignment(request.id, tuple(action.legs)))
 
     def _revise_legs(self, request: RequestState, here: Instance, action: Reassign) -> None:
-        """Other legs for a request that runs or is being imported."""
+        """Give other legs to a request that runs or is being imported."""
         self.sends_along |= action.hand_off == "per_segment"
         following = self._legs_beyond(request.launched, action.legs)
         if refusal := self._refusal(request, following):

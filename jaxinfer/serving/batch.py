@@ -10,7 +10,7 @@ from jaxinfer.serving.system import MoveSlices
 
 @dataclass(slots=True)
 class Row:
-    """One request's part of a batch: KV entries ``start`` to ``start + count``.
+    """A request's part of a batch: KV entries ``start`` to ``start + count``.
 
     Attributes:
         samples: the row's last position yields a token.

@@ -285,7 +285,7 @@ def _add_decodes(batch: BatchBuilder, most: int | None = None) -> list[RequestSt
 
 
 def _decode(batch: BatchBuilder) -> list[RequestState]:
-    """All decodes of what runs; returns those that are ready, and got no pages."""
+    """Add all decodes of what runs; returns those that are ready, and got no pages."""
     batch.add_group()
     ready = [
         request

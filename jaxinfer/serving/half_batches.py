@@ -16,7 +16,7 @@ ChooseHalves = Callable[[Work, Sequence[Work]], bool]
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """One layer of a step, or of one half of it, in seconds.
+    """A layer of a step, or of one half of it, in seconds.
 
     Attributes:
         dense, own: of the devices with the layers: their dense part, then their attention.

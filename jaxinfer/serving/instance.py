@@ -1,4 +1,4 @@
-"""One instance: its queue, its running requests and its pages."""
+"""An instance: its queue, its running requests and its pages."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -51,7 +51,7 @@ Policy = str | dict[str, Any]
 
 
 class PolicyOptions(Options):
-    """Each a name, or a mapping of ``name`` and options, or ``my_module:my_policy``.
+    """Policies, each a name, or a mapping of ``name`` and options, or ``my_module:my_policy``.
 
     A policy of one's own is a function, or a class with a class ``Options`` whose instances are
     called as a function is; each instance gets an object of its own.

@@ -10,7 +10,7 @@ from jaxinfer.serving.page_pool import Shard
 
 
 class CachedPage:
-    """One page's worth of tokens in every shard.
+    """A page's worth of tokens in every shard.
 
     Attributes:
         pages: for each shard, slice -> page number.

@@ -1,4 +1,4 @@
-"""One request as the loop keeps it: a few ordered integers and where its KV lies."""
+"""A request as the loop keeps it: a few ordered integers and where its KV lies."""
 
 from array import array
 from collections.abc import Sequence
@@ -163,7 +163,7 @@ class RequestState:
 
     @property
     def leg_is_over(self) -> bool:
-        """All of this leg's KV entries exist."""
+        """True if all of this leg's KV entries exist."""
         until = self.legs[0].until
         return until is not None and self.computed >= until
 

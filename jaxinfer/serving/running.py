@@ -45,7 +45,7 @@ class Running:
         return request.id in self._all
 
     def by_id(self) -> Mapping[str, RequestState]:
-        """All of them, with their integers as they are."""
+        """Running requests, with their integers as they are."""
         for group in self._groups:
             group.settle()
         return self._all

@@ -80,7 +80,7 @@ class LeastSquares:
         self._xy = [0.0] * size
 
     def add(self, x: Sequence[float], y: float) -> None:
-        """One observation of ``y`` at ``x``."""
+        """An observation of ``y`` at ``x``."""
         self.count += 1
         for i, a in enumerate(x):
             self._xy[i] += a * y

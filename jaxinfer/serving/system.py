@@ -34,7 +34,7 @@ class Leg:
 
 
 class RequestView(Protocol):
-    """One request, read-only. All counts are in tokens, times in seconds."""
+    """A request, read-only. All counts are in tokens, times in seconds."""
 
     @property
     def id(self) -> str: ...  # noqa: D102
@@ -115,7 +115,7 @@ class ShardView(Protocol):
 
 
 class InstanceView(Protocol):
-    """One instance's statistics, read-only. Pages are counted per slice of KV heads.
+    """An instance's statistics, read-only. Pages are counted per slice of KV heads.
 
     In a simulation, ``running`` costs what its requests are; the counts do not.
     """
@@ -192,7 +192,7 @@ class InstanceView(Protocol):
 
 
 class RowView(Protocol):
-    """One request's part of a step: KV entries ``start`` to ``start + count``."""
+    """A request's part of a step: KV entries ``start`` to ``start + count``."""
 
     @property
     def request(self) -> RequestView: ...  # noqa: D102

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Collective:
-    """One array that a group of devices moves.
+    """An array that a group of devices moves.
 
     Attributes:
         kind: as XLA names it.

@@ -25,7 +25,7 @@ PHASES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Job:
-    """One layer, or the head, to compile.
+    """A layer, or the head, to compile.
 
     Attributes:
         name: of the layout; ``layout``: what that is, see ``as_text``.

@@ -67,7 +67,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """The sum of all."""
         return self.compute + self.memory + self.links
 
     @property

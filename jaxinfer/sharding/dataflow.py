@@ -33,7 +33,7 @@ Cuts = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Product:
-    """One device's part of a matrix product.
+    """A device's part of a matrix product.
 
     Attributes:
         flops: a multiplication and an addition being two.
@@ -55,7 +55,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Attention:
-    """One device's part of attention: query tokens and heads, and KV heads."""
+    """A device's part of attention: query tokens and heads, and KV heads."""
 
     tokens: float
     heads: float
@@ -64,7 +64,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Flow:
-    """One layer's, or the head's."""
+    """The flow of one layer, or of the head."""
 
     collectives: list[Collective]
     products: list[Product]
@@ -128,7 +128,7 @@ class _Flow:
         return math.prod(self.sizes[each] / self.ways(cuts.get(each, ())) for each in letters)
 
     def record(self, kind: str, axes: tuple[str, ...], letters: str, cuts: Cuts, what: str) -> None:
-        """One collective over these axes, if there are any, of an array cut like this."""
+        """A collective over these axes, if there are any, of an array cut like this."""
         if axes:
             numbers = self.local(letters, cuts)
             self.collectives.append(Collective(kind, axes, self.ways(axes), numbers, what, letters))

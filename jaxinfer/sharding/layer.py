@@ -1,4 +1,4 @@
-"""One decoder layer, and the head, of abstract arrays; activations have the names of the models'.
+"""A decoder layer, and the head, of abstract arrays; activations have the names of the models'.
 
 They have no scales, biases and rotations, which move nothing between devices. Shape suffixes: T
 tokens, S sequences, C KV entries, N query heads, K KV heads, H head dim, D model dim, F
@@ -125,7 +125,7 @@ class Program:
         return x_TD * jax.lax.rsqrt(jnp.mean(x_TD * x_TD, -1, keepdims=True) + 1e-5)
 
     def ffn(self, x_TD: jax.Array, weight: Mapping[str, jax.Array]) -> jax.Array:
-        """One dense feed-forward layer."""
+        """A dense feed-forward layer."""
         up_TF = jnp.einsum("td,df->tf", x_TD, weight["up_DF"])
         if self.model.gated:
             up_TF = jax.nn.silu(jnp.einsum("td,df->tf", x_TD, weight["gate_DF"])) * up_TF
@@ -135,7 +135,7 @@ class Program:
         return jnp.einsum("tf,fd->td", up_TF, weight["down_FD"])
 
     def experts(self, x_TD: jax.Array, weight: Mapping[str, jax.Array]) -> jax.Array:
-        """All experts of all tokens, weighed by the router."""
+        """Compute all experts of all tokens, weighed by the router."""
         logit_TE = jnp.einsum("td,de->te", x_TD, weight["router_DE"])
         top_TX, expert_TX = jax.lax.top_k(logit_TE, self.model.num_experts_per_tok)
         chosen_TXE = jax.nn.one_hot(expert_TX, logit_TE.shape[1], dtype=x_TD.dtype)

@@ -77,7 +77,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Finding:
-    """One layout in one phase, or its head, which each step has once.
+    """A layout in one phase, or its head, which each step has once.
 
     Attributes:
         phase: ``prefill``, ``decode`` or ``head``.

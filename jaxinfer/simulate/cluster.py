@@ -44,7 +44,7 @@ from jaxinfer.simulate.world import StagePair
 
 @dataclass(frozen=True)
 class ModelledInstance:
-    """One instance of a modelled cluster.
+    """An instance of a modelled cluster.
 
     Attributes:
         layers: of each stage; ``groups``: what it stands on; ``num_pages``: its pool there, the
@@ -268,7 +268,7 @@ def lanes_between(
     dest: ModelledInstance,
     paths: Mapping[tuple[str, str], NetworkPath],
 ) -> list[StagePair]:
-    """One for each stage of the source and of the destination that have layers in common."""
+    """Lanes, one for each stage of the source and of the destination that have layers in common."""
     lanes = []
     token_bytes = min(source.token_bytes, dest.token_bytes)
     for i, j, shared in shared_layers(tuple(source.layers), tuple(dest.layers)):

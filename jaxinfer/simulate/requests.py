@@ -80,7 +80,7 @@ class ModelledRequests:
         return found
 
     def after_an_end(self, number: int, now: float) -> RequestState:
-        """One of them, at the end that it has waited for."""
+        """A waiting request, at the end that it has waited for."""
         return self.state(number, now + self._work[number].arrival)
 
     def state(self, number: int, arrival: float) -> RequestState:

@@ -16,7 +16,7 @@ from jaxinfer.simulate.costs.roofline import RooflineStage
 
 @dataclass(frozen=True)
 class ShardCost:
-    """One layer's attention where some KV heads of a stage lie.
+    """A layer's attention where some KV heads of a stage lie.
 
     The group's devices share the heads evenly, however many there are.
 

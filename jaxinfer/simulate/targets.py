@@ -305,7 +305,7 @@ class Limit(NamedTuple):
 
 
 def limits(targets: Targets) -> list[Limit]:
-    """All of them; none of targets in multiples of a reference."""
+    """Limits of the targets; none of those in multiples of a reference."""
     if targets.reference:
         return []
     if isinstance(targets, PercentileTargets):

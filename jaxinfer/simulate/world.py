@@ -22,7 +22,7 @@ from jaxinfer.simulate.spread import Visit
 
 @dataclass(frozen=True)
 class StagePair:
-    """One source stage's part in a transfer, and its way to the destination.
+    """A source stage's part in a transfer, and its way to the destination.
 
     Attributes:
         stage: number of the source stage.

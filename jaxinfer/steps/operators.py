@@ -24,7 +24,7 @@ _LEAST_S = 1e-9
 
 @dataclass(frozen=True)
 class Depths:
-    """One step of two models that differ in their number of layers alone.
+    """A step of two models that differ in their number of layers alone.
 
     Attributes:
         parts: decodes alone, or chunks alone.
@@ -38,7 +38,7 @@ class Depths:
 
 @dataclass(frozen=True)
 class AttentionPoint:
-    """One layer's attention.
+    """A layer's attention.
 
     Attributes:
         tokens: of all chunks; ``key``: the entries that each of them sees, on average.

@@ -14,7 +14,7 @@ Part = tuple[int, int]
 
 @dataclass(frozen=True)
 class Point:
-    """One measured step.
+    """A measured step.
 
     Attributes:
         parts: decodes first; a part of one token is a decode.

@@ -1,1 +1,1 @@
-"""One short file per system: the policy of one paper."""
+"""A short file per system: the policy of one paper."""

@@ -46,7 +46,7 @@ class DataParallel(System):
         self._next = 0
 
     def check(self, instances: Collection[str]) -> None:
-        """One share per instance."""
+        """Check that there is one share per instance."""
         for name in self.options.shares:
             if name not in instances:
                 raise OptionError(f"shares.{name}: {did_you_mean(name, instances)}")

@@ -56,7 +56,7 @@ class Disaggregated(System):
     ttft_counts_transfer = True
 
     def check(self, instances: Collection[str]) -> None:
-        """All there, by the names in the options, and none with two roles."""
+        """Check that all are there, by the names in the options, and none with two roles."""
         roles = {"prefill": self.options.prefill, "decode": self.options.decode}
         check_roles(roles, instances)
 

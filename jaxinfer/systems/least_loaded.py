@@ -60,7 +60,7 @@ class LeastLoaded(System):
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """All that wait, with what is given to each instance meanwhile."""
+        """Assign all that wait, with what is given to each instance meanwhile."""
         names = list(cluster.instances)
         tokens = self.options.load == "tokens"
         load = num_tokens if tokens else num_requests

@@ -10,7 +10,7 @@ class Single(System):
     """Sends every request to the one instance there is, at once."""
 
     def check(self, instances: Collection[str]) -> None:
-        """One instance alone."""
+        """Check that there is one instance alone."""
         if len(instances) != 1:
             raise JaxinferError(f"needs one instance, there are {', '.join(instances)}")
 
@@ -19,6 +19,6 @@ class Single(System):
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """One leg each, to the end."""
+        """Assign one leg each, to the end."""
         (name,) = cluster.instances
         return [Assignment(request.id, (Leg(name),)) for request in waiting]

@@ -83,7 +83,7 @@ class Kind:
 
 @dataclass(eq=False)
 class Book:
-    """One instance as it last was.
+    """An instance as it last was.
 
     Attributes:
         budget: tokens of a step.

@@ -42,7 +42,7 @@ def model_name(model: object) -> str:
 
 
 def each_prompt(prompts: object) -> Iterable[Any]:
-    """One prompt or several, as something to go through.
+    """A prompt or several, as something to go through.
 
     Raises:
         JaxinferError: it is no prompt and nothing that has some.
@@ -52,7 +52,7 @@ def each_prompt(prompts: object) -> Iterable[Any]:
 
 
 def each_conversation(messages: object) -> Iterable[Any]:
-    """One conversation or several, as something to go through.
+    """A conversation or several, as something to go through.
 
     Raises:
         JaxinferError: it is no conversation and nothing that has some.

@@ -24,7 +24,7 @@ _CONCURRENCY = re.compile(r"concurrency=(\d+)")
 
 @dataclass(frozen=True)
 class Point:
-    """One measured point.
+    """A measured point.
 
     Attributes:
         row: all columns as they are given.

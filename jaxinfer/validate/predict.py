@@ -1,4 +1,4 @@
-"""One point's figures by the simulator."""
+"""A point's figures by the simulator."""
 
 import statistics
 from collections.abc import Sequence

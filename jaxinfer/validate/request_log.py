@@ -69,7 +69,7 @@ def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a whole log, in seconds: as it was measured, and ours."""
+    """A figure of a whole log, in seconds: as it was measured, and ours."""
 
     name: str
     measured: float

@@ -105,7 +105,7 @@ def _tau(several: Sequence[Compared], name: str) -> float | None:
 
 
 def show(summary: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One line per group; errors in percent."""
+    """A line per group; errors in percent."""
     table = Table(box=None, pad_edge=False)
     table.add_column("group")
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {

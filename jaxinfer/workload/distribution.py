@@ -25,7 +25,7 @@ class Draws(Protocol):
     """A source of lengths."""
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draw a length."""
 
 
 class Lengths(Options):
@@ -124,7 +124,7 @@ class Uniform:
         self._least, self._most = least, most
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draw a length."""
         return rng.randint(self._least, self._most)
 
 
@@ -139,7 +139,7 @@ class LogNormal:
         self._mu, self._sigma, self._least, self._most = mu, sigma, least, most
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draw a length."""
         return _clip(self._mu + self._sigma * rng.gauss(), self._least, self._most)
 
 
@@ -160,7 +160,7 @@ class Percentiles:
         self._most, self._least = most, least
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draw a length."""
         z = rng.gauss()
         i = min(max(bisect(self._z, z), 1), len(self._z) - 1)
         a, b = self._z[i - 1 : i + 1]

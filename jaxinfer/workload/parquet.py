@@ -78,7 +78,7 @@ class ParquetRows:
             self._names.append(field.name)
 
     def lines(self) -> Iterator[bytes]:
-        """Each row as a JSON object, nulls left out; from the first row on."""
+        """Yield each row as a JSON object, nulls left out; from the first row on."""
         with self._reading():
             for batch in self._file.iter_batches(_ROWS, columns=self._names):
                 for row in batch.to_pylist(maps_as_pydicts="lossy"):

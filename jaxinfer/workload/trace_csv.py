@@ -17,7 +17,7 @@ from jaxinfer.workload.trace import Trace, at
 
 @dataclass(frozen=True)
 class _Columns:
-    """One format: the names of its columns and how it tells the time.
+    """A format: the names of its columns and how it tells the time.
 
     ``extra`` are columns that are not read. With ``fails``, a row without output is of a request
     that has failed.
@@ -120,7 +120,7 @@ def read_csv(path: Path, limit: int | None) -> Trace:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Each row of cells that is not blank, with its line number."""
+    """Yield each row of cells that is not blank, with its line number."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)

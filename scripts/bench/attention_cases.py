@@ -108,7 +108,7 @@ def kernels(name: str, how: How) -> dict[str, Callable[..., jax.Array]]:
 
 
 def decode_case(lengths: np.ndarray, how: How) -> Case:
-    """One step of decodes; int32 [S] tokens of context."""
+    """A step of decodes; int32 [S] tokens of context."""
     sequences, longest = len(lengths), int(lengths.max())
     kv, table = pool(sequences, longest)
     q = jax.random.normal(jax.random.key(1), (sequences, N, H), jnp.bfloat16) * H**-0.5
@@ -155,7 +155,7 @@ def jaxs_own(
 
 
 def chunk_case(new: int, before: int, how: How) -> Case:
-    """One chunk of a prompt; the plain function takes minutes of it, and is left out."""
+    """A chunk of a prompt; the plain function takes minutes of it, and is left out."""
     kv, table = pool(1, before + new)
     q = jax.random.normal(jax.random.key(1), (new, N, H), jnp.bfloat16) * H**-0.5
     rest = jnp.array([before], jnp.int32), jnp.array([0, new], jnp.int32)

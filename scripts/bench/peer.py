@@ -1,4 +1,4 @@
-"""One measured run of a peer engine on a workload, in that engine's own environment.
+"""A measured run of a peer engine on a workload, in that engine's own environment.
 
     ENV/bin/python scripts/bench/peer.py {hf,vllm,llamacpp} FOLDER DTYPE WORKLOAD.jsonl OUT.json
 

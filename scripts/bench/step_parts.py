@@ -53,7 +53,7 @@ def steps() -> dict[str, tuple[Part, ...]]:
 
 @dataclass
 class Bench:
-    """One engine whose step is compiled anew with parts left out."""
+    """An engine whose step is compiled anew with parts left out."""
 
     engine: Engine
     kernels: str

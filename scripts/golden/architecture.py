@@ -122,7 +122,7 @@ def main(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def write(folder: Path, kind: str, values: dict[str, object]) -> None:
-    """One case."""
+    """A case."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

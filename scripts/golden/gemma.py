@@ -41,7 +41,7 @@ def main(path: Path, out: Path) -> None:
 
 
 def case(model: Any, tokenizer: Any, prompt: str) -> dict[str, object]:
-    """One prompt's continuation."""
+    """A prompt's continuation."""
     import torch
 
     ids = tokenizer(prompt)["input_ids"]

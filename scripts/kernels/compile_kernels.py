@@ -128,7 +128,7 @@ def assembled(compile_it: Callable[[], object]) -> Assembled:
 
 
 def kernel(variant: Variant, gpu: str) -> Assembled:
-    """One kernel for one GPU."""
+    """A kernel for one GPU."""
     (device,) = devices(gpu)
     where = SingleDeviceSharding(device)
     jitted = jax.jit(variant.run, in_shardings=where, out_shardings=where)

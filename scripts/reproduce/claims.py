@@ -15,7 +15,7 @@ Kind = Literal["calibrated", "predicted", "input", "consistency"]
 
 @dataclass(frozen=True)
 class Target:
-    """One claim beside what came out here.
+    """A claim beside what came out here.
 
     Attributes:
         paper: its own figure or words; empty where it has none, which is a claim of consistency.

@@ -120,13 +120,13 @@ COLLECTIVES: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
 
 @jax.jit
 def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
-    """One product on each device."""
+    """A product on each device."""
     return jnp.einsum("bij,bjk->bik", x, y)
 
 
 @jax.jit
 def increase(x: jax.Array) -> jax.Array:
-    """One pass over what each device has."""
+    """A pass over what each device has."""
     return x + 1
 
 

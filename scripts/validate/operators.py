@@ -68,7 +68,7 @@ class Steps:
         self.seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, done: StepDone) -> None:
-        """One that has ended."""
+        """Add one that has ended."""
         work = done.batch.work
         both = done.end - done.start, sum(self._modelled.cost.stages(work))
         self.seconds[kind_of(self._limits, work)].append(both)

@@ -21,7 +21,7 @@ MODELS = {
 
 
 def estimate(row: dict[str, str]) -> dict[str, object]:
-    """One point's figures in milliseconds, or why there are none."""
+    """A point's figures in milliseconds, or why there are none."""
     from aiconfigurator.cli.api import cli_estimate
 
     quant = row["gemm_quant_mode"] or "bfloat16"

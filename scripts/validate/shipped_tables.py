@@ -72,7 +72,7 @@ def main(operators: Path, profiles: Path, out: Path) -> None:
 
 
 def _read(operators: Path, profiles: Path, card: str, name: str, version: str) -> Columns | None:
-    """One table's columns; None where the card has none."""
+    """A table's columns; None where the card has none."""
     for path in operators.glob(f"{card}/*/vllm/{version}/{name}.parquet"):
         from pyarrow import parquet
 

@@ -135,7 +135,7 @@ def run(
 
 
 def groups(name: str, out: Path) -> list[Row]:
-    """One row per group of a run."""
+    """A row per group of a run."""
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     summary.pop("left_out")
     return [{"run": name, "group": group} | _columns(found) for group, found in summary.items()]

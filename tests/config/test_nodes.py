@@ -45,7 +45,7 @@ def price(name: str) -> float:
 
 
 def on_nodes(file: str, nodes: dict[str, str], **sections: Any) -> RunFile:
-    """One instance of the same name on each group."""
+    """An instance of the same name on each group."""
     share = {"weight": 1, "max_waiting": 1}
     whole = {"name": "data_parallel", "shares": dict.fromkeys(nodes, share)}
     return as_run_file(

@@ -89,7 +89,7 @@ def test_names_may_be_numbers() -> None:
 
 @given(st.integers(1, 12))
 def test_names_count_up_from_0(count: int) -> None:
-    """One replica has its number, too."""
+    """A replica has its number, too."""
     config = run_file(
         groups={"g": {"kind": "A10", "devices": count, "tensor_parallel_size": 1}},
         instances={"i": {"group": "g", "replicas": count}},

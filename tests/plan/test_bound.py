@@ -68,7 +68,7 @@ def test_prompts_that_fill_steps_of_decodes_cost_nothing_but_their_reading() -> 
 
 
 def test_two_instances_of_which_each_does_what_it_is_better_at() -> None:
-    """One computes ten times as fast, the other reads ten times as fast."""
+    """The first computes ten times as fast, the other reads ten times as fast."""
     computes = StepFloor(token_s=0.01, context_s=0.01)
     reads = StepFloor(token_s=0.1, context_s=0.001)
     prompt, output = np.array([1]), np.array([17])

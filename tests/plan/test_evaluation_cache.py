@@ -212,7 +212,7 @@ def test_a_changed_simulator_is_asked_again(
 
 
 def test_a_search_that_is_killed_again_and_again_gets_on(carries: Carries, tmp_path: Path) -> None:
-    """One new simulation in each life: as many lives as an undisturbed search has simulations."""
+    """A new simulation in each life: as many lives as an undisturbed search has simulations."""
 
     class KilledError(BaseException):
         pass

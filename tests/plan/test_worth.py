@@ -61,7 +61,7 @@ def test_no_steady_part_is_faster_than_the_bound(
 
 
 def test_steps_alike_have_the_share_of_what_they_do() -> None:
-    """One seat and steps of a second, one for each request.
+    """A seat and steps of a second, one for each request.
 
     The bound has two instances; one of them has nothing to do here.
     """

@@ -18,7 +18,7 @@ def models(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.fixture(scope="module")
 def alone(models: dict[str, Path]) -> Iterator[dict[str, LLM]]:
-    """One instance on one device that computes a prompt in one piece, and keeps none."""
+    """An instance on one device that computes a prompt in one piece, and keeps none."""
     llms = {
         heads: LLM(
             str(model),

@@ -76,7 +76,7 @@ class Model:
             return model.logits(x_TD), kv
 
     def __call__(self, tokens: np.ndarray, start: int) -> np.ndarray:
-        """One token is a decode, more are a chunk."""
+        """Compute tokens: one is a decode, more are a chunk."""
         count = len(tokens)
         row = np.arange(ROWS)
         position = np.where(row < count, start + row, 0)

@@ -26,7 +26,7 @@ HEXGEN2 = {
 
 @pytest.fixture(scope="module")
 def expected(tiny: LLM) -> list[list[int]]:
-    """One instance's."""
+    """Tokens of one instance."""
     return tokens(tiny.generate(PROMPTS, PARAMS, progress=False))
 
 

@@ -1,4 +1,4 @@
-"""One instance by itself: what it counts, whom it takes in, and who makes room for whom."""
+"""An instance by itself: what it counts, whom it takes in, and who makes room for whom."""
 
 from typing import Any
 

@@ -73,7 +73,7 @@ def test_kv_that_was_to_be_fetched_is_kept_meanwhile() -> None:
 
 
 def least_loaded(lost: dict[str, tuple[float, ...]], arrivals: list[float]) -> Outcome:
-    """One token each, on A, B and C."""
+    """A token each, on A, B and C."""
     pools = [pool(name) for name in "ABC"]
     lengths = [(4, 1)] * len(arrivals)
     system = LeastLoaded(LeastLoaded.Options())
@@ -136,7 +136,7 @@ def test_a_world_that_has_nothing_more_after_all_ends_the_run() -> None:
     asked: list[float] = []
 
     class Promises:
-        """One request is said to be still to come, until the first round has ended."""
+        """A request is said to be still to come, until the first round has ended."""
 
         more = True
 

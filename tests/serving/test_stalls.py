@@ -119,7 +119,7 @@ class Later(Plan):
 
 
 def test_kv_is_kept_while_a_system_that_speaks_again_has_not_routed_it() -> None:
-    """One leg at a time; the second is named at 5 s only."""
+    """A leg at a time; the second is named at 5 s only."""
     outcome = serve(Later({}), [pool("A"), pool("B")], [(4, 2)])
     assert moves(outcome) == ["5 r0 A>B 0-4"]
     assert steps(outcome) == ["0-1 A r0:0+4", "6-7 B r0:4+1"]

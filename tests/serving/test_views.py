@@ -126,7 +126,7 @@ def test_counts_at_every_event(scenario: Scenario, seed: int, actions: int) -> N
 
 
 class Watches(System):
-    """One leg each, of the first eight tokens on A; what it sees at each half second."""
+    """A leg each, of the first eight tokens on A; what it sees at each half second."""
 
     tick_interval = 0.5
 

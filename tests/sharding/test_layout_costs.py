@@ -48,7 +48,7 @@ def test_pieces_share_kv_heads() -> None:
 
 
 def test_experts_that_no_token_meets_are_not_read() -> None:
-    """One token meets 8 of 128 experts, and 64 tokens meet 128 (1 - (1 - 1/16)^64)."""
+    """A token meets 8 of 128 experts, and 64 tokens meet 128 (1 - (1 - 1/16)^64)."""
     slow = Gpu(bf16_tflops=1e9, memory_gb=80, memory_gb_s=1, link="NVLink4", link_gb_s=450)
     costs = at_peaks(MIXTURE, LAYOUTS["megatron"], {"x": 1}, slow)
     for tokens, met in ((1, 8), (64, 128 * (1 - (15 / 16) ** 64))):

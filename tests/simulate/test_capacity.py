@@ -34,7 +34,7 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 def prefills(folder: Path, devices: int = 1) -> RunFile:
-    """One prefill at a time."""
+    """A prefill at a time."""
     path = folder / "run.yaml"
     engine = {
         "max_num_seqs": 1,

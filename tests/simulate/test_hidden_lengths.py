@@ -27,7 +27,7 @@ ENGINE = {
 def seconds(
     max_tokens: int | None = None, system: str = "single", model_len: int = 160, **engine: Any
 ) -> RunFile:
-    """One instance whose steps take a second."""
+    """An instance whose steps take a second."""
     return as_run_file(
         {
             "model": "llama-3-8b",

@@ -124,7 +124,7 @@ SLOW = {"emulate": {"slowdown": 2.0}}
 
 
 def single(folder: Path, requests: Sequence[Request], **more: Any) -> Path:
-    """One instance at half the speed of its profile; ``simulate`` is of another cluster."""
+    """An instance at half the speed of its profile; ``simulate`` is of another cluster."""
     run_file = {
         "model": "m",
         "groups": {"g": SLOW},

@@ -208,7 +208,7 @@ def test_calibrate_prints_a_line_for_the_run_file(tmp_path: Path) -> None:
 
 
 def test_linear_costs_in_a_run_file(trace: Path, tmp_path: Path) -> None:
-    """One request of 200 + 10 tokens alone: 1 ms a step and 10 us a token of its prompt."""
+    """A request of 200 + 10 tokens alone: 1 ms a step and 10 us a token of its prompt."""
     run_file = tmp_path / "run.yaml"
     linear = "{step_s: 0.001, token_s: 0.00001}"
     run_file.write_text(

@@ -56,7 +56,7 @@ OWN_S = 1.6e-3 + 0.208e-3
 
 
 def test_a_step_takes_what_the_slowest_shard_does() -> None:
-    """One head here and one there, where the memory is half as fast, and queries go to and fro."""
+    """A head here and one there, where the memory is half as fast, and queries go to and fro."""
     file = run_file()
     file["gpus"]["slow"] = CARD | {"memory_gb_s": 0.5e-3}
     file["groups"]["w"] = {"kind": "slow"}

@@ -124,7 +124,7 @@ G, H = {"devices": 4, "tensor_parallel_size": 2}, {"devices": 2, "tensor_paralle
 
 @dataclass(frozen=True)
 class Side:
-    """One instance: devices of each stage, tokens per page, layers and segments of each stage."""
+    """An instance: devices of each stage, tokens per page, layers and segments of each stage."""
 
     devices: int
     page_size: int
@@ -266,7 +266,7 @@ def _pool(page_size: int, there: int, wanted: int | None, number: int) -> PagePo
 
 @dataclass(frozen=True)
 class Way:
-    """One way of serving on a pair.
+    """A way of serving on a pair.
 
     Attributes:
         system: ``data_parallel``, or ``cronus`` or ``disaggregated`` and from where to where.

@@ -33,7 +33,7 @@ ROUNDING = 2e-6
 
 @dataclass(frozen=True)
 class Done:
-    """One request's tokens, and the sum of their log probabilities."""
+    """A request's tokens, and the sum of their log probabilities."""
 
     tokens: list[int]
     logprob: float

@@ -62,7 +62,7 @@ def make_card(
     reduce_ms: Callable[[int, str], float] = all_reduce_ms,
     model: ModelShape = MODEL,
 ) -> Path:
-    """One card with one version of one backend."""
+    """A card with one version of one backend."""
     numbers = {
         "gpu": {
             "mem_bw": 1e12,

@@ -44,7 +44,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Script:
-    """One request: its legs, how many of them are named at a time, and where it stops."""
+    """A request: its legs, how many of them are named at a time, and where it stops."""
 
     prompt_len: int
     max_tokens: int

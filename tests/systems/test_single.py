@@ -1,4 +1,4 @@
-"""One instance for everything, be its layers on one group or on several."""
+"""An instance for everything, be its layers on one group or on several."""
 
 from types import SimpleNamespace
 

@@ -36,7 +36,7 @@ class Pieces:
 def ended(
     *texts: str, end_token_ids: tuple[int, ...] = (), **options: Any
 ) -> tuple[int, Stop | None, str]:
-    """One token for each text: how many are taken, why no more, and the output's text."""
+    """A token for each text: how many are taken, why no more, and the output's text."""
     sampling = Sampling(SamplingParams(**options), 0, end_token_ids)
     check = StopCheck(sampling, Pieces(*texts), ())  # type: ignore[arg-type]
     stop = None
@@ -79,7 +79,7 @@ def test_the_token_that_ends_the_text_is_not_in_it() -> None:
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
-    """One token a byte."""
+    """A token a byte."""
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ((found, _),) = letters.pre_tokenize_str(text)
     backend = tokenizer._backend

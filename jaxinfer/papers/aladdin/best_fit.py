@@ -85,7 +85,7 @@ class Seen:
 
 @dataclass(slots=True, eq=False)
 class WorkerAccount:
-    """One instance, and the account of what it was given.
+    """An instance, and the account of what it was given.
 
     Attributes:
         empty_since: seconds; holds while ``jobs`` is empty.

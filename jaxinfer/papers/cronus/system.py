@@ -68,7 +68,7 @@ class CronusOptions(Options):
 
 @dataclass(slots=True)
 class PromptCut:
-    """One request's cut: what the Balancer expected, and what came. Times in seconds."""
+    """A request's cut: what the Balancer expected, and what came. Times in seconds."""
 
     prompt_len: int
     length: int

@@ -152,7 +152,7 @@ class Space:
         return None
 
     def alone(self, phase: str, shape: InstanceShape) -> Candidate:
-        """One phase of all requests on one instance; the other one takes no time."""
+        """A phase of all requests on one instance; the other one takes no time."""
         axes = {"placed": phase, **_axes(phase, shape, 1)}
         part = self._instance(phase, shape)
         links = chain(groups_of(phase, shape), self._options.nic_gb_s)
@@ -312,7 +312,7 @@ def _source() -> Part:
 
 
 def _one_unit(prefill: str, decode: str) -> Part:
-    """All replicas of both hand KV over to each other."""
+    """Links by which all replicas of both hand KV over to each other."""
     return _system([{"prefill": [prefill], "decode": [decode]}])
 
 

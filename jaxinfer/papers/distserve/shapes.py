@@ -57,7 +57,7 @@ def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
 
 
 def groups_of(name: str, shape: InstanceShape) -> list[str]:
-    """One on each node; a number for each replica follows."""
+    """Groups, one on each node; a number for each replica follows."""
     return [f"{name}_{node}_" for node in range(len(shape.stages))]
 
 
@@ -106,7 +106,7 @@ def link(ends: Iterable[str], gb_s: float) -> Part:
 
 
 def joined(parts: Sequence[Part], links: Sequence[Part]) -> Part:
-    """All in one run file's part."""
+    """Parts joined in one run file's part."""
     found: dict[str, Any] = {"links": list(links)}
     for part in parts:
         found = merge(found, part)

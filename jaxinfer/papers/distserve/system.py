@@ -63,7 +63,7 @@ class DistServe(System):
         self._units = {name: unit for unit in options.units for name in unit.prefill}
 
     def check(self, instances: Collection[str]) -> None:
-        """All there, and each in one place of one unit."""
+        """Check that all are there, and each in one place of one unit."""
         roles = {
             f"units[{number}].{phase}": getattr(unit, phase)
             for number, unit in enumerate(self.options.units)

@@ -56,7 +56,7 @@ def primaries(
 def groupings(
     counts: Sequence[int], seconds: Sequence[float], most: float, rule: ShareRule
 ) -> Iterator[Grouping]:
-    """All of them: every number of instances that divides each kind, and every split of a stage."""
+    """Groupings: every number of instances that divides each kind, and every split of a stage."""
     common = gcd(*counts)
     for instances in (n for n in range(1, common + 1) if common % n == 0):
         here = [count // instances for count in counts]

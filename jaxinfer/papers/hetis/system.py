@@ -90,7 +90,7 @@ class Hetis(System):
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Each to the instance with the largest share of free pages that holds it."""
+        """Send each request to the instance with the largest share of free pages that holds it."""
         given: Counter[str] = Counter()
         found = []
         for request in waiting:
@@ -102,7 +102,7 @@ class Hetis(System):
         return found
 
     def place(self, request: RequestView, instance: InstanceView) -> Placement | None:
-        """Each stage's heads on its own device for the prompt; without room there, by eq. 7."""
+        """Place each stage's heads on its own device for the prompt; without room, by eq. 7."""
         pages = -(-request.num_known // instance.page_size)
         placement: list[list[int]] = [[] for _ in instance.shards]
         for numbers in _stages(instance.shards):
@@ -170,7 +170,7 @@ class Hetis(System):
         return ()
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """One may end before its prompt is done."""
+        """Forget a request, which may end before its prompt is done."""
         self._prompts.discard(request.id)
 
     def report(self) -> Mapping[str, object]:

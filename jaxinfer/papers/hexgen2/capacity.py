@@ -33,7 +33,7 @@ _BATCHES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One pipeline stage.
+    """A pipeline stage.
 
     Attributes:
         place: the number of a node among those of its group's signature.

@@ -63,7 +63,7 @@ class Site:
 
     @cached_property
     def gpu_of_type(self) -> list[Gpu]:
-        """One of the GPUs of each type."""
+        """A GPU of each type."""
         return [self.nodes[node].as_gpu(self.known) for node in self.types]
 
     @cached_property

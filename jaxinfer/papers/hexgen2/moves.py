@@ -82,7 +82,7 @@ def _all(site: Site, plan: MemberPlan, kinds: Collection[Kind], most: int) -> It
 
 
 def _alike(site: Site, many: Iterable[tuple[Member, ...]]) -> list[tuple[Member, ...]]:
-    """One of each class of members: equal in types, counts, roles and in the nodes they share."""
+    """A member of each class: equal in types, counts, roles and in the nodes they share."""
     found: dict[object, tuple[Member, ...]] = {}
     for members in many:
         first: dict[int, int] = {}

@@ -118,7 +118,7 @@ class HexGen2(System):
         self._some_lost = False
 
     def check(self, instances: Collection[str]) -> None:
-        """All there, and each in one role."""
+        """Check that all are there, and each in one role."""
         for source, flows in self.options.flows.items():
             for where, name in [("flows", source), *((f"flows.{source}", d) for d in flows)]:
                 if name not in instances:

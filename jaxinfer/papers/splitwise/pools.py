@@ -21,7 +21,7 @@ REPORTED = 2**15
 
 @dataclass(slots=True, eq=False)
 class Machine:
-    """One instance.
+    """An instance.
 
     Attributes:
         role: the pool that it is of, and goes back to.

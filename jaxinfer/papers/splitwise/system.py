@@ -63,7 +63,7 @@ class Splitwise(System):
         )
 
     def check(self, instances: Collection[str]) -> None:
-        """All there, by the names in the options, and none with two roles."""
+        """Check that all are there, by the names in the options, and none with two roles."""
         check_roles({"prompt": self.options.prompt, "token": self.options.token}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
@@ -71,7 +71,7 @@ class Splitwise(System):
         return super().routes(instances) if self.options.token else ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """All that wait, at once; with one machine left, all run there."""
+        """Assign all that wait, at once; with one machine left, all run there."""
         self.pools.look(cluster.instances, cluster.now)
         if not self.pools.everyone:
             # All are lost: the loop fails who is to go to one of them, or has them wait.

@@ -40,7 +40,7 @@ class Windows:
         return bool(self._queues.get(name))
 
     def requests(self) -> set[str]:
-        """All that are in a queue."""
+        """Requests in any queue."""
         return {request for queue in self._queues.values() for request in queue}
 
     def keep(self, names: Iterable[str]) -> None:

@@ -79,7 +79,7 @@ class TetriInfer(System):
         self._flipped: list[dict[str, object]] = []
 
     def check(self, instances: Collection[str]) -> None:
-        """All there, and none in both roles."""
+        """Check that all are there, and none in both roles."""
         check_roles({"prefill": self.options.prefill, "decode": self.options.decode}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:

@@ -55,7 +55,7 @@ class AnySystem:
         return search.best(found, lambda candidate: _most(problem, candidate))
 
     def candidates(self) -> Iterator[Candidate]:
-        """All of ``grid``."""
+        """Candidates of the whole ``grid``."""
         try:
             yield from grid(self._options.files, self._options.axes)
         except OptionError as error:

@@ -74,7 +74,7 @@ class Colocated:
         return search.best(list(self.candidates()), guess=guess)
 
     def candidates(self) -> Iterator[Candidate]:
-        """All, each instance of ``tp`` times ``pp`` GPUs."""
+        """Candidates, each instance of ``tp`` times ``pp`` GPUs."""
         options = self._options
         shapes = product(options.gpus, options.tensor_parallel, options.pipeline_parallel)
         for kind, tp, pp in shapes:

@@ -45,7 +45,7 @@ HALF = "_ci95"
 
 
 class PointRun(NamedTuple):
-    """One run of a point.
+    """A run of a point.
 
     Attributes:
         data: what its run file holds.

@@ -20,7 +20,7 @@ Way = tuple[HeldPages, StagePair]
 
 @dataclass(eq=False)
 class _Slab:
-    """One on its way; ``has_come``: it waits for those before it."""
+    """A slab on its way; ``has_come``: it waits for those before it."""
 
     landed: Landed
     has_come: bool = False

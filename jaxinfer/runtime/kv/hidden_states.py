@@ -17,7 +17,7 @@ class HiddenForm(NamedTuple):
 
 
 class HiddenStates:
-    """One process's part of a pipeline's ways: in from the stages before, out to those after.
+    """A process's part of a pipeline's ways: in from the stages before, out to those after.
 
     Steps come in the order of their launches, which is the same in all of the processes, so that
     each is known by its number. What a step has is fetched ahead: it comes once it is offered.

@@ -1,4 +1,4 @@
-"""One process's ends of stage pairs: does there what a channel asks for; see ``channel``."""
+"""A process's ends of stage pairs: does there what a channel asks for; see ``channel``."""
 
 import math
 import threading
@@ -45,7 +45,7 @@ PATIENCE_S, SLOWEST_GB_S = 10.0, 0.05
 
 @dataclass
 class _End:
-    """One end of a stage pair, which sends or takes in.
+    """An end of a stage pair, which sends or takes in.
 
     A thread does what has to be waited for, in order.
 
@@ -204,7 +204,7 @@ class KVEndpoint:
 
 
 class KVProcess(Protocol):
-    """One process that slabs come from or go to.
+    """A process that slabs come from or go to.
 
     Attributes:
         waits_for: see KVEndpoint; empty where another process sees to that itself.

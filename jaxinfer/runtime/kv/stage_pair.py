@@ -59,7 +59,7 @@ class StagePair:
 
 @dataclass(eq=False)
 class Slab:
-    """One part of a transfer on its way: tokens ``start`` to ``stop`` of a pair's layers.
+    """A part of a transfer on its way: tokens ``start`` to ``stop`` of a pair's layers.
 
     Attributes:
         number: never used again.

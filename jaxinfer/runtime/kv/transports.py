@@ -21,7 +21,7 @@ from jaxinfer.sockets import call, join_address, let_in, listen
 
 
 class Transport(Protocol):
-    """One process's part of a way that slabs take.
+    """A process's part of a way that slabs take.
 
     Attributes:
         in_place: an offered slab is fetched by the thread that has offered it, as nothing has to

@@ -48,7 +48,7 @@ class Peer(Protocol):
 
 
 class Child:
-    """One that is started here, with some variables besides those of this process."""
+    """A process that is started here, with some variables besides those of this one."""
 
     clock_offset = 0.0
     way: tuple[str, str] | None = None
@@ -84,7 +84,7 @@ class Ended(NamedTuple):
 
 
 class Elsewhere:
-    """One that a worker that listens starts for this process, with some variables besides its own.
+    """A process that a worker that listens starts, with some variables besides its own.
 
     Args:
         address: ``HOST:PORT``.

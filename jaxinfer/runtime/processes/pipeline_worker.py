@@ -110,7 +110,7 @@ class PipelineWorker:
 
     @property
     def stages(self) -> list[RemoteStage]:
-        """All of them, in their order."""
+        """Stages in their order."""
         return [stage for part in self._there for stage in part.stages]
 
     @property

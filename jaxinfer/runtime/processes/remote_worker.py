@@ -48,7 +48,7 @@ class NobodyThere(JaxinferError):
 
 
 class Process:
-    """One process with devices of its own, ended by this one.
+    """A process with devices of its own, ended by this one.
 
     Args:
         name: of its group.

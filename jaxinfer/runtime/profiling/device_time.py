@@ -29,7 +29,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch; times in seconds, of the same clock as the steps'."""
+    """A launch; times in seconds, of the same clock as the steps'."""
 
     name: str
     start: float

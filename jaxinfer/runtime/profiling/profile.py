@@ -290,7 +290,7 @@ class Grid:
 
     @property
     def by_shape(self) -> list[list[tuple[Part, ...]]]:
-        """All that is measured, each step once, those of one shape together."""
+        """Measured steps, each once, those of one shape together."""
         chunks = [(part,) for length in self.lengths for part in self.prefill(length)]
         found: dict[StepShape, list[tuple[Part, ...]]] = {}
         for parts in dict.fromkeys([*chunks, *(parts for *_, parts in self.mixed), *self.others]):

@@ -15,7 +15,7 @@ from jaxinfer.runtime.stage.stage_plan import StagePlan
 
 @dataclass(frozen=True)
 class HeadPool:
-    """One device's, for one stage.
+    """A device's pool, for one stage.
 
     Attributes:
         mesh: of the device alone.

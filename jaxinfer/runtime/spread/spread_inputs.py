@@ -62,7 +62,7 @@ class HalvedInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Row:
-    """One row's KV heads on one device: its first token, tokens, entries before it, pages."""
+    """A row's KV heads on one device: its first token, tokens, entries before it, pages."""
 
     at: int
     count: int
@@ -133,7 +133,7 @@ def pair_shapes(shape: StepShape, num_heads: int) -> list[StepShape]:
 def empty_spread_inputs(
     shape: StepShape, pairs: StepShape, limits: StepLimits, num_heads: int, devices: int
 ) -> SpreadInputs:
-    """All padding, on all devices.
+    """Inputs that are all padding, on all devices.
 
     Args:
         num_heads: KV heads, those of padding included.
@@ -237,7 +237,7 @@ def _fits(rows: Sequence[_Row], pairs: StepShape) -> bool:
 def _attention(
     rows: Sequence[_Row], pairs: StepShape, limits: StepLimits, K: int
 ) -> tuple[PagedBatch, np.ndarray]:
-    """One device's pairs as a batch of its attention, and each pair's token * K + head."""
+    """A device's pairs as a batch of its attention, and each pair's token * K + head."""
     batch = empty_inputs(pairs, limits).batch
     size = limits.page_size
     singles = [row for row in rows if row.count == 1]
@@ -274,7 +274,7 @@ def _attention(
 
 
 def pack(batch: PagedBatch) -> np.ndarray:
-    """All of a device's tables in one array, int32, so that one copy takes them there."""
+    """Pack all of a device's tables in one array, int32, so that one copy takes them there."""
     return np.concatenate([np.ravel(part) for part in batch[1:]]).astype(np.int32)
 
 

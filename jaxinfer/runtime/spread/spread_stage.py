@@ -128,7 +128,7 @@ class SpreadStage(Stage):
 
 
 class Chain:
-    """One batch, or half of one, on its way through a spread stage; launches, and never waits.
+    """A batch, or half of one, on its way through a spread stage; launches, and never waits.
 
     Args:
         shape: what it is padded to.

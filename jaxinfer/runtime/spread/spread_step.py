@@ -154,7 +154,7 @@ def attend(
     piece_RXH: jax.Array,
     tables: jax.Array,
 ) -> tuple[KVPages, jax.Array]:
-    """One layer's attention of one device's pairs [R, G, H]; ``kv`` is to be donated."""
+    """A layer's attention of one device's pairs [R, G, H]; ``kv`` is to be donated."""
     with jax.default_matmul_precision("highest"):
         batch = unpack(tables, pairs, limits)
         k_R1H, v_R1H, q_RGH = piece_RXH[:, :1], piece_RXH[:, 1:2], piece_RXH[:, 2:]
@@ -174,7 +174,7 @@ def attend(
 
 
 class SpreadStep(CompiledStep):
-    """One stage's executables, by bucket of the step and of its devices' pairs.
+    """A stage's executables, by bucket of the step and of its devices' pairs.
 
     Args:
         pools: where it has KV heads.
@@ -189,7 +189,7 @@ class SpreadStep(CompiledStep):
         self._outer_state, self._layer_state = outer, layers[0]
 
     def of(self, part: Hashable) -> jax.stages.Compiled:
-        """One executable."""
+        """The executable of some pairs."""
         return self._get([part])[0]
 
     @property

@@ -1,1 +1,1 @@
-"""One instance's compiled programs: layout, inputs, step, sampler, KV cache."""
+"""An instance's compiled programs: layout, inputs, step, sampler, KV cache."""

@@ -105,7 +105,7 @@ def _plan_segments(
     layers: Layers,
     taken: int,
 ) -> list[StagePlan]:
-    """One stage's, which share its devices' memory."""
+    """Plan one stage's segments, which share its devices' memory."""
     whole = make_plan(model, instance, devices, layers, taken, axes=axes)
     if instance.segments == 1:
         return [whole]

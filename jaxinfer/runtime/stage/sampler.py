@@ -60,7 +60,7 @@ PLAIN_SAMPLER = SamplerShape()
 
 
 class SamplingInputs(NamedTuple):
-    """One row per token to draw.
+    """A row per token to draw.
 
     Attributes:
         temperature_S: float32; 0 is greedy.

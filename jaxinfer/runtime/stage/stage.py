@@ -1,4 +1,4 @@
-"""One pipeline stage on its mesh: parameters, KV pages, compiled step."""
+"""A pipeline stage on its mesh: parameters, KV pages, compiled step."""
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping

@@ -55,7 +55,7 @@ def forward(
     inputs: StepInputs,
     x_TD: jax.Array | None,
 ) -> tuple[list[KVPages], jax.Array, jax.Array]:
-    """One stage of the model on one step's tokens.
+    """A stage of the model on one step's tokens.
 
     Returns the KV pages, and hidden states: those to sample from [S, D], and all [T, D].
 
@@ -110,7 +110,7 @@ def prompt_head(
 
 
 class CompiledStep:
-    """One stage's executables by bucket.
+    """A stage's executables by bucket.
 
     Args:
         plan: of the stage; under its ``strict_shapes``, a bucket that has not been compiled ahead

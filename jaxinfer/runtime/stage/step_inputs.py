@@ -29,7 +29,7 @@ class StepInputs(NamedTuple):
 
 
 def empty_inputs(shape: StepShape, limits: StepLimits) -> StepInputs:
-    """All padding: what a step is compiled with, and what ``build_inputs`` fills."""
+    """Inputs of padding alone: a step is compiled with them, and ``build_inputs`` fills them."""
     S, T, C, M = *shape, limits.max_pages
     zeros = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
     return StepInputs(

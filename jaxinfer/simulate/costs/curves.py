@@ -39,7 +39,7 @@ _Points = dict[tuple[float, ...], float]
 
 
 class CurveStage:
-    """One pipeline stage.
+    """A pipeline stage.
 
     Args:
         costs: of all layers.

@@ -9,7 +9,7 @@ from jaxinfer.sharding.costs import LayoutCosts, Seconds, stated_links
 
 
 class LayoutStage:
-    """One pipeline stage under a layout, by the roofline's efficiencies and links.
+    """A pipeline stage under a layout, by the roofline's efficiencies and links.
 
     Args:
         layers: how many; ``last``: with the head.

@@ -29,7 +29,7 @@ from jaxinfer.simulate.costs.step_floor import StepFloor
 
 
 class LinearStage:
-    """One pipeline stage.
+    """A pipeline stage.
 
     Args:
         costs: of all layers.

@@ -55,7 +55,7 @@ class Profiled(Options):
 
 @dataclass(frozen=True)
 class ProgramStage:
-    """One pipeline stage: each step takes what the compiled step does that it is padded for.
+    """A pipeline stage: each step takes what the compiled step does that it is padded for.
 
     Attributes:
         limits: decide the shape of a step.

@@ -153,7 +153,7 @@ def check_steps(folder: Path, device: str, gpu: Gpu, degree: Degree) -> Iterator
 
 
 def check_table(checks: Sequence[Check]) -> Table:
-    """One line per kind of steps."""
+    """A line per kind of steps."""
     table = Table(title="Parts beside whole steps", title_justify="left", box=None, pad_edge=False)
     for column in ("devices", "steps of", "measured", "sum of parts, median", "least", "most"):
         table.add_column(column, justify="left" if column == "steps of" else "right")

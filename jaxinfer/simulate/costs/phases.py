@@ -33,7 +33,7 @@ def prompt_pairs(chunks: Sequence[tuple[int, int]]) -> int:
 
 
 class PhaseStage:
-    """One pipeline stage.
+    """A pipeline stage.
 
     Args:
         costs: of all layers.

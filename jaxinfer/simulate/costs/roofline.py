@@ -33,7 +33,7 @@ _Product = tuple[float, float, float]
 
 
 class RooflineStage:
-    """One pipeline stage on ``devices`` GPUs that share each layer.
+    """A pipeline stage on ``devices`` GPUs that share each layer.
 
     Args:
         layers: how many; ``last``: with the head.
@@ -125,7 +125,7 @@ class RooflineStage:
         )
 
     def dense(self, T: float) -> float:
-        """One layer without its attention, of so many tokens."""
+        """A layer without its attention, of so many tokens."""
         layer = T * self._reduce + self._reduce_each
         for compute, weights, moved in self._products:
             layer += max(T * compute, weights + T * moved)

@@ -208,7 +208,7 @@ class Collectives:
 def rings(
     gpu: Gpu, model: ModelShape, devices: int, itemsize: int, layers: int, first: bool, last: bool
 ) -> Collectives:
-    """All-reduces of hidden states, two per layer and one of the embedding; logits are gathered.
+    """Rings of hidden states, two per layer and one of the embedding; logits are gathered.
 
     Args:
         first, last: with the embedding, with the head: each device has a part of the vocabulary.
@@ -223,7 +223,7 @@ def rings(
 
 
 class TableStage:
-    """One pipeline stage by its operators' tables.
+    """A pipeline stage by its operators' tables.
 
     Args:
         found: of this model, this GPU and so many ``devices``; ``source``: where it was read.

@@ -1,4 +1,4 @@
-"""One model's operators out of published tables, per GPU and layer, in microseconds.
+"""A model's operators out of published tables, per GPU and layer, in microseconds.
 
 Times are milliseconds in the tables, sizes of all-reduces are elements. What no table has, the
 small operators on vectors, takes its bytes at the card's bandwidth and a launch.
@@ -26,7 +26,7 @@ Points = dict[float, float]
 
 @dataclass(frozen=True)
 class Wanted:
-    """One model on some GPUs, as a backend runs it.
+    """A model on some GPUs, as a backend runs it.
 
     Attributes:
         card: name of the card's folder; None for the one that ``kind``, the GPU, names.

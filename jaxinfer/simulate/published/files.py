@@ -28,7 +28,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Card:
-    """One card's tables.
+    """A card's tables.
 
     Attributes:
         name: of its folder, as ``h100_sxm``.

@@ -23,7 +23,7 @@ def in_time(run: RunRecord) -> str:
 
 
 def row_of(name: str, run: RunRecord) -> Row:
-    """One system; where it knows no roles, all workers are on."""
+    """A system; where it knows no roles, all workers are on."""
     metrics = run.run["metrics"]
     uses = metrics["instances"].values()
     off = sum(use["role_s"].get("off", 0.0) for use in uses) if name == "Aladdin" else 0.0

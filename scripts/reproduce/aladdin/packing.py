@@ -9,7 +9,7 @@ from jaxinfer.papers.aladdin.best_fit import Job, Seen, WorkerAccount, best_fit,
 
 
 def see(worker: WorkerAccount) -> Seen:
-    """All prompts are still to be computed, and nothing decodes yet."""
+    """See all prompts as still to be computed, with nothing decoding yet."""
     return Seen(sum(job.prompt for job in worker.jobs.values()))
 
 

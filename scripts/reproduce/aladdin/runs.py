@@ -87,7 +87,7 @@ class Search:
         self._data = key_of(repr(trace), contents(str(tables)))
 
     def of(self, trace: Work, name: str) -> "Search":
-        """One of other requests, or with a file of its own."""
+        """A run of other requests, or with a file of its own."""
         return Search(trace, self.tables, self.folder, self.code, name)
 
     def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:

@@ -190,7 +190,7 @@ def on_four(search: Search, ways: Mapping[str, Way]) -> list[Row]:
 
 
 def draw_four(rows: Sequence[Row]) -> Figure:
-    """Both over the rate, by system."""
+    """Draw both over the rate, by system."""
     names = dict.fromkeys(row["system"] for row in rows)
     figure = Figure((9, 3.4), layout="constrained")
     for axes, y in zip(figure.subplots(1, 2), ("attainment (%)", "P99 gap (ms)"), strict=True):

@@ -48,7 +48,7 @@ MEAN = (246, 326)
 
 
 def worker(model: str, gpu: str, gpus: int, **costs: Any) -> RunFile:
-    """One worker."""
+    """A worker."""
     return as_run_file(
         {
             "model": model,

@@ -148,7 +148,7 @@ def _small_cases(work: Work, level: tuple[float, float], count: int) -> list[Row
 
 
 def workers(level: tuple[float, float]) -> list[WorkerAccount]:
-    """One of each kind, with its price and the limits that a run gives it."""
+    """Workers, one of each kind, with its price and the limits that a run gives it."""
     prices = load_problem(PLAN).prices
     config = load_run_file(FILE)
     _, cluster, _ = prepare(config)

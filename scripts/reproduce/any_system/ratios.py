@@ -50,7 +50,7 @@ def searched(
 
 
 def ratio_row(name: str, lengths: Lengths, out: Path, pool: ProcessPoolExecutor) -> Row:
-    """One workload, of short traces and of long ones."""
+    """A workload, of short traces and of long ones."""
     rates = []
     for count in (SHORT, LONG[name]):
         trace = out / f"{name}-{count}.csv"

@@ -29,7 +29,7 @@ def solve(figure: Callable[[float], float], target: float, low: float, high: flo
 
 
 def capacity(setup: str, column: int, approach: str) -> float:
-    """One stage's capacity: the system's throughput by the share that the stage needs of it."""
+    """A stage's capacity: the system's throughput by the share that the stage needs of it."""
     return paper(approach, setup) / (TABLE_3[setup][column] / 100)
 
 

@@ -37,13 +37,13 @@ TABLE_3 = {
 
 
 def paper(approach: str, setup: str) -> float:
-    """One cell of Table 2."""
+    """A cell of Table 2."""
     return TABLE_2[approach][list(SETUPS).index(setup)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One cell: a setup under a system, with costs."""
+    """A cell: a setup under a system, with costs."""
 
     setup: str
     system: str

@@ -41,7 +41,7 @@ def ratios(points: Sequence[Row], cells: Sequence[Row]) -> list[Row]:
 
 
 def of_table_2(cells: Sequence[Row]) -> list[Target]:
-    """Each cell, and the order of each column."""
+    """Targets of each cell, and the order of each column."""
     found = []
     for cell in cells:
         kind: Kind = "calibrated" if cell["calibrated_on"] else "predicted"
@@ -57,7 +57,7 @@ def of_table_2(cells: Sequence[Row]) -> list[Target]:
 
 
 def of_table_3(shares: Sequence[Row]) -> list[Target]:
-    """Each share of a stage's capacity."""
+    """Targets of each share of a stage's capacity."""
     found = []
     for row in shares:
         claim = f"Table 3, {row['setup']}, {row['stage']} (%)"

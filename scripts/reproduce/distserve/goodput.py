@@ -62,7 +62,7 @@ LEAST_RATE, FIRST_RATE, PRECISION = 0.01, 0.25, 0.15
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison of DistServe with colocation.
+    """A comparison of DistServe with colocation.
 
     Attributes:
         work: so many requests, by a seed.

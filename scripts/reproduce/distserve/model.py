@@ -151,7 +151,7 @@ def pair(model: str, prefill: Shape, decode: Shape, units: int = 1, **more: Any)
 
 
 def colocated(model: str, shape: Shape, **more: Any) -> Cluster:
-    """One instance that does both."""
+    """An instance that does both."""
     return Cluster(model, (("both", shape),), **more)
 
 

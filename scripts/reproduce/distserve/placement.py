@@ -61,7 +61,7 @@ def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[Row], Target]:
 
 
 def placements(inputs: Inputs) -> Part:
-    """Each model's."""
+    """Placements of each model."""
     pool = inputs.pool
     rows, targets = [], []
     for model in PAPER:

@@ -84,7 +84,7 @@ def _one_more(
 
 
 def colocated(work: Sequence[BenchRequest], phases: dict[str, Any]) -> Latencies:
-    """One instance that computes prompts where there are some, else decodes."""
+    """An instance that computes prompts where there are some, else decodes."""
     now, at = 0.0, 0
     first, ends = [0.0] * len(work), [0.0] * len(work)
     running: dict[int, int] = {}

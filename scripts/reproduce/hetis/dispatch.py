@@ -172,6 +172,6 @@ def compared(inputs: Inputs) -> Part:
 
 
 def slower_p100() -> AttentionFit:
-    """One of the four that the cluster has as one group."""
+    """A P100 of the four that the cluster has as one group."""
     group = fits(SEVENTY, PRIMARIES, ("p",))[1]
     return AttentionFit(0.0, 4 * group.per_entry, 0.0, group.exchange_per_pair, group.exchange)

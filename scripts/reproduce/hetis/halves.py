@@ -120,7 +120,7 @@ class Stage:
 
 
 def stage_of(name: str, exchange_s: float | None = None) -> Stage:
-    """One of them, by its own link's latency or another one."""
+    """A stage, by its own link's latency or another one."""
     model, layers, attention = STAGES[name]
     engine = LARGE | {"half_batches": "by_time"}
     with TemporaryDirectory() as folder:

@@ -105,7 +105,7 @@ class Asked:
 
 
 def together(rented: Sequence[Row], files: Sequence[Row]) -> list[Row]:
-    """One table: who lacks a kind of GPU has none, and what is rented is not planned."""
+    """A single table: who lacks a kind of GPU has none, and what is rented is not planned."""
     columns = [name for name in rented[0] if name not in ("requests/s", "at most")]
     columns += [name for row in files for name in row if name not in (*columns, *_LAST)]
     return [

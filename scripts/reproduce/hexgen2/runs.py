@@ -224,7 +224,7 @@ class Planned:
         return simulate(as_run_file(self.problem.run_file(self.part)), work)
 
     def saturated(self) -> RunMetrics:
-        """All of its requests at once."""
+        """Serve all of the requests at once."""
         return self.run(self.problem.work)
 
     def online(self, peak: float) -> RunMetrics:

@@ -74,7 +74,7 @@ def latencies(run: RunRecord) -> dict[str, float | None]:
 def row_of(
     ratio: str, folder: Path, requests: int, lengths: tuple[int, int], every_s: float
 ) -> Row:
-    """One run and its replay."""
+    """A run and its replay."""
     llm = LLM.from_config(config_of(ratio, folder / "model"))
     same = [BenchRequest(None, *lengths, 0.0)] * requests
     work = with_arrivals(same, Arrivals(kind="interval", seconds=every_s))

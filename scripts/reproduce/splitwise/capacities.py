@@ -195,7 +195,7 @@ def others(setting: Setting, at_home: Mapping[str, int]) -> Rows:
 
 
 def of_llama(setting: Setting) -> Rows:
-    """Another model on BLOOM's clusters."""
+    """Capacities of another model on BLOOM's clusters."""
     cells = {name: ("conv", design(name, "conv", "power", model=LLAMA)) for name in DESIGNS}
     found = setting.largest(cells, step=10, most=300)
     return [{"cluster": name, "rps": rps} for name, rps in found.items()]

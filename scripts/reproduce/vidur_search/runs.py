@@ -96,7 +96,7 @@ class Searches:
         return sorted(found, key=lambda row: -row["value"])
 
     def one(self, name: str, row: Row, **how: Any) -> Row:
-        """One configuration; without a value if it never keeps the targets."""
+        """A configuration; without a value if it never keeps the targets."""
         (found,) = self.rows(name, **only(row), **how)
         return found
 

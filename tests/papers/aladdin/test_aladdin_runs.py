@@ -128,7 +128,7 @@ def system_of_two() -> Checked:
 
 
 def test_gpu_seconds_fall_where_workers_are_off() -> None:
-    """One request in four workers' time: three of them are never on, and the first not after."""
+    """A request in four workers' time: three of them are never on, and the first not after."""
     pool = [instance("a"), *(instance(name, role="off") for name in "bcd")]
     requests = make_requests([(4, 2), (4, 2)], [0.0, 60.0])
     outcome = serve(make(Checked, heartbeat_s=1, off_after_s=5), pool, requests)

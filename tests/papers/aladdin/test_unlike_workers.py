@@ -125,7 +125,7 @@ def jobs_of(lengths: Sequence[tuple[int, int]]) -> list[Job]:
 def test_each_that_is_opened_was_the_cheapest_that_takes_the_request(
     kinds: list[tuple[float, int, float]], lengths: list[tuple[int, int]], there: int
 ) -> None:
-    """One request after the other, and nothing is opened that an open one makes needless."""
+    """A request after the other, and nothing is opened that an open one makes needless."""
     workers = workers_of(kinds)
     on, off = workers[:there], workers[there:]
     opened: list[WorkerAccount] = []

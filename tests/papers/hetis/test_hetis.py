@@ -39,7 +39,7 @@ def spread(
     name: str = "A",
     **options: Any,
 ) -> Instance:
-    """One stage on shards of so many pages of one head each; the first is its own."""
+    """A stage on shards of so many pages of one head each; the first is its own."""
     shards = [
         Shard(PagePool(count + 1, page_size), tuple(range(heads)) if not i else (), 0, f"g{i}", fit)
         for i, (count, fit) in enumerate(zip(pages, fits, strict=False))
@@ -92,7 +92,7 @@ def test_more_heads_leave_where_a_halfs_dense_part_hides_them(
 
 
 def test_a_prompt_is_attended_to_on_the_own_device_and_then_handed_out() -> None:
-    """One own head more takes 10, the first remote one 10 + 20: by hand."""
+    """A further own head takes 10, the first remote one 10 + 20: by hand."""
     instance, system = spread([99, 99, 99]), make()
     assert system.place(request(), instance) == [[0, 1, 2, 3], [], []]
     assert hand_out(system, instance) == [(0, 1, (3,))]

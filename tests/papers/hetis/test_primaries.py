@@ -39,7 +39,7 @@ def test_step_by_step_a_large_pool_is_stripped() -> None:
     ("most", "kept"), [(0.01, [4, 4, 3]), (0.03, [4, 4, 0]), (0.1, [4, 4, 0]), (0.12, [4, 3, 0])]
 )
 def test_more_goes_out_the_more_may_be_lost(most: float, kept: list[int]) -> None:
-    """One P100 is 0.7 %, four 2.9 %, a 3090 more 10.9 %: by hand."""
+    """Shares by hand: a P100 is 0.7 %, four 2.9 %, a 3090 more 10.9 %."""
     assert primaries((4, 4, 4), PREFILL, most, "cumulative") == kept
 
 

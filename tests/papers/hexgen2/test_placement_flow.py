@@ -52,7 +52,7 @@ def test_a_link_of_two_nodes_takes_the_place_of_their_cards() -> None:
 
 
 def test_cards_that_pairs_share() -> None:
-    """One card for four pairs: 1 GB/s for 1 GB each, where pairs by themselves promise four."""
+    """A card for four pairs: 1 GB/s for 1 GB each, where pairs by themselves promise four."""
     groups = [one(0, "prefill", 9) for _ in range(2)] + [one(1, "decode", 9) for _ in range(2)]
     assert pair_flow(groups, network(2)).total == pytest.approx(4, rel=1e-4)
     found = shared_flow(groups, network(2))

@@ -234,7 +234,7 @@ def test_equal_changes_are_one() -> None:
 
 
 def test_without_merges_and_restarts_it_stops_short() -> None:
-    """One number of groups, whose roles may change: on four H100s and four A100s."""
+    """The same number of groups, whose roles may change: on four H100s and four A100s."""
     capacity, network, request_bytes = modelled(site_of(EIGHT), "llama-2-70b", "LPLD")
     start = as_plan([(((0, 4),), "prefill"), (((1, 4),), "decode")])
     found = scorer(capacity, network)

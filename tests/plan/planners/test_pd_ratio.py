@@ -140,7 +140,7 @@ def asked(count: int, **goal: object) -> Problem:
 
 
 def test_short_prompts_share_steps(tmp_path: Path) -> None:
-    """One A10 prefills 60 of them a second, of which it could do 22 one by one."""
+    """An A10 prefills 60 of them a second, of which it could do 22 one by one."""
     trace = tmp_path / "short.csv"
     rows = "".join(f"{16 + i * 7 % 49},{2 + i * 3 % 19}\n" for i in range(400))
     trace.write_text("num_prefill_tokens,num_decode_tokens\n" + rows)

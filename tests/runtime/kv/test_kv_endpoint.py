@@ -1,4 +1,4 @@
-"""One process's ends of stage pairs: what they keep, and whom they blame."""
+"""A process's ends of stage pairs: what they keep, and whom they blame."""
 
 from queue import SimpleQueue
 from types import SimpleNamespace

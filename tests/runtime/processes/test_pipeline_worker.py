@@ -1,4 +1,4 @@
-"""One instance's stages in several processes: steps put together, and whose failure it is."""
+"""An instance's stages in several processes: steps put together, and whose failure it is."""
 
 import threading
 from collections.abc import Callable

@@ -189,7 +189,7 @@ def test_at_any_moment_and_back_at_any_other(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One cluster, which loses the same process in each of its runs."""
+    """A cluster, which loses the same process in each of its runs."""
     monkeypatch.setattr(remote_worker, "SILENCE_S", 3.0)
     gc.collect()
     before = children(), threading.active_count(), open_files()

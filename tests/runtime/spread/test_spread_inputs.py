@@ -134,7 +134,7 @@ def check_pairs(spread: Spread, batch: Batch, inputs: SpreadInputs, padded: int)
 
 
 def check_pages(found: PagedBatch, first: int, row: Row, pages: list[int]) -> None:
-    """One head of one row, whose pairs follow one another."""
+    """A head of one row, whose pairs follow one another."""
     position = np.arange(row.start, row.start + row.count)
     where = slice(first, first + row.count)
     np.testing.assert_array_equal(found.page_T[where], np.array(pages)[position // PAGE])

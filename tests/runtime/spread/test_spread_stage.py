@@ -44,7 +44,7 @@ NOTHING: Any = None
 
 
 class Spread:
-    """One stage and one request, whose heads lie on this device or that.
+    """A stage and one request, whose heads lie on this device or that.
 
     Without attention devices, it is an ordinary stage.
     """

@@ -72,7 +72,7 @@ def test_the_pool_takes_a_share_of_what_is_free(free: Any) -> None:
 
 
 def test_the_least_pool_and_the_largest(free: Any) -> None:
-    """One page for padding and one of use."""
+    """A page for padding and one of use."""
     free(WEIGHTS + 2 * PAGE)
     assert planned(memory_fraction=1.0).num_pages == 2
     assert planned(num_pages=2).num_pages == 2

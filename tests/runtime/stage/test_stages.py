@@ -1,4 +1,4 @@
-"""One stage's emulation, inputs and tokens, with a step that only notes what it is given."""
+"""A stage's emulation, inputs and tokens, with a step that only notes what it is given."""
 
 from types import SimpleNamespace
 from typing import Any

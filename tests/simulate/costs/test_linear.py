@@ -207,7 +207,7 @@ def test_the_fit_has_the_least_squares(relative: bool) -> None:
 
 
 def test_an_instance_without_room_for_two_decodes_is_refused() -> None:
-    """One token to a step: no chunk beside a decode, and nothing to fit eq. 3 to."""
+    """A token to a step: no chunk beside a decode, and nothing to fit eq. 3 to."""
     with pytest.raises(JaxinferError, match="too small to fit step times to: give it more tokens"):
         fit_costs(Curved(), 1, 1, longest=1, pool=1, relative=True)
 

@@ -166,7 +166,7 @@ def run_file(simulate_section: dict[str, Any], stages: int = 1) -> RunFile:
 
 
 def test_a_run_has_these_costs() -> None:
-    """One request of 500 and 4 tokens, in chunks of 400 and 100, through two stages of half each.
+    """A request of 500 and 4 tokens, in chunks of 400 and 100, through two stages of half each.
 
     Equation (step_s of 0.02 shared): 0.04 s for the two chunks' constants, 500 tokens, 500^2 pairs;
     then decodes that see 501, 502 and 503 entries. On the first stage 2 ms more for each step.
