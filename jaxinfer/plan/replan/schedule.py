@@ -162,7 +162,7 @@ class Server:
         on_request: OnRequest,
         drained: float | None,
     ) -> PeriodCourse:
-        """Serve one period; ``drained``: when the one before had ended, if this one waits for it."""
+        """Serve one period; ``drained``: when the one before has ended, if this one waits."""
         config = as_run_file(period.data)
         prepared = prepare(config)
         ready, reload_s = period.start, 0.0
