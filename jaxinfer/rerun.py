@@ -24,8 +24,15 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
 # Of run.json, what no two runs have in common: when and where they ran, and how long that took.
-OF_THE_MOMENT = ("started", "folder", "commit", "uncommitted_changes", "versions", "python",
-                 "machine")  # fmt: skip
+OF_THE_MOMENT = (
+    "started",
+    "folder",
+    "commit",
+    "uncommitted_changes",
+    "versions",
+    "python",
+    "machine",
+)
 _OF_THE_HOST = ("loop_s", "launching_s", "peak_rss_mib")
 
 

@@ -260,13 +260,17 @@ def _multiply(pages: Pages, mine: Rows, sm: Memory, me: jax.Array) -> Softmax:
 
         plgpu.barrier_wait(sm.k_ready.at[slot])
         done = scores_beside_values(
-            so_far, q, sm.k.at[slot].transpose((1, 0)), weight, sm.v.at[before],
+            so_far,
+            q,
+            sm.k.at[slot].transpose((1, 0)),
+            weight,
+            sm.v.at[before],
             weigh_scores=weigh_scores,
             before_values=partial(plgpu.barrier_wait, sm.v_ready.at[before]),
             issued=partial(plgpu.barrier_arrive, sm.turn.at[1 - me]),
             weighed=partial(plgpu.barrier_wait, sm.turn.at[me]),
             weight_sm=weights,
-        )  # fmt: skip
+        )
         plgpu.barrier_arrive(sm.v_free.at[before])
         return done
 

@@ -152,17 +152,22 @@ def _decode(
 
 
 def _attend(
-    pages: Pages, length: jax.Array, begin: jax.Array, end: jax.Array, sm: Memory,
+    pages: Pages,
+    length: jax.Array,
+    begin: jax.Array,
+    end: jax.Array,
+    sm: Memory,
     window: int | None,
-) -> Softmax:  # fmt: skip
+) -> Softmax:
     """The softmax over a part's tiles."""
     seen_from = jnp.maximum(length - window, 0) if window else 0
 
     def fetch(tile: jax.Array) -> None:
         slot = lax.rem(tile - begin, SLOTS)
         for x_PKBH, at, ready in (
-            (pages.k_PKBH, sm.k, sm.k_ready), (pages.v_PKBH, sm.v, sm.v_ready)
-        ):  # fmt: skip
+            (pages.k_PKBH, sm.k, sm.k_ready),
+            (pages.v_PKBH, sm.v, sm.v_ready),
+        ):
             copy_tile(x_PKBH, at.at[slot], ready.at[slot], pages.table_M, pages.head, tile)
 
     def one_tile(tile: jax.Array, carry: Softmax) -> Softmax:

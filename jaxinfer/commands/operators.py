@@ -111,9 +111,16 @@ def _degree(devices: int, measured: Measured) -> Degree:
         options["policies"] = policies
     model = shape_of_config(measured.model)
     return Degree(
-        devices, model, options, plan.limits, measured.over_devices, measured.host_s,
-        measured.depths[1], measured.checks, measured.spread,
-    )  # fmt: skip
+        devices,
+        model,
+        options,
+        plan.limits,
+        measured.over_devices,
+        measured.host_s,
+        measured.depths[1],
+        measured.checks,
+        measured.spread,
+    )
 
 
 def _numbers(platform: str | None) -> Gpu:
@@ -133,10 +140,17 @@ def _facts(
 ) -> dict[str, Any]:
     plan = measured.engine.plan
     return {
-        "model": name, "dtype": plan.dtype.name, "kv_dtype": plan.kv_dtype.name,
-        "kernels": plan.config.kernels, "page_size": plan.limits.page_size,
-        "layers": list(depths), "rounds": ROUNDS, "jax": jax.__version__,
-        "jaxlib": version("jaxlib"), "jaxinfer": version("jaxinfer"), "cores": os.cpu_count(),
+        "model": name,
+        "dtype": plan.dtype.name,
+        "kv_dtype": plan.kv_dtype.name,
+        "kernels": plan.config.kernels,
+        "page_size": plan.limits.page_size,
+        "layers": list(depths),
+        "rounds": ROUNDS,
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "jaxinfer": version("jaxinfer"),
+        "cores": os.cpu_count(),
         "host_s": {d.devices: [round(s, 7) for s in d.host_s] for d in found},
         "spread": {d.devices: round(d.spread, 4) for d in found},
-    }  # fmt: skip
+    }

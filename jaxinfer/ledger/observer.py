@@ -113,9 +113,7 @@ class ObservedWorld:
 
 def _batch(batch: Batch) -> list[Any]:
     """Instance, pages in use, grouped decodes, rows, the pages that each writes, and transfers."""
-    found: list[Any] = [
-        batch.instance, batch.pages_in_use, batch.grouped, batch.grouped_context
-    ]  # fmt: skip
+    found: list[Any] = [batch.instance, batch.pages_in_use, batch.grouped, batch.grouped_context]
     if batch.rows:
         found.append([[row.request.id, row.start, row.count, row.samples] for row in batch.rows])
         found.append([_written(row) for row in batch.rows])

@@ -138,9 +138,16 @@ def _cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
     found = medians(runs)
     groups = list(dict.fromkeys(group for f in found.values() for group in f.utilisation))
     columns = [
-        "system", "requests/s", "output tokens/s", "TTFT p50 / p99", "TBT p50 / p99",
-        *(f"{group} busy" for group in groups), "KV moved", "transfer hidden / visible", "mean cut",
-    ]  # fmt: skip
+        "system",
+        "requests/s",
+        "output tokens/s",
+        "TTFT p50 / p99",
+        "TBT p50 / p99",
+        *(f"{group} busy" for group in groups),
+        "KV moved",
+        "transfer hidden / visible",
+        "mean cut",
+    ]
     rows = []
     for name, f in found.items():
         has_transfers = f.hidden_s + f.visible_s > 0

@@ -28,9 +28,16 @@ class HeldPages:
     """
 
     __slots__ = (
-        "cached", "capacity", "copies", "kv", "num_hashed", "num_pages", "released", "tables",
+        "cached",
+        "capacity",
+        "copies",
+        "kv",
+        "num_hashed",
+        "num_pages",
+        "released",
+        "tables",
         "users",
-    )  # fmt: skip
+    )
 
     def __init__(
         self, kv: "KVShards", placement: Placement, cached: Sequence[CachedPage] = ()

@@ -130,14 +130,21 @@ def serve(
         loop.run()
         loop_s = time.perf_counter() - started
         return recorder.finish(
-            loop, len(requests), 0, overruns={}, lost={},
+            loop,
+            len(requests),
+            0,
+            overruns={},
+            lost={},
             preemptions=sum(instance.num_preemptions for instance in instances),
             num_pages=sum(each.pool_pages for each in modelled.values()),
-            loop_s=loop_s, launching_s=0.0,
-            compiles=0, compile_s=0.0, late_compiles=0,
+            loop_s=loop_s,
+            launching_s=0.0,
+            compiles=0,
+            compile_s=0.0,
+            late_compiles=0,
             role_s={i.name: i.role_seconds(world.now()) for i in instances},
             efficiency=cluster.efficiency,
-        )  # fmt: skip
+        )
 
 
 def describe_run(

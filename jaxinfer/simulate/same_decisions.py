@@ -76,9 +76,14 @@ def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:
 
     instances = {name: new(name) for name in modelled}
     loop = ServingLoop(
-        ledger.around(world), list(instances.values()), site.new_system(), given.check_stop,
-        ledger.ended, predict=given.predict, renew=renew,
-    )  # fmt: skip
+        ledger.around(world),
+        list(instances.values()),
+        site.new_system(),
+        given.check_stop,
+        ledger.ended,
+        predict=given.predict,
+        renew=renew,
+    )
     ledger.watch(loop)
     run_to_its_end(loop, entries)
     return entries
@@ -111,9 +116,15 @@ def _modelled(config: InstanceConfig, described: Mapping[str, Any]) -> ModelledI
     config = config.model_copy(update=found)
     stages = described["stages"]
     return ModelledInstance(
-        config, [], [stage["layers"] for stage in stages],
-        [stage["num_pages"] for stage in stages], 0, _NO_COST, segments=1, devices=[],
-    )  # fmt: skip
+        config,
+        [],
+        [stage["layers"] for stage in stages],
+        [stage["num_pages"] for stage in stages],
+        0,
+        _NO_COST,
+        segments=1,
+        devices=[],
+    )
 
 
 class _NoCost:

@@ -67,9 +67,15 @@ def main(
         llms = {}
         for name in formats:
             llms[name] = LLM(
-                model, progress=False, max_num_seqs=max(rows), max_num_batched_tokens=64,
-                max_model_len=256, enable_prefix_caching=False, **needed, **options_of(name),
-            )  # fmt: skip
+                model,
+                progress=False,
+                max_num_seqs=max(rows),
+                max_num_batched_tokens=64,
+                max_model_len=256,
+                enable_prefix_caching=False,
+                **needed,
+                **options_of(name),
+            )
         engines = {name: llm.engine for name, llm in llms.items()}
         for _ in range(rounds):
             for name, engine in engines.items():

@@ -229,10 +229,17 @@ def main(dtype: str, kernels: str, rounds: int, out: Path) -> None:
     """Print the table of both steps, and add it to a file."""
     rates = best_product_rate(dtype, kernels), best_read_rate()
     llm = LLM(
-        MODEL, dtype=dtype, kernels=kernels, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
-        num_pages=400, page_size=64, max_model_len=1024, token_buckets=[ROWS, TOKENS],
+        MODEL,
+        dtype=dtype,
+        kernels=kernels,
+        max_num_seqs=ROWS,
+        max_num_batched_tokens=TOKENS,
+        num_pages=400,
+        page_size=64,
+        max_model_len=1024,
+        token_buckets=[ROWS, TOKENS],
         enable_prefix_caching=False,
-    )  # fmt: skip
+    )
     engine = llm.engine
     bench = Bench(engine, kernels)
     table = Table("step", "part", "ms", "needs", "times", title=f"{dtype}, jax {jax.__version__}")

@@ -24,9 +24,16 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
 # Query heads per KV head, head size, tokens per page.
 SHAPES = (
-    (1, 64, 16), (3, 80, 8), (4, 128, 64), (7, 96, 32), (8, 128, 16), (16, 256, 128),
-    (5, 112, 256), (9, 160, 64), (5, 192, 16),
-)  # fmt: skip
+    (1, 64, 16),
+    (3, 80, 8),
+    (4, 128, 64),
+    (7, 96, 32),
+    (8, 128, 16),
+    (16, 256, 128),
+    (5, 112, 256),
+    (9, 160, 64),
+    (5, 192, 16),
+)
 S, C, T, M, P = 8, 4, 256, 64, 600
 
 

@@ -110,15 +110,27 @@ def test_only_what_is_read_is_fetched(tiny_folder: Path, monkeypatch: pytest.Mon
     assert [call[:2] for call in asked] == [("org/name", None), ("org/name", "v1.0")]
     assert asked[0][2] == list(FILES)
     wanted = {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "model-00001-of-00002.safetensors", "model.safetensors.index.json",
-        "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    }  # fmt: skip
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    }
     others = {
-        "README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx",
-        "original/consolidated.00.pth", "tokenizer.model", "training_args.bin",
-        "pytorch_model.bin.index.json", "onnx/config.json",
-    }  # fmt: skip
+        "README.md",
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "onnx/model.onnx",
+        "original/consolidated.00.pth",
+        "tokenizer.model",
+        "training_args.bin",
+        "pytorch_model.bin.index.json",
+        "onnx/config.json",
+    }
     assert set(filter_repo_objects(wanted | others, allow_patterns=asked[0][2])) == wanted
 
 

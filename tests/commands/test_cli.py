@@ -120,9 +120,15 @@ def test_good_and_bad_lines(run_file: Path, tmp_path: Path) -> None:
     assert got["line-2"]["response"]["body"]["usage"]["completion_tokens"] == 7
     assert len(got["line-9"]["response"]["body"]["choices"][0]["token_ids"]) == 2
     reasons = {
-        3: "not JSON", 4: "max_tokens is 0", 5: "max_model_len is 256", 6: "NaN",
-        7: "empty", 8: "max_tokens is '7'", 10: "token id 333", 11: "max_tokens is -3",
-    }  # fmt: skip
+        3: "not JSON",
+        4: "max_tokens is 0",
+        5: "max_model_len is 256",
+        6: "NaN",
+        7: "empty",
+        8: "max_tokens is '7'",
+        10: "token id 333",
+        11: "max_tokens is -3",
+    }
     for number, reason in reasons.items():
         error = got[f"line-{number}"]["error"]["message"]
         assert error.startswith(f"line {number}: ")

@@ -100,9 +100,15 @@ def test_a_decode_takes_its_bytes() -> None:
 
 
 def slow(
-    flops: float, bandwidth: float, last: bool = False, devices: int = 1, itemsize: int = 2,
-    link: float = 1.0, efficiency: KernelEfficiency = FULL, **model: object,
-) -> RooflineStage:  # fmt: skip
+    flops: float,
+    bandwidth: float,
+    last: bool = False,
+    devices: int = 1,
+    itemsize: int = 2,
+    link: float = 1.0,
+    efficiency: KernelEfficiency = FULL,
+    **model: object,
+) -> RooflineStage:
     """TINY's three layers at so many operations and bytes per second; links likewise."""
     gpu = Gpu(
         bf16_tflops=flops / 1e12,

@@ -72,8 +72,12 @@ def test_a_gpu_is_filled(lengths: list[int], heads: int, least: float) -> None:
 
 def test_programs_of_an_h100() -> None:
     assert [programs_at_once(head_dim) for head_dim in (64, 128, 160, 192, 256)] == [
-        264, 264, 264, 132, 132,
-    ]  # fmt: skip
+        264,
+        264,
+        264,
+        132,
+        132,
+    ]
 
 
 def test_what_is_short_stays_whole() -> None:

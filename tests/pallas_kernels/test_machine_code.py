@@ -27,9 +27,16 @@ CODE = """
 def test_the_loop_with_products() -> None:
     found = tile_loop(CODE)
     assert found == {
-        "instructions": 8, "products": 1, "MUFU": 1, "waits": 2, "barriers": 0, "STS": 0, "LDS": 0,
-        "LDG": 0, "local": 1,
-    }  # fmt: skip
+        "instructions": 8,
+        "products": 1,
+        "MUFU": 1,
+        "waits": 2,
+        "barriers": 0,
+        "STS": 0,
+        "LDS": 0,
+        "LDG": 0,
+        "local": 1,
+    }
 
 
 def test_no_loop() -> None:

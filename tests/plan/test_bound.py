@@ -187,9 +187,12 @@ def test_no_schedule_of_a_tiny_case_is_faster(
     lengths: list[tuple[int, int]], seats: int, parts: tuple[float, ...]
 ) -> None:
     floor = StepFloor(
-        (Product(parts[0], parts[1], parts[2]),), Product(parts[3], parts[4], 0.001), *parts[5:],
-        context_s=0.02, pair_s=0.01,
-    )  # fmt: skip
+        (Product(parts[0], parts[1], parts[2]),),
+        Product(parts[3], parts[4], 0.001),
+        *parts[5:],
+        context_s=0.02,
+        pair_s=0.01,
+    )
     rate = len(lengths) / least_seconds(floor, lengths, seats)
     assert rate <= of_lengths(floor, seats, 10**6, *lengths).rate * (1 + 1e-6)
 

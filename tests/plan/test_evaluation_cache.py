@@ -323,9 +323,15 @@ def test_a_rate_without_end_is_no_rate(carries: Carries, fresh: bool) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["attention.csv", "attention.csv.gz", "meta.yaml", "config.json", "tokenizer.json",
-     "tokenizer_config.json"],
-)  # fmt: skip
+    [
+        "attention.csv",
+        "attention.csv.gz",
+        "meta.yaml",
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ],
+)
 def test_what_a_folder_has_counts(tmp_path: Path, name: str) -> None:
     (tmp_path / "tp1").mkdir()
     file = tmp_path / "tp1" / name if ".csv" in name else tmp_path / name

@@ -63,10 +63,16 @@ def test_tetriinfer(
 ) -> None:
     """Idle prefill instances flip as soon as there are only decodes."""
     system = {
-        "name": "tetriinfer", "prefill": ["p", "q"], "decode": ["d", "e"], "prefill_batch": 3,
-        "order": order, "dispatch": dispatch, "heavy_decode": 30, "report_s": 0.002,
+        "name": "tetriinfer",
+        "prefill": ["p", "q"],
+        "decode": ["d", "e"],
+        "prefill_batch": 3,
+        "order": order,
+        "dispatch": dispatch,
+        "heavy_decode": 30,
+        "report_s": 0.002,
         "flip_after_s": 0.004,
-    }  # fmt: skip
+    }
     ran, done = run(four, system, tmp_path, {"d": 12})
     assert done == expected["two"]
     flips = ran.record.run["system_report"]["flips"]

@@ -48,8 +48,14 @@ def test_a_plan() -> None:
     parameters, memory, steps = plan_tables(plan(2), costs)
     assert parameters.title == "Parameters"
     assert [str(column.header) for column in parameters.columns] == [
-        "path", "count", "shape", "dtype", "mesh axes", "all", "per device"
-    ]  # fmt: skip
+        "path",
+        "count",
+        "shape",
+        "dtype",
+        "mesh axes",
+        "all",
+        "per device",
+    ]
     assert rows(parameters) == [
         ("layers.*.up", "2", "512x512", "float32", "-, x", "2.0 MiB", "1.0 MiB"),
         ("layers.*.norm", "2", "1024x256", "float32", "", "2.0 MiB", "2.0 MiB"),

@@ -117,8 +117,13 @@ def test_samplers_grow_with_what_comes_in_and_each_is_told_of() -> None:
     greedy = {"temperature": 0}
     bias = {"logit_bias": dict.fromkeys(range(17), 1.0)}
     options: tuple[dict[str, Any], ...] = (
-        greedy, greedy | {"top_p": 0.5}, bias, {"logprobs": 3, "top_k": 4, "min_p": 0.5}, {}, greedy
-    )  # fmt: skip
+        greedy,
+        greedy | {"top_p": 0.5},
+        bias,
+        {"logprobs": 3, "top_k": 4, "min_p": 0.5},
+        {},
+        greedy,
+    )
     compiled: list[tuple[str, Sequence[int]]] = []
 
     def engine(name: str) -> Any:

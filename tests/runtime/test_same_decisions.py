@@ -42,9 +42,12 @@ SYSTEMS: dict[str, tuple[dict[str, Any], str]] = {
     "aladdin": ({"ttft_s": 60.0, "atgt_s": 2.0, "heartbeat_s": 0.002}, "pqde"),
 }  # fmt: skip
 INSTANCE: dict[str, Any] = {
-    "max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 8, "num_pages": 65,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "page_size": 8,
+    "num_pages": 65,
     "enable_prefix_caching": False,
-}  # fmt: skip
+}
 GREEDY = {"temperature": 0}
 DRAWN = {"temperature": 0.9, "top_p": 0.9}
 
@@ -60,9 +63,12 @@ def sections(model: Path, system: str, **more: Any) -> dict[str, Any]:
         stages = [{"group": "p", "layers": 1}, {"group": "q", "layers": 1}]
         instances = {"x": {"stages": stages, **INSTANCE, **more}}
     return {
-        "model": str(model), "groups": groups, "instances": instances,
-        "system": {"name": system, **options}, "ledger": True,
-    }  # fmt: skip
+        "model": str(model),
+        "groups": groups,
+        "instances": instances,
+        "system": {"name": system, **options},
+        "ledger": True,
+    }
 
 
 def prompts(seed: int, count: int = 9) -> list[dict[str, list[int]]]:

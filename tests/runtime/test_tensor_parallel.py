@@ -19,9 +19,15 @@ from jaxinfer.steps.shapes import StepShape
 
 def demo_engine(devices: int) -> Cluster:
     options = EngineOptions(
-        dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=512,
-        page_size=16, num_pages=129, tensor_parallel_size=devices, strict_shapes=True,
-    )  # fmt: skip
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=512,
+        page_size=16,
+        num_pages=129,
+        tensor_parallel_size=devices,
+        strict_shapes=True,
+    )
     checkpoint = open_checkpoint("smollm2-135m-instruct")
     return load_cluster(checkpoint, one_engine(options), lambda part, left: None)
 

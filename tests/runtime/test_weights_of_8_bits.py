@@ -107,13 +107,16 @@ CONFIGS = {
                 "targets": ["Linear"],
                 "input_activations": None,
                 "weights": {
-                    "num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True,
+                    "num_bits": 8,
+                    "type": "int",
+                    "strategy": "channel",
+                    "symmetric": True,
                 },
             }
         },
     },
     "fp8": {"quant_method": "fp8", "activation_scheme": "static"},
-}  # fmt: skip
+}
 
 
 def write_quantised(
@@ -329,10 +332,16 @@ def test_log_probabilities_of_the_demo_model(weight_dtype: str, bound: float) ->
     found = []
     for options in ({}, {"weight_dtype": weight_dtype}):
         llm = LLM(
-            "smollm2-135m-instruct", progress=False, dtype="float32", max_num_seqs=2,
-            max_num_batched_tokens=64, token_buckets=[64], num_pages=20, max_model_len=512,
+            "smollm2-135m-instruct",
+            progress=False,
+            dtype="float32",
+            max_num_seqs=2,
+            max_num_batched_tokens=64,
+            token_buckets=[64],
+            num_pages=20,
+            max_model_len=512,
             **options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        )
         texts = [topics[name] for name in ("formatstrings", "types")]
         prompts = [{"prompt_token_ids": [*llm.tokenizer.encode(text)][:450]} for text in texts]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

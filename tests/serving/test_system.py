@@ -40,7 +40,13 @@ def test_defaults() -> None:
 
 def test_kv_may_go_from_any_instance_to_any_other() -> None:
     assert sorted(Plain().routes(["x", "y", "z"])) == [
-        ("x", "y"), ("x", "z"), ("y", "x"), ("y", "z"), ("z", "x"), ("z", "y")]  # fmt: skip
+        ("x", "y"),
+        ("x", "z"),
+        ("y", "x"),
+        ("y", "z"),
+        ("z", "x"),
+        ("z", "y"),
+    ]
 
 
 def test_who_watches_steps_needs_the_rows_of_decodes() -> None:

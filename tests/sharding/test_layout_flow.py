@@ -16,9 +16,15 @@ from jaxinfer.sharding.dataflow import Attention
 
 LLAMA = Catalogue().model("llama-2-70b")
 MIXTURE = ModelShape(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
-    num_key_value_heads=8, vocab_size=128, num_experts=8, num_experts_per_tok=2,
-)  # fmt: skip
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    vocab_size=128,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
 DENSE = MIXTURE.model_copy(update={"num_experts": 0, "num_experts_per_tok": 0})
 MESH = {"x": 2, "y": 4}
 

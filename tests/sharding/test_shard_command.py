@@ -59,8 +59,11 @@ def test_tables_pictures_and_run_files(model: str, tmp_path: Path) -> None:
     assert "of H100-SXM, bfloat16" in result.output
     rows = list(csv.DictReader((out / "layouts.csv").open()))
     assert {row["layout"] for row in rows} == {
-        "megatron", "weight_gathered", "search_prefill", "search_decode",
-    }  # fmt: skip
+        "megatron",
+        "weight_gathered",
+        "search_prefill",
+        "search_decode",
+    }
     for row in rows:
         assert row["layout"].startswith("search_") or row["equal"] == "True", row
         assert row["fits"] == "True"

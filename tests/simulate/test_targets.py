@@ -249,9 +249,15 @@ def test_the_reference_serves_each_request_alone(slowdowns: Any) -> None:
     assert set(found) == {(90, 11), (190, 1)}
     # 90 tokens take 10 ms, each token after 1.1 ms.
     assert found[90, 11] == pytest.approx(
-        {"ttft": 0.01, "tpot": 0.0011, "tbt": 0.0011, "e2e": 0.021, "delay": 0,
-         "normalised": 0.021 / 11}
-    )  # fmt: skip
+        {
+            "ttft": 0.01,
+            "tpot": 0.0011,
+            "tbt": 0.0011,
+            "e2e": 0.021,
+            "delay": 0,
+            "normalised": 0.021 / 11,
+        }
+    )
     assert found[190, 1] == pytest.approx(
         {"ttft": 0.02, "e2e": 0.02, "delay": 0, "normalised": 0.02}
     )

@@ -112,12 +112,16 @@ def make_card(
         root.joinpath(card, "comm", *where, "custom_allreduce_perf.parquet"),
         [
             {
-                "num_gpus": 2, "allreduce_dtype": "bfloat16", "backend": kind,
-                "message_size": 2**power, "latency": reduce_ms(2**power, kind),
+                "num_gpus": 2,
+                "allreduce_dtype": "bfloat16",
+                "backend": kind,
+                "message_size": 2**power,
+                "latency": reduce_ms(2**power, kind),
             }
-            for kind in kinds for power in range(7, 21)
+            for kind in kinds
+            for power in range(7, 21)
         ],
-    )  # fmt: skip
+    )
     return root
 
 

@@ -172,8 +172,14 @@ def test_a_large_file_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     schema = pa.schema({"prompt": pa.string()})
     texts = [f"{i:06} " + "x" * 16_000 for i in range(1_000)]
-    pq.write_table(pa.table({"prompt": texts}, schema), path, use_dictionary=False,
-                   compression="none", row_group_size=1_000, write_batch_size=64)  # fmt: skip
+    pq.write_table(
+        pa.table({"prompt": texts}, schema),
+        path,
+        use_dictionary=False,
+        compression="none",
+        row_group_size=1_000,
+        write_batch_size=64,
+    )
     size = sum(map(len, texts))
     del texts
     pool = pa.default_memory_pool()

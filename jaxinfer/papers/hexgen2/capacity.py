@@ -338,6 +338,13 @@ class Modelled:
         site, model = self.site, self.model
         share = layers / model.num_hidden_layers
         return StagePart(
-            site.gpu_of_type[type_], site.nodes[site.types[type_]].gpu, model, layers, share, first,
-            last, tp, *self._sizes(role),
-        )  # fmt: skip
+            site.gpu_of_type[type_],
+            site.nodes[site.types[type_]].gpu,
+            model,
+            layers,
+            share,
+            first,
+            last,
+            tp,
+            *self._sizes(role),
+        )

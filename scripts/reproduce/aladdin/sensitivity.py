@@ -66,11 +66,18 @@ def apart(way: Way) -> Way:
     system = dict(way.system) | prefill
     if way.system["name"] == "least_loaded":
         system = {"name": "distserve", "units": [prefill | {"decode": ["worker"]}]}
-    return replace(way, system=system, slo={"tpot": way.slo["tpot"]}, settings=(
-        "groups.p.kind=A100-80G-SXM", f"groups.p.replicas={PREFILLS}",
-        "instances.p.group=p", f"instances.p.replicas={PREFILLS}",
-        "links=[{between: [p, a100], gb_s: 300}]",
-    ))  # fmt: skip
+    return replace(
+        way,
+        system=system,
+        slo={"tpot": way.slo["tpot"]},
+        settings=(
+            "groups.p.kind=A100-80G-SXM",
+            f"groups.p.replicas={PREFILLS}",
+            "instances.p.group=p",
+            f"instances.p.replicas={PREFILLS}",
+            "links=[{between: [p, a100], gb_s: 300}]",
+        ),
+    )
 
 
 def decodes_alone(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:

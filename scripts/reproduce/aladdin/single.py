@@ -94,8 +94,15 @@ def table_2(inputs: Inputs) -> Part:
         times = alone(config, *MEAN)
         gap = 1300 * (times[-1] - times[0]) / (len(times) - 1)
         name = f"{model}, {gpus} x {gpu}"
-        rows.append({"worker": name, "prefill (ms)": round(first), "paper": prefill,
-                     "1.3 x decode (ms)": round(gap, 1), "paper ": decode})  # fmt: skip
+        rows.append(
+            {
+                "worker": name,
+                "prefill (ms)": round(first),
+                "paper": prefill,
+                "1.3 x decode (ms)": round(gap, 1),
+                "paper ": decode,
+            }
+        )
         targets.append(by_share(f"Table 2, {name}: prefill (ms)", prefill, first, 0.2))
         targets.append(by_share(f"Table 2, {name}: decode (ms)", decode, gap, 0.2))
     return Part(rows, targets)
@@ -228,8 +235,15 @@ def overhead(tables: Path, trace: Work, way: Way) -> tuple[list[Row], list[Targe
     loads = ((32, 80.0), (64, 160.0), (128, 340.0))
     rows = [_timed(tables, trace, timed, *each) for each in loads]
     each = rows[-1]["ms for each request"]
-    return rows, [holds("time for a request at 128 workers", "< 50 ms at 25 req/s", f"{each} ms",
-                        each < 50, "below 50 ms")]  # fmt: skip
+    return rows, [
+        holds(
+            "time for a request at 128 workers",
+            "< 50 ms at 25 req/s",
+            f"{each} ms",
+            each < 50,
+            "below 50 ms",
+        )
+    ]
 
 
 def _timed(tables: Path, trace: Work, way: Way, workers: int, rate: float) -> Row:

@@ -248,8 +248,15 @@ def draw(lengths: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]
             ax = axes[row][column]
             for (way, name), colour in zip(WAYS.items(), COLOURS, strict=False):
                 here = [p for p in points if (p["pair"], p["way"]) == (f"A100+{low}", way)]
-                ax.plot([p[x] for p in here], [p[y] for p in here], "o-", ms=3, lw=1.2,
-                        color=colour, label=name)  # fmt: skip
+                ax.plot(
+                    [p[x] for p in here],
+                    [p[y] for p in here],
+                    "o-",
+                    ms=3,
+                    lw=1.2,
+                    color=colour,
+                    label=name,
+                )
             ax.set_ylabel(label)
             ax.grid(alpha=0.3)
             if points is lengths:

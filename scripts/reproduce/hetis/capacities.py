@@ -108,8 +108,15 @@ def capacities(inputs: Inputs) -> Part:
         for way in ("primaries alone", "pipeline by prefill speeds", "pipeline by decode speeds")
     }
     says = ", ".join(f"{ratio:.2f} times {way}" for way, ratio in more.items())
-    targets.append(holds("Hetis has the most KV (Fig. 11)", "most", says, min(more.values()) > 1,
-                         "more than each"))  # fmt: skip
+    targets.append(
+        holds(
+            "Hetis has the most KV (Fig. 11)",
+            "most",
+            says,
+            min(more.values()) > 1,
+            "more than each",
+        )
+    )
     return Part(rows, targets, {"capacities": draw_capacities(rows)})
 
 

@@ -18,9 +18,15 @@ from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
 STEADY = [
-    ((256, 256), 2, 1), ((256, 256), 2, 2), ((256, 256), 2, 3), ((256, 256), 15, 1),
-    ((512, 1024), 1.5, 1), ((512, 1024), 5, 3), ((1024, 1024), 1, 1), ((1024, 1024), 3, 3),
-]  # fmt: skip
+    ((256, 256), 2, 1),
+    ((256, 256), 2, 2),
+    ((256, 256), 2, 3),
+    ((256, 256), 15, 1),
+    ((512, 1024), 1.5, 1),
+    ((512, 1024), 5, 3),
+    ((1024, 1024), 1, 1),
+    ((1024, 1024), 3, 3),
+]
 
 
 def steady_states(inputs: Inputs) -> Part:
@@ -70,21 +76,27 @@ def ratios(inputs: Inputs) -> Part:
     targets = [
         holds(
             "Fig. 7: TPOT falls with decode instances, not in proportion (ms of 1, 2, 3 D)",
-            "falls, not in proportion", _list(tpot, 2), tpot[0] > tpot[1] > tpot[2] > tpot[0] / 2,
+            "falls, not in proportion",
+            _list(tpot, 2),
+            tpot[0] > tpot[1] > tpot[2] > tpot[0] / 2,
             "falls twice, by less than half in all",
         ),
         holds(
             "Fig. 7: TTFT falls slightly with prefill instances (ms of 1, 2, 3 P)",
-            "falls slightly", _list(ttft, 1), ttft[0] > ttft[1] >= ttft[2] > ttft[0] / 2,
+            "falls slightly",
+            _list(ttft, 1),
+            ttft[0] > ttft[1] >= ttft[2] > ttft[0] / 2,
             "falls, and then does not rise, by less than half in all",
         ),
         holds(
             "Fig. 7: a third instance adds less throughput than a second (a request's tokens/s, "
             "1, 2, 3 D)",
-            "1P2D = 1P3D > 1P1D", _list(each, 1), 0 <= each[2] - each[1] < each[1] - each[0],
+            "1P2D = 1P3D > 1P1D",
+            _list(each, 1),
+            0 <= each[2] - each[1] < each[1] - each[0],
             "adds something, and less",
         ),
-    ]  # fmt: skip
+    ]
     return Part(rows, targets, {"ratios": draw(rows)})
 
 

@@ -103,10 +103,16 @@ class Setting:
         assert costs.watts
         prompts, tokens = best.axes["prompt"], best.axes["token"]
         return {
-            **case.named, "prompt": prompts, "token": tokens, "machines": costs.gpus // 8,
-            "usd_per_hour": round(costs.usd or 0.0, 1), "kw": round(costs.watts / 1e3, 2),
-            "rps": round(score.rate, 1), "looked_at": len(search.tried), "cpu_s": round(seconds),
-        }  # fmt: skip
+            **case.named,
+            "prompt": prompts,
+            "token": tokens,
+            "machines": costs.gpus // 8,
+            "usd_per_hour": round(costs.usd or 0.0, 1),
+            "kw": round(costs.watts / 1e3, 2),
+            "rps": round(score.rate, 1),
+            "looked_at": len(search.tried),
+            "cpu_s": round(seconds),
+        }
 
     def _problem(self, case: Case, folder: Path) -> Problem:
         here, there, prompts, tokens = DESIGNS[case.name]

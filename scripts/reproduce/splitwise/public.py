@@ -49,10 +49,17 @@ BLOOM = Model("bloom-176b", {
     "num_attention_heads": 112, "num_key_value_heads": 112, "vocab_size": 250880,
     "tie_word_embeddings": True, "gated": False,
 })  # fmt: skip
-LLAMA = Model("llama2-70b", {
-    "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-    "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 32000,
-})  # fmt: skip
+LLAMA = Model(
+    "llama2-70b",
+    {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "vocab_size": 32000,
+    },
+)
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,15 @@ def dispatches(inputs: Inputs) -> Part:
             ours = f"{fmean(off):+.2f} +- {error:.2f} s"
             if rule == "imbalance":
                 claim = f"two choices end before the imbalanced case, {count} instances"
-                targets.append(holds(claim, "before", ours, fmean(off) + 2 * error < 0,
-                                     "by more than two standard errors"))  # fmt: skip
+                targets.append(
+                    holds(
+                        claim,
+                        "before",
+                        ours,
+                        fmean(off) + 2 * error < 0,
+                        "by more than two standard errors",
+                    )
+                )
             row[f"by {rule}"] = ours
     return Part(rows, targets)
 
@@ -155,13 +162,19 @@ def flips(inputs: Inputs) -> Part:
             )
     steady = changes["steady", "5"]
     gain = 100 * (jct["shifting", "5"] / jct["shifting", "null"] - 1)
-    return Part(rows, [
-        agrees("a load that shifts gains by flips", f"JCT {gain:+.0f} %", gain < 0, "shorter"),
-        agrees(
-            "a steady load does not flip to and fro",
-            f"{steady:.1f} flips in a run, over 5 s", steady <= 2, "at most 2 in a run",
-        ),
-    ], {"flips": draw_flips(trace)})  # fmt: skip
+    return Part(
+        rows,
+        [
+            agrees("a load that shifts gains by flips", f"JCT {gain:+.0f} %", gain < 0, "shorter"),
+            agrees(
+                "a steady load does not flip to and fro",
+                f"{steady:.1f} flips in a run, over 5 s",
+                steady <= 2,
+                "at most 2 in a run",
+            ),
+        ],
+        {"flips": draw_flips(trace)},
+    )
 
 
 def links(inputs: Inputs) -> Part:

@@ -93,8 +93,14 @@ def draw_caps(found: dict[tuple[str, int], tuple[float, float, float]]) -> Figur
     figure = Figure(figsize=(12, 4), layout="constrained")
     for number, (ax, what) in enumerate(zip(figure.subplots(1, 3), NAMES, strict=True)):
         for colour, name in zip(COLOURS, WORKLOADS, strict=False):
-            ax.plot(CAPS, [found[name, cap][number] for cap in CAPS], "o-", ms=3, color=colour,
-                    label=name)  # fmt: skip
+            ax.plot(
+                CAPS,
+                [found[name, cap][number] for cap in CAPS],
+                "o-",
+                ms=3,
+                color=colour,
+                label=name,
+            )
             theirs = PAPER[name][number]
             if theirs is not None:
                 ax.plot([13], [theirs], "<", color=colour, ms=8)

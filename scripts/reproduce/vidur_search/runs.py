@@ -78,8 +78,14 @@ class Searches:
         seconds, cpu_s = time.perf_counter() - started, _cpu_seconds() - used
         if not (folder / "plan.csv").is_file():
             raise JaxinferError(f"{name}: jaxinfer plan ended with {done.returncode}")
-        noted = {"made_by": made_by, "settings": settings, "seconds": seconds, "cpu_s": cpu_s,
-                 "load": load, "jobs": self.jobs}  # fmt: skip
+        noted = {
+            "made_by": made_by,
+            "settings": settings,
+            "seconds": seconds,
+            "cpu_s": cpu_s,
+            "load": load,
+            "jobs": self.jobs,
+        }
         took.write_text(json.dumps(noted))
         return folder
 

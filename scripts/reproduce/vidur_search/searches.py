@@ -152,8 +152,14 @@ def cliff(inputs: Inputs) -> Part:
     figure = Figure((5.2, 3.6), layout="constrained")
     axes = figure.subplots()
     once = {label(row): row for row in found}.values()
-    axes.plot([r["tbt_p99"] for r in once], [r["value"] for r in once], "o", ms=4, c="0.6",
-              label="found in full, at its rate")  # fmt: skip
+    axes.plot(
+        [r["tbt_p99"] for r in once],
+        [r["value"] for r in once],
+        "o",
+        ms=4,
+        c="0.6",
+        label="found in full, at its rate",
+    )
     axes.step(TBT, values, where="post", label="best below")
     axes.plot([0.12, 0.14], [0.07, 0.13], "s--", ms=4, label="paper, from its text")
     axes.set(xlabel="TBT p99, s", ylabel="requests/s per dollar an hour", ylim=(0, None))

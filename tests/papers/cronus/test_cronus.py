@@ -149,9 +149,15 @@ def make(**options: Any) -> Cronus:
 
 def test_options() -> None:
     assert vars(CronusOptions()) == {
-        "partial": "ppi", "chunked": "cpi", "max_in_partial": 2, "candidates": 512,
-        "refine": False, "cut_share": None, "cut_tokens": None, "hand_off": "on_demand",
-    }  # fmt: skip
+        "partial": "ppi",
+        "chunked": "cpi",
+        "max_in_partial": 2,
+        "candidates": 512,
+        "refine": False,
+        "cut_share": None,
+        "cut_tokens": None,
+        "hand_off": "on_demand",
+    }
     system = make(partial="p", chunked="c")
     system.check(["c", "p"])
     assert system.routes(["c", "p", "x"]) == [("p", "c")]

@@ -311,8 +311,11 @@ def test_methods_that_it_is_compared_with(tmp_path: Path, method: str) -> None:
     ("planner", "run", "message"),
     [
         ({}, {"simulate": {}}, "run.simulate.hardware is missing: the nodes that are planned for"),
-        ({}, {"model": "opt-175b", "engine": ENGINE | {"memory_fraction": 0.3}},
-         "no group of these GPUs holds the model and the longest request"),
+        (
+            {},
+            {"model": "opt-175b", "engine": ENGINE | {"memory_fraction": 0.3}},
+            "no group of these GPUs holds the model and the longest request",
+        ),
         ({"costs": "table1"}, {}, "planner.method is programs, whose plans are by modelled costs"),
         ({"network": "pairs"}, {}, "planner.method is programs, whose plans are by modelled costs"),
         ({"tensor_parallel": [0, 2]}, {}, "planner.tensor_parallel is (0, 2), must be from 1 on"),
@@ -321,14 +324,17 @@ def test_methods_that_it_is_compared_with(tmp_path: Path, method: str) -> None:
         ({"method": "genetic"}, {}, "planner.restarts: has no use with method genetic, only with"),
         ({"method": "hexgen2", "seed": 1}, {}, "planner.restarts: has no use with method hexgen2"),
         ({}, {"engine": ENGINE | {"num_pages": 9}}, "run.engine: num_pages has no place in this"),
-        ({"measured": {H100: {"step_s": 1.0}}}, {},
-         "planner.tensor_parallel is (1, 2, 4, 8), must be [1] beside measured, which is of one"),
+        (
+            {"measured": {H100: {"step_s": 1.0}}},
+            {},
+            "planner.tensor_parallel is (1, 2, 4, 8), must be [1] beside measured, which is of one",
+        ),
         ({"measured": {"x": {"step_s": 1.0}}, "tensor_parallel": [1]}, {}, "planner.measured.x"),
         ({"decode": {"num_pages": 9}}, {}, "planner.decode: num_pages has no place in this plan"),
         ({"decode": {"max_num_sqs": 9}}, {}, "planner.decode.max_num_sqs: unknown option"),
         ({}, {"workload": {"trace": "ones.csv"}}, "run.workload: all outputs have one token"),
     ],
-)  # fmt: skip
+)
 def test_what_it_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planner: Any, run: Any, message: str
 ) -> None:

@@ -30,11 +30,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Run files of designs: both kinds, one kind, and one pool."""
     folder = tmp_path_factory.mktemp("designs")
     nodes = {
-        f"{pool}_{kind}": {"gpu": "A10", "gpus": gpus, "nic_gb_s": 10, "usd_per_hour": usd,
-                           "watts": watts, "replicas": MOST}
+        f"{pool}_{kind}": {
+            "gpu": "A10",
+            "gpus": gpus,
+            "nic_gb_s": 10,
+            "usd_per_hour": usd,
+            "watts": watts,
+            "replicas": MOST,
+        }
         for pool in ("prompt", "token")
         for kind, (gpus, usd, watts) in MACHINES.items()
-    }  # fmt: skip
+    }
     hardware = folder / "hardware.yaml"
     hardware.write_text(yaml.safe_dump({"source": "none", "latency_s": 0.0, "nodes": nodes}))
     found = {}

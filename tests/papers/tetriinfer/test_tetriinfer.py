@@ -161,9 +161,15 @@ def test_who_has_room_comes_first(
 
 @pytest.mark.parametrize(
     ("rule", "heavy", "name"),
-    [("two_choices", True, "b"), ("two_choices", False, "a"), ("imbalance", True, "a"),
-     ("imbalance", False, "b"), ("ratio", True, "b"), ("ratio", False, "b")],
-)  # fmt: skip
+    [
+        ("two_choices", True, "b"),
+        ("two_choices", False, "a"),
+        ("imbalance", True, "a"),
+        ("imbalance", False, "b"),
+        ("ratio", True, "b"),
+        ("ratio", False, "b"),
+    ],
+)
 def test_the_rules(rule: Any, heavy: bool, name: str) -> None:
     """a has 4 heavy and 2 light ones, b has 3 and 5."""
     loads = {"a": DecodeLoad(99, 4, 2), "b": DecodeLoad(99, 3, 5)}

@@ -88,10 +88,16 @@ MOST = 3
 def design(tmp_path: Path) -> str:
     """A10s for prompts, L4s for tokens, each a machine of one GPU."""
     nodes = {
-        f"{pool}_": {"gpu": gpu, "gpus": 1, "nic_gb_s": 10, "usd_per_hour": PRICES[gpu],
-                     "watts": 100.0, "replicas": MOST}
+        f"{pool}_": {
+            "gpu": gpu,
+            "gpus": 1,
+            "nic_gb_s": 10,
+            "usd_per_hour": PRICES[gpu],
+            "watts": 100.0,
+            "replicas": MOST,
+        }
         for pool, gpu in (("prompt", "A10"), ("token", "L4"))
-    }  # fmt: skip
+    }
     hardware = tmp_path / "hardware.yaml"
     hardware.write_text(yaml.safe_dump({"source": "none", "latency_s": 0.0, "nodes": nodes}))
     pools = ("prompt", "token")

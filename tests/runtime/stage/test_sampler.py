@@ -147,10 +147,16 @@ def test_greedy_takes_the_first_of_equal_maxima() -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
-        (1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0),
-        (1.0, 0, 0.7, 0.0), (1.5, 8, 0.8, 0.0), (1.0, 0, 1.0, 0.1), (2.0, 7, 0.9, 0.2),
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 0, 1.0, 0.0),
+        (1.0, 5, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (1.5, 8, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (2.0, 7, 0.9, 0.2),
     ],
-)  # fmt: skip
+)
 def test_frequencies(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     """Chi-squared against the distribution that the four options define."""
     rng = np.random.default_rng(3)

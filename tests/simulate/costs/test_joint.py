@@ -19,9 +19,15 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.bench_request import BenchRequest
 
 MODEL = ModelShape(
-    hidden_size=64, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=100, num_experts=8, num_experts_per_tok=2,
-)  # fmt: skip
+    hidden_size=64,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=100,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
 
 
 class OwnCost:
@@ -74,8 +80,9 @@ def test_rounds_take_one_batch_of_each() -> None:
     assert not rounds.begin(done.end - 0.5)  # The step is under way.
     both = rounds.begin(done.end)
     assert [each.batch for each in both] == [second, other]
-    assert {each.end for each in both} == {done.end + joint().seconds(
-        {"a": second.work, "b": other.work})}  # fmt: skip
+    assert {each.end for each in both} == {
+        done.end + joint().seconds({"a": second.work, "b": other.work})
+    }
 
 
 def test_experts_by_tokens_of_all_devices() -> None:

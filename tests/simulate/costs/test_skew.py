@@ -94,14 +94,17 @@ def spans_of(lengths: list[tuple[int, int]], seats: int, rows: bool) -> list[Any
         {
             "model": "llama-3-8b",
             "engine": {
-                "num_pages": 200, "page_size": 4, "max_num_seqs": seats,
-                "max_num_batched_tokens": 64, "enable_prefix_caching": rows,
+                "num_pages": 200,
+                "page_size": 4,
+                "max_num_seqs": seats,
+                "max_num_batched_tokens": 64,
+                "enable_prefix_caching": rows,
             },
             "groups": {"g": {"kind": "A100-80G-SXM"}},
             "instances": {"a": {"group": "g"}},
             "simulate": {"linear": {"step_s": 1.0}},
         }
-    )  # fmt: skip
+    )
     work = [
         BenchRequest([number] * prompt if rows else None, prompt, output, 0.0)
         for number, (prompt, output) in enumerate(lengths)

@@ -72,8 +72,9 @@ def test_beyond_the_largest_size_times_are_in_proportion() -> None:
 def test_a_size_measured_at_few_tokens_does_not_count(tmp_path: Path) -> None:
     rows = [
         {"gemm_dtype": "fp8", "m": m, "n": n, "k": 64, "latency": 1e-3 * n * m}
-        for n in (64, 256) for m in M
-    ]  # fmt: skip
+        for n in (64, 256)
+        for m in M
+    ]
     rows += [{"gemm_dtype": "fp8", "m": 1, "n": 128, "k": 64, "latency": 999.0}]
     write(tmp_path / "gemm_perf.parquet", rows)
     read = read_measured(tmp_path / "gemm_perf.parquet", ("m", "n", "k"), {}, {})
@@ -149,13 +150,24 @@ def test_experts_are_one_operator_by_tokens(root: Path) -> None:
     shape = MODEL.model_dump() | {"num_experts": 16, "num_experts_per_tok": 2}
     model = ModelShape(**shape)
     row = {
-        "moe_dtype": "bfloat16", "hidden_size": 512, "inter_size": 1024, "topk": 2,
-        "num_experts": 16, "moe_tp_size": 1, "moe_ep_size": 2,
-    }  # fmt: skip
+        "moe_dtype": "bfloat16",
+        "hidden_size": 512,
+        "inter_size": 1024,
+        "topk": 2,
+        "num_experts": 16,
+        "moe_tp_size": 1,
+        "moe_ep_size": 2,
+    }
     path = root / "x9_sxm" / "moe" / "trtllm" / "1.2.0" / "moe_perf.parquet"
     times = {"balanced": 0.1, "power_law_1.2": 0.2}
-    write(path, [row | {"num_tokens": t, "distribution": d, "latency": 1 + each * t}
-                 for t in (1, 8, 64) for d, each in times.items()])  # fmt: skip
+    write(
+        path,
+        [
+            row | {"num_tokens": t, "distribution": d, "latency": 1 + each * t}
+            for t in (1, 8, 64)
+            for d, each in times.items()
+        ],
+    )
     asked = wanted(root, model=model, devices=2, expert_parallel=2)
     dense = convert(asked).dense
     assert dense["moe"] == pytest.approx({1: 1100, 8: 1800, 64: 7400})
