@@ -78,7 +78,7 @@ def chunk_attention(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            Memory(
+            ChunkMemory(
                 q=of_heads((CONSUMERS, ROWS, H)),
                 k=of_heads((SLOTS, tile, H)),
                 v=of_heads((SLOTS, tile, H)),
@@ -105,7 +105,7 @@ def chunk_attention(
     return jnp.where((lie.place_T >= 0)[:, None, None], out_TKGH.reshape(T, N, H), 0)
 
 
-class Memory(NamedTuple):
+class ChunkMemory(NamedTuple):
     """A program's shared memory, and the barriers that say what is where.
 
     Attributes:
@@ -184,7 +184,7 @@ def _chunk(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _fetch(pages: Pages, mine: Rows, sm: Memory) -> None:
+def _fetch(pages: Pages, mine: Rows, sm: ChunkMemory) -> None:
     """Copy tiles to where they are multiplied."""
 
     @pl.loop(mine.begin, mine.end)
@@ -198,7 +198,7 @@ def _fetch(pages: Pages, mine: Rows, sm: Memory) -> None:
             copy_tile(x_PKBH, x.at[slot], ready.at[slot], pages.table_M, pages.head, step)
 
 
-def _fetch_wide(pages: Pages, mine: Rows, sm: Memory) -> None:
+def _fetch_wide(pages: Pages, mine: Rows, sm: ChunkMemory) -> None:
     """Copy tiles of entries of 8 bits, and write them with 16 to where they are multiplied."""
     begin, end, tile, raw_slots = mine.begin, mine.end, sm.k.shape[1], sm.raw_k.shape[0]
 
@@ -229,7 +229,7 @@ def _fetch_wide(pages: Pages, mine: Rows, sm: Memory) -> None:
         pl.when(step + raw_slots < end)(partial(copy, step + raw_slots))
 
 
-def _multiply(pages: Pages, mine: Rows, sm: Memory, me: jax.Array) -> Softmax:
+def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softmax:
     """A warpgroup's rows: their softmax over all tiles."""
     q, weights = sm.q.at[me], None if sm.weight is None else sm.weight.at[me]
     begin, end, tile = mine.begin, mine.end, sm.k.shape[1]

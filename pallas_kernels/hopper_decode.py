@@ -78,7 +78,7 @@ def decode_attention(
         grid=(W, K),
         grid_names=("part", "head"),
         scratch_types=(
-            Memory(
+            DecodeMemory(
                 q=of_heads((ROWS, H)),
                 k=ring,
                 v=ring,
@@ -98,7 +98,7 @@ def decode_attention(
     return joined(out_WKRH, lse_WKR, parts, G, bool(interpret))
 
 
-class Memory(NamedTuple):
+class DecodeMemory(NamedTuple):
     """A program's shared memory, and the barriers that say what has arrived there.
 
     Attributes:
@@ -156,7 +156,7 @@ def _attend(
     length: jax.Array,
     begin: jax.Array,
     end: jax.Array,
-    sm: Memory,
+    sm: DecodeMemory,
     window: int | None,
 ) -> Softmax:
     """The softmax over a part's tiles."""

@@ -37,7 +37,7 @@ def tile_rows(group: int) -> Fit:
     return max(map(fit, range(group, group + COPIED)), key=lambda fit: (fit.tokens, -fit.heads))
 
 
-class Layout(NamedTuple):
+class QueryLayout(NamedTuple):
     """Places of queries for the kernel, and results: Y tokens, each chunk's from a unit on.
 
     Attributes:
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     place_T: jax.Array
 
 
-def layout(row_C1: jax.Array, T: int, fit: Fit) -> Layout:
+def layout(row_C1: jax.Array, T: int, fit: Fit) -> QueryLayout:
     """Lay chunks out: their tokens take room, and little else, however many chunks there can be."""
     size_C = row_C1[1:] - row_C1[:-1]
     taken_C = pl.cdiv(size_C, fit.unit) * fit.unit
@@ -61,4 +61,4 @@ def layout(row_C1: jax.Array, T: int, fit: Fit) -> Layout:
     token_Y = row_C1[chunk_Y] + index_Y
     to_Y = jnp.where(index_Y < size_C[chunk_Y], token_Y, T)
     place_T = jnp.full(T, -1).at[to_Y].set(jnp.arange(Y), mode="drop")
-    return Layout(jnp.cumsum(taken_C) - taken_C, jnp.minimum(token_Y, T - 1), place_T)
+    return QueryLayout(jnp.cumsum(taken_C) - taken_C, jnp.minimum(token_Y, T - 1), place_T)

@@ -18,9 +18,9 @@ import numba as nb
 import numpy as np
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.numba_vectors import Product, exp, has_avx512
+from jaxinfer.pallas_kernels.numba_vectors import RowProduct, exp, has_avx512
 from jaxinfer.pallas_kernels.xla_call import (
-    Target,
+    NativeCode,
     compiled_once,
     data,
     dim,
@@ -73,8 +73,8 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
     G, H, B, bits, _ = sizes
     block, padded = sizes.block, sizes.padded
     head = H * B * bits // 8
-    scores_of = Product(block, B, bits).intrinsic()
-    add_values = Product(block, H, bits, add=True).intrinsic()
+    scores_of = RowProduct(block, B, bits).intrinsic()
+    add_values = RowProduct(block, H, bits, add=True).intrinsic()
 
     @part
     def tile(
@@ -147,7 +147,7 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
 
 
 @compiled_once
-def register(sizes: AttentionSizes) -> Target:
+def register(sizes: AttentionSizes) -> NativeCode:
     """Compiles a kernel, and tells XLA of it."""
     tile, H, most = make_tile(sizes), sizes.H, sizes.rows
 

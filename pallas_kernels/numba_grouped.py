@@ -15,9 +15,9 @@ import numba as nb
 import numpy as np
 
 from jaxinfer.pallas_kernels.numba_matmul import BLOCK
-from jaxinfer.pallas_kernels.numba_vectors import Product, has_avx512, lanes, silu
+from jaxinfer.pallas_kernels.numba_vectors import RowProduct, has_avx512, lanes, silu
 from jaxinfer.pallas_kernels.xla_call import (
-    Target,
+    NativeCode,
     compiled_once,
     data,
     dim,
@@ -52,12 +52,12 @@ def _row_counts() -> tuple[int, ...]:
 
 
 def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
-    """``run(rows, x, D, weight, row_bytes, sums, count, ahead)``: ``Product``'s, of one of the
+    """``run(rows, x, D, weight, row_bytes, sums, count, ahead)``: ``RowProduct``'s, of one of the
     counts of rows, added to the sums.
     """
     columns, bits, _ = sizes
     most, *others = row_counts
-    product = Product(most, columns, bits, add=True, prefetch=True).intrinsic()
+    product = RowProduct(most, columns, bits, add=True, prefetch=True).intrinsic()
     rest = _product(sizes, tuple(others)) if others else None
 
     @part
@@ -124,7 +124,7 @@ def _tile(sizes: GroupedSizes) -> Any:
 
 
 @compiled_once
-def _grouped(sizes: GroupedSizes) -> Target:
+def _grouped(sizes: GroupedSizes) -> NativeCode:
     """Compile a kernel whose units are some columns of one expert, for all of its rows."""
     columns, bits, gated = sizes
     weights, size, counts, tile = 1 + gated, bits // 8, _row_counts(), _tile(sizes)

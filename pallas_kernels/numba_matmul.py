@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numba as nb
 import numpy as np
 
-from jaxinfer.pallas_kernels.numba_vectors import Product, has_avx512, lanes, silu
+from jaxinfer.pallas_kernels.numba_vectors import RowProduct, has_avx512, lanes, silu
 from jaxinfer.pallas_kernels.xla_call import (
-    Target,
+    NativeCode,
     compiled_once,
     data,
     dim,
@@ -50,7 +50,7 @@ def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> MatmulSizes:
     return MatmulSizes(min(8 if has_avx512() else 4, T), min(VECTORS * lanes(), F))
 
 
-def in_blocks(product: Product) -> Any:
+def in_blocks(product: RowProduct) -> Any:
     """``run(x, weight, D, row_bytes, sums, ahead)``: the product over D, summed in blocks."""
     columns = product.columns
     first, more = (product._replace(add=add, prefetch=True).intrinsic() for add in (False, True))
@@ -65,7 +65,7 @@ def in_blocks(product: Product) -> Any:
     return run
 
 
-def _register(name: str, sizes: MatmulSizes, tile: Callable[..., None]) -> Target:
+def _register(name: str, sizes: MatmulSizes, tile: Callable[..., None]) -> NativeCode:
     """A kernel whose units are columns of the weights, for all rows.
 
     Args:
@@ -95,8 +95,8 @@ def _register(name: str, sizes: MatmulSizes, tile: Callable[..., None]) -> Targe
 
 
 @compiled_once
-def _matmul(sizes: MatmulSizes) -> Target:
-    (rows, columns), product = sizes, in_blocks(Product(*sizes, 32))
+def _matmul(sizes: MatmulSizes) -> NativeCode:
+    (rows, columns), product = sizes, in_blocks(RowProduct(*sizes, 32))
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-columns * 4 // 64)
 
@@ -119,8 +119,8 @@ def _matmul(sizes: MatmulSizes) -> Target:
 
 
 @compiled_once
-def _gated(sizes: MatmulSizes) -> Target:
-    (rows, columns), product = sizes, in_blocks(Product(*sizes, 32))
+def _gated(sizes: MatmulSizes) -> NativeCode:
+    (rows, columns), product = sizes, in_blocks(RowProduct(*sizes, 32))
     lines = -(-columns * 4 // 64)
 
     @part
@@ -142,10 +142,10 @@ def _gated(sizes: MatmulSizes) -> Target:
 
 
 @compiled_once
-def _logits(sizes: MatmulSizes) -> Target:
+def _logits(sizes: MatmulSizes) -> NativeCode:
     """Compile logits with weights and rows swapped: the vocabulary's lie one after the other."""
     rows, columns = sizes
-    product = Product(rows, columns, 32).intrinsic()
+    product = RowProduct(rows, columns, 32).intrinsic()
 
     @part
     def units(args: int) -> int:
@@ -180,7 +180,7 @@ def _logits(sizes: MatmulSizes) -> Target:
     return register_target("logits_" + "_".join(map(str, sizes)), units, work)
 
 
-def _call(target: Target, shape: tuple[int, int], scratch: int, *args: jax.Array) -> jax.Array:
+def _call(target: NativeCode, shape: tuple[int, int], scratch: int, *args: jax.Array) -> jax.Array:
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (threads(), scratch))]
     out, _ = jax.ffi.ffi_call(target.name, shapes)(*args)
     return out

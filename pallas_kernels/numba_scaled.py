@@ -12,9 +12,9 @@ import numba as nb
 import numpy as np
 
 from jaxinfer.pallas_kernels.numba_matmul import in_blocks
-from jaxinfer.pallas_kernels.numba_vectors import FP8_UNIT, Product, has_avx512, silu
+from jaxinfer.pallas_kernels.numba_vectors import FP8_UNIT, RowProduct, has_avx512, silu
 from jaxinfer.pallas_kernels.xla_call import (
-    Target,
+    NativeCode,
     compiled_once,
     data,
     dim,
@@ -40,9 +40,9 @@ class ScaledSizes(NamedTuple):
 
 
 @compiled_once
-def _register(sizes: ScaledSizes) -> Target:
+def _register(sizes: ScaledSizes) -> NativeCode:
     rows, columns, is_float, gated = sizes
-    product = in_blocks(Product(rows, columns, 8, is_float=is_float))
+    product = in_blocks(RowProduct(rows, columns, 8, is_float=is_float))
     weights = 1 + gated
     unit = np.float32(FP8_UNIT if is_float else 1)
 

@@ -34,7 +34,7 @@ def lanes() -> int:
     return 16 if has_avx512() else 8
 
 
-class Product(NamedTuple):
+class RowProduct(NamedTuple):
     """A product of some rows of weights with a matrix.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Loop(NamedTuple):
     """Writes the loop over the matrix' rows for as many columns as registers can sum."""
 
     builder: Any
-    of: Product
+    of: RowProduct
     weight_bytes: Any
     row_bytes: Any
     count: Any

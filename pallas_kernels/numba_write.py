@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.xla_call import (
-    Target,
+    NativeCode,
     compiled_once,
     data,
     dim,
@@ -29,7 +29,7 @@ TOKENS = 64
 
 
 @compiled_once
-def _register(bits: int) -> Target:
+def _register(bits: int) -> NativeCode:
     """Compile a kernel for entries of so many bits, which are copied as they are."""
     zero: Any = np.dtype(f"uint{bits}").type(0)
 

@@ -44,18 +44,18 @@ ASK_WORDS = 5
 SHARED_WORDS = ASK + ASK_WORDS
 
 
-class Target(NamedTuple):
+class NativeCode(NamedTuple):
     """Code that others call by its name; it is freed with this."""
 
     name: str
     code: tuple[Code, ...]
 
 
-def compiled_once(make: Callable[[S], Target]) -> Callable[[S], Target]:
+def compiled_once(make: Callable[[S], NativeCode]) -> Callable[[S], NativeCode]:
     """A function that compiles a kernel of some sizes once, whichever threads trace steps."""
     lock, kept = threading.Lock(), functools.cache(make)
 
-    def target(sizes: S) -> Target:
+    def target(sizes: S) -> NativeCode:
         with lock:
             return kept(sizes)
 
@@ -213,11 +213,11 @@ def _task(shared: int) -> None:
 
 
 @compiled_once
-def _task_target(name: str) -> Target:
+def _task_target(name: str) -> NativeCode:
     """Compile the task of all kernels, once: what is made twice is freed while it is called."""
     code = compiled(name, types.void(types.int64), _task)
     binding.add_symbol(name, code.address)
-    return Target(name, (code,))
+    return NativeCode(name, (code,))
 
 
 def register_target(
@@ -225,7 +225,7 @@ def register_target(
     units: Callable[[int], int],
     work: Callable[[int, int, int, int, int], int],
     scratch: int = 1,
-) -> "Target":
+) -> "NativeCode":
     """Tells XLA of a kernel, whose buffers are known by the addresses of their lists.
 
     Args:
@@ -275,7 +275,7 @@ def register_target(
     handler_code = compiled(kept_as, types.int64(types.int64), handler)
     capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler_code.address))
     jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    return Target(name, (handler_code, work_code))
+    return NativeCode(name, (handler_code, work_code))
 
 
 def threads() -> int:

@@ -19,7 +19,7 @@ from jaxinfer.report.progress import LoadProgress
 from jaxinfer.runtime.efficiency import shape_of_config
 from jaxinfer.runtime.profiling.operators import (
     ROUNDS,
-    Measured,
+    MeasuredDegree,
     choose_depths,
     measure_operators,
     the_instance,
@@ -100,7 +100,7 @@ def profile_operators(
     console.print(f"tables: {out}; jaxinfer simulate {written} --workload TRACE", soft_wrap=True)
 
 
-def _degree(devices: int, measured: Measured) -> Degree:
+def _degree(devices: int, measured: MeasuredDegree) -> Degree:
     plan = measured.engine.plan
     options = plan.options.model_dump(include=set(_OPTIONS))
     options = {key: value for key in _OPTIONS if (value := options[key]) is not None}
@@ -136,7 +136,7 @@ def _numbers(platform: str | None) -> Gpu:
 
 
 def _facts(
-    name: str, measured: Measured, depths: tuple[int, int], found: Sequence[Degree]
+    name: str, measured: MeasuredDegree, depths: tuple[int, int], found: Sequence[Degree]
 ) -> dict[str, Any]:
     plan = measured.engine.plan
     return {

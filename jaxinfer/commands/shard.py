@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from jaxinfer.hardware.catalogue import Gpu, ModelShape
     from jaxinfer.models.layouts import Layout
     from jaxinfer.sharding.costs import Link
-    from jaxinfer.sharding.search import Assignment
-    from jaxinfer.sharding.study import Finding, Question
+    from jaxinfer.sharding.search import AxisAssignment
+    from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion
 
 # Tokens of a prompt, or sequences, up to which layouts are compared.
 MOST = 65536
@@ -62,12 +62,12 @@ def shard(
     """
     from jaxinfer.sharding.compiling import PHASES
     from jaxinfer.sharding.search import layout_file
-    from jaxinfer.sharding.study import Question
-    from jaxinfer.sharding.targets import Target
+    from jaxinfer.sharding.study import LayoutQuestion
+    from jaxinfer.sharding.targets import CompileTarget
 
     sizes = _mesh(mesh)
     devices = math.prod(sizes.values())
-    compiler = Target.read(target or f"cpu:{devices}")
+    compiler = CompileTarget.read(target or f"cpu:{devices}")
     if compiler.devices != devices:
         raise JaxinferError(
             f"--for {compiler}: {compiler.devices} devices, --mesh {mesh} has {devices}"
@@ -76,7 +76,7 @@ def shard(
         if given and not out:
             raise JaxinferError(f"{option} writes files to --out, which is missing")
     kind, gpu = _card(card or compiler.card)
-    question = Question(
+    question = LayoutQuestion(
         _model(model),
         sizes,
         gpu,
@@ -103,7 +103,11 @@ def shard(
 
 
 def _report(
-    question: "Question", layouts: "Mapping[str, Layout]", title: str, out: Path | None, kind: str
+    question: "LayoutQuestion",
+    layouts: "Mapping[str, Layout]",
+    title: str,
+    out: Path | None,
+    kind: str,
 ) -> None:
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.report.shard_picture import draw_seconds
@@ -147,7 +151,7 @@ def _report(
         console.print(f"tables, picture and parts of run files: {out}/", markup=False)
 
 
-def _search(question: "Question") -> "dict[str, Assignment]":
+def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment]":
     """The fastest assignment of each phase that has one, by the name that its layout gets."""
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.sharding.search import LayoutSearch
@@ -169,7 +173,7 @@ def _search(question: "Question") -> "dict[str, Assignment]":
 
 
 def run_file_parts(
-    question: "Question", findings: "list[Finding]", out: Path | None
+    question: "LayoutQuestion", findings: "list[LayoutFinding]", out: Path | None
 ) -> dict[str, list[str]]:
     """Lines of a run file with the fastest layout that fits, for each phase that has one.
 

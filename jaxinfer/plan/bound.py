@@ -21,7 +21,7 @@ import numpy as np
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance
 from jaxinfer.simulate.costs.model import Padded, Pipeline
-from jaxinfer.simulate.costs.step_floor import Product, StepFloor
+from jaxinfer.simulate.costs.step_floor import ProductFloor, StepFloor
 from jaxinfer.workload.bench_request import BenchRequest
 
 # Kinds of work by their positions in a request: so many of prompts' tokens, and of decodes.
@@ -52,7 +52,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class InstanceLimits:
     """The limits of one kind of instance, of which there are some alike.
 
     Attributes:
@@ -105,7 +105,7 @@ def bound_of(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> Bound:
     return solve(kinds, spans(0 * prompt, prompt), spans(prompt, prompt + output - 1), prompt.max())
 
 
-def _capacity(name: str, instance: ModelledInstance) -> Capacity:
+def _capacity(name: str, instance: ModelledInstance) -> InstanceLimits:
     cost = instance.cost.cost if isinstance(instance.cost, Padded) else instance.cost
     parts = cost.parts if isinstance(cost, Pipeline) else ()
     if instance.shards or not parts or not all(hasattr(part, "floor") for part in parts):
@@ -114,7 +114,7 @@ def _capacity(name: str, instance: ModelledInstance) -> Capacity:
             "by roofline or simulate.linear, without attention groups"
         )
     floors = tuple(cast(HasFloor, part).floor() for part in parts)
-    return Capacity(floors, instance.config.max_num_seqs, instance.num_tokens)
+    return InstanceLimits(floors, instance.config.max_num_seqs, instance.num_tokens)
 
 
 def spans(first: np.ndarray, end: np.ndarray) -> tuple[Span, ...]:
@@ -131,7 +131,7 @@ def spans(first: np.ndarray, end: np.ndarray) -> tuple[Span, ...]:
 
 
 def solve(
-    kinds: Mapping[Capacity, int],
+    kinds: Mapping[InstanceLimits, int],
     prompts: tuple[Span, ...],
     decodes: tuple[Span, ...],
     longest: int,
@@ -174,7 +174,7 @@ def solve(
 
 def _instance(
     program: "_Program",
-    kind: Capacity,
+    kind: InstanceLimits,
     count: int,
     prompts: Sequence[Span],
     decodes: Sequence[Span],
@@ -231,7 +231,7 @@ class _Program:
         """The sum is at most so much."""
         self._less.append((row, most))
 
-    def product(self, product: Product, tokens: Mapping[int, float], steps: int) -> int:
+    def product(self, product: ProductFloor, tokens: Mapping[int, float], steps: int) -> int:
         """A new variable: seconds of a matrix product of so many tokens in so many steps."""
         seconds = self.variable()
         self.at_most({each: n * product.compute_s for each, n in tokens.items()} | {seconds: -1})

@@ -8,10 +8,12 @@ from rich.table import Table
 
 from jaxinfer.sharding.crossings import Crossing
 from jaxinfer.sharding.hlo import KINDS, Counts
-from jaxinfer.sharding.study import Finding, Question
+from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion
 
 
-def tables(question: Question, findings: Sequence[Finding], title: str) -> Iterator[Table]:
+def tables(
+    question: LayoutQuestion, findings: Sequence[LayoutFinding], title: str
+) -> Iterator[Table]:
     """A table for each phase, and one for the head."""
     heads = {
         "prefill": f"prefill of {question.tokens:,} tokens",
@@ -24,7 +26,7 @@ def tables(question: Question, findings: Sequence[Finding], title: str) -> Itera
             yield _table(question, found, f"{words}: {title}")
 
 
-def _table(question: Question, findings: Sequence[Finding], title: str) -> Table:
+def _table(question: LayoutQuestion, findings: Sequence[LayoutFinding], title: str) -> Table:
     is_head = findings[0].phase == "head"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", no_wrap=True)
@@ -48,12 +50,12 @@ def _table(question: Question, findings: Sequence[Finding], title: str) -> Table
     return table
 
 
-def fits(question: Question, finding: Finding) -> bool:
+def fits(question: LayoutQuestion, finding: LayoutFinding) -> bool:
     """True if one card has room for weights, KV and temporaries."""
     return finding.total_bytes <= question.card.memory_gb * 1e9
 
 
-def verdict(finding: Finding, itemsize: int) -> str:
+def verdict(finding: LayoutFinding, itemsize: int) -> str:
     """A cell that says if the compiler does as the closed forms say, and what else is to know."""
     said = "equal" if finding.equal else _collectives(finding.closed, itemsize)
     return "; ".join([said, *finding.notes, *([finding.padding] if finding.padding else [])])
@@ -89,8 +91,8 @@ def fastest_lines(fastest: Mapping[str, Sequence[tuple[int, str]]]) -> Iterator[
 
 def write_csvs(
     folder: Path,
-    question: Question,
-    findings: Sequence[Finding],
+    question: LayoutQuestion,
+    findings: Sequence[LayoutFinding],
     crossed: Mapping[str, Sequence[Crossing]],
 ) -> None:
     """Write ``layouts.csv``, and ``crossings.csv`` with those of all pairs."""
@@ -103,7 +105,7 @@ def write_csvs(
     _write(folder / "crossings.csv", rows, ["phase", "tokens", "faster", "slower"])
 
 
-def row(question: Question, each: Finding) -> dict[str, object]:
+def row(question: LayoutQuestion, each: LayoutFinding) -> dict[str, object]:
     """All figures of a layout in a phase; bytes are of one device."""
     found: dict[str, object] = {
         "layout": each.layout,

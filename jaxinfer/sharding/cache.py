@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.made_from import PACKAGE, digest_of, version_of
-from jaxinfer.sharding.compiling import Compiled, Job
-from jaxinfer.sharding.targets import Target
+from jaxinfer.sharding.compiling import Compiled, LayerJob
+from jaxinfer.sharding.targets import CompileTarget
 
 FOLDER = Path("~/.cache/jaxinfer/sharding")
 # Packages that decide what is compiled.
@@ -26,7 +26,12 @@ class CompiledCache:
     """
 
     def __init__(
-        self, folder: Path, target: Target, mesh: dict[str, int], model: ModelShape, dtype: str
+        self,
+        folder: Path,
+        target: CompileTarget,
+        mesh: dict[str, int],
+        model: ModelShape,
+        dtype: str,
     ) -> None:
         self._folder = folder
         versions = [f"{name} {version_of(name)}" for name in _COMPILERS]
@@ -35,11 +40,11 @@ class CompiledCache:
         asked = [str(target), list(mesh.items()), model.model_dump(), dtype]
         self._common = json.dumps([versions, code, asked])
 
-    def _path(self, job: Job) -> Path:
+    def _path(self, job: LayerJob) -> Path:
         text = self._common + json.dumps([job.part, job.tokens, job.context, job.layout])
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
-    def get(self, job: Job) -> Compiled | None:
+    def get(self, job: LayerJob) -> Compiled | None:
         """The kept result of a job; None where there is none, or it cannot be read."""
         try:
             found = json.loads(self._path(job).read_text(encoding="utf-8"))
@@ -47,7 +52,7 @@ class CompiledCache:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def add(self, job: Job, compiled: Compiled) -> None:
+    def add(self, job: LayerJob, compiled: Compiled) -> None:
         """Keep one; a file that another process writes at once has the same."""
         path = self._path(job)
         part = path.with_suffix(f".{os.getpid()}")

@@ -18,13 +18,13 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.layouts import Layout, Rule, in_use
 from jaxinfer.sharding.hlo import counts
-from jaxinfer.sharding.targets import Target, devices_of
+from jaxinfer.sharding.targets import CompileTarget, devices_of
 
 PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
-class Job:
+class LayerJob:
     """A layer, or the head, to compile.
 
     Attributes:
@@ -80,7 +80,11 @@ def _read(text: str) -> Layout:
 
 
 def compile_all(
-    target: Target, mesh: dict[str, int], model: ModelShape, dtype: str, jobs: Sequence[Job]
+    target: CompileTarget,
+    mesh: dict[str, int],
+    model: ModelShape,
+    dtype: str,
+    jobs: Sequence[LayerJob],
 ) -> Iterator[Compiled]:
     """Compile jobs in a process of its own, and yield each when it is done.
 
@@ -126,21 +130,21 @@ def compile_all(
 
 def _main() -> None:
     asked = json.load(sys.stdin)
-    target = Target.read(asked["target"])
+    target = CompileTarget.read(asked["target"])
     try:
         # XLA for CPUs computes 16-bit floats in 32 bits, and moves them so: we count numbers.
         dtype = "float32" if target.is_cpu else asked["dtype"]
         devices = devices_of(target)
         model = ModelShape.model_validate(asked["model"])
         for job in asked["jobs"]:
-            found = _compiled(Job(**job), devices, asked["mesh"], model, dtype)
+            found = _compiled(LayerJob(**job), devices, asked["mesh"], model, dtype)
             print(json.dumps(asdict(found)), flush=True)
     except JaxinferError as error:
         print(json.dumps({"error": str(error)}), flush=True)
 
 
 def _compiled(
-    job: Job, devices: list[Any], mesh: dict[str, int], model: ModelShape, dtype: str
+    job: LayerJob, devices: list[Any], mesh: dict[str, int], model: ModelShape, dtype: str
 ) -> Compiled:
     import jax
     import numpy as np

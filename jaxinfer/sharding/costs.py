@@ -15,7 +15,7 @@ from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
 from jaxinfer.models.layouts import Layout, letters_of, most_ways, table_of, ways
 from jaxinfer.sharding.collectives import Collective
-from jaxinfer.sharding.dataflow import Product, head_flow, layer_flow
+from jaxinfer.sharding.dataflow import ProductShare, head_flow, layer_flow
 from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded
 
 # Bytes of a number of hidden states and logits.
@@ -77,7 +77,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class StepCost:
+class LayoutStepCost:
     """The cost of a step in one layout.
 
     Attributes:
@@ -187,7 +187,7 @@ class LayoutCosts:
         self._head = self._coefficients(head.products, head.collectives, self._table_size)
 
     def _coefficients(
-        self, products: Sequence[Product], collectives: Sequence[Collective], size: float
+        self, products: Sequence[ProductShare], collectives: Sequence[Collective], size: float
     ) -> tuple[list[tuple[float, float, float, float]], float, float]:
         """Kernels by seconds, and those of links per token and per step.
 
@@ -254,7 +254,7 @@ class LayoutCosts:
         """Seconds of the head for the rows that are sampled."""
         return self._kernels(self._head, rows)
 
-    def step(self, tokens: int, sequences: int, context: int = 0) -> StepCost:
+    def step(self, tokens: int, sequences: int, context: int = 0) -> LayoutStepCost:
         """A step of sequences alike, each of which is sampled.
 
         Args:
@@ -267,7 +267,7 @@ class LayoutCosts:
         layer = self.dense(tokens) + self.attention(pairs, entries, context + new)
         head = self.head(sequences)
         step = layer * self.flow.model.num_hidden_layers + head
-        return StepCost(layer, head, step, self.weight_bytes, self.kv_bytes)
+        return LayoutStepCost(layer, head, step, self.weight_bytes, self.kv_bytes)
 
     def _kernels(
         self, found: tuple[list[tuple[float, float, float, float]], float, float], tokens: float

@@ -32,7 +32,7 @@ Cuts = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductShare:
     """A device's part of a matrix product.
 
     Attributes:
@@ -54,7 +54,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionShare:
     """A device's part of attention: query tokens and heads, and KV heads."""
 
     tokens: float
@@ -63,12 +63,12 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Flow:
+class LayerFlow:
     """The flow of one layer, or of the head."""
 
     collectives: list[Collective]
-    products: list[Product]
-    attention: Attention | None = None
+    products: list[ProductShare]
+    attention: AttentionShare | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Array:
     partial: tuple[tuple[str, ...], ...] = ()
 
 
-class _Flow:
+class _FlowRules:
     """Rules at work on one mesh."""
 
     def __init__(self, model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> None:
@@ -102,7 +102,7 @@ class _Flow:
             "V": model.vocab_size,
         }
         self.collectives: list[Collective] = []
-        self.products: list[Product] = []
+        self.products: list[ProductShare] = []
         self._gathered: set[tuple[str, str, str]] = set()
 
     def cuts(self, letters: str, table: Places) -> Cuts:
@@ -238,7 +238,7 @@ class _Flow:
         # Each expert reads the rows that it is sent.
         shared = self.local("".join(k for k in letters if k in out and k in f"{x.letters}E"), found)
         self.products.append(
-            Product(
+            ProductShare(
                 letters_name(path),
                 x.what,
                 rows,
@@ -256,14 +256,14 @@ def letters_name(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> Flow:
+def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> LayerFlow:
     """The flow of one decoder layer: all that each device moves and computes.
 
     Args:
         model: with heads and columns that divide, see ``shapes.padded``.
         tokens: of the step.
     """
-    flow = _Flow(model, layout, mesh, tokens)
+    flow = _FlowRules(model, layout, mesh, tokens)
     path = {letters_name(each): each for each in layer_parameters(model)}
     residual = flow.named_cuts("residual") or {}
     y = flow.normed("attention_inputs", residual, model.gated)
@@ -280,16 +280,18 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
     rows = (heads or {}).get("T", ())
     seen: Cuts = {k: axes for k, axes in {"T": rows, "N": own}.items() if axes}
     flow.move(q, seen)
-    attention = Attention(flow.local("T", seen), flow.local("N", seen), flow.local("K", {"K": own}))
+    attention = AttentionShare(
+        flow.local("T", seen), flow.local("N", seen), flow.local("K", {"K": own})
+    )
     out = flow.move(_Array("out", "TNH", seen), _or(heads, seen))
     out = flow.move(out, _or(flow.named_cuts("attention_outputs"), out.cuts))
     flow.move(flow.product(out, path["o_NHD"], "TD", "attention", residual), residual)
     y = flow.normed("ffn_inputs", residual, model.gated)
     (_experts if model.num_experts else _ffn)(flow, y, path, model.gated, residual)
-    return Flow(flow.collectives, flow.products, attention)
+    return LayerFlow(flow.collectives, flow.products, attention)
 
 
-def _ffn(flow: _Flow, y: _Array, path: Mapping[str, str], gated: bool, residual: Cuts) -> None:
+def _ffn(flow: _FlowRules, y: _Array, path: Mapping[str, str], gated: bool, residual: Cuts) -> None:
     to = flow.named_cuts("ffn")
     for name in ("gate_DF", "up_DF") if gated else ("up_DF",):
         up = flow.product(y, path[name], "TF", letters_name(name), to)
@@ -298,7 +300,9 @@ def _ffn(flow: _Flow, y: _Array, path: Mapping[str, str], gated: bool, residual:
     flow.move(flow.product(up, path["down_FD"], "TD", "ffn", residual), residual)
 
 
-def _experts(flow: _Flow, y: _Array, path: Mapping[str, str], gated: bool, residual: Cuts) -> None:
+def _experts(
+    flow: _FlowRules, y: _Array, path: Mapping[str, str], gated: bool, residual: Cuts
+) -> None:
     logits = flow.product(y, path["router_DE"], "TE", "router", None)
     logits = flow.move(logits, logits.cuts)
     # XLA's top_k has all rows on each device.
@@ -310,9 +314,9 @@ def _experts(flow: _Flow, y: _Array, path: Mapping[str, str], gated: bool, resid
     flow.move(flow.product(up, path["down_EFD"], "TD", "ffn", residual), residual)
 
 
-def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> Flow:
+def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> LayerFlow:
     """The flow of the head for the rows that are sampled."""
-    flow = _Flow(model, layout, mesh, rows)
+    flow = _FlowRules(model, layout, mesh, rows)
     residual = flow.named_cuts("residual") or {}
     x = flow.move(flow.normed("head", residual, model.gated), {})
     path = "embed_VD" if model.tie_word_embeddings else "head_VD"
@@ -324,7 +328,7 @@ def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> Fl
     )
     logits = flow.product(x, path, "TV", "logits", to)
     flow.move(logits, _or(to, logits.cuts))
-    return Flow(flow.collectives, flow.products)
+    return LayerFlow(flow.collectives, flow.products)
 
 
 def _or(cuts: Cuts | None, other: Cuts) -> Cuts:

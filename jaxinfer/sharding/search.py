@@ -12,14 +12,14 @@ from itertools import combinations, product
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layouts import Layout, Places, Rule, letters_of
-from jaxinfer.sharding.costs import LayoutCosts, Link, StepCost, at_peaks
+from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, Link, at_peaks
 from jaxinfer.sharding.shapes import Sizes, layer_parameters
 
 Place = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Assignment:
+class AxisAssignment:
     """Axes of the mesh by what they cut, in the mesh's order."""
 
     rows: Place = ()
@@ -83,8 +83,8 @@ class Assignment:
 class Found:
     """An assignment and what its step costs."""
 
-    assignment: Assignment
-    cost: StepCost
+    assignment: AxisAssignment
+    cost: LayoutStepCost
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ class LayoutSearch:
         self._links, self._itemsize = links, itemsize
         self.tried = 0
 
-    def of_weights(self) -> list[Assignment]:
+    def of_weights(self) -> list[AxisAssignment]:
         """All assignments of what cuts weights: each axis of a weight is cut by axes of its own."""
         D, F = self._model.hidden_size, self._model.intermediate_size
         heads, E = self._model.num_key_value_heads, self._model.num_experts
         experts = self._divide(E) if E else [()]
         return [
-            Assignment(*places)
+            AxisAssignment(*places)
             for places in product(self._divide(D), self._divide(heads), self._divide(F), experts)
             if _apart(places[0], places[1]) and _apart(places[0], places[2], places[3])
         ]
@@ -145,13 +145,13 @@ class LayoutSearch:
                 found.append(place)
         return found
 
-    def with_tokens(self, assignment: Assignment) -> Iterator[Assignment]:
+    def with_tokens(self, assignment: AxisAssignment) -> Iterator[AxisAssignment]:
         """The same with tokens on each place."""
         a = assignment
         for tokens in self._places():
-            yield Assignment(a.rows, a.heads, a.columns, a.experts, tokens)
+            yield AxisAssignment(a.rows, a.heads, a.columns, a.experts, tokens)
 
-    def price(self, assignment: Assignment, step: Step) -> Found | None:
+    def price(self, assignment: AxisAssignment, step: Step) -> Found | None:
         """The cost of an assignment; None where a card has no room for it."""
         self.tried += 1
         costs = self._costs(assignment)
@@ -181,7 +181,7 @@ class LayoutSearch:
         progress(0)
         return best
 
-    def _costs(self, assignment: Assignment) -> LayoutCosts:
+    def _costs(self, assignment: AxisAssignment) -> LayoutCosts:
         return at_peaks(
             self._model,
             assignment.layout(tuple(self._mesh)),
@@ -195,7 +195,7 @@ class LayoutSearch:
         needed = costs.weight_bytes + costs.kv_bytes * step.entries
         return needed <= self._gpu.memory_gb * 1e9
 
-    def _at_least(self, step: Step, cut: Assignment) -> float:
+    def _at_least(self, step: Step, cut: AxisAssignment) -> float:
         """Seconds that no place of tokens can save: layers' products, on all devices at once."""
         model, devices = self._model, 1
         for size in self._mesh.values():
@@ -221,7 +221,7 @@ def _apart(*places: Place) -> bool:
     return len(axes) == len(set(axes))
 
 
-def layout_file(assignment: Assignment, axes: tuple[str, ...]) -> str:
+def layout_file(assignment: AxisAssignment, axes: tuple[str, ...]) -> str:
     """A Python file with the layout of an assignment, as ``engine.layout`` takes it."""
     layout = assignment.layout(axes)
     lines = ["from jaxinfer.models.layouts import Layout, Rule", "", f"# {assignment}."]

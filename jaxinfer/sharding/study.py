@@ -11,13 +11,13 @@ from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layouts import Layout
 from jaxinfer.sharding.cache import CompiledCache
 from jaxinfer.sharding.collectives import Collective, without_reduce_scatter
-from jaxinfer.sharding.compiling import Compiled, Job, as_text, compile_all
-from jaxinfer.sharding.costs import LayoutCosts, Link, Seconds, StepCost, at_peaks
+from jaxinfer.sharding.compiling import Compiled, LayerJob, as_text, compile_all
+from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, Link, Seconds, at_peaks
 from jaxinfer.sharding.crossings import SecondsOf
 from jaxinfer.sharding.dataflow import head_flow, layer_flow
 from jaxinfer.sharding.hlo import Counts, counted
 from jaxinfer.sharding.search import Step
-from jaxinfer.sharding.targets import Target
+from jaxinfer.sharding.targets import CompileTarget
 
 # Bytes of a number, by dtype.
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -26,7 +26,7 @@ TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
-class Question:
+class LayoutQuestion:
     """A question that is asked of each layout.
 
     Attributes:
@@ -39,7 +39,7 @@ class Question:
     model: ModelShape
     mesh: dict[str, int]
     card: Gpu
-    target: Target
+    target: CompileTarget
     phases: tuple[str, ...]
     tokens: int
     sequences: int
@@ -52,16 +52,16 @@ class Question:
         """Bytes of a number."""
         return ITEMSIZES[self.dtype]
 
-    def job(self, name: str, layout: Layout, phase: str) -> Job:
+    def job(self, name: str, layout: Layout, phase: str) -> LayerJob:
         """The job to compile for a phase, or for the head of decodes."""
         tokens = self.tokens if phase == "prefill" else self.sequences
-        return Job(name, as_text(layout, list(self.mesh)), phase, tokens, self.context)
+        return LayerJob(name, as_text(layout, list(self.mesh)), phase, tokens, self.context)
 
     def costs(self, layout: Layout) -> LayoutCosts:
         """Closed forms of a layout."""
         return at_peaks(self.model, layout, self.mesh, self.card, self.links, self.itemsize)
 
-    def step(self, costs: LayoutCosts, phase: str, tokens: int | None = None) -> StepCost:
+    def step(self, costs: LayoutCosts, phase: str, tokens: int | None = None) -> LayoutStepCost:
         """A step of a phase, of other tokens if they are given."""
         step = self.asked(phase, tokens)
         return costs.step(step.tokens, step.sequences, step.context)
@@ -76,7 +76,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Finding:
+class LayoutFinding:
     """A layout in one phase, or its head, which each step has once.
 
     Attributes:
@@ -91,7 +91,7 @@ class Finding:
 
     layout: str
     phase: str
-    cost: StepCost
+    cost: LayoutStepCost
     kv_bytes: float
     temporary_bytes: float
     compiled: Counts
@@ -124,7 +124,9 @@ def alike(one: Counts, two: Counts) -> bool:
     )
 
 
-def closed_forms(found: Sequence[Collective], target: Target) -> tuple[Counts, tuple[str, ...]]:
+def closed_forms(
+    found: Sequence[Collective], target: CompileTarget
+) -> tuple[Counts, tuple[str, ...]]:
     """Closed forms for a target's compiler, and what they have for its sake."""
     notes = []
     if target.is_cpu and any(each.kind == "reduce-scatter" for each in found):
@@ -145,13 +147,15 @@ def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
     return (f"other {', '.join(kinds)}",)
 
 
-def seconds_of(question: Question, layout: Layout, phase: str) -> SecondsOf:
+def seconds_of(question: LayoutQuestion, layout: Layout, phase: str) -> SecondsOf:
     """Seconds of a phase's step by its tokens, or by its sequences."""
     costs = question.costs(layout)
     return cache(lambda count: question.step(costs, phase, count).step.total)
 
 
-def where_it_fits(question: Question, layout: Layout, phase: str, seconds: SecondsOf) -> SecondsOf:
+def where_it_fits(
+    question: LayoutQuestion, layout: Layout, phase: str, seconds: SecondsOf
+) -> SecondsOf:
     """The same, but infinite where a card has no room for weights and KV."""
     costs = question.costs(layout)
     room = question.card.memory_gb * 1e9 - costs.weight_bytes
@@ -164,11 +168,11 @@ def where_it_fits(question: Question, layout: Layout, phase: str, seconds: Secon
 
 
 def study(
-    question: Question,
+    question: LayoutQuestion,
     layouts: Mapping[str, Layout],
     cache_folder: Path,
     progress: Callable[[int], None] = lambda left: None,
-) -> list[Finding]:
+) -> list[LayoutFinding]:
     """Compile a layer in each layout and phase, and price its step.
 
     Args:
@@ -194,8 +198,8 @@ def study(
 
 
 def _compiled(
-    question: Question,
-    jobs: Sequence[Job],
+    question: LayoutQuestion,
+    jobs: Sequence[LayerJob],
     cache_folder: Path,
     progress: Callable[[int], None],
 ) -> list[Compiled]:
@@ -213,12 +217,14 @@ def _compiled(
     return [found[job] for job in jobs]
 
 
-def _finding(question: Question, costs: LayoutCosts, job: Job, compiled: Compiled) -> Finding:
+def _finding(
+    question: LayoutQuestion, costs: LayoutCosts, job: LayerJob, compiled: Compiled
+) -> LayoutFinding:
     flow_of = head_flow if job.part == "head" else layer_flow
     flow = flow_of(costs.flow.model, costs.flow.layout, costs.flow.mesh, job.tokens)
     closed, notes = closed_forms(flow.collectives, question.target)
     cost = question.step(costs, job.part)
-    return Finding(
+    return LayoutFinding(
         job.name,
         job.part,
         cost,

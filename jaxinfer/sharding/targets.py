@@ -15,7 +15,7 @@ _FORM = re.compile(r"(\w+):(\d+(?:x\d+)*)")
 
 
 @dataclass(frozen=True)
-class Target:
+class CompileTarget:
     """A kind of devices that programs are compiled for.
 
     Attributes:
@@ -27,7 +27,7 @@ class Target:
     shape: tuple[int, ...]
 
     @classmethod
-    def read(cls, text: str) -> "Target":
+    def read(cls, text: str) -> "CompileTarget":
         """Read ``cpu:8``, ``h100:8`` or ``v5e:2x4``.
 
         Raises:
@@ -128,7 +128,7 @@ def description(gpu: GpuTarget) -> str:
     device_description_str: "{gpu.name}" """
 
 
-def devices_of(target: Target) -> list[Any]:
+def devices_of(target: CompileTarget) -> list[Any]:
     """The devices, in the process that compiles.
 
     Raises:

@@ -21,7 +21,7 @@ from jaxinfer.serving.step_fit import (
     StepFit,
     least_squares,
 )
-from jaxinfer.steps.times import Point, work_of_parts
+from jaxinfer.steps.times import StepPoint, work_of_parts
 
 FOLDER = Path("~/.cache/jaxinfer/profiles")
 
@@ -49,7 +49,7 @@ class Profile:
     key: dict[str, Any]
     prefills: list[tuple[int, tuple[float, ...]]]
     mixed: list[tuple[int, int, tuple[float, ...]]]
-    points: list[Point]
+    points: list[StepPoint]
 
     @property
     def has_fits(self) -> bool:
@@ -110,7 +110,7 @@ def read_profile(path: Path) -> Profile:
         stored["key"],
         [(n, tuple(t)) for n, t in stored["prefills"]],
         [(p, d, tuple(t)) for p, d, t in stored["mixed"]],
-        [Point(tuple((a, b) for a, b in parts), tuple(s)) for parts, s in stored["points"]],
+        [StepPoint(tuple((a, b) for a, b in parts), tuple(s)) for parts, s in stored["points"]],
     )
 
 

@@ -13,7 +13,7 @@ Part = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Point:
+class StepPoint:
     """A measured step.
 
     Attributes:
@@ -61,9 +61,9 @@ class StepTimes:
         self.coefficients = coefficients
 
     @classmethod
-    def fit(cls, limits: StepLimits, points: Sequence[Point], stage: int) -> "StepTimes":
+    def fit(cls, limits: StepLimits, points: Sequence[StepPoint], stage: int) -> "StepTimes":
         """Least squares over the points of each shape; no coefficient is below zero."""
-        by_shape: dict[StepShape, list[Point]] = {}
+        by_shape: dict[StepShape, list[StepPoint]] = {}
         for point in points:
             by_shape.setdefault(shape_of(limits, point.parts), []).append(point)
         found = {}

@@ -18,8 +18,8 @@ from jaxinfer.sharding.cache import FOLDER
 from jaxinfer.sharding.compiling import PHASES
 from jaxinfer.sharding.costs import links_of
 from jaxinfer.sharding.hlo import KINDS, Counts
-from jaxinfer.sharding.study import Finding, Question, study
-from jaxinfer.sharding.targets import Target
+from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion, study
+from jaxinfer.sharding.targets import CompileTarget
 from scripts.tables import Row, write_csv
 
 MESHES = ("1x8", "2x4", "4x4", "8x8")
@@ -27,15 +27,17 @@ MODELS = ("llama-3-70b", "opt-66b", "qwen3-30b-a3b")
 TOKENS, SEQUENCES, CONTEXT = 2048, 64, 2048
 
 
-def question(model: ModelShape, mesh: str, tokens: int, sequences: int, context: int) -> Question:
+def question(
+    model: ModelShape, mesh: str, tokens: int, sequences: int, context: int
+) -> LayoutQuestion:
     """The question that is asked of XLA for CPUs."""
     x, y = map(int, mesh.split("x"))
     sizes, card = {"x": x, "y": y}, find_gpu("H100-SXM")
-    return Question(
+    return LayoutQuestion(
         model,
         sizes,
         card,
-        Target("cpu", (x * y,)),
+        CompileTarget("cpu", (x * y,)),
         PHASES,
         tokens,
         sequences,
@@ -53,7 +55,7 @@ def rows(meshes: Sequence[str], models: Mapping[str, ModelShape], cache: Path) -
             yield {"mesh": mesh, "model": name, **row(found)}
 
 
-def row(found: Finding) -> Row:
+def row(found: LayoutFinding) -> Row:
     """Counts and numbers of both, by kind."""
     cells: Row = {"layout": found.layout, "phase": found.phase}
     for kind in KINDS:

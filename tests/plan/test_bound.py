@@ -15,11 +15,11 @@ from jaxinfer.config.step_costs import LinearCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
 from jaxinfer.hardware.catalogue import find_gpu, find_model
-from jaxinfer.plan.bound import Bound, Capacity, bound_of, solve, spans
+from jaxinfer.plan.bound import Bound, InstanceLimits, bound_of, solve, spans
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.linear import LinearStage
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
-from jaxinfer.simulate.costs.step_floor import Product, StepFloor
+from jaxinfer.simulate.costs.step_floor import ProductFloor, StepFloor
 from jaxinfer.simulate.run import prepare, serve
 from jaxinfer.workload.bench_request import BenchRequest
 
@@ -30,7 +30,7 @@ def of_lengths(floor: StepFloor, seats: int, pool: int, *lengths: tuple[int, int
     """The bound of one instance of one stage, and requests of (prompt, output) tokens."""
     prompt, output = np.array(lengths).T
     placed = spans(0 * prompt, prompt), spans(prompt, prompt + output - 1)
-    return solve({Capacity((floor,), seats, pool): 1}, *placed, prompt.max())
+    return solve({InstanceLimits((floor,), seats, pool): 1}, *placed, prompt.max())
 
 
 @pytest.mark.parametrize(("seats", "pool"), [(4, 10**6), (4, 60), (100, 200)])
@@ -50,7 +50,7 @@ def test_one_instance_whose_steps_are_linear(
 
 def test_a_product_reads_its_weights_once_a_step() -> None:
     """Prompts alone are computed as fast as FLOPs go, decodes as the weights are read."""
-    floor = StepFloor(products=(Product(0.002, 0.8, 0.0001),))
+    floor = StepFloor(products=(ProductFloor(0.002, 0.8, 0.0001),))
     # Steps of any size: the fewest that four seats allow.
     assert of_lengths(floor, 4, 10**6, (1000, 1)).rate == pytest.approx(1 / 2.0, rel=1e-6)
     decodes = 0.8 / 4 + 0.0001  # Of each token.
@@ -61,7 +61,7 @@ def test_a_product_reads_its_weights_once_a_step() -> None:
 
 def test_prompts_that_fill_steps_of_decodes_cost_nothing_but_their_reading() -> None:
     """While weights are read, so many tokens' FLOPs are free: those of prompts, too."""
-    floor = StepFloor(products=(Product(0.01, 1.0, 0.0),))
+    floor = StepFloor(products=(ProductFloor(0.01, 1.0, 0.0),))
     # A request has ten decodes or first tokens of two seats: five steps of a second, each with room
     # for a hundred tokens, of which the request has 199.
     assert of_lengths(floor, 2, 10**6, (190, 10)).rate == pytest.approx(1 / 5, rel=1e-6)
@@ -82,13 +82,16 @@ def test_two_instances_of_which_each_does_what_it_is_better_at() -> None:
         share = min(max((second - first) / (one + other), 0), 1)
         first, second = first + share * one, second - share * other
     assert first == pytest.approx(second)
-    kinds = {Capacity((each,), 100, 10**6): 1 for each in (computes, reads)}
+    kinds = {InstanceLimits((each,), 100, 10**6): 1 for each in (computes, reads)}
     assert solve(kinds, *parts, 1).rate == pytest.approx(1 / first, rel=1e-6)
 
 
 def test_the_slower_of_two_stages() -> None:
     """The last one has the head, whose weights are read for four tokens at a time."""
-    first, last = StepFloor(token_s=0.01), StepFloor(token_s=0.002, head=Product(0.1, 8.0, 0.5))
+    first, last = (
+        StepFloor(token_s=0.01),
+        StepFloor(token_s=0.002, head=ProductFloor(0.1, 8.0, 0.5)),
+    )
     prompt, output = np.array([50]), np.array([10])
     parts = spans(0 * prompt, prompt), spans(prompt, prompt + output - 1)
     for stages, seconds in (
@@ -96,7 +99,7 @@ def test_the_slower_of_two_stages() -> None:
         ((last, first), 59 * 0.002 + 10 * (8 / 4 + 0.5)),
         ((first, StepFloor(token_s=0.002)), 59 * 0.01),
     ):
-        found = solve({Capacity(stages, 4, 10**6): 1}, *parts, 50)
+        found = solve({InstanceLimits(stages, 4, 10**6): 1}, *parts, 50)
         assert found.rate == pytest.approx(1 / seconds, rel=1e-6)
 
 
@@ -104,8 +107,8 @@ def test_the_slower_of_two_stages() -> None:
 def test_so_many_alike_do_so_many_times_as_much(count: int) -> None:
     prompt, output = np.array([30, 70]), np.array([20, 3])
     parts = spans(0 * prompt, prompt), spans(prompt, prompt + output - 1)
-    one = solve({Capacity((LINEAR,), 4, 600): 1}, *parts, 70)
-    assert solve({Capacity((LINEAR,), 4, 600): count}, *parts, 70).rate == pytest.approx(
+    one = solve({InstanceLimits((LINEAR,), 4, 600): 1}, *parts, 70)
+    assert solve({InstanceLimits((LINEAR,), 4, 600): count}, *parts, 70).rate == pytest.approx(
         count * one.rate, rel=1e-6
     )
 
@@ -187,8 +190,8 @@ def test_no_schedule_of_a_tiny_case_is_faster(
     lengths: list[tuple[int, int]], seats: int, parts: tuple[float, ...]
 ) -> None:
     floor = StepFloor(
-        (Product(parts[0], parts[1], parts[2]),),
-        Product(parts[3], parts[4], 0.001),
+        (ProductFloor(parts[0], parts[1], parts[2]),),
+        ProductFloor(parts[3], parts[4], 0.001),
         *parts[5:],
         context_s=0.02,
         pair_s=0.01,

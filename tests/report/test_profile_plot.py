@@ -8,19 +8,19 @@ from matplotlib.axes import Axes
 
 from jaxinfer.report.profile_plot import draw_profile, profile_table
 from jaxinfer.steps.profile import Profile
-from jaxinfer.steps.times import Point
+from jaxinfer.steps.times import StepPoint
 
 KEY = {"model": "tiny", "dtype": "float32", "chunk_tokens": 64}
 # Stages of 2 ms and 1 ms a token, and 0.5 s; then contexts, of 100 us a token and of 25 us.
 PREFILLS = [(n, (2e-3 * n + 0.5, 1e-3 * n)) for n in (100, 200, 400)]
 MIXED = [(p, d, (1e-4 * p + 0.25, 2.5e-5 * d)) for d in (4000, 0, 1000) for p in (0, 500, 1000)]
-EXACT = Profile(KEY, PREFILLS, MIXED, [Point(((0, 1),), (1.0, 1.0))])
+EXACT = Profile(KEY, PREFILLS, MIXED, [StepPoint(((0, 1),), (1.0, 1.0))])
 # Times 1, 1, 2 of lengths 1, 3, 2: the best line is 10 / 9, which is off by 1 / 9 and by 4 / 9.
 BENT = Profile(
     KEY,
     [(1, (1.0,)), (3, (1.0,)), (2, (2.0,))],
     [(p, d, (0.5 + p + d,)) for p in (0, 1) for d in (0, 1)],
-    [Point(((0, 1),), (1.0,))],
+    [StepPoint(((0, 1),), (1.0,))],
 )
 
 

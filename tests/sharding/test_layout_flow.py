@@ -12,7 +12,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
 from jaxinfer.models.layouts import ALL, LAYOUTS, REST, Layout, Rule
 from jaxinfer.sharding.costs import LayoutFlow
-from jaxinfer.sharding.dataflow import Attention
+from jaxinfer.sharding.dataflow import AttentionShare
 
 LLAMA = Catalogue().model("llama-2-70b")
 MIXTURE = ModelShape(
@@ -126,7 +126,7 @@ def test_parameters_on_a_device() -> None:
 def test_a_device_has_one_kv_head_at_least() -> None:
     """Eight KV heads on sixteen devices: two have the same, and half of its queries each."""
     flow = LayoutFlow(LLAMA, LAYOUTS["megatron"], {"x": 4, "y": 4})
-    assert flow.layer.attention == Attention(1, 4, 1)
+    assert flow.layer.attention == AttentionShare(1, 4, 1)
     assert sum(each.weights for each in flow.layer.products[:3]) == 8192 * (4 + 2) * 128
     assert flow.kv_bytes(80, 2) == 80 * 2 * 128 * 2
 
@@ -135,7 +135,7 @@ def test_heads_that_do_not_divide_are_padded() -> None:
     model = LLAMA.model_copy(update={"num_key_value_heads": 6, "num_attention_heads": 12})
     model = model.model_copy(update={"head_dim": 64})
     flow = LayoutFlow(model, LAYOUTS["megatron"], {"x": 4})
-    assert flow.layer.attention == Attention(1, 4, 2)
+    assert flow.layer.attention == AttentionShare(1, 4, 2)
 
 
 @pytest.mark.parametrize(

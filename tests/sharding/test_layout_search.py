@@ -8,7 +8,7 @@ from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layouts import Layout, Rule, in_use
 from jaxinfer.sharding.costs import at_peaks
 from jaxinfer.sharding.crossings import crossings, fastest, token_counts
-from jaxinfer.sharding.search import Assignment, LayoutSearch, Step, layout_file
+from jaxinfer.sharding.search import AxisAssignment, LayoutSearch, Step, layout_file
 
 TINY = ModelShape(
     hidden_size=256,
@@ -63,13 +63,13 @@ def test_known_layouts_are_among_the_assignments() -> None:
 
     both = ("x", "y")
     for name, assignment in (
-        ("megatron", Assignment(heads=both, columns=both)),
-        ("sequence_parallel", Assignment(heads=both, columns=both, tokens=both)),
-        ("weight_stationary_2d", Assignment(rows=("x",), heads=("y",), columns=("y",))),
-        ("weight_gathered", Assignment(("x",), ("y",), ("y",), (), ("x",))),
-        ("attention_dp", Assignment(columns=both, tokens=both)),
-        ("context_parallel", Assignment(tokens=both)),
-        ("fsdp", Assignment(rows=both, tokens=both)),
+        ("megatron", AxisAssignment(heads=both, columns=both)),
+        ("sequence_parallel", AxisAssignment(heads=both, columns=both, tokens=both)),
+        ("weight_stationary_2d", AxisAssignment(rows=("x",), heads=("y",), columns=("y",))),
+        ("weight_gathered", AxisAssignment(("x",), ("y",), ("y",), (), ("x",))),
+        ("attention_dp", AxisAssignment(columns=both, tokens=both)),
+        ("context_parallel", AxisAssignment(tokens=both)),
+        ("fsdp", AxisAssignment(rows=both, tokens=both)),
     ):
         model = TINY.model_copy(update={"num_key_value_heads": 4})
         found, known = (
@@ -80,7 +80,7 @@ def test_known_layouts_are_among_the_assignments() -> None:
 
 
 def test_a_file_of_a_layout_is_that_layout() -> None:
-    assignment = Assignment(("x",), ("y",), ("y",), (), ("x",))
+    assignment = AxisAssignment(("x",), ("y",), ("y",), (), ("x",))
     found: dict[str, Layout] = {}
     exec(layout_file(assignment, ("x", "y")), found)
     assert found["LAYOUT"] == in_use(assignment.layout(("x", "y")), ("x", "y"))

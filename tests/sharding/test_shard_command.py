@@ -20,7 +20,7 @@ from jaxinfer.sharding.hlo import counts
 from jaxinfer.sharding.layer import Program
 from jaxinfer.sharding.shapes import padded
 from jaxinfer.sharding.study import alike, closed_forms, study
-from jaxinfer.sharding.targets import Target
+from jaxinfer.sharding.targets import CompileTarget
 from scripts.validate.sharding import question
 
 TINY = {
@@ -107,7 +107,7 @@ def test_mistakes_are_told_in_a_line(model: str, options: list[str], message: st
 def test_what_is_compiled_for_is_a_card_of_the_catalogue(
     text: str, devices: int, card: str
 ) -> None:
-    target = Target.read(text)
+    target = CompileTarget.read(text)
     assert (target.devices, target.card, str(target)) == (devices, card, text.lower())
     assert find_gpu(card).bf16_tflops > 100
 
@@ -121,7 +121,7 @@ def test_a_compiled_mixture_is_as_closed_forms_say(model: str, layout: str) -> N
     program = Program(shape, table, mesh, 16, np.float32)
     compiled = jax.jit(program.layer).lower(*program.layer_arguments(16, False)).compile()
     flow = layer_flow(shape, table, dict(mesh.shape), 16)
-    closed, _ = closed_forms(flow.collectives, Target("cpu", (8,)))
+    closed, _ = closed_forms(flow.collectives, CompileTarget("cpu", (8,)))
     assert alike(counts(compiled.as_text() or ""), closed)
 
 

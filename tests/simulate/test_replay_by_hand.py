@@ -16,10 +16,10 @@ from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate import replay as module
 from jaxinfer.simulate.cluster import ModelledCluster
 from jaxinfer.simulate.replay import fidelity, furthest_apart, replay
-from jaxinfer.simulate.world import StagePair
+from jaxinfer.simulate.world import ModelledPair
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import Profile, store_profile
-from jaxinfer.steps.times import Part, Point
+from jaxinfer.steps.times import Part, StepPoint
 from jaxinfer.workload.lengths import BenchRequest
 
 # Two rows, or chunks up to 16 or 64 tokens.
@@ -58,7 +58,9 @@ def profile(name: str, *shares: float) -> str:
         for p in (0, 10)
         for d in (0, 100)
     ]
-    points = [Point(parts, tuple(share * seconds(parts) for share in shares)) for parts in STEPS]
+    points = [
+        StepPoint(parts, tuple(share * seconds(parts) for share in shares)) for parts in STEPS
+    ]
     return store_profile(Profile({"name": name}, prefills, mixed, points)).stem
 
 
@@ -250,8 +252,14 @@ def test_kv_goes_as_it_did(linked: bool, tmp_path: Path, served: list[Served]) -
     late, fast = (0.25, 0.5e9) if linked else (0.0, 7e9)
     back = 0.5e9 if linked else 8e9
     assert found.cluster.lanes == {
-        ("x", "y"): [StagePair(0, 64, (("g", "d"),), 0.0), StagePair(1, 128, (("h", "d"),), late)],
-        ("y", "x"): [StagePair(0, 64, (("d", "g"),), 0.0), StagePair(0, 128, (("d", "h"),), late)],
+        ("x", "y"): [
+            ModelledPair(0, 64, (("g", "d"),), 0.0),
+            ModelledPair(1, 128, (("h", "d"),), late),
+        ],
+        ("y", "x"): [
+            ModelledPair(0, 64, (("d", "g"),), 0.0),
+            ModelledPair(0, 128, (("d", "h"),), late),
+        ],
     }
     assert found.cluster.capacities == {
         ("g", "d"): 7e9,

@@ -4,7 +4,7 @@ import pytest
 
 from jaxinfer.serving.batch import Work
 from jaxinfer.steps.shapes import StepLimits, StepShape
-from jaxinfer.steps.times import Point, StepTimes, features, shape_of, work_of_parts
+from jaxinfer.steps.times import StepPoint, StepTimes, features, shape_of, work_of_parts
 
 # Decodes in fours and sixteens, chunks up to 64 and 256 tokens.
 LIMITS = StepLimits(max_num_seqs=16, max_num_batched_tokens=256, max_pages=64, page_size=8)
@@ -20,7 +20,7 @@ def test_the_work_of_parts() -> None:
 
 
 def test_a_step_takes_all_its_stages() -> None:
-    assert Point(((0, 1),), (0.5, 0.25, 0.125)).seconds == 0.875
+    assert StepPoint(((0, 1),), (0.5, 0.25, 0.125)).seconds == 0.875
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_seconds_by_hand() -> None:
 
 def test_each_stage_is_fitted_by_its_own_times() -> None:
     """Lines through two points each: 2 + 0.5 per entry, and 1 + 0.25 per entry."""
-    points = [Point(((n, 1),), (2 + (n + 1) / 2, 1 + (n + 1) / 4)) for n in (9, 29)]
-    wide = [Point(((n, 1),) * 5, (7.0, 8.0)) for n in (9, 29)]
+    points = [StepPoint(((n, 1),), (2 + (n + 1) / 2, 1 + (n + 1) / 4)) for n in (9, 29)]
+    wide = [StepPoint(((n, 1),) * 5, (7.0, 8.0)) for n in (9, 29)]
     for stage, line in enumerate([(2.0, 0.5), (1.0, 0.25)]):
         times = StepTimes.fit(LIMITS, points + wide, stage)
         assert set(times.coefficients) == {(4, 4, 0), (16, 16, 0)}

@@ -20,14 +20,14 @@ from jaxinfer.steps.profile import (
     read_profile,
     store_profile,
 )
-from jaxinfer.steps.times import Point
+from jaxinfer.steps.times import StepPoint
 
 KEY = {"model": "m", "chunk_tokens": 64, "nested": {"a": 1, "b": [2]}}
 FOUND = Profile(
     KEY,
     [(1, (1.0, 3.0)), (2, (1.5, 4.5))],
     [(0, 0, (4.0, 1.0)), (10, 0, (6.0, 1.0)), (0, 100, (4.0, 3.5)), (10, 100, (6.0, 3.5))],
-    [Point(((0, 64), (7, 1)), (1.0, 2.0))],
+    [StepPoint(((0, 64), (7, 1)), (1.0, 2.0))],
 )
 
 
@@ -45,10 +45,10 @@ def test_lines_of_each_stage_by_how_much_it_is_slowed_down() -> None:
 def test_decodes_alone_have_a_line_of_their_own() -> None:
     """0.5 + 0.25 per row + 0.001 per entry they see, their own too, and twice that of stage 2."""
 
-    def point(rows: int, before: int, chunk: int = 0) -> Point:
+    def point(rows: int, before: int, chunk: int = 0) -> StepPoint:
         seconds = 0.5 + 0.25 * rows + 0.001 * rows * (before + 1) + 100 * chunk
         chunks = ((0, chunk),) * bool(chunk)
-        return Point((*[(before, 1)] * rows, *chunks), (seconds, 2 * seconds))
+        return StepPoint((*[(before, 1)] * rows, *chunks), (seconds, 2 * seconds))
 
     points = [point(n, before) for n in (1, 4) for before in (0, 99)] + [point(4, 7, chunk=8)]
     fit = replace(FOUND, points=points).fit([1.0, 3.0]).decode
@@ -62,7 +62,7 @@ def test_decodes_alone_have_a_line_of_their_own() -> None:
 def test_how_well_lines_fit() -> None:
     """Times 1, 1, 2 of lengths 1, 3, 2: by relative errors, a constant of 8 / 9 in the middle."""
     prefills = [(1, (0.5, 0.5)), (3, (0.75, 0.25)), (2, (1.0, 1.0))]
-    steps = [Point(((0, 1),), (0.0, 0.0))]
+    steps = [StepPoint(((0, 1),), (0.0, 0.0))]
     found = Profile({}, prefills, [(5, 0, (1.0, 1.0)), (5, 7, (1.0, 1.0))], steps)
     fit = found.fit([1.0, 1.0]).prefill
     # By symmetry there is no slope: errors 1 - c, 1 - c, 1 - c / 2 are least at c = 2.5 / 2.25.

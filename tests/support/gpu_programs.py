@@ -18,7 +18,7 @@ from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage import stage_plan as planning
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.step import CompiledStep, Key
-from jaxinfer.sharding.targets import Target, devices_of
+from jaxinfer.sharding.targets import CompileTarget, devices_of
 from scripts.bench.engine import LLAMA_3_8B
 
 LAYERS = 2
@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
     plan = planning.make_plan(
         open_checkpoint(str(folder), "dummy").config,
         options,
-        devices_of(Target.read("h100:1")),
+        devices_of(CompileTarget.read("h100:1")),
         Layers(0, LAYERS, LAYERS),
         0,
     )

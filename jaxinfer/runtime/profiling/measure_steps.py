@@ -13,7 +13,7 @@ from jaxinfer.serving.kv_shards import KVShards, Placement
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.steps.shapes import StepLimits
-from jaxinfer.steps.times import Part, Point
+from jaxinfer.steps.times import Part, StepPoint
 
 
 def measure_steps(
@@ -21,7 +21,7 @@ def measure_steps(
     kv: KVShards,
     limits: StepLimits,
     todo: Iterable[tuple[Part, ...]],
-) -> Iterator[Point]:
+) -> Iterator[StepPoint]:
     """Run each step once, and the first of a shape twice: those of one had better be neighbours.
 
     Args:
@@ -36,7 +36,7 @@ def measure_steps(
         times = _run(worker, batch)
         for row in batch.rows:
             row.hold.release()
-        yield Point(parts, times)
+        yield StepPoint(parts, times)
 
 
 def measure_in_a_row(

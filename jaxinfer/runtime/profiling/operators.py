@@ -38,7 +38,7 @@ _STEPS = 3
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredDegree:
     """The measured times of the steps of one degree of tensor parallelism.
 
     Attributes:
@@ -124,7 +124,7 @@ def measure_operators(
     degree: int,
     depths: tuple[int, int],
     progress: Progress,
-) -> Measured:
+) -> MeasuredDegree:
     """Measure the cluster's one instance, with random weights; nothing else should run meanwhile.
 
     Args:
@@ -174,7 +174,7 @@ def _measure(
     over_devices: bool,
     depths: tuple[int, int],
     progress: Progress,
-) -> Measured:
+) -> MeasuredDegree:
     grid = Grid.of(deep)
     pure = [parts for parts in grid.steps if len({count == 1 for _, count in parts}) == 1]
     checks = [parts for parts in grid.steps if parts not in set(pure)]
@@ -198,7 +198,7 @@ def _measure(
         float(np.subtract(*np.percentile(found, [75, 25]))) / median(found)
         for found in times.values()
     )
-    return Measured(
+    return MeasuredDegree(
         deep,
         model,
         over_devices,

@@ -30,7 +30,7 @@ from jaxinfer.steps.profile import (
     store_profile,
 )
 from jaxinfer.steps.shapes import StepLimits, StepShape
-from jaxinfer.steps.times import Part, Point, StepTimes, shape_of
+from jaxinfer.steps.times import Part, StepPoint, StepTimes, shape_of
 
 # Passes over all steps, and the seconds that they may take where a run waits for them.
 PASSES, BUDGET_S = 3, 60.0
@@ -109,7 +109,7 @@ def profile_engines(
         budget_s: seconds into which the passes have to fit; one is made in any case.
     """
     grids = grids or {name: Grid.of(engine) for name, (engine, _) in engines.items()}
-    best: dict[str, dict[tuple[Part, ...], Point]] = {name: {} for name in grids}
+    best: dict[str, dict[tuple[Part, ...], StepPoint]] = {name: {} for name in grids}
 
     def measure(name: str, steps: Sequence[tuple[Part, ...]], part: str, left: int) -> None:
         engine, _ = engines[name]
@@ -141,7 +141,9 @@ def profile_engines(
     }
 
 
-def _profile(grid: "Grid", found: Mapping[tuple[Part, ...], Point], key: dict[str, Any]) -> Profile:
+def _profile(
+    grid: "Grid", found: Mapping[tuple[Part, ...], StepPoint], key: dict[str, Any]
+) -> Profile:
     prefills = []
     for length in grid.lengths:
         chunks = [found[part,].stages for part in grid.prefill(length)]

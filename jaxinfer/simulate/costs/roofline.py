@@ -10,7 +10,7 @@ from jaxinfer.config.stage_part import StagePart
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.model import ITEMSIZE
-from jaxinfer.simulate.costs.step_floor import Product, StepFloor
+from jaxinfer.simulate.costs.step_floor import ProductFloor, StepFloor
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ class RooflineStage:
         """Return the least that steps take; experts' weights are read as for one token."""
         L, E = self.layers, self._efficiency
         each = self._model.num_experts_per_tok if self._expert else 0
-        products = [Product(*(L * x for x in parts)) for parts in self._products]
-        products += [Product(*(L * each * x for x in parts)) for parts in self._expert]
+        products = [ProductFloor(*(L * x for x in parts)) for parts in self._products]
+        products += [ProductFloor(*(L * each * x for x in parts)) for parts in self._expert]
         context_s = L * self._kv_bytes * self._per_byte
         return StepFloor(
             tuple(products),
-            Product(*self._head) if self._head else None,
+            ProductFloor(*self._head) if self._head else None,
             step_s=E.step_s + L * self._reduce_each,
             token_s=L * self._reduce,
             sequence_s=E.sequence_s,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductFloor:
     """A matrix product, which takes the longer of computing and reading.
 
     Attributes:
@@ -35,8 +35,8 @@ class StepFloor:
         pair_s: of each pair of a prompt's token and an entry that it sees.
     """
 
-    products: tuple[Product, ...] = ()
-    head: Product | None = None
+    products: tuple[ProductFloor, ...] = ()
+    head: ProductFloor | None = None
     step_s: float = 0.0
     token_s: float = 0.0
     sequence_s: float = 0.0

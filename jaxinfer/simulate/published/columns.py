@@ -12,7 +12,7 @@ from jaxinfer.errors import JaxinferError, one_line
 _LONGEST_MS = 60_000.0
 
 
-class Measured:
+class MeasuredPoints:
     """Milliseconds at points of some axes.
 
     Attributes:
@@ -27,7 +27,7 @@ class Measured:
 
 def read_measured(
     path: Path, axes: Sequence[str], only: Mapping[str, object], some: Mapping[str, object]
-) -> Measured:
+) -> MeasuredPoints:
     """Read the rows that are of some kind.
 
     Args:
@@ -55,7 +55,7 @@ def read_measured(
             f"{path}: latency goes from {ms.min():g} to {ms.max():g}, must be milliseconds greater "
             f"than 0 and below {_LONGEST_MS:g}"
         )
-    return Measured(path, np.stack(columns, 1), ms)
+    return MeasuredPoints(path, np.stack(columns, 1), ms)
 
 
 def _parquet(path: Path) -> Mapping[str, np.ndarray]:

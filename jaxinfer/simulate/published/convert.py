@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.simulate.published.columns import Measured, read_measured
+from jaxinfer.simulate.published.columns import MeasuredPoints, read_measured
 from jaxinfer.simulate.published.files import Card, cards, find_card
-from jaxinfer.simulate.published.products import Curve, Products
+from jaxinfer.simulate.published.products import Curve, ProductTimes
 
 # Up to so many tokens vLLM replays a graph; above, it launches each operator.
 _GRAPH_TOKENS = 512
@@ -109,7 +109,7 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     only |= {"num_heads": queries, "num_key_value_heads": keys, "head_dim": model.head_size}
     only |= {"attn_dtype": "bfloat16", "kv_cache_dtype": wanted.kv, "beam_width": 1}
 
-    def read(name: str, of: Card) -> Measured:
+    def read(name: str, of: Card) -> MeasuredPoints:
         path = of.file(name, wanted.backend, wanted.version)
         return _over_layers(path, model, only)
 
@@ -136,7 +136,7 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
         found.decodes[batch, length + step] = ms * 1e3
 
 
-def _over_layers(path: Path, model: ModelShape, only: Mapping[str, object]) -> Measured:
+def _over_layers(path: Path, model: ModelShape, only: Mapping[str, object]) -> MeasuredPoints:
     """Milliseconds of attention in the mean over layers, of which some may have windows."""
     axes = ("batch_size", "isl", "step")
     read = read_measured(path, axes, only, {"window_size": 0})
@@ -148,10 +148,10 @@ def _over_layers(path: Path, model: ModelShape, only: Mapping[str, object]) -> M
     both = [at for at in map(tuple, read.points.tolist()) if at in windowed]
     whole = dict(zip(map(tuple, read.points.tolist()), read.ms.tolist(), strict=True))
     ms = [(1 - share) * whole[at] + share * windowed[at] for at in both]
-    return Measured(path, np.array(both), np.array(ms))
+    return MeasuredPoints(path, np.array(both), np.array(ms))
 
 
-def _is_possible(chunks: Measured, wanted: Wanted, flops: float) -> bool:
+def _is_possible(chunks: MeasuredPoints, wanted: Wanted, flops: float) -> bool:
     """Tell whether no prompts' attention is quicker than the peak: 4 FLOPs per pair and number."""
     batch, length, _ = chunks.points.T
     full = 1 - wanted.model.windowed_layers / wanted.model.num_hidden_layers
@@ -203,8 +203,8 @@ def _add_experts(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     found.dense["moe"] = _by_tokens(read, 1)
 
 
-def _products(path: Path, dtype: str) -> Products:
-    return Products(read_measured(path, ("m", "n", "k"), {"gemm_dtype": dtype}, {}))
+def _products(path: Path, dtype: str) -> ProductTimes:
+    return ProductTimes(read_measured(path, ("m", "n", "k"), {"gemm_dtype": dtype}, {}))
 
 
 def _without_scaling(curve: Curve, narrow: Curve, plain: Curve) -> Points:
@@ -278,7 +278,7 @@ def _all_reduces(path: Path, wanted: Wanted) -> Points:
     return graph | {x: micros for x, micros in eager.items() if x > _GRAPH_TOKENS}
 
 
-def _by_tokens(read: Measured, hidden_size: int) -> Points:
+def _by_tokens(read: MeasuredPoints, hidden_size: int) -> Points:
     return {size / hidden_size: ms * 1e3 for (size,), ms in zip(read.points, read.ms, strict=True)}
 
 

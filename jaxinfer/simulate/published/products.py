@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.published.columns import Measured
+from jaxinfer.simulate.published.columns import MeasuredPoints
 
 # Curves over m.
 Curve = Mapping[float, float]
@@ -14,7 +14,7 @@ Curve = Mapping[float, float]
 _FEWEST = 8
 
 
-class Products:
+class ProductTimes:
     """Milliseconds of ``[m, k] x [k, n]``, in one format.
 
     Between measured n, then k, times go by powers, as lines over logarithms; beyond the largest,
@@ -24,7 +24,7 @@ class Products:
         measured: over m, n and k.
     """
 
-    def __init__(self, measured: Measured) -> None:
+    def __init__(self, measured: MeasuredPoints) -> None:
         self._path = measured.path
         self._curves: dict[tuple[float, float], dict[float, float]] = {}
         for (m, n, k), ms in zip(measured.points.tolist(), measured.ms.tolist(), strict=True):

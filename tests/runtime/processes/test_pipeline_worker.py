@@ -17,7 +17,14 @@ from jaxinfer.config.stages import StageConfig
 from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.kv_messages import Drop, OpenEnd
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost, StepEnd
-from jaxinfer.runtime.processes.messages import FollowOn, Launch, Left, Loaded, Prepare, StepEnded
+from jaxinfer.runtime.processes.messages import (
+    FollowOn,
+    LaunchStep,
+    Left,
+    Loaded,
+    Prepare,
+    StepEnded,
+)
 from jaxinfer.runtime.processes.pipeline_worker import (
     PipelineSide,
     PipelineWorker,
@@ -101,7 +108,7 @@ def test_a_step_is_what_all_of_them_tell_of_it() -> None:
     given = batch()
     for _ in range(2):
         worker.launch(given, 1.0, posted.append, lambda *end: ends.append(end))
-    (told, _), (other, _) = ([m for m in p.sent if isinstance(m, Launch)] for p in (one, two))
+    (told, _), (other, _) = ([m for m in p.sent if isinstance(m, LaunchStep)] for p in (one, two))
     tables = given.rows[0].hold.tables
     assert told.rows[0][-1] == [tables[0][0]]
     assert other.rows[0][-1] == [tables[1][0], tables[2][0]]

@@ -30,7 +30,7 @@ from process_cases import (
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
 from jaxinfer.runtime.processes import remote_worker
-from jaxinfer.runtime.processes.messages import Launch
+from jaxinfer.runtime.processes.messages import LaunchStep
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 
 SHIFTED = (sys.executable, shifted_worker.__file__)
@@ -205,7 +205,7 @@ def moments(stage: int, count: int) -> list[Any]:
     rng = random.Random(stage)
     return [
         (
-            rng.choice((Launch, Offer, Pull, Place)),
+            rng.choice((LaunchStep, Offer, Pull, Place)),
             rng.uniform(0, 0.8),
             signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL,
             RULES[number % len(RULES)],

@@ -28,10 +28,10 @@ from process_cases import (
 from jaxinfer import LLM
 from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
 from jaxinfer.runtime.processes import remote_worker
-from jaxinfer.runtime.processes.messages import Launch
+from jaxinfer.runtime.processes.messages import LaunchStep
 from jaxinfer.serving.world import StepDone
 
-KINDS = (Launch, Offer, Pull, Place)
+KINDS = (LaunchStep, Offer, Pull, Place)
 RULES = ("on_demand", "at_end", "per_chunk", "per_segment")
 
 

@@ -31,7 +31,7 @@ from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import Profile, load_profile, store_profile
 from jaxinfer.steps.shapes import StepLimits
-from jaxinfer.steps.times import Point, StepTimes, features, shape_of
+from jaxinfer.steps.times import StepPoint, StepTimes, features, shape_of
 
 LIMITS = StepLimits(max_num_seqs=8, max_num_batched_tokens=64, max_pages=64, page_size=8)
 
@@ -53,7 +53,7 @@ def test_step_times_find_known_coefficients() -> None:
         for chunk in ([], [(int(rng.integers(0, 300)), int(rng.integers(20, 50)))]):
             parts = (*decodes, *chunk)
             weights = known[tuple(shape_of(LIMITS, parts))]
-            points.append(Point(parts, (0.0, float(np.dot(weights, features(parts))))))
+            points.append(StepPoint(parts, (0.0, float(np.dot(weights, features(parts))))))
     times = StepTimes.fit(LIMITS, points, stage=1)
     for shape, weights in known.items():
         found = next(c for s, c in times.coefficients.items() if tuple(s) == shape)
@@ -61,7 +61,7 @@ def test_step_times_find_known_coefficients() -> None:
 
 
 def test_no_step_takes_less_time_for_more_work() -> None:
-    points = [Point(((start, 32),), (0.1 - start * 1e-4,)) for start in (0, 50, 100)]
+    points = [StepPoint(((start, 32),), (0.1 - start * 1e-4,)) for start in (0, 50, 100)]
     times = StepTimes.fit(LIMITS, points, 0)
     ((constant, *slopes),) = times.coefficients.values()
     assert slopes == [0, 0]
@@ -71,7 +71,7 @@ def test_no_step_takes_less_time_for_more_work() -> None:
 def test_fits_find_the_coefficients_of_eqs_2_and_3() -> None:
     prefills = [(n, (2e-3 * n + 0.1, 1e-3 * n)) for n in (10, 50, 80)]
     mixed = [(p, d, (1e-5 * p + 0.2, 3e-6 * d)) for p in (0, 100, 300) for d in (0, 500)]
-    found = Profile({}, prefills, mixed, [Point(((0, 1),), (0.0, 0.0))])
+    found = Profile({}, prefills, mixed, [StepPoint(((0, 1),), (0.0, 0.0))])
     fit = found.fit([1.0, 4.0])
     assert (fit.prefill.per_token, fit.prefill.constant) == pytest.approx((6e-3, 0.1))
     assert fit.mixed.seconds(200, 1000) == pytest.approx(2e-3 + 0.2 + 4 * 3e-3)
@@ -83,7 +83,7 @@ def test_fits_find_the_coefficients_of_eqs_2_and_3() -> None:
 def test_the_fit_is_of_relative_errors() -> None:
     """Points (1, 1), (2, 2), (4, 5)."""
     prefills = [(1, (1.0,)), (2, (2.0,)), (4, (5.0,))]
-    found = Profile({}, prefills, [(0, 0, (1.0,))], [Point(((0, 1),), (1.0,))])
+    found = Profile({}, prefills, [(0, 0, (1.0,))], [StepPoint(((0, 1),), (1.0,))])
     fit = found.fit([1.0]).prefill
     # Minimises the sum of (1 - (a n + b) / t)^2: the normal equations, by hand.
     for derivative in (lambda n: n, lambda n: 1):

@@ -21,7 +21,7 @@ from jaxinfer.serving.world import StepDone
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import load_profile
 from jaxinfer.steps.shapes import StepLimits
-from jaxinfer.steps.times import Part, Point, features, shape_of, work_of_parts
+from jaxinfer.steps.times import Part, StepPoint, features, shape_of, work_of_parts
 
 LIMITS = StepLimits(8, 64, max_pages=16, page_size=8, given_buckets=(16, 64))
 
@@ -50,12 +50,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The instances in turn; after a step of each shape, the second pass alone is undisturbed."""
     names: list[str] = []
 
-    def measure(worker: Any, kv: KVShards, limits: Any, steps: Sequence[Any]) -> Iterator[Point]:
+    def measure(
+        worker: Any, kv: KVShards, limits: Any, steps: Sequence[Any]
+    ) -> Iterator[StepPoint]:
         assert kv.num_pages == 64
         names.append(worker.name)
         disturbed = 0.0 if names.count(worker.name) == 3 else 5.0
         for parts in steps:
-            yield Point(parts, (seconds(parts) + disturbed, 2.0))
+            yield StepPoint(parts, (seconds(parts) + disturbed, 2.0))
 
     monkeypatch.setattr(profiles, "measure_steps", measure)
     monkeypatch.setattr(profiles, "profile_key", lambda engine, model: {"of": [engine.name, model]})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.sharding.targets import Target
+from jaxinfer.sharding.targets import CompileTarget
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "support" / "gpu_programs.py"
@@ -22,7 +22,7 @@ HAS_CUDA = find_spec("jax_plugins") and any(
 def test_each_program_of_a_step_is_one_command_buffer(tmp_path: Path) -> None:
     """The buffer has all, with no branch or loop: the host would wait for its condition."""
     # Without the flags of these tests, by which nothing is optimised.
-    environment = os.environ | Target.read("h100:1").environment() | {"XLA_FLAGS": ""}
+    environment = os.environ | CompileTarget.read("h100:1").environment() | {"XLA_FLAGS": ""}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "0"}
     folder = tmp_path / "programs"
     subprocess.run([sys.executable, PROGRAM, folder], env=environment, check=True)

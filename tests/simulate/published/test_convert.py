@@ -25,7 +25,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.simulate.published.columns import read_measured
 from jaxinfer.simulate.published.convert import convert
-from jaxinfer.simulate.published.products import Products
+from jaxinfer.simulate.published.products import ProductTimes
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +78,9 @@ def test_a_size_measured_at_few_tokens_does_not_count(tmp_path: Path) -> None:
     rows += [{"gemm_dtype": "fp8", "m": 1, "n": 128, "k": 64, "latency": 999.0}]
     write(tmp_path / "gemm_perf.parquet", rows)
     read = read_measured(tmp_path / "gemm_perf.parquet", ("m", "n", "k"), {}, {})
-    assert Products(read).curve(128, 64)[1] == pytest.approx(0.128)
+    assert ProductTimes(read).curve(128, 64)[1] == pytest.approx(0.128)
     with pytest.raises(JaxinferError, match=r"no products near n = 100, k = 10 at 8 sizes of m"):
-        Products(
+        ProductTimes(
             read_measured(tmp_path / "gemm_perf.parquet", ("m", "n", "k"), {"n": 128}, {})
         ).curve(100, 10)
 
@@ -183,10 +183,10 @@ def test_experts_are_one_operator_by_tokens(root: Path) -> None:
 def _made(root: Path) -> None:
     global MADE
     path = root / "x9_sxm" / "gemm" / "trtllm" / "1.2.0" / "gemm_perf.parquet"
-    MADE = Products(read_measured(path, ("m", "n", "k"), {"gemm_dtype": "bfloat16"}, {}))
+    MADE = ProductTimes(read_measured(path, ("m", "n", "k"), {"gemm_dtype": "bfloat16"}, {}))
 
 
-MADE: Products
+MADE: ProductTimes
 
 
 def test_attention_that_the_peak_forbids_is_another_cards(tmp_path: Path) -> None:
