@@ -18,7 +18,7 @@ from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
     from jaxinfer.plan.evaluation_cache import EvaluationCache
-    from jaxinfer.validate.campaigns import Launch
+    from jaxinfer.validate.campaigns import PointSetup
     from jaxinfer.validate.points import Point
     from jaxinfer.validate.table import Compared
 
@@ -151,7 +151,10 @@ def _validate_log(
 
 
 def _compare(
-    points: "Sequence[Point]", make: "Callable[[Point], Launch]", kept: "Known", jobs: int | None
+    points: "Sequence[Point]",
+    make: "Callable[[Point], PointSetup]",
+    kept: "Known",
+    jobs: int | None,
 ) -> "list[Compared]":
     """Simulate what is not known yet, the longest first."""
     from jaxinfer.plan.search_progress import Bar
@@ -160,7 +163,7 @@ def _compare(
     from jaxinfer.validate.table import Compared
 
     compared: list[Compared] = []
-    todo: list[tuple[int, Launch]] = []
+    todo: list[tuple[int, PointSetup]] = []
     for point, use in zip(points, uses(points), strict=True):
         found: Any = None
         if use.tpot:
@@ -197,17 +200,17 @@ class Known:
     ) -> None:
         self._kept, self._others, self._files = kept, others, files
 
-    def find(self, launch: "Launch") -> Any:
+    def find(self, launch: "PointSetup") -> Any:
         """A point's figures, or None."""
         key = self._key(launch)
         found = self._kept.get(key)
         return self._others.get(key) if found is None and self._others else found
 
-    def add(self, launch: "Launch", found: Any) -> None:
+    def add(self, launch: "PointSetup", found: Any) -> None:
         """Keep a point's figures."""
         self._kept.add(self._key(launch), found)
 
-    def _key(self, launch: "Launch") -> str:
+    def _key(self, launch: "PointSetup") -> str:
         from jaxinfer.plan.evaluation_cache import key_of
 
         return key_of(launch.data, launch.first_wave, self._files)

@@ -19,7 +19,7 @@ from jaxinfer.conformance.source_faults import SOURCE_PRODUCTIONS
 
 @dataclass(frozen=True)
 class Fault:
-    """A step of a hand-off that is wrong.
+    """One step of a hand-off that is wrong.
 
     Attributes:
         name: what a check is to call it; ``mistake``: in words.

@@ -113,7 +113,9 @@ class ObservedWorld:
 
 def _batch(batch: Batch) -> list[Any]:
     """Instance, pages in use, grouped decodes, rows, the pages that each writes, and transfers."""
-    found: list[Any] = [batch.instance, batch.pages_in_use, batch.grouped, batch.grouped_context]
+    found: list[Any] = [
+        batch.instance, batch.pages_in_use, batch.grouped, batch.grouped_context
+    ]  # fmt: skip
     if batch.rows:
         found.append([[row.request.id, row.start, row.count, row.samples] for row in batch.rows])
         found.append([_written(row) for row in batch.rows])

@@ -31,7 +31,7 @@ from jaxinfer.runtime.processes.messages import (
     FollowOn,
     Heartbeat,
     Hello,
-    LaunchStep,
+    Launch,
     Left,
     Loaded,
     LoadInstances,
@@ -91,7 +91,7 @@ class WorkerProcess:
     def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
         """Find the queue of a message that has its place among such an instance's steps."""
         match message:
-            case LaunchStep(instance) | Prepare(instance):
+            case Launch(instance) | Prepare(instance):
                 return self._lanes.get(instance)
             case Offer(end) | Place(end) | Drop(end):
                 return self._lanes.get(self._instances.get(end, ""))
@@ -130,7 +130,7 @@ class WorkerProcess:
         mistake, line = _told(error)
         # Refused is for what somebody waits for.
         match message:
-            case LaunchStep() | EmulateSteps():
+            case Launch() | EmulateSteps():
                 return WorkerFailed(message.instance, mistake, line)
             case Offer() | Pull() | Place() | Drop():
                 return SlabFailed(message.end, message.slab, isinstance(message, Offer), line)
@@ -138,7 +138,7 @@ class WorkerProcess:
 
     def _do(self, message: Any) -> None:
         match message:
-            case LaunchStep():
+            case Launch():
                 self._launch(message)
             case Offer(after=StepEnd() as end):
                 self._endpoint.do(message._replace(after=self._end(end)))
@@ -191,7 +191,7 @@ class WorkerProcess:
         assert isinstance(worker, Worker)
         return worker
 
-    def _launch(self, message: LaunchStep) -> None:
+    def _launch(self, message: Launch) -> None:
         instance, step = message.instance, message.step
         batch = self._decoders[instance].decode(message)
         ends = self._ends[instance, step] = []

@@ -53,7 +53,7 @@ class Campaigns(Options):
 
 
 @dataclass(frozen=True)
-class Launch:
+class PointSetup:
     """A point's engine and client.
 
     Attributes:
@@ -93,7 +93,7 @@ def read_campaigns(path: str, without: Collection[str] = ()) -> Campaigns:
 
 def launch(
     campaigns: Campaigns, point: Point, operators: str, settings: Mapping[str, Any]
-) -> Launch:
+) -> PointSetup:
     """Make the run file of a point.
 
     Args:
@@ -130,7 +130,7 @@ def launch(
         else:
             put_option(data, key, _reckoned(value, point))
     data["workload"] = _workload(point, own)
-    return Launch(data, own["first_wave"])
+    return PointSetup(data, own["first_wave"])
 
 
 def _workload(point: Point, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
-from jaxinfer.validate.campaigns import Launch
+from jaxinfer.validate.campaigns import PointSetup
 
 
-def predict(asked: Launch) -> dict[str, Any]:
+def predict(asked: PointSetup) -> dict[str, Any]:
     """``ttft_ms`` and ``tpot_ms``, means of all requests; or ``refused``, why there are none."""
     arrivals = asked.data["workload"]["arrivals"]
     figures = Figures(arrivals["concurrency"])

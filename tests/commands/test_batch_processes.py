@@ -57,16 +57,9 @@ def write_job(folder: Path, model: Path, process: str | None) -> Path:
 def command(run_file: Path, out: Path) -> list[str]:
     source = str(run_file.parent / "in.jsonl")
     return [
-        sys.executable,
-        "-m",
-        "jaxinfer",
-        "run",
-        str(run_file),
-        "--input",
-        source,
-        "--output",
-        str(out),
-    ]
+        sys.executable, "-m", "jaxinfer", "run", str(run_file), "--input", source,
+        "--output", str(out),
+    ]  # fmt: skip
 
 
 def size(path: Path) -> int:

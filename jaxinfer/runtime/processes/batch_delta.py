@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxinfer.runtime.processes.messages import LaunchStep, NewRequest, RowDelta
+from jaxinfer.runtime.processes.messages import Launch, NewRequest, RowDelta
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
@@ -33,14 +33,14 @@ class BatchEncoder:
         self._gone: list[int] = []
         self._numbers = 0
 
-    def encode(self, batch: Batch, step: int, origin: float) -> LaunchStep:
+    def encode(self, batch: Batch, step: int, origin: float) -> Launch:
         """Return all that the decoder needs for its own copy of the batch."""
         new: list[NewRequest] = []
         tokens: list[tuple[int, list[int]]] = []
         rows = [self._encode_row(row, new, tokens) for row in batch.rows]
         # One by one: a request may go at any moment, in any thread.
         gone = [self._gone.pop() for _ in range(len(self._gone))]
-        return LaunchStep(batch.instance, step, origin, new, gone, tokens, rows)
+        return Launch(batch.instance, step, origin, new, gone, tokens, rows)
 
     def _encode_row(
         self, row: Row, new: list[NewRequest], tokens: list[tuple[int, list[int]]]
@@ -111,7 +111,7 @@ class BatchDecoder:
         self._requests: dict[int, RequestState] = {}
         self._pages: dict[int, _Pages] = {}
 
-    def decode(self, told: LaunchStep) -> Batch:
+    def decode(self, told: Launch) -> Batch:
         """The batch, good for one step."""
         for number in told.gone:
             del self._requests[number], self._pages[number]

@@ -66,7 +66,7 @@ class NewRequest(NamedTuple):
 RowDelta = tuple[int, int, int, bool, bool, int, int, list[list[int]]]
 
 
-class LaunchStep(NamedTuple):
+class Launch(NamedTuple):
     """Start a step. Answered with StepEnded, or WorkerFailed.
 
     Attributes:

@@ -19,7 +19,7 @@ from jaxinfer.runtime.processes.messages import (
     EmulateSteps,
     Heartbeat,
     Hello,
-    LaunchStep,
+    Launch,
     Left,
     Loaded,
     Prepare,
@@ -326,9 +326,7 @@ class RemoteWorker:
         step = self._numbers
         self._numbers += 1
         self._steps[step] = batch, post
-        told: LaunchStep = self._encoder.encode(
-            batch, step, origin + self.process.peer.clock_offset
-        )
+        told: Launch = self._encoder.encode(batch, step, origin + self.process.peer.clock_offset)
         self.process.send(told._replace(instance=self.instance))  # A profile's batch has none.
         for stage in range(len(self.stages)):
             launched(stage, StepEnd(self.instance, step, stage))

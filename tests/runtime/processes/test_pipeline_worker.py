@@ -1,4 +1,4 @@
-"""An instance's stages in several processes: steps put together, and whose failure it is."""
+"""One instance's stages in several processes: steps put together, and whose failure it is."""
 
 import threading
 from collections.abc import Callable
@@ -17,14 +17,7 @@ from jaxinfer.config.stages import StageConfig
 from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.kv_messages import Drop, OpenEnd
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost, StepEnd
-from jaxinfer.runtime.processes.messages import (
-    FollowOn,
-    LaunchStep,
-    Left,
-    Loaded,
-    Prepare,
-    StepEnded,
-)
+from jaxinfer.runtime.processes.messages import FollowOn, Launch, Left, Loaded, Prepare, StepEnded
 from jaxinfer.runtime.processes.pipeline_worker import (
     PipelineSide,
     PipelineWorker,
@@ -108,7 +101,7 @@ def test_a_step_is_what_all_of_them_tell_of_it() -> None:
     given = batch()
     for _ in range(2):
         worker.launch(given, 1.0, posted.append, lambda *end: ends.append(end))
-    (told, _), (other, _) = ([m for m in p.sent if isinstance(m, LaunchStep)] for p in (one, two))
+    (told, _), (other, _) = ([m for m in p.sent if isinstance(m, Launch)] for p in (one, two))
     tables = given.rows[0].hold.tables
     assert told.rows[0][-1] == [tables[0][0]]
     assert other.rows[0][-1] == [tables[1][0], tables[2][0]]
@@ -200,7 +193,7 @@ def test_layers_of_stages_in_several_processes_are_stated() -> None:
 
 
 def test_hidden_states_come_in_the_order_of_the_steps() -> None:
-    """An early asker waits; one that is left alone by the other side hears of it."""
+    """Who asks before they are offered waits; who is left alone by the other side hears of it."""
     one, two = HiddenStates("127.0.0.1"), HiddenStates("127.0.0.1")
     two.before = one.address
     given = [np.arange(6, dtype=np.float32).reshape(3, 2) + 10 * n for n in range(3)]

@@ -30,7 +30,7 @@ from process_cases import (
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
 from jaxinfer.runtime.processes import remote_worker
-from jaxinfer.runtime.processes.messages import LaunchStep
+from jaxinfer.runtime.processes.messages import Launch
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 
 SHIFTED = (sys.executable, shifted_worker.__file__)
@@ -119,7 +119,7 @@ def test_a_stage_on_another_host(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Times are by the loop's clock, not the stage's own; hidden states come by its name."""
+    """Its times are by the loop's clock, its own being another; hidden states come by its name."""
     monkeypatch.setenv("JAXINFER_KEY", KEY)
     sections = pipeline((1, 2), (1, 2))
     with listening(command=SHIFTED) as (address, server):
@@ -205,7 +205,7 @@ def moments(stage: int, count: int) -> list[Any]:
     rng = random.Random(stage)
     return [
         (
-            rng.choice((LaunchStep, Offer, Pull, Place)),
+            rng.choice((Launch, Offer, Pull, Place)),
             rng.uniform(0, 0.8),
             signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL,
             RULES[number % len(RULES)],

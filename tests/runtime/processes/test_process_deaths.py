@@ -28,10 +28,10 @@ from process_cases import (
 from jaxinfer import LLM
 from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
 from jaxinfer.runtime.processes import remote_worker
-from jaxinfer.runtime.processes.messages import LaunchStep
+from jaxinfer.runtime.processes.messages import Launch
 from jaxinfer.serving.world import StepDone
 
-KINDS = (LaunchStep, Offer, Pull, Place)
+KINDS = (Launch, Offer, Pull, Place)
 RULES = ("on_demand", "at_end", "per_chunk", "per_segment")
 
 
@@ -139,7 +139,7 @@ def test_at_any_moment(
 
 @dataclass
 class Blow:
-    """A blow after so many messages of the moment's kind; the victim is back so many steps later.
+    """After so many messages of the moment's kind; the victim is back so many steps later.
 
     ``steps_after`` counts those of the victim that have ended since; ``waiting``: prompt tokens of
     the requests of which no step had ended by then.
@@ -189,7 +189,7 @@ def test_at_any_moment_and_back_at_any_other(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A cluster, which loses the same process in each of its runs."""
+    """One cluster, which loses the same process in each of its runs."""
     monkeypatch.setattr(remote_worker, "SILENCE_S", 3.0)
     gc.collect()
     before = children(), threading.active_count(), open_files()

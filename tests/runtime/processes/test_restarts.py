@@ -15,7 +15,7 @@ from host_cases import KEY, elsewhere, jobs, listening
 from process_cases import SYSTEMS, check_nothing_left, children, pid_of, serve_once, wait_until
 
 from jaxinfer import LLM, JaxinferError
-from jaxinfer.runtime.processes.messages import LaunchStep
+from jaxinfer.runtime.processes.messages import Launch
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.serving.world import StepDone
@@ -166,7 +166,7 @@ def test_an_instance_that_fails_takes_those_beside_it_along_and_back(
     restarts, worker = llm.cluster.restarts, llm.cluster.engines["b"].worker
     assert restarts
     assert isinstance(worker, RemoteWorker)
-    nonsense = LaunchStep("b", 10**6, 0.0, [], [12345], [], [])
+    nonsense = Launch("b", 10**6, 0.0, [], [12345], [], [])
     acts = {9: lambda: worker.process.send(nonsense), 40: lambda: wait_for_news(restarts)}
     found, run, _ = serve_with(llm, tmp_path / "runs", acts)
     assert found == expected["two"]
