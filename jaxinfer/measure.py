@@ -80,7 +80,7 @@ def compare_layouts(
     run_dir: str,
     rounds: int,
 ) -> list[Record]:
-    """Each layout on the same workload, in turns.
+    """Measure each layout on the same workload, in turns.
 
     Args:
         layouts: names of layouts and Python files; ``default`` is ``megatron``.

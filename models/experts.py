@@ -47,7 +47,7 @@ class Experts(nnx.Module):
 
 
 def likeliest(logit_TE: jax.Array, count: int, normalised: bool) -> tuple[jax.Array, jax.Array]:
-    """Each token's likeliest experts [T, X], and their shares: float32, int32.
+    """Choose each token's likeliest experts [T, X], and their shares: float32, int32.
 
     Args:
         normalised: shares add up to 1; else they are probabilities among all experts.

@@ -270,7 +270,7 @@ def read_sizes(keys: Keys, rope: Keys, tied: bool = False, eps: float = 1e-6) ->
 
 
 def read_windows(keys: Keys, window: int | None, sliding: Sequence[bool]) -> tuple[int | None, ...]:
-    """Each layer's window: by ``layer_types``, else where ``sliding`` says so."""
+    """Read each layer's window: by ``layer_types``, else where ``sliding`` says so."""
     names = ("full_attention", "sliding_attention")
     kinds = keys.get("layer_types", [names[slides] for slides in sliding])
     listed = isinstance(kinds, list) and len(kinds) == len(sliding)

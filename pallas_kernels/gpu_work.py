@@ -31,7 +31,7 @@ class Tiles(NamedTuple):
 def chunk_tiles(
     start_C: jax.Array, size_C: jax.Array, row_C: jax.Array, T: int, tokens: int
 ) -> Tiles:
-    """All chunks' rows in tiles of ``tokens``; the last one of a chunk may have fewer.
+    """Tiles of ``tokens`` with all chunks' rows; the last one of a chunk may have fewer.
 
     Those with the longest contexts come first: a GPU starts programs in order, and what starts
     last should end soon.

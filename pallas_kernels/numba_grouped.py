@@ -174,7 +174,7 @@ def _call(x_RD: jax.Array, count_E: jax.Array, *weights: jax.Array) -> jax.Array
 
 
 def matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
-    """Each row by its expert's weights: float32 [R, F].
+    """Multiply each row by its expert's weights: float32 [R, F].
 
     Args:
         x_RD: float32, the first expert's rows first.

@@ -112,7 +112,7 @@ class _Loop(NamedTuple):
     ahead: Any
 
     def run(self, weights: Any, matrix: Any, sums: Any, sum_bytes: Any) -> None:
-        """All sums, once."""
+        """Compute all sums, once."""
         b, cells = self.builder, range(self.of.rows * self.of.vectors)
         floats = ir.VectorType(F32, self.of.width)
         at = [self._sum_at(sums, sum_bytes, cell) for cell in cells]

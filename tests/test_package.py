@@ -31,7 +31,7 @@ def test_licence_and_citation() -> None:
 
 @pytest.mark.slow
 def test_what_the_wheel_has(tmp_path: Path) -> None:
-    """All code and all that ships, once each, and neither tests nor scripts."""
+    """Code and all that ships, once each, and neither tests nor scripts."""
     unwanted = (".*", "__pycache__", "build", "*.egg-info", "runs", "docs")
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*unwanted))

@@ -43,7 +43,7 @@ def read_whole(paths: Sequence[Path]) -> GGUFFile:
 
 
 def _siblings(path: Path, count: int) -> list[Path]:
-    """All files of the split of which ``path`` is one."""
+    """Files of the split of which ``path`` is one."""
     match = _NAME.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         raise JaxinferError(

@@ -263,7 +263,7 @@ def _check_gpu(name: str, node: NodeOptions, known: Catalogue) -> None:
 def place_groups(
     cluster: ClusterConfig, options: SimulateOptions, known: Catalogue | None = None
 ) -> Placement | None:
-    """All groups on nodes; None without a hardware file.
+    """Place all groups on nodes; None without a hardware file.
 
     Args:
         known: GPUs and models of the run file.

@@ -53,7 +53,7 @@ def _on(place: Any, numbers: Mapping[str, str]) -> Any:
 
 
 def _words(value: object) -> Iterator[str]:
-    """All keys and texts."""
+    """Keys and texts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -17,7 +17,7 @@ Predictor = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def held_out(predict: Predictor, count: int, folds: int, seed: int) -> np.ndarray:
-    """Each example's class as predicted from the other folds' examples."""
+    """Predict each example's class from the other folds' examples."""
     order = np.random.default_rng(seed).permutation(count)
     found_N = np.full(count, -1)
     for test in np.array_split(order, folds):

@@ -106,7 +106,7 @@ def write_csvs(
 
 
 def row(question: LayoutQuestion, each: LayoutFinding) -> dict[str, object]:
-    """All figures of a layout in a phase; bytes are of one device."""
+    """Figures of a layout in a phase; bytes are of one device."""
     found: dict[str, object] = {
         "layout": each.layout,
         "phase": each.phase,

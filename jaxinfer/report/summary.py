@@ -98,7 +98,7 @@ def _latencies(requests: Iterable[RequestRecord]) -> dict[str, Any]:
 
 
 def medians(runs: Runs) -> dict[str, Figures]:
-    """Each system's figures, each the median over the rounds that have it."""
+    """Figures of each system, each the median over the rounds that have it."""
     return {name: _median([figures(run) for run in rounds]) for name, rounds in runs.items()}
 
 

@@ -87,7 +87,7 @@ class Continuations:
         return self.held_back.pop(sampling_of(request).parent, [])
 
     def done_with(self, request: RequestState) -> list[RequestState] | None:
-        """All continuations of the prompt, if this finished one was the last."""
+        """Continuations of the prompt, if this finished one was the last."""
         self._num_unfinished -= 1
         parent = sampling_of(request).parent
         if all(sibling.finish_reason for sibling in self._unfinished[parent]):

@@ -202,7 +202,7 @@ class HeldPages:
 
 
 class KVShards:
-    """All the shards of one instance; a request needs room in every one of them.
+    """The shards of one instance; a request needs room in every one of them.
 
     Args:
         caching: keep full pages after their request's end, for requests that begin alike.

@@ -28,7 +28,7 @@ def token_counts(most: int) -> list[int]:
 
 
 def crossings(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[Crossing]:
-    """All crossings between two of these counts, by tokens; layouts that are alike never cross.
+    """Crossings between two of these counts, by tokens; layouts that are alike never cross.
 
     Where seconds go up in stairs and two layouts cross several times between neighbouring counts,
     one of the crossings is found.

@@ -120,7 +120,7 @@ class LayoutSearch:
         self.tried = 0
 
     def of_weights(self) -> list[AxisAssignment]:
-        """All assignments of what cuts weights: each axis of a weight is cut by axes of its own."""
+        """Assignments of what cuts weights: each axis of a weight is cut by axes of its own."""
         D, F = self._model.hidden_size, self._model.intermediate_size
         heads, E = self._model.num_key_value_heads, self._model.num_experts
         experts = self._divide(E) if E else [()]

@@ -101,7 +101,7 @@ class LayoutFinding:
 
     @property
     def total_bytes(self) -> float:
-        """All bytes that one device needs."""
+        """Bytes that one device needs."""
         return self.cost.weight_bytes + self.kv_bytes + self.temporary_bytes
 
     @property

@@ -180,7 +180,7 @@ def _paths(
 
 
 def fidelity(real: RunRecord, simulated: RunRecord) -> Table:
-    """Each figure of both runs, and by how much they differ."""
+    """Figures of both runs, and by how much they differ."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "real", "simulated", "difference"):
         table.add_column(column, justify="right" if column else "left")

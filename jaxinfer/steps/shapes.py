@@ -57,7 +57,7 @@ class StepLimits:
         return min(self.max_num_seqs, self.max_num_batched_tokens // 2)
 
     def shapes(self) -> list[StepShape]:
-        """All buckets, the largest first."""
+        """Buckets, the largest first."""
         most = self.row_buckets[-1]
         shapes = [StepShape(rows, self._whole(rows), 0) for rows in self.row_buckets]
         # As many rows as there can be: a few empty ones cost little beside a prefill, and each

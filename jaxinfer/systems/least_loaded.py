@@ -45,7 +45,7 @@ def num_tokens(instance: InstanceView) -> int:
 
 
 class LeastLoaded(System):
-    """Each request runs whole on one instance, chosen as it comes in; ties go by their order."""
+    """A system whose requests run whole on one instance, chosen as they come; ties go by order."""
 
     Options = LeastLoadedOptions
     options: LeastLoadedOptions

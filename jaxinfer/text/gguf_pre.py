@@ -117,7 +117,7 @@ def _known_pres() -> dict[str, Pre]:
 
 
 def _words(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    """Each pattern in turn cuts out what it finds in the pieces that the one before has left."""
+    """Cut words: each pattern in turn out of the pieces that the one before has left."""
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([*splits, bytes_only])

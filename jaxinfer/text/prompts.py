@@ -71,7 +71,7 @@ def each_conversation(messages: object) -> Iterable[Any]:
 
 
 def paired(prompts: Iterable[Any], params: Params) -> Iterator[tuple[Any, SamplingParams]]:
-    """Each prompt with its sampling parameters; both are read one by one.
+    """Pair prompts with their sampling parameters; both are read one by one.
 
     Raises:
         JaxinferError: some are no ``SamplingParams``, or there are more or fewer than prompts.

@@ -39,7 +39,7 @@ def draw_requests(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _finish(axes: Axes, ends: Sequence[float]) -> None:
-    """Both axes by powers, with the line on which both sides are the same."""
+    """Finish a picture: axes by powers, with the line on which both sides are the same."""
     line = [min(ends), max(ends)]
     axes.plot(line, line, color="black", linewidth=0.8)
     axes.set_xscale("log")

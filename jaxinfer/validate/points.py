@@ -68,7 +68,7 @@ class Point:
 
     @property
     def series(self) -> tuple[object, ...]:
-        """All that points have in common that differ in concurrency alone."""
+        """The key of points that differ in concurrency alone."""
         names = ("precision", "gemm_quant_mode", "mode", "pp_size", "moe_tp_size", "moe_ep_size")
         others = (self.row.get(name, "") for name in names)
         return (*self.group, self.isl, self.osl, self.tp, *others)

@@ -118,7 +118,7 @@ def _check(values: Mapping[float, float]) -> None:
 
 
 class Uniform:
-    """Each length from the least to the most is as likely."""
+    """Lengths from the least to the most, equally likely."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most

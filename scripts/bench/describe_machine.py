@@ -48,7 +48,7 @@ def versions() -> dict[str, str]:
 
 
 def describe(device: jax.Device) -> dict[str, object]:
-    """One of JAX's devices."""
+    """Describe one of JAX's devices."""
     memory = device.memory_stats() or {}
     return {
         "kind": device.device_kind,

@@ -176,7 +176,7 @@ def trace_steps(
 def long_run(
     llm: LLM, work: list[BenchRequest], source: str, watch: StepWatch, roofline: RooflineStage
 ) -> dict[str, Any]:
-    """All requests at once, greedy."""
+    """Serve all requests at once, greedy."""
     steps: list[Work] = []
     wrong = 0
 

@@ -37,7 +37,7 @@ def ragged_matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) ->
 def ragged_gated(
     x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array
 ) -> jax.Array:
-    """Both products by XLA, and the gate."""
+    """Compute both products by XLA, and the gate."""
     gate_RF, up_RF = (ragged_matmul(x_RD, weight, count_E) for weight in (gate_EDF, up_EDF))
     return jax.nn.silu(gate_RF) * up_RF
 

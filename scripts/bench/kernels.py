@@ -96,7 +96,7 @@ def measure(case: Case, rates: Mapping[str, float], how: How, rounds: int) -> di
 
 
 def run_case(name: str, how: How, rounds: int) -> dict[str, Any]:
-    """All runs of one case, and the machine's rates."""
+    """Time all runs of one case, and the machine's rates."""
     small = how.small or not rounds
     rates = {
         "bytes": copy_rate(2**20 if small else 2**30),

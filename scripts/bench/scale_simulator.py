@@ -118,7 +118,7 @@ def write(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
 def draw(
     path: Path, over_requests: Sequence[dict[str, Any]], over: Sequence[dict[str, Any]]
 ) -> None:
-    """Both sweeps, and memory."""
+    """Draw both sweeps, and memory."""
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter, NullFormatter
 

@@ -105,7 +105,7 @@ def _one_entry(kv: KVPages, k_TKH: jax.Array, v_TKH: jax.Array, *_: Any) -> KVPa
 
 
 def products(engine: Engine, tokens: int) -> Callable[[], object]:
-    """All layers' products for so many tokens, and next to nothing else."""
+    """Compute all layers' products for so many tokens, and next to nothing else."""
     c, dtype = engine.plan.config, engine.plan.options.dtype
     D, F = c.hidden_size, c.intermediate_size
     E, G = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim

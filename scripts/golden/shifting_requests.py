@@ -23,7 +23,7 @@ PHASES: tuple[tuple[str, WorkloadClass | None, float, float], ...] = (
 
 
 def phases(seed: int) -> list[dict[str, float]]:
-    """All requests, by arrival."""
+    """Requests of all phases, by arrival."""
     rng, begin, rows = random.Random(seed), 0.0, []
     for number, (lengths, only, rate, seconds) in enumerate(PHASES):
         now = begin

@@ -137,7 +137,7 @@ def kernel(variant: Variant, gpu: str) -> Assembled:
 
 
 def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
-    """All of an engine's steps; whether they write pages in place."""
+    """Compile all of an engine's steps; whether they write pages in place."""
     with tempfile.TemporaryDirectory() as folder:
         config = LLAMA_3_8B | {"num_hidden_layers": LAYERS, "model_type": "llama"}
         (Path(folder) / "config.json").write_text(json.dumps(config))

@@ -21,7 +21,7 @@ HEAD = f"| page | {' | '.join(KINDS)} |"
 
 
 def claims() -> list[dict[str, str]]:
-    """All rows of all pages, each with its page."""
+    """Rows of all pages, each with its page."""
     rows = []
     for path in sorted(RESULTS.glob("*/targets.csv")):
         with path.open(newline="", encoding="utf-8") as file:

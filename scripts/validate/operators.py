@@ -116,7 +116,7 @@ def serve(tables: Path, work: Sequence[BenchRequest]) -> dict[tuple[int, str], A
 
 
 def compared(way: tuple[int, str], real: Sequence[RunMetrics], ours: RunMetrics) -> list[Row]:
-    """Each figure: the median of the real rounds, and how far ours is from it."""
+    """Compare each figure: the median of the real rounds, and how far ours is from it."""
     rows = []
     for name, field in FIGURES.items():
         rounds = [getattr(metrics, field) for metrics in real]

@@ -40,7 +40,7 @@ def drawn(seed: int, count: int) -> list[Pair]:
 
 
 def layout(rng: random.Random, model: GoldenModel) -> Layout:
-    """Any layout."""
+    """Draw a layout."""
     orders: list[Order] = ["HND", "NHD"]
     order = rng.choice(orders)
     return Layout(

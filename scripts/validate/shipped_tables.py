@@ -121,7 +121,7 @@ def chosen(name: str, columns: Columns) -> Columns:
 
 
 def write(path: Path, columns: Columns, keys: Sequence[str]) -> None:
-    """Each point once, with its median time to four digits, in the keys' order."""
+    """Write points once, with their median times to four digits, in the keys' order."""
     times: dict[tuple[Any, ...], list[float]] = {}
     own = [key for key in keys if key in columns]
     points = zip(*(columns[key].astype(str).tolist() for key in own), strict=True)

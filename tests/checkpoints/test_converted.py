@@ -407,7 +407,7 @@ class TestDamage:
     def test_index(
         self, tiny_converted: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """Other bytes in files of the right length."""
+        """The index finds other bytes in files of the right length."""
         messages = []
         files = [p for p in (tiny_converted / "parameters").rglob("*") if p.is_file()]
         for number, file in enumerate(files):

@@ -155,7 +155,7 @@ NIC = KV_BYTES / 3.125e9 + 1e-5
     ids=lambda value: "-".join(value) if isinstance(value[0], str) else "",
 )
 def test_transfers_share_the_cards_of_their_nodes(moves: list[str], seconds: list[float]) -> None:
-    """Each card has one rate out and one in, whichever groups of its node use it."""
+    """A card has one rate out and one in, whichever groups of its node use it."""
     nodes = {"p": "node1", "q": "node1", "r": "node2", "t": "node2", "s": "node3"}
     pairs = [(move[0], move[1]) for move in moves]
     cluster = model_cluster(model_site(replace(resolve(on_nodes("distserve", nodes)), pairs=pairs)))

@@ -25,7 +25,7 @@ def site_of(name: str) -> ModelledSite:
 
 @given(SIZES, SIZES)
 def test_shared_layers_are_those_that_are_in_both_stages(here: list[int], there: list[int]) -> None:
-    """Each layer counted one by one; one instance may have more of them than the other."""
+    """Layers are counted one by one; one instance may have more of them than the other."""
     stage_of = [
         [n for n, count in enumerate(sizes) for _ in range(count)] for sizes in (here, there)
     ]

@@ -101,7 +101,7 @@ def test_padding_to_what_is_cut(layout: str, groups: int, columns: int) -> None:
 
 
 def test_activations_and_weights_inside_a_program() -> None:
-    """Each device's piece is that of the table; values stay."""
+    """A device's piece is that of the table; values stay."""
     mesh = mesh_of(MESH)
     layout = LAYOUTS["weight_gathered"]
     x = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)

@@ -109,7 +109,7 @@ def test_entries_of_8_bits(shape: Shape) -> None:
     ids=str,
 )
 def test_warpgroups_do_not_race(shape: Shape) -> None:
-    """All reads of shared memory come after the writes that they need; a race raises."""
+    """Reads of shared memory come after the writes that they need; a race raises."""
     params = interpreted(detect_races=True)
     for attend, case in (
         (hopper.decode_attention, decode_case(shape, 0)),

@@ -66,7 +66,7 @@ def test_decode(
     B: int, K: int, G: int, H: int, dtype: str, window: int | None, in_place: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Both ways, with whatever part of the pool is read, and NaN in what is not."""
+    """The ways agree with whatever part of the pool is read, and NaN in what is not."""
     monkeypatch.setattr(reference, "POOL_PER_ITEMS", 1000 if in_place else 0)
     rng = np.random.default_rng(B + G)
     lengths = np.array([*edges(B), 5], np.int32)

@@ -156,7 +156,7 @@ def test_all_code_and_tables_make_the_version(tmp_path: Path) -> None:
 def test_of_the_package_its_code_and_facts_count_and_its_run_files_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them is changed in a copy; folders below ``configs`` hold run files."""
+    """Files are changed in a copy; folders below ``configs`` hold run files."""
     assert code_version() == digest_of(PACKAGE, ("models", "pallas_kernels")) != digest_of(PACKAGE)
     copy, left_out = tmp_path / "jaxinfer", ("models", "pallas_kernels")
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -185,7 +185,7 @@ def test_of_the_package_its_code_and_facts_count_and_its_run_files_do_not(
 def test_real_runs_depend_on_the_processor_and_not_on_the_hosts_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each container has a name of its own."""
+    """Containers have names of their own."""
     first = real_version()
     monkeypatch.setattr("platform.node", lambda: "another")
     assert real_version() == first

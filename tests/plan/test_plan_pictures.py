@@ -48,7 +48,7 @@ def searched(slo: str, goal: dict[str, Any]) -> tuple[DrivenSearch, Candidate]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """All figures that are saved."""
+    """Figures that are saved."""
     found: list[Any] = []
     monkeypatch.setattr("jaxinfer.plan.pictures.save_picture", lambda f, path: found.append(f))
     return found
@@ -101,7 +101,7 @@ def legend_of(figure: Any) -> list[str]:
 
 
 def test_cost_against_rate(drawn: list[Any]) -> None:
-    """All points have a number and a name, the front a line; GPUs are whole."""
+    """Points have a number and a name, the front a line; GPUs are whole."""
     draw_rates(Path("r.png"), *searched("ttft=1", {"maximise": "gpu"}))
     (axes,) = drawn[0].axes
     full, given_up, ring = axes.collections

@@ -73,7 +73,7 @@ def test_a_run_of_before_there_were_parents(tmp_path: Path) -> None:
 
 
 def test_what_is_counted_is_whole(tmp_path: Path) -> None:
-    """All that the files have as integers, and the number of output tokens."""
+    """Numbers that the files have as integers, and the number of output tokens."""
     found = load_run(write(tmp_path, [STEP, MOVE], [DONE]))
     done = DONE | {"output_tokens": 3}
     for frame, line in ((found.requests, done), (found.steps, STEP), (found.transfers, MOVE)):

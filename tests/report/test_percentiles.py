@@ -97,7 +97,7 @@ def test_zeros_and_many_values() -> None:
 
 
 def test_counting_takes_no_room_beside_the_values() -> None:
-    """All values that were kept are counted with the first one too many: 8 MiB of them."""
+    """Values that were kept are counted with the first one too many: 8 MiB of them."""
     found = StreamPercentiles(exact=2**20)
     values = np.random.default_rng(0).lognormal(-3, 1, 2**20)
     found.add(values)

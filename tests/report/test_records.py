@@ -102,7 +102,7 @@ def test_lines_have_what_the_documentation_names(tmp_path: Path) -> None:
 
 
 def test_an_answer_has_the_digest_of_its_tokens(tmp_path: Path) -> None:
-    """Each as 8 bytes, the lowest first."""
+    """Tokens are 8 bytes each, the lowest first."""
     with RunFolder(tmp_path, DESCRIPTION) as made:
         made.add_request(request(None, None), "p0", False, [7, 300])
     line = json.loads((made.path / "requests.jsonl").read_text())

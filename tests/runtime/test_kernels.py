@@ -50,7 +50,7 @@ def test_greedy_tokens_of_the_demo_model(golden: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_on_two_devices(tiny_folder: Path) -> None:
-    """Each with its own heads."""
+    """Devices have their own heads."""
     prompts = [list(range(1, 40)), [5, 6, 7], list(range(100, 117))]
     found = [
         tokens(

@@ -65,7 +65,7 @@ def test_decodes_are_halved_by_their_entries_and_chunks_by_their_tokens() -> Non
 
 
 def by_events(layers: int, halves: Sequence[LayerTimes]) -> float:
-    """Each device does what it is given in order: one half's layer, then the other's."""
+    """Devices do what they are given in order: one half's layer, then the other's."""
     primary, back = 0.0, [0.0, 0.0]
     free = [0.0] * len(halves[0].others)
     for _ in range(layers):

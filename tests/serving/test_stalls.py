@@ -98,7 +98,7 @@ class Stalled(Plan):
 
 
 def crossing() -> tuple[list[tuple[Leg, ...]], list[Instance]]:
-    """Each has the KV that the other has no room for: nine pages, of which eight are taken."""
+    """Instances have KV that the other has no room for: nine pages, of which eight are taken."""
     return [(Leg("A", 8), Leg("B")), (Leg("B", 8), Leg("A"))], [pool("A", 9), pool("B", 9)]
 
 

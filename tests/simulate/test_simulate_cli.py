@@ -48,7 +48,7 @@ def test_several_systems(trace: Path, tmp_path: Path) -> None:
 
 
 def test_shares_of_the_bound(trace: Path, tmp_path: Path) -> None:
-    """All systems of a cluster are beside one bound, which is printed where it is asked for."""
+    """Systems of a cluster are beside one bound, which is printed where it is asked for."""
     given = ["--workload", str(trace), "--bound"]
     shares = {}
     for system in ("cronus", "data_parallel"):

@@ -77,7 +77,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_steps_are_halves_where_these_take_less(tmp_path: Path) -> None:
-    """Each step takes the lesser of both times of the same rows."""
+    """Steps take the lesser of both times of the same rows."""
     fast = [LINK | {"between": ["a", "w"], "latency_s": 0.005}]
     seconds = {}
     for option in ("never", "always", "by_time"):

@@ -85,7 +85,7 @@ def test_devices_of_an_attention_group_share_its_heads() -> None:
 
 @given(st.integers(0, 300), st.integers(0, 10**6))
 def test_a_shards_fit_has_its_decodes_times(pairs: int, entries: int) -> None:
-    """Each pair sees an entry at least."""
+    """A pair sees an entry at least."""
     cost = ShardCost(32, 16, 1e-9, 1e-6, 48e-6, 1.0)
     entries = pairs and entries + pairs
     expected = cost.seconds(ShardWork(pairs, entries))

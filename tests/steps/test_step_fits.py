@@ -12,7 +12,7 @@ PARTS = [(9, 1), (0, 1), (5, 3), (0, 20)]
 
 
 def test_the_work_of_parts() -> None:
-    """Each part of one token samples, and sees its own entry; chunks do not sample."""
+    """Parts of one token sample, and see their own entry; chunks do not sample."""
     assert work_of_parts(iter(PARTS)) == Work(25, 2, 4, 2, 11, [(5, 3), (0, 20)], 2)
     assert work_of_parts([]) == Work(0, 0, 0, 0, 0, [], 0)
     # A chunk's tokens see 6, 7, 8 entries, and 1 to 20.
@@ -37,7 +37,7 @@ def test_the_shape_of_parts(parts: list[tuple[int, int]], shape: tuple[int, int,
 
 
 def test_seconds_by_hand() -> None:
-    """Each shape has a constant and coefficients per pair and per entry that decodes see."""
+    """Shapes have a constant and coefficients per pair and per entry that decodes see."""
     times = StepTimes(
         LIMITS,
         {

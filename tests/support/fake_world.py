@@ -56,7 +56,7 @@ def logprob_of(token: int) -> float:
 
 
 class Reference:
-    """All tokens of one request as if it were alone in the world, in closed form."""
+    """Tokens of one request as if it were alone in the world, in closed form."""
 
     def __init__(self, request: RequestState) -> None:
         # Requests with a given prompt continue equal prompts equally.
@@ -290,7 +290,7 @@ class FakeWorld:
         self.check()
 
     def holds_in_flight(self) -> Counter[HeldPages]:
-        """Each hold's number of users among unfinished steps and transfers."""
+        """Count each hold's users among unfinished steps and transfers."""
         users: Counter[HeldPages] = Counter()
         for step in self.in_flight_steps.values():
             users.update(row.hold for row in step.batch.rows)

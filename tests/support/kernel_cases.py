@@ -56,7 +56,7 @@ RARE: dict[str, tuple[Any, ...]] = {"G": (5, 9), "H": (112, 160, 192), "B": (8, 
 
 
 def grid(**fixed: tuple[Any, ...]) -> list[Shape]:
-    """All combinations, with some axes' values given."""
+    """Combinations of all axes, with some axes' values given."""
     values = VALUES | fixed
     return [Shape(*found) for found in product(*values.values())]
 

@@ -56,7 +56,7 @@ def modelled(
 
 
 def every_plan(gpus: tuple[int, ...], able: Any) -> Iterator[MemberPlan]:
-    """All multisets of groups with roles on nodes of so many GPUs, some of which may be idle.
+    """Multisets of groups with roles on nodes of so many GPUs, some of which may be idle.
 
     Args:
         able: whether a group, by its GPUs of each node, carries anything in a role.

@@ -249,7 +249,7 @@ def workloads(names: tuple[str, ...], max_legs: int, most: int) -> st.SearchStra
 
 @dataclass
 class Scenario:
-    """All that a run needs, in a form that hypothesis can print."""
+    """Data that a run needs, in a form that hypothesis can print."""
 
     scripts: list[Script]
     instances: list[tuple[str, int, int, tuple[Any, ...], InstanceOptions]]

@@ -69,7 +69,7 @@ def serve(
 
 
 def follow(legs: Sequence[tuple[Leg, ...]], *rest: Any, **run: Any) -> Outcome:
-    """All legs are named at once, without ticks."""
+    """Follow legs that are all named at once, without ticks."""
     scripts = {f"r{i}": Script(1, 1, 0, None, each, len(each)) for i, each in enumerate(legs)}
     return serve(Follow(scripts), *rest, **run)
 

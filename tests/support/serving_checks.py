@@ -147,7 +147,7 @@ def check_all_free(kv: KVShards) -> None:
 
 
 def check_cache(kv: KVShards, holds: list[HeldPages]) -> list[CachedPage]:
-    """Each cached page counts the holds that have it; returns the idle ones."""
+    """Check that cached pages count the holds that have them; returns the idle ones."""
     assert kv.cache
     counts = Counter(page for hold in holds for page in hold.cached.values())
     for digest, page in kv.cache._pages.items():
@@ -163,7 +163,7 @@ def check_cache(kv: KVShards, holds: list[HeldPages]) -> list[CachedPage]:
 
 
 def check_requests(loop: ServingLoop, world: FakeWorld) -> None:
-    """Each live request is in one place, with the pages that go with it."""
+    """Check that live requests are in one place, with the pages that go with them."""
     exported: Counter[str] = Counter()
     rows: Counter[str] = Counter()
     moving: Counter[str] = Counter()

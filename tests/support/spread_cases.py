@@ -161,7 +161,7 @@ def modelled(data: dict[str, Any]) -> ModelledInstance:
 def served(
     data: dict[str, Any], *lengths: tuple[int, int], folder: Path | None = None
 ) -> tuple[RunMetrics, dict[str, list[float]]]:
-    """All at once; with the times of each one's tokens."""
+    """Serve all at once; with the times of each one's tokens."""
     times: dict[str, list[float]] = {}
 
     def note(request: RequestState, at: Sequence[float]) -> None:
@@ -180,7 +180,7 @@ ROWS = st.lists(
 
 
 def work_with(rows: Sequence[tuple[int, int]], *heads: int) -> Work:
-    """Each row has so many KV heads in each of the shards."""
+    """Rows with so many KV heads in each of the shards."""
     singles = [start for start, count in rows if count == 1]
     chunks = [(start, count) for start, count in rows if count > 1]
     seen = sum(singles) + len(singles)

@@ -125,7 +125,7 @@ def test_any_shares(shares: list[tuple[int, int]], rounds: list[tuple[int, list[
 
 @pytest.mark.parametrize("seed", range(4))
 def test_in_the_fake_world(seed: int) -> None:
-    """Each request stays where it is; queues keep their limits; both are used by their weights."""
+    """Requests stay where they are; queues keep their limits; weights decide."""
     longest = Counter[str]()
 
     def watch(loop: ServingLoop) -> None:

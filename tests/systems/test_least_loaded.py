@@ -64,7 +64,7 @@ def test_in_turns_whatever_the_load() -> None:
 
 
 def test_of_two_drawn_the_one_with_less() -> None:
-    """Each pair of three is as likely: the least of the loads is in two of the three."""
+    """Pairs of three are as likely: the least of the loads is in two of the three."""
     there = {"a": (10**7, 0, 0), "b": (0, 0, 0), "c": (10**6, 0, 0)}
     given = Counter(chosen(make(choose="power_of_two", seed=5), there, [1] * 3000))
     assert given["a"] == 0

@@ -55,7 +55,7 @@ def ids(text: str) -> list[int]:
 
 
 def check(found: tokenizers.Tokenizer, prompt: list[int], output: list[int]) -> None:
-    """Both together, less the prompt: as vLLM has it."""
+    """Check both together, less the prompt: as vLLM has it."""
     detokenizer = Detokenizer(found)
     wanted = found.decode(prompt + output)[len(found.decode(prompt)) :]
     assert detokenizer.decode(output, after=prompt) == wanted

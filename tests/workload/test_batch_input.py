@@ -15,7 +15,7 @@ from jaxinfer.workload.conversation import Conversation
 
 
 def read_batch(path: str | Path) -> list[BatchLine | BadLine]:
-    """All lines, in their order."""
+    """Read all lines, in their order."""
     with BatchFile(path) as file:
         good = {line.custom_id: line for line in file.lines(skipped=())}
         assert not good.keys() & file.bad.keys()

@@ -67,7 +67,7 @@ class AladdinOptions(Options):
 
 
 class Aladdin(System):
-    """Each request on the fullest worker that keeps all targets with it.
+    """A system that puts a request on the fullest worker that keeps all targets with it.
 
     Where none does, one is opened that is off, the cheapest for what waits. Where none is off, the
     request waits until its first token could no longer be in time, and then goes where an iteration

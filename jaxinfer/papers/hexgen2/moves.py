@@ -51,7 +51,7 @@ def size(group: Group) -> int:
 
 
 def changes(site: Site, plan: MemberPlan, kinds: Collection[Kind], most: int) -> Iterator[Change]:
-    """All small changes, one of each class: those that make equal groups of equal ones are one.
+    """Small changes, one of each class: those that make equal groups of equal ones are one.
 
     Args:
         most: GPUs of a group.

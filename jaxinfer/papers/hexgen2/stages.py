@@ -1,4 +1,4 @@
-"""All ways to make pipeline stages of a group's GPUs."""
+"""Ways to make pipeline stages of a group's GPUs."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -11,7 +11,7 @@ Shape = tuple[tuple[int, int], ...]
 
 
 def shapes(signature: Signature, kinds: Sequence[int], degrees: Sequence[int]) -> Iterator[Shape]:
-    """All ways to make stages of a group's GPUs.
+    """Yield all ways to make stages of a group's GPUs.
 
     Stages on GPUs of one kind follow each other, the widest first: so the stages of two groups with
     equal GPUs differ in nothing but what lies between them. Of more than two kinds, two orders are

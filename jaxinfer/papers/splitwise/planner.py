@@ -200,7 +200,7 @@ class SplitwisePools:
 
 
 def _largest(rows: Sequence[DesignRow], limits: Mapping[Cost, float]) -> list[Candidate]:
-    """All clusters to which the limits leave no machine to add, those with even pools first."""
+    """Clusters to which the limits leave no machine to add, those with even pools first."""
     found: dict[tuple[Design, int], DesignRow] = {}
     for row in rows:
         if prompts := row.most(limits):

@@ -62,7 +62,7 @@ class MachineJob:
 
 @dataclass
 class MachinePools:
-    """Each machine is in one of three lists: those for prompts, for decodes, or mixed.
+    """Pools of machines: those for prompts, for decodes, or mixed.
 
     Args:
         prompts, tokens: names of machines. Without the latter there are no pairs: each request runs
@@ -96,7 +96,7 @@ class MachinePools:
 
     @property
     def everyone(self) -> list[Machine]:
-        """All machines that are not lost."""
+        """Machines that are not lost."""
         return [*self.prompt, *self.mixed, *self.token]
 
     def look(self, instances: Mapping[str, InstanceView], now: float) -> None:

@@ -74,7 +74,7 @@ def _most(problem: Problem, candidate: Candidate) -> float:
 def grid(
     files: Mapping[str, Axes], axes: Axes, points: Sequence[Mapping[str, Any]] = ({},)
 ) -> Iterator[Candidate]:
-    """All combinations, in the files' order.
+    """Combinations of all axes, in the files' order.
 
     Args:
         points: values of further keys, each with all combinations of the axes.

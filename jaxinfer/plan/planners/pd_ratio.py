@@ -212,7 +212,7 @@ class PDRatio:
         return self._most[candidate.key]
 
     def candidates(self, problem: Problem) -> Iterator[Candidate]:
-        """All ratios, with the rate that the closed forms give each."""
+        """Ratios, with the rate that the closed forms give each."""
         options = self._options
         degrees = product(options.prefill.tensor_parallel, options.decode.tensor_parallel)
         for prefill_tp, decode_tp in degrees:

@@ -86,7 +86,7 @@ class Sweep(Options):
 
     @property
     def all_seeds(self) -> tuple[int | None, ...]:
-        """Each seed; None alone for those of the run files."""
+        """Seeds of the sweep; None alone for those of the run files."""
         return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds or (None,)
 
     def model_post_init(self, context: object, /) -> None:
@@ -127,7 +127,7 @@ class Sweep(Options):
         return listed | self.axes | own
 
     def candidates(self) -> Iterator[Candidate]:
-        """All points, in the files' order.
+        """Points of the sweep, in the files' order.
 
         Raises:
             JaxinferError: a file cannot be read, or a key leads nowhere.
@@ -256,7 +256,7 @@ def sweep_rows(
     on_point: Callable[[Candidate, Figures], None] = lambda *args: None,
     folders: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Each point's axes and figures; what is kept already is not run again.
+    """Axes and figures of each point; what is kept already is not run again.
 
     Args:
         on_point: called with each run of a point.

@@ -174,7 +174,7 @@ class Needs:
 
 
 def prepare_times(needs: Mapping[str, Needs], progress: Progress) -> dict[str, dict[str, StepFit]]:
-    """Each instance's fit, and its emulation, from stored profiles or new ones.
+    """Prepare each instance's fit, and its emulation, from stored profiles or new ones.
 
     Args:
         needs: by what to call each cluster.

@@ -27,7 +27,7 @@ def configure_jax() -> None:
 
 
 def open_groups(groups: Mapping[str, GroupConfig]) -> dict[str, list[jax.Device]]:
-    """Each group's devices; no two groups share one.
+    """Devices of each group; no two groups share one.
 
     A CPU has as many devices as are asked for, if JAX has not yet counted them.
 

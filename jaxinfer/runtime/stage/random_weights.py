@@ -48,7 +48,7 @@ def _key_data(seed: int, path: str) -> np.ndarray:
 def _program(
     shape: tuple[int, ...], goal: Goal, is_scale: bool
 ) -> Callable[[np.ndarray], tuple[jax.Array, ...]]:
-    """Each device draws its own shard; the values are the same for any sharding."""
+    """A program by which devices draw their own shards; values are the same for any sharding."""
 
     def draw(key_data: jax.Array) -> tuple[jax.Array, ...]:
         key = jax.random.wrap_key_data(key_data, impl="threefry2x32")

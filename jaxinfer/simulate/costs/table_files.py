@@ -211,7 +211,7 @@ def attention_points(folder: Path) -> tuple[dict[At, float], bool]:
 def read_rows(
     folder: Path, file: str, numbers: Sequence[str], words: Sequence[str]
 ) -> Iterator[tuple[dict[str, str], list[float]]]:
-    """Each row, and its numbers."""
+    """Yield rows and their numbers."""
     lines = _lines(folder, file)
     header = next(lines, [])
     for column in (*words, *numbers):

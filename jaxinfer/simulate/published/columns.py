@@ -87,7 +87,7 @@ def _arrays(path: Path) -> Mapping[str, np.ndarray]:
 
 
 def _medians(points: np.ndarray, ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each point once, in their order, with the median of its times."""
+    """Points once, in their order, with the median of their times."""
     order = np.lexsort((ms, *points.T[::-1]))
     points, ms = points[order], ms[order]
     first = np.flatnonzero(np.r_[True, (points[1:] != points[:-1]).any(1)])

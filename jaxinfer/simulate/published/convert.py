@@ -182,7 +182,7 @@ def _add_products(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
 
 def _add_experts(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
-    """Both products of all experts and what lies between, which are measured together."""
+    """Add both products of all experts and what lies between, which are measured together."""
     model, ways = wanted.model, wanted.expert_parallel
     devices = wanted.devices * wanted.sharers
     if devices % ways:

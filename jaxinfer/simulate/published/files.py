@@ -117,7 +117,7 @@ def find_card(folder: Path, name: str | None, kind: str) -> Card:
 
 
 def cards(folder: Path) -> list[Card]:
-    """All cards of a folder, by their names."""
+    """Cards of a folder, by their names."""
     return [_read_card(path) for path in sorted(_card_files(folder))]
 
 

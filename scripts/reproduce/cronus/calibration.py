@@ -40,7 +40,7 @@ def mean_capacity(model: str, column: int, approach: str) -> float:
 
 
 def calibrate(work: Work) -> dict[str, Any]:
-    """All numbers, from the disaggregated rows and Table 3; the hop from one cell of PP."""
+    """Fit all numbers, from the disaggregated rows and Table 3; the hop from one cell of PP."""
     prompts = [replace(item, max_tokens=1) for item in work]
 
     def prefills(model: str, flops: float) -> float:

@@ -31,7 +31,7 @@ CALIBRATED_ON = {
 
 
 def table_2(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
-    """All cells, calibrated and not."""
+    """Cells of Table 2, calibrated and not."""
     cells = [(setup, approach) for setup in SETUPS for approach in APPROACHES]
     calibrated = [Case(s, APPROACHES[a], numbers(costs, s)) for s, a in cells]
     plain = [Case(s, APPROACHES[a]) for s, a in cells]

@@ -165,7 +165,7 @@ def _by(a: float, b: float) -> str:
 
 
 def ratios(attainments: Attainments, compared: Sequence[Case]) -> tuple[list[Row], list[Target]]:
-    """Both columns of each case, over as many requests as the artefact, and over 1,000 per GPU."""
+    """Ratios of each case, over as many requests as the artefact, and over 1,000 per GPU."""
     rows, targets = [], []
     for case in compared:
         row = attainments.row(case, case.requests)

@@ -168,7 +168,7 @@ def check(runs: Mapping[str, Served], own_pages: int, prompts: Mapping[str, int]
 
 
 def real() -> tuple[list[Row], list[Row], list[Target]]:
-    """All runs, the heads on each device by step of the burst, and claims."""
+    """Run all for real: the heads on each device by step of the burst, and claims."""
     configs = cases()
     count_cpu_devices(config.cluster() for config in configs.values())
     work = list(configs["hetis"].requests())

@@ -91,7 +91,7 @@ def row_of(equation: str, gpu: str, of: str, points: Points) -> Row:
 
 
 def measured(inputs: Inputs) -> Part:
-    """Both equations on all that there is; the claims are of A100 and H100 with GQA."""
+    """Fit both equations on all that there is; the claims are of A100 and H100 with GQA."""
     attention, vidur = inputs.path("aiconfigurator"), inputs.path("vidur")
     rows = []
     for gpu in ("a100_sxm", "h100_sxm", "l40s"):

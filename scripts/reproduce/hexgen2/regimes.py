@@ -34,7 +34,7 @@ PAPER = [ours / theirs for ours, theirs in zip(TABLE_3, DISTSERVE_3, strict=True
 
 
 def regimes(inputs: Inputs) -> Part:
-    """Each cluster with the planner's own plan for each workload."""
+    """Simulate each cluster with the planner's own plan for each workload."""
     trace, clusters = both(inputs)
     rows = []
     for name in WORKLOADS:

@@ -187,7 +187,7 @@ def alike(role: GroupRole, count: int, *stages: int) -> list[Given]:
 
 
 def placed(capacity: Modelled, plan: Sequence[Given]) -> list[PlacedGroup]:
-    """Each group with the layers and the order of stages with which it carries most."""
+    """Place each group's layers and stages in the order in which it carries most."""
     found = []
     for given in plan:
         signature = signature_of(capacity.site, given.group)

@@ -98,7 +98,7 @@ def row_of(
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Each run beside its replay."""
+    """Draw each run beside its replay."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     names = [row["prefill:decode"] for row in rows]
     for ax, name in zip(figure.subplots(1, 3), ("ttft", "tpot", "makespan"), strict=True):

@@ -57,7 +57,7 @@ class Examples:
 
 
 def read_examples(lines: Path, answers: Path, model: str) -> Examples:
-    """All lines up to the first without an answer: later ones are there for being short."""
+    """Read lines up to the first without an answer: later ones are there for being short."""
     lengths = {}
     for line in answers.read_text(encoding="utf-8").splitlines():
         answer = json.loads(line)

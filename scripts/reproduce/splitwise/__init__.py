@@ -81,7 +81,7 @@ def batch_jobs(inputs: Inputs) -> Part:
 
 
 def others(inputs: Inputs) -> Part:
-    """Other work than a cluster is made for, and slower links."""
+    """Simulate other work than a cluster is made for, and slower links."""
     near = at_home(inputs)
     rows = rates.others(inputs.shared(setting), near)
     return Part(rows, targets.other_targets(rows, near))

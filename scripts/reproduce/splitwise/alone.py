@@ -28,7 +28,7 @@ LATENCIES: Mapping[str, Callable[[float, Sequence[float]], float]] = {
 
 
 def anchors(public: Public, trace: Sequence[BenchRequest], folder: Path) -> list[dict[str, Any]]:
-    """Both models on an H100 alone, and on an H100 for prompts with an A100 for tokens."""
+    """Simulate both models on an H100 alone, and with an A100 for tokens."""
     work = trace[:1000]
     first = min(item.arrival for item in work)
     work = [replace(item, arrival=item.arrival - first) for item in work]

@@ -113,7 +113,7 @@ class Setting:
 
 
 def capacities(setting: Setting) -> Rows:
-    """All clusters under both readings of decode times, at equal power and at equal cost."""
+    """Find rates under both readings of decode times, at equal power and at equal cost."""
     cells = {
         (trace, equal, name, measured): (trace, design(name, trace, equal, measured=measured))
         for trace in ("conv", "code")

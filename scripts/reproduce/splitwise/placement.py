@@ -179,7 +179,7 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
 
 
 def cases() -> list[Case]:
-    """All searches: HH for coding with three seeds, the cheapest, and the largest rates."""
+    """Searches: HH for coding with three seeds, the cheapest, and the largest rates."""
     return [
         Case("code", "HH", "gpus", seeds=3),
         *cheapest(),

@@ -89,7 +89,7 @@ def prices(inputs: Inputs) -> Part:
 
 
 def draw_caps(found: dict[tuple[str, int], tuple[float, float, float]]) -> Figure:
-    """Each change by the cap of the baseline's batch, beside the paper's."""
+    """Draw each change by the cap of the baseline's batch, beside the paper's."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     for number, (ax, what) in enumerate(zip(figure.subplots(1, 3), NAMES, strict=True)):
         for colour, name in zip(COLOURS, WORKLOADS, strict=False):

@@ -90,7 +90,7 @@ class Searches:
         return folder
 
     def rows(self, name: str, **how: Any) -> list[Row]:
-        """All candidates of a search; numbers as such."""
+        """Candidates of a search; numbers as such."""
         with (self.run(name, **how) / "plan.csv").open(newline="") as file:
             return [
                 {key: _number(text) for key, text in row.items()} for row in csv.DictReader(file)

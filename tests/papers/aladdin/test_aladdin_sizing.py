@@ -59,7 +59,7 @@ def eq6(config: RunFile, atgt_s: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("atgt_s", [0.015, 0.02, 0.03])
 def test_the_largest_batch_that_keeps_the_target(atgt_s: float) -> None:
-    """All decode together: their mean gap is that of the mean context, as in eq. 6."""
+    """Requests decode together: their mean gap is that of the mean context, as in eq. 6."""
     config = worker(40_000)
     _, by_target = eq6(config, atgt_s)
     low, high = 1, 512

@@ -128,7 +128,7 @@ def test_no_candidate_has_a_smaller_gap(
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 512, 1000])
 @pytest.mark.parametrize("prompt_len", [1, 2, 511, 512, 513, 1014])
 def test_the_candidates(prompt_len: int, count: int) -> None:
-    """Each is chosen where the two parts take as long there: where it is the one of no gap."""
+    """The choice is where the two parts take as long: where it is the one of no gap."""
     load = replace(ROOMY, max_num_batched_tokens=1)
     lengths = sorted(set(candidates(prompt_len, count)))
     for length in lengths[:: max(1, len(lengths) // 40)]:
@@ -147,7 +147,7 @@ def test_equal_pace_is_shared_by_speed(speed: float) -> None:
 
 
 def test_decodes_take_a_part_of_each_chunk_and_slow_it_down() -> None:
-    """Both have the PPI take more."""
+    """Decodes have the PPI take more, either way."""
     prefill, mixed = PrefillFit(1e-3, 0), MixedFit(1e-6, 1e-6, 0.05)
     alone = balance(prefill, mixed, ROOMY, 2000, 512)
     seats = balance(prefill, mixed, replace(ROOMY, num_decodes=256), 2000, 512)

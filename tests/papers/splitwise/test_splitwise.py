@@ -196,7 +196,7 @@ def test_a_burst_of_decodes_takes_a_prompt_machine() -> None:
 
 
 def test_under_overload_requests_run_whole() -> None:
-    """Both machines are mixed and full of tokens: nothing is sent."""
+    """The machines are mixed and full of tokens: nothing is sent."""
     system = make(prompt="p", token="t", max_pending_tokens=5)
     outcome = serve(system, "pt", [(6, 2)] * 6)
     sent = {t.request.id for t in outcome.world.transfers}

@@ -145,7 +145,7 @@ CLUSTERS = {
 
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_the_clusters_of_the_paper(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All draw what 40 DGX-H100 draw, within a percent."""
+    """Clusters draw what 40 DGX-H100 draw, within a percent."""
     monkeypatch.chdir(CONFIGS.parent)
     config = load_run_file(f"configs/splitwise/{name}.yaml")
     site = model_site(resolve(config))

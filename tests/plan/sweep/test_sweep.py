@@ -192,7 +192,7 @@ def test_a_run_folder_of_each_point(tmp_path: Path, file: dict[str, Any]) -> Non
 
 
 def test_equal_points_share_a_folder(tmp_path: Path, file: dict[str, Any]) -> None:
-    """One is simulated, and found by the rows of both, then and when the command goes on."""
+    """A single one is simulated, and found by the rows of both, then and on going on."""
     axes = {"engine.max_num_seqs": [4, 4], "workload.limit": [2, 3]}
     file |= {"files": {str(tmp_path / "balanced.yaml"): {}}, "axes": axes, "y": ["ttft_p99"]}
     file["run"]["workload"]["arrivals"]["rate"] = 1.0
@@ -209,7 +209,7 @@ def test_equal_points_share_a_folder(tmp_path: Path, file: dict[str, Any]) -> No
 
 
 def test_too_few_requests_are_told(tmp_path: Path, file: dict[str, Any]) -> None:
-    """All 20 requests are in the cluster together at 8 requests/s."""
+    """The cluster has all 20 requests together at 8 requests/s."""
     said = run(tmp_path, file, "--jobs", "1")
     row = next(r for r in table(tmp_path) if r["workload.arrivals.rate"] == "8.0")
     there = float(row["requests_s"]) * float(row["e2e_mean"])

@@ -119,7 +119,7 @@ def test_the_axes_win_over_what_all_have_in_common(files: list[str]) -> None:
 def test_a_list_of_points_and_its_picture(
     files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with all combinations of the axes."""
+    """Points go with all combinations of the axes."""
     a, b = files
     points = [{"engine.page_size": 16, "engine.seed": 3}, {"engine.page_size": 32}]
     grid = sweep({a: {}, b: {"engine.max_num_seqs": [8, 9]}}, points=points, y=["ttft_p99"])
@@ -239,7 +239,7 @@ def test_half_of_an_interval() -> None:
 
 
 def test_figures_in_words() -> None:
-    """Each in its own, with no underscore left."""
+    """Figures have words of their own, with no underscore left."""
     words = [figure_words(name) for name in FIGURES]
     assert len(set(words)) == len(words)
     assert not any("_" in each for each in words)

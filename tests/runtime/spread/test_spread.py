@@ -195,7 +195,7 @@ def test_attention_of_a_gpu_on_cpus(windowed: Path, tmp_path: Path) -> None:
 def test_a_device_that_fails_takes_its_instance_along(
     loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
-    """All its requests are recomputed by another one."""
+    """Requests are all recomputed by another instance."""
     sections = spread([None], **roomy(16))
     sections["groups"]["q"] = {}
     sections["instances"]["y"] = {"group": "q", "enable_prefix_caching": False} | roomy(16)

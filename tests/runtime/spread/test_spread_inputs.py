@@ -56,7 +56,7 @@ class Spread:
         return request, hold
 
     def batch(self) -> Batch:
-        """Some of the requests, each with a token or a chunk; some have heads elsewhere by now."""
+        """A batch of requests, each with a token or a chunk; some have heads elsewhere by now."""
         rows, left = [], 40
         for request, hold in self.requests:
             if not left or not self.draw(st.booleans()):

@@ -65,7 +65,7 @@ def test_between_two_places_only_these_two_count(axis: int) -> None:
 
 
 def test_two_sweeps_fill_each_others_holes() -> None:
-    """Each over places of its own; what they leave open is met, as is what lies beyond."""
+    """Sweeps are over places of their own; what they leave open is met, as is what lies beyond."""
     sweeps = [product(*(side[:2] for side in SIDES)), product(*(side[1:] for side in SIDES))]
     points = [at for sweep in sweeps for at in sweep]
     found = grid_of(*points)

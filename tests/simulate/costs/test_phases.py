@@ -219,7 +219,7 @@ def test_distserve_s_run_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_group_s_own_kind_replaces_the_others() -> None:
-    """Each kind of costs in place of each other one."""
+    """Kinds of costs in place of one another."""
     kinds: dict[str, Any] = {
         "linear": {"step_s": 1.0},
         "phases": PLAIN,

@@ -211,7 +211,7 @@ def test_the_newer_columns_mean_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("qk_norm", 1), ("add", 1), ("all_reduce", 2)])
 def test_operators_that_only_some_have(name: str, count: int, tmp_path: Path) -> None:
-    """Each once per layer, but for the two all-reduces."""
+    """Operators count once per layer, but for the two all-reduces."""
     without = micros(write(tmp_path / "without"), WORK)
     dense = curves("tokens", DENSE | {name: 0.125}, (1, 100))
     found = micros(write(tmp_path / "with", dense=dense), WORK)
@@ -255,7 +255,7 @@ def test_collectives_that_no_table_has(gpu: Gpu, gb_s: float, each: float, tmp_p
 
 
 def test_a_ring_of_four(tmp_path: Path) -> None:
-    """Each device sends 3/4 of the bytes twice; of the logits, the others' 3/4 come in."""
+    """Devices send 3/4 of the bytes twice; of the logits, the others' 3/4 come in."""
     for degree in (1, 4):
         write(tmp_path / f"t{degree}", degree=degree)
     one = micros(tmp_path / "t1", WORK)
