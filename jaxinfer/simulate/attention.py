@@ -14,7 +14,7 @@ from jaxinfer.serving.page_pool import CountedPages, Shard
 from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost
 from jaxinfer.simulate.kv_capacity import AttentionGroup, count_attention_pages
 from jaxinfer.simulate.spread import ModelledSpreadStage, ShardCost, Visit
-from jaxinfer.simulate.world import ModelledPair
+from jaxinfer.simulate.world import StagePair
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def slice_lanes(
     shards: Sequence[ModelledShard],
     token_bytes: int,
     paths: Mapping[tuple[str, str], NetworkPath],
-) -> dict[tuple[int, int], ModelledPair]:
+) -> dict[tuple[int, int], StagePair]:
     """Return, from shard to shard of one stage, the lane for one token and one KV head.
 
     Args:
@@ -130,7 +130,7 @@ def slice_lanes(
         if source.stage == dest.stage:
             num_bytes = token_bytes // source.heads * source.layers
             path = paths[source.group, dest.group]
-            pair = ModelledPair(source.stage, num_bytes, tuple(path.links), path.latency_s)
+            pair = StagePair(source.stage, num_bytes, tuple(path.links), path.latency_s)
             found[i, j] = pair
     return found
 

@@ -23,7 +23,7 @@ from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Action, ClusterView, Leg, MoveSlices, RequestView, System
 from jaxinfer.serving.world import Event, StepDone
-from jaxinfer.simulate.world import ModelledPair, SimulatedWorld
+from jaxinfer.simulate.world import SimulatedWorld, StagePair
 from jaxinfer.systems.single import Single
 
 
@@ -162,7 +162,7 @@ def test_who_joined_and_left_has_no_rows_of_earlier_steps() -> None:
 
 
 def test_entries_are_counted_from_the_first_step_that_has_ended() -> None:
-    """Entries are the member's own until then: r's prompt is on its way."""
+    """Until then they are the member's own: r's prompt is on its way."""
     group, r, s = new_group(), member("r", 4, 0), member("s", 6, 3)
     r.computed, r.pending = 0, 1
     group.join(r)
@@ -300,7 +300,7 @@ def outcome(
         for name, pages, size, layout, options in scenario.instances
     ]
     names = [instance.name for instance in instances]
-    lanes = {pair: [ModelledPair(0, 3, (pair,), 0.05)] for pair in permutations(names, 2)}
+    lanes = {pair: [StagePair(0, 3, (pair,), 0.05)] for pair in permutations(names, 2)}
     lengths = [(s.prompt_len, s.max_tokens) for s in scenario.scripts]
     requests = make_requests(lengths, [s.arrival for s in scenario.scripts])
     stages = {name: scenario.timing.stages.get(name, 1) for name in names}
@@ -443,7 +443,7 @@ def test_who_has_its_last_token_on_the_way_stays_out() -> None:
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_long_decodes_are_together_and_their_times_are_kept(ahead: bool) -> None:
-    """A request lives through more steps than the group keeps the times of."""
+    """One request lives through more steps than the group keeps the times of."""
     requests = make_requests(
         [(5, 30_000), *[(7, 100)] * 40], [0.0, *(i * 900.0 for i in range(40))]
     )

@@ -1,4 +1,4 @@
-"""An instance by itself: what it counts, whom it takes in, and who makes room for whom."""
+"""One instance by itself: what it counts, whom it takes in, and who makes room for whom."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def waiting(instance: Instance, name: str, prompt_len: int = 4, *legs: Leg) -> R
 
 
 def exported_at(place: str, instance: Instance, request: RequestState, computed: int = 4) -> None:
-    """The instance where KV waits, another or this one."""
+    """Its KV waits at another instance, or here."""
     kv = instance.kv if place == "A" else make_kv(20, 2)
     hold = kv.reserve(computed)
     assert hold

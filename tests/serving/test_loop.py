@@ -54,7 +54,7 @@ def follow(
 
 
 class Do(System):
-    """A system that runs all on A, or by ``legs``; after the n-th step, some actions."""
+    """Everything runs on A, or by ``legs``; after the n-th step, some actions."""
 
     def __init__(
         self, *actions: Action, after: int = 1, legs: tuple[Leg, ...] = (Leg("A"),)
@@ -243,7 +243,7 @@ def test_heads_move_while_a_chunk_is_on_its_way(after: int, leave: bool) -> None
 
 
 def test_tokens_are_drawn_while_full_pages_move() -> None:
-    """No tokens come while the rest moves, less than a page and what has been drawn meanwhile."""
+    """None while the rest does, which is less than a page and what has been drawn meanwhile."""
     move = MoveSlices("r0", ((0, 1, (1,)),))
     kv, opts = make_kv(30, 4, [(0, 1), (2,)]), InstanceOptions(2, 16, launch_ahead=False)
     timing = Timing(transfers={"A": 10})

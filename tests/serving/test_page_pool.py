@@ -222,7 +222,7 @@ def test_the_latest_reservation_is_given_back() -> None:
 
 
 def test_a_hold_that_begins_with_cached_pages() -> None:
-    """Cached pages count as taken where nobody has them; they are nobody's to free."""
+    """They count as taken where nobody has them; they are nobody's to free."""
     kv = make_kv(9, 4, [(0, 1), (2,)], caching=True)
     first = kv.reserve(12)
     assert first
@@ -264,7 +264,7 @@ def test_who_waits_hears_of_cached_pages_that_come_free() -> None:
 
 
 def test_the_last_pages_become_idle_first() -> None:
-    """The last pages would not be found without those before them."""
+    """Without those before them, they would not be found."""
     kv = make_kv(4, 4, caching=True)
     hold = kv.reserve(12)
     assert hold
@@ -335,7 +335,7 @@ POOLS = st.lists(st.tuples(st.integers(2, 9), st.integers(0, 3)), min_size=1, ma
     st.lists(POOLS.filter(lambda stage: any(count for _, count in stage)), max_size=2, min_size=1)
 )
 def test_the_largest_request_with_room(stages: list[list[tuple[int, int]]]) -> None:
-    """The size against all ways to place the slices, stage by stage."""
+    """Against all ways to place the slices, stage by stage."""
 
     def most(stage: list[tuple[int, int]]) -> int:
         pools = [pages - 1 for pages, _ in stage]

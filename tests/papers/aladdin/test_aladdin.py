@@ -173,7 +173,7 @@ def test_the_history_tells_lengths() -> None:
 
 
 def test_where_nobody_has_room_requests_wait_while_they_may() -> None:
-    """A worker: three prompts fit at once, the others wait at the system, and come in order."""
+    """One worker: three prompts fit at once, the others wait at the system, and come in order."""
     system = make(Checked, ttft_s=6.0)
     requests = make_requests([(8, 3)] * 4)
     outcome = serve(system, [instance("a")], requests)
@@ -259,7 +259,7 @@ def test_without_one_phase_the_other_serves_alone() -> None:
 
 
 def burst() -> list[RequestState]:
-    """Requests: one now and then, six at once, and one now and then."""
+    """One now and then, six at once, and one now and then."""
     times = [0.0, 20.0, *[40.0] * 6, 80.0, 110.0]
     return make_requests([(8, 4)] * len(times), times)
 
@@ -294,7 +294,7 @@ def test_without_heartbeats_nobody_is_off() -> None:
 
 
 def test_all_may_be_off() -> None:
-    """A worker opens at the first look, for what nobody would take, too."""
+    """One opens at the first look, for what nobody would take, too."""
     for prompt in (3, 60):
         system = make(Checked, heartbeat_s=2)
         pool = [instance(name, role="off") for name in "ab"]
