@@ -14,7 +14,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import Arrival, StepDone, Tick, TransferDone
 from jaxinfer.simulate.spread import ShardCost, Visit
-from jaxinfer.simulate.world import StagePair, SimulatedWorld
+from jaxinfer.simulate.world import SimulatedWorld, StagePair
 
 
 @dataclass

@@ -15,8 +15,8 @@ from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.stage_pair import Slab, StagePair
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.world import TransferDone
-from jaxinfer.simulate.world import StagePair as Simulated
 from jaxinfer.simulate.world import SimulatedWorld
+from jaxinfer.simulate.world import StagePair as Simulated
 
 
 def landed(moving: Transfer, pair: StagePair, part: tuple[int, int], start: float) -> Landed:
