@@ -97,5 +97,5 @@ def test_what_are_no_timings_is_one_line(lines: str, message: str, tmp_path: Pat
 def test_a_mistake_in_the_tables_is_one_line(tmp_path: Path) -> None:
     command = write(tmp_path)
     (tmp_path / "tp1" / "moe.csv").write_text("ep,tokens,time_us\n")
-    with pytest.raises(JaxinferError, match="moe.csv has operators that tables do not model"):
+    with pytest.raises(JaxinferError, match=r"moe\.csv has operators that tables do not model"):
         CliRunner().invoke(cli, command, catch_exceptions=False)
