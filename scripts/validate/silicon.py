@@ -29,12 +29,12 @@ Group = Callable[[Point], bool]
 # Its engines' launches and operators are known.
 DENSE = ("Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-32B")
 WHOLE, REPLICAS = "Qwen3 235B, attention on all GPUs", "Qwen3 235B, attention in replicas"
-# Most of their engines have no tables of experts. Rows do not say in how many replicas attention
-# is: those of which experts have more GPUs than attention have several.
+# Of these, vLLM on H200 alone has tables of experts; all other points are refused by name. Rows do
+# not say in how many replicas attention is: several where experts have more GPUs than it.
 EXPERTS: Mapping[str, Group] = {
-    WHOLE: lambda point: "Qwen3-235B" in _model(point) and point.attention_dp == 1,
-    REPLICAS: lambda point: "Qwen3-235B" in _model(point) and point.attention_dp > 1,
-    "gpt-oss 120B": lambda point: "gpt-oss" in _model(point),
+    WHOLE: lambda point: _has_experts(point, "Qwen3-235B") and point.attention_dp == 1,
+    REPLICAS: lambda point: _has_experts(point, "Qwen3-235B") and point.attention_dp > 1,
+    "gpt-oss 120B": lambda point: _has_experts(point, "gpt-oss"),
 }
 FULL_CARD = "Qwen3 32B, SGLang 0.5.8"
 # Above, a point takes as long as ten others.
@@ -168,6 +168,10 @@ def choose(points: Path, path: Path, group: Group) -> Path:
 
 def _model(point: Point) -> str:
     return point.row["model_path"]
+
+
+def _has_experts(point: Point, model: str) -> bool:
+    return model in _model(point) and point.group[1:3] == ("h200_sxm", "vllm")
 
 
 def try_all(points: Path, operators: str, out: Path) -> dict[tuple[str, str], Path]:
