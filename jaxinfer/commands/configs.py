@@ -21,10 +21,10 @@ def configs(context: click.Context) -> None:
     """
     if context.invoked_subcommand:
         return
-    names = list(shipped_files())
-    widest, columns = max(map(len, names)), shutil.get_terminal_size((160, 24)).columns
-    for name in names:
-        click.echo(f"{name:<{widest}}  {_about(SHIPPED / name)}"[:columns].rstrip())
+    listed = _listed()
+    widest, columns = max(map(len, listed)), shutil.get_terminal_size((160, 24)).columns
+    for name, about in listed.items():
+        click.echo(f"{name:<{widest}}  {about}"[:columns].rstrip())
 
 
 @configs.command()
@@ -61,10 +61,23 @@ def copy(name: str, destination: str) -> None:
     click.echo(f"{count} {'file' if count == 1 else 'files'}: {dest}")
 
 
+def _listed() -> dict[str, str]:
+    """What is told of each file by its name; tables of operators are told by their card."""
+    listed: dict[str, str] = {}
+    tables: dict[str, set[str]] = {}
+    for name in shipped_files():
+        path = SHIPPED / name
+        if path.suffix != ".npz":
+            listed[name] = _about(path)
+            continue
+        card = path.parents[2].relative_to(SHIPPED).as_posix()
+        tables.setdefault(card, set()).add(f"{path.parent.parent.name} {path.parent.name}")
+        listed[card] = f"Tables of operators of {' and '.join(sorted(tables[card]))}."
+    return listed
+
+
 def _about(path: Path) -> str:
     """The first sentence that a file says of itself; of a table, its columns."""
-    if path.suffix == ".npz":
-        return f"Operators of {path.parents[2].name}, {path.parent.name}: {path.stem}."
     text = path.read_text(encoding="utf-8")
     match path.suffix:
         case ".csv":

@@ -215,13 +215,12 @@ def model_cluster(site: ModelledSite) -> ModelledCluster:
 
 def _joint_steps(members: Mapping[str, ModelledInstance]) -> JointSteps:
     """Put together what instances that share experts have in common."""
-    found = [each.experts for each in members.values()]
-    if None in found:
+    experts = [each.experts for each in members.values() if each.experts]
+    if len(experts) < len(members):
         raise JaxinferError("simulate.shared_experts needs tables with times of experts")
     seqs = max(each.config.max_num_seqs for each in members.values())
-    slowest = max((each for each in found if each), key=lambda each: each.seconds(1))
     own = {name: each.cost for name, each in members.items()}
-    return JointSteps(own, slowest, min(2 * seqs, GRAPH_TOKENS))
+    return JointSteps(own, experts, min(2 * seqs, GRAPH_TOKENS))
 
 
 def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> ModelledInstance:

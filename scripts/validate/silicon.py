@@ -3,31 +3,40 @@
     python -m scripts.validate.silicon --points points.csv --operators FOLDER --out DIR
 
 Each variant is a run of ``jaxinfer validate`` in a folder of its own below DIR, which goes on where
-it was cut off. DIR gets ``groups.csv``, ``experts.csv`` (of models with experts), ``ablations.csv``
-and ``halves.csv``, and with ``--peer
-FILE`` of ``peer_estimates.py`` also ``peer.csv``; none has a point's own figures. The number,
-``sequence_s``, is fitted on one half of the points and tested on the other.
+it was cut off. DIR gets ``groups.csv``, ``experts.csv`` (of models with experts),
+``ablations.csv``, ``tried.csv`` (what might explain groups that are far off) and ``halves.csv``,
+with ``--peer FILE`` of ``peer_estimates.py`` also ``peer.csv``, and with ``--log`` ``logs.csv``;
+none has a point's own figures. The number, ``sequence_s``, is fitted on one half of the points and
+tested on the other.
 """
 
-import csv
 import hashlib
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.validate.points import Point, read_points
 from scripts.tables import Row, read_csv, show_table, write_csv
 
+Group = Callable[[Point], bool]
 # Its engines' launches and operators are known.
 DENSE = ("Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-32B")
-# One run of these; most of their engines have no tables of experts.
-EXPERTS = ("Qwen3-235B", "gpt-oss")
+WHOLE, REPLICAS = "Qwen3 235B, attention on all GPUs", "Qwen3 235B, attention in replicas"
+# Of these, vLLM on H200 alone has tables of experts; all other points are refused by name. Rows do
+# not say in how many replicas attention is: several where experts have more GPUs than it.
+EXPERTS: Mapping[str, Group] = {
+    WHOLE: lambda point: _has_experts(point, "Qwen3-235B") and point.attention_dp == 1,
+    REPLICAS: lambda point: _has_experts(point, "Qwen3-235B") and point.attention_dp > 1,
+    "gpt-oss 120B": lambda point: _has_experts(point, "gpt-oss"),
+}
+FULL_CARD = "Qwen3 32B, SGLang 0.5.8"
 # Above, a point takes as long as ten others.
 LONGEST = 8191
 FITTED = "0.00002"
@@ -62,6 +71,36 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "today's budget for 1.0.0rc3": (("max_num_tokens_then",), ()),
     "SGLang's prompts first for all": (("max_prefill_tokens",), ()),
 }
+# By group and name: what was left out or set to see whether it explains how far off it is.
+ATTEMPTS: Mapping[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = (
+    {
+        (FULL_CARD, "as published"): ((), ()),
+        (FULL_CARD, "room for 6,400 tokens"): ((), ("engine.num_pages=400",)),
+        (FULL_CARD, "room for 19,200 tokens"): ((), ("engine.num_pages=1200",)),
+    }
+    | {
+        (group, name): asked
+        for group in (WHOLE, REPLICAS)
+        for name, asked in {
+            "as published": ((), ()),
+            "tokens evenly over experts": ((), ("simulate.tables.routing=balanced",)),
+            "products with a scale of each tensor": (("fp8_checkpoint",), ()),
+            "steps scheduled ahead": (("one_by_one",), ()),
+            "prompts' attention that the card's peak forbids": (
+                (),
+                ("simulate.tables.possible_attention=false",),
+            ),
+        }.items()
+    }
+    | {
+        ("gpt-oss 120B", name): ((), settings)
+        for name, settings in {
+            "as published": (),
+            "tokens evenly over experts": ("simulate.tables.routing=balanced",),
+            "tokens to fewer experts": ("simulate.tables.routing=power_law_1.2",),
+        }.items()
+    }
+)
 
 
 @click.command()
@@ -69,49 +108,102 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 @click.option("--operators", required=True)
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--peer", type=click.Path(path_type=Path), help="aiconfigurator's figures.")
-def main(points: Path, operators: str, out: Path, peer: Path | None) -> None:
+@click.option(
+    "--log",
+    "logs",
+    multiple=True,
+    nargs=3,
+    metavar="REQUESTS RUNFILE OPERATORS",
+    help="A log of vLLM's requests, its engine's run file and operators; repeatable.",
+)
+def main(
+    points: Path, operators: str, out: Path, peer: Path | None, logs: Sequence[tuple[str, str, str]]
+) -> None:
     """Run all variants, and write and print their tables."""
     out.mkdir(parents=True, exist_ok=True)
-    chosen = choose(points, out / "dense.csv", DENSE)
-    mixtures = choose(points, out / "mixtures.csv", EXPERTS)
+    dense = choose(points, out / "dense.csv", lambda p: any(n in _model(p) for n in DENSE))
     first = out / "variant0"
     runs = {
-        name: run(chosen, operators, out / f"variant{number}", first, *asked)
+        name: run(dense, operators, out / f"variant{number}", first, *asked)
         for number, (name, asked) in enumerate(VARIANTS.items())
     }
     fits = {
         value: run(
-            chosen, operators, out / f"fit{value}", first, (), (f"simulate.sequence_s={value}",)
+            dense, operators, out / f"fit{value}", first, (), (f"simulate.sequence_s={value}",)
         )
         for value in TRIED[1:]
     }
     fits[TRIED[0]] = runs["as published"]
-    experts = run(mixtures, operators, out / "experts", first, (), ())
+    attempts = try_all(points, operators, out)
+    experts = [each for name in EXPERTS for each in groups(name, attempts[name, "as published"])]
     tables = {
         "groups": [*groups("uncalibrated", fits["0"]), *groups("sequence_s fitted", fits[FITTED])],
-        "experts": groups("uncalibrated", experts),
-        "ablations": [row(name, found) for name, found in runs.items()],
+        "experts": [each for each in experts if each["group"] != "all"],
+        "ablations": [
+            {"variant": name} | each
+            for name, found in runs.items()
+            for each in groups("uncalibrated", found)
+        ],
+        "tried": [
+            {"of": group, "changed": name} | row(found) for (group, name), found in attempts.items()
+        ],
         "halves": halves(fits),
     }
     if peer:
         tables["peer"] = beside(peer, {"uncalibrated": fits["0"], "fitted": fits[FITTED]})
+    if logs:
+        tables["logs"] = [each for log in logs for each in run_log(*log, out)]
     for name, rows in tables.items():
         write_csv(out / f"{name}.csv", rows)
         print(f"\n{name}:")
         show_table(rows)
 
 
-def choose(points: Path, path: Path, models: Sequence[str]) -> Path:
-    """Write some models' points whose outputs are not the longest."""
-    with points.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    kept = [
-        each
-        for each in rows
-        if any(name in each["model_path"] for name in models) and float(each["osl"]) <= LONGEST
-    ]
-    write_csv(path, kept)
+def choose(points: Path, path: Path, group: Group) -> Path:
+    """Write the points of a group whose outputs are not the longest."""
+    rows = [p.row for p in read_points(points) if group(p) and p.osl <= LONGEST]
+    write_csv(path, rows)
     return path
+
+
+def _model(point: Point) -> str:
+    return point.row["model_path"]
+
+
+def _has_experts(point: Point, model: str) -> bool:
+    return model in _model(point) and point.group[1:3] == ("h200_sxm", "vllm")
+
+
+def try_all(points: Path, operators: str, out: Path) -> dict[tuple[str, str], Path]:
+    """Run what might explain groups that are far off."""
+    chosen: dict[str, Group] = {
+        **EXPERTS,
+        FULL_CARD: lambda p: p.group[2] == "sglang" and p.group[3].startswith("0.5.8"),
+    }
+    files = {
+        name: choose(points, out / f"group{number}.csv", group)
+        for number, (name, group) in enumerate(chosen.items())
+    }
+    found: dict[tuple[str, str], Path] = {}
+    for number, ((group, name), asked) in enumerate(ATTEMPTS.items()):
+        folder = out / f"tried{number}"
+        known = found.get((group, "as published"), folder)
+        found[group, name] = run(files[group], operators, folder, known, *asked)
+    return found
+
+
+def run_log(log: str, run_file: str, operators: str, out: Path) -> list[Row]:
+    """Figures of a log of requests beside those of its simulation."""
+    name = Path(run_file).stem
+    command = [sys.executable, "-m", "jaxinfer", "validate", log, "--run", run_file]
+    _call([*command, "--operators", operators, "--out", str(out / name)])
+    summary = json.loads((out / name / "summary.json").read_text(encoding="utf-8"))
+    count = summary.pop("requests")
+    return [
+        {"run": name, "requests": count, "figure": figure, "off %": _percent(found["off"])}
+        | {side: round(found[side], 4) for side in ("measured_s", "simulated_s")}
+        for figure, found in summary.items()
+    ]
 
 
 def run(
@@ -123,15 +215,19 @@ def run(
     settings: Iterable[str],
 ) -> Path:
     """Run one variant, or go on with it; what it changes nothing of is ``known``."""
-    command = [sys.executable, "-m", "jaxinfer", "validate", points, "--operators", operators]
-    command += ["--known", known] if known != out else []
+    command = [sys.executable, "-m", "jaxinfer", "validate", str(points), "--operators", operators]
+    command += ["--known", str(known)] if known != out else []
     for rule in (*without, "fitted"):
         command += ["--without", rule]
     for setting in settings:
         command += ["--set", setting]
-    if subprocess.run([*map(str, command), "--out", str(out)], check=False).returncode:
-        raise JaxinferError(f"{out}: jaxinfer validate has failed")
+    _call([*command, "--out", str(out)])
     return out
+
+
+def _call(command: Sequence[str]) -> None:
+    if subprocess.run(command, check=False).returncode:
+        raise JaxinferError(f"{command[-1]}: jaxinfer validate has failed")
 
 
 def groups(name: str, out: Path) -> list[Row]:
@@ -141,10 +237,10 @@ def groups(name: str, out: Path) -> list[Row]:
     return [{"run": name, "group": group} | _columns(found) for group, found in summary.items()]
 
 
-def row(name: str, out: Path) -> Row:
+def row(out: Path) -> Row:
     """All points of a run as one row."""
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    return {"variant": name} | _columns(summary["all"])
+    return _columns(summary["all"])
 
 
 def _columns(found: Mapping[str, Any]) -> Row:

@@ -6,7 +6,7 @@ together, and the one with the most work sets the pace. One that has nothing to 
 a token of no request, as in vLLM and SGLang.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -58,12 +58,12 @@ class JointSteps:
     """Seconds of steps that several instances take together.
 
     Attributes:
-        own: by instance, times without experts.
+        own: by instance, times without experts; ``experts``: of each, those of its share.
         graph_tokens: tokens up to which all are padded to the one that has the most.
     """
 
     own: Mapping[str, CostModel]
-    experts: JointExperts
+    experts: Sequence[JointExperts]
     graph_tokens: int
 
     def seconds(self, works: Mapping[str, Work]) -> float:
@@ -77,7 +77,7 @@ class JointSteps:
         if most <= self.graph_tokens:
             total = len(counts) * most
         slowest = max(sum(self.own[name].stages(work)) for name, work in works.items())
-        return slowest + self.experts.seconds(total)
+        return slowest + max(each.seconds(total) for each in self.experts)
 
 
 def experts_curve(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import shifted_worker
 from cluster_cases import RULES, Case, Loader, Pair, Side, Way, free_executables, load, roomy
-from cluster_checks import Done, Ran, check_case, serve
+from cluster_checks import REQUESTS, Done, Ran, check_case, serve
 from host_cases import KEY, jobs, listening
 from process_cases import (
     SYSTEMS,
@@ -95,6 +95,30 @@ def test_tokens_are_those_of_one_process(
     del llm
     gc.collect()
     wait_until(lambda: not children() - before)
+
+
+@pytest.mark.slow
+def test_samplers_are_compiled_when_new_options_come(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """Only the last process samples: drawn requests, after greedy ones, need more of it."""
+    sections = pipeline((1, 2), (1, 2)) | {"system": {"name": "least_loaded"}}
+    llm = load(models["two"], tmp_path, **sections)
+    worker: Any = llm.cluster.engines["b"].worker
+    compiles, samplers = [], []
+    for every in (2, 1, 1):
+        found = serve(llm, REQUESTS[::every], run_dir=tmp_path / "runs")
+        assert found == expected["two"][::every]
+        metrics = Ran.last(tmp_path / "runs").metrics
+        assert metrics["late_compiles"] == 0
+        compiles.append([stage.step.compiles for stage in worker.stages])
+        samplers.append(worker.sampler)
+    assert samplers[0] != samplers[1] == samplers[2]
+    assert samplers[1] == samplers[0].widened(samplers[1])
+    (first, last), after, again = compiles
+    assert after[0] == first
+    assert after[1] > last
+    assert again == after
 
 
 @pytest.mark.slow

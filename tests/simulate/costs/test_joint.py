@@ -47,7 +47,7 @@ def decodes(count: int) -> Work:
 def joint(graph_tokens: int = 4) -> JointSteps:
     """Ten layers whose experts take 2 us a token, and whose exchange 1 us and as much a token."""
     experts = JointExperts(PiecewiseLinear({0.0: 0.0, 100.0: 200.0}), Exchange(1e-6, 1e-6), 10)
-    return JointSteps({"a": OwnCost(), "b": OwnCost()}, experts, graph_tokens)
+    return JointSteps({"a": OwnCost(), "b": OwnCost()}, [experts, experts], graph_tokens)
 
 
 def test_the_slowest_sets_the_pace_and_experts_see_all_tokens() -> None:
@@ -57,6 +57,16 @@ def test_the_slowest_sets_the_pace_and_experts_see_all_tokens() -> None:
     # Of a graph, all are padded to the most; one that is idle goes along.
     assert joint().seconds({"a": decodes(4)}) == pytest.approx(5 + 10 * (16 + 1 + 8) * 1e-6)
     assert joint().seconds({"a": decodes(8)}) == pytest.approx(9 + 10 * (18 + 1 + 9) * 1e-6)
+
+
+def test_the_slower_of_unlike_sharers_at_each_size() -> None:
+    """One starts in 20 us and takes 1 us a token, the other 2 us a token: they cross at 20."""
+    curves = ({0.0: 20.0, 100.0: 120.0}, {0.0: 0.0, 100.0: 200.0})
+    experts = [JointExperts(PiecewiseLinear(c), Exchange(0.0, 0.0), 10) for c in curves]
+    steps = JointSteps({"a": OwnCost(), "b": OwnCost()}, experts, 0)
+    for tokens, micros in ((5, 26), (40, 82)):
+        found = steps.seconds({"a": decodes(tokens)})
+        assert found == pytest.approx(1 + tokens + 10 * micros * 1e-6, abs=1e-12)
 
 
 def test_an_exchange_gathers_and_scatters_hidden_states() -> None:

@@ -1,14 +1,14 @@
-"""The comparison with vLLM's timings takes any profile and run file; figures by hand."""
+"""``jaxinfer validate`` of a log takes any profile of operators; figures by hand."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner
 
-from scripts.validate import vllm as validate_vllm
+from jaxinfer import JaxinferError
+from jaxinfer.commands.app import cli
 
 RUN = {
     "model": "tiny",
@@ -60,24 +60,21 @@ def write(folder: Path) -> list[str]:
     (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
     lines = [json.dumps(request) for request in REQUESTS]
     (folder / "requests.jsonl").write_text("\n".join(lines))
-    given = {"--run": "run.yaml", "--tables": "", "--requests": "requests.jsonl"}
-    return [part for option, name in given.items() for part in (option, str(folder / name))]
+    given = ["--run", "run.yaml", "--operators", "", "--out", "out"]
+    paths = [part if part.startswith("--") else str(folder / part) for part in given]
+    return ["validate", str(folder / "requests.jsonl"), *paths]
 
 
 def test_any_profile_with_a_run_file_of_its_own(tmp_path: Path) -> None:
-    command = write(tmp_path)
-    done = CliRunner().invoke(validate_vllm.main, command)
-    assert done.exit_code == 0, done.output
-    assert "decodes alone: {points: 2, filled_in: 0}" in done.output
-    *_, ttft, tpot, makespan, preemptions = done.output.splitlines()
+    done = CliRunner().invoke(cli, write(tmp_path), catch_exceptions=False)
+    ttft, tpot, makespan, *_ = done.output.splitlines()
     # (4 + 8) / 2, 6 / 2 and 508 ms; ours 6, 6 and 506.
     assert ttft.split() == ["TTFT", "mean", "(s)", "vLLM", "0.0060", "simulated", "0.0060", "+0.0%"]
     assert tpot.split()[3:] == ["vLLM", "0.0030", "simulated", "0.0060", "+100.0%"]
     assert makespan.split()[2:] == ["vLLM", "0.5080", "simulated", "0.5060", "-0.4%"]
-    assert preemptions == "preemptions: 0"
-    kept = CliRunner().invoke(validate_vllm.main, [*command, "--out", str(tmp_path / "out")])
-    assert kept.exit_code == 0
-    assert (tmp_path / "out" / "1" / "run.json").is_file()
+    run = json.loads((tmp_path / "out" / "1" / "run.json").read_text())
+    (stage,) = run["instances"]["x"]["stages"]
+    assert stage["tables"]["attention"]["decodes alone"] == {"points": 2, "filled_in": 0}
 
 
 @pytest.mark.parametrize(
@@ -91,16 +88,14 @@ def test_any_profile_with_a_run_file_of_its_own(tmp_path: Path) -> None:
 def test_what_are_no_timings_is_one_line(lines: str, message: str, tmp_path: Path) -> None:
     command = write(tmp_path)
     (tmp_path / "requests.jsonl").write_text(lines)
-    done: Any = CliRunner().invoke(validate_vllm.main, command)
-    assert done.exit_code == 1
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    with pytest.raises(JaxinferError) as error:
+        CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_mistake_in_the_tables_is_one_line(tmp_path: Path) -> None:
     command = write(tmp_path)
     (tmp_path / "tp1" / "moe.csv").write_text("ep,tokens,time_us\n")
-    done: Any = CliRunner().invoke(validate_vllm.main, command)
-    assert done.exit_code == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert "moe.csv has operators that tables do not model" in done.stderr
+    with pytest.raises(JaxinferError, match=r"moe\.csv has operators that tables do not model"):
+        CliRunner().invoke(cli, command, catch_exceptions=False)
