@@ -3,7 +3,6 @@
 import gc
 import json
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import HANG_S, wait_until
 
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
 from jaxinfer.config.engine import EngineOptions
@@ -142,7 +142,7 @@ def by_close_elsewhere(llm: LLM, prompts: list[str], params: list[SamplingParams
     next(outputs)
     thread = threading.Thread(target=outputs.close)
     thread.start()
-    thread.join(30)
+    thread.join(HANG_S)
 
 
 def by_throw(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> None:
@@ -166,10 +166,7 @@ def test_a_run_that_is_left_leaves_nothing_behind(
     # Each launched step has been waited for.
     assert worlds[-1]._posted.empty()
     worlds.clear()
-    left = time.monotonic() + 10
-    while live and time.monotonic() < left:
-        gc.collect()
-    assert not live
+    wait_until(lambda: gc.collect() >= 0 and not live)
     # Of 64 pages, this needs all: 8 requests of 8 + 60 tokens are 9 pages each.
     assert tokens(tiny.generate(prompts, params, progress=False)) == expected
 
@@ -222,7 +219,7 @@ def test_who_goes_on_with_an_iterator_has_the_turn(tiny: LLM) -> None:
             tiny.generate("d", progress=False)
         except JaxinferError as error:
             said.append(str(error))
-        waits.wait(30)
+        waits.wait(HANG_S)
         said.append("left" if waiting.is_alive() else "has not waited")
         outputs.close()
 
@@ -234,7 +231,7 @@ def test_who_goes_on_with_an_iterator_has_the_turn(tiny: LLM) -> None:
     waiting.join(0.2)
     waits.set()
     for thread in (going_on, waiting):
-        thread.join(30)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     assert [text.split(":")[0] for text in said] == ["this LLM is in the middle of a run", "left"]
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 from tiny_model import TINY_OPTIONS
+from waiting import HANG_S
 
 COUNT = 60
 
@@ -86,7 +87,7 @@ def test_each_line_is_there_once(tiny_folder: Path, tmp_path: Path) -> None:
         job.send_signal(signal.SIGKILL)
         assert job.wait() == -signal.SIGKILL
         sizes.append(size(out))
-        _, alive = psutil.wait_procs(workers, timeout=20)
+        _, alive = psutil.wait_procs(workers, timeout=HANG_S)
         assert len(workers) == 2
         assert not alive
     assert 0 < sizes[1] < sizes[2] < size(whole)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 from tiny_model import TINY_OPTIONS
+from waiting import HANG_S, wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.groups import GroupConfig, RayDemands
@@ -55,13 +56,6 @@ def wait_until_lines(job: "subprocess.Popen[str]", path: Path, count: int) -> No
     while not path.exists() or len(path.read_text().splitlines()) < count:
         assert job.poll() is None, job.communicate()
         time.sleep(0.02)
-
-
-def wait_until_none(mark: str) -> None:
-    end = time.monotonic() + 20
-    while left := processes(mark):
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
 
 
 def write_job(folder: Path, model: Path, **groups: Any) -> Path:
@@ -165,7 +159,7 @@ def test_cronus_over_two_nodes_of_which_one_is_lost(
         wait_until_lines(job, out, 1)
         assert len(processes(mark)) == 2
         job.kill()
-    wait_until_none(mark)
+    wait_until(lambda: not processes(mark))
 
     with start(placed) as job:
         wait_until_lines(job, out, 1 + len(choices(out)))
@@ -175,10 +169,10 @@ def test_cronus_over_two_nodes_of_which_one_is_lost(
     assert choices(out) == choices(whole)
     run = json.loads((tmp_path / "out.jsonl.runs" / "2" / "run.json").read_text())
     assert list(run["lost"]) == ["weak"]
-    wait_until_none(mark)
+    wait_until(lambda: not processes(mark))
 
     # Until Ray has noticed, it says something else of the node.
-    cluster.wait_for_nodes(timeout=60)
+    cluster.wait_for_nodes(timeout=HANG_S)
     refused = subprocess.run([*placed, "--force"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr.startswith("jaxinfer: groups.weak.ray: no node has CPU 1, x 1; ")

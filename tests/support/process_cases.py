@@ -1,6 +1,5 @@
 """Clusters in processes of their own, and runs of which one comes to an end."""
 
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,11 +9,12 @@ import psutil
 import pytest
 from cluster_cases import Pair, Side
 from cluster_checks import REQUESTS, Done, Ran
+from waiting import wait_until
 
 from jaxinfer import LLM
 from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint, ThisProcess
 from jaxinfer.runtime.kv.transports import TcpTransport
-from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
+from jaxinfer.runtime.processes.remote_worker import SILENCE_S, Process, RemoteWorker
 from jaxinfer.serving.world import StepDone
 
 SMALL = Pair("two", Side(1, 8), Side(2, 16), apart="ab")
@@ -88,11 +88,19 @@ def apart(pair: Pair, system: str) -> dict[str, Any]:
     return pair.sections | {"system": SYSTEMS[system]}
 
 
-def wait_until(there: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+def call_silent_who_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is lost at once where it is stopped, and never for the sake of a busy machine."""
+
+    def says_something(process: Process, patience: float) -> bool:
+        while not process._connection.poll(0.5):
+            if psutil.Process(process.peer.pid).status() == psutil.STATUS_STOPPED:
+                return False
+        return True
+
+    monkeypatch.setattr(Process, "_says_something", says_something)
+
+
+SILENT = f"has said nothing for {SILENCE_S:g} s"
 
 
 @contextmanager

@@ -18,18 +18,19 @@ from cluster_cases import RULES, Case, Loader, Pair, Side, Way, free_executables
 from cluster_checks import Done, Ran, check_case, serve
 from host_cases import KEY, jobs, listening
 from process_cases import (
+    SILENT,
     SYSTEMS,
+    call_silent_who_is_stopped,
     check_nothing_left,
     children,
     serve_once,
     serve_until,
     told,
-    wait_until,
 )
+from waiting import wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
-from jaxinfer.runtime.processes import remote_worker
 from jaxinfer.runtime.processes.messages import Launch
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 
@@ -128,7 +129,8 @@ def test_a_stage_on_another_host(
         assert len(jobs(server)) == 1
         assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
         steps = [step.stages for step in Ran.last(tmp_path / "runs").record.steps]
-        assert all(0 <= sooner[1] <= later[0] + 0.01 < 600 for sooner, later in steps)
+        # The shortest round trip says how far the clocks may be apart: far less than they are.
+        assert all(-1 < sooner[1] <= later[0] + 1 < 600 for sooner, later in steps)
         del llm
         gc.collect()
         wait_until(lambda: not jobs(server))
@@ -177,7 +179,7 @@ def test_who_loses_a_stage_loses_the_instance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other instance serves all; the processes of all its stages are ended."""
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    call_silent_who_is_stopped(monkeypatch)
     before = children()
     pair = Divided("two", Side(1, 8), Side(1, 16, (2, 2)), devices=(1, 1))
     sections = pair.sections | {"system": SYSTEMS[system]}
@@ -188,7 +190,7 @@ def test_who_loses_a_stage_loses_the_instance(
     assert children() - before == set(pids)
     found, run = serve_until(llm, step, lambda: os.kill(pids[stage], by), tmp_path / "runs")
     assert found == expected["two"]
-    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else SILENT
     lost = f"ProcessLost: process of group s{stage} (pid {pids[stage]}) {why}"
     assert run["lost"] == {"b": lost}
     check_nothing_left(llm, ["b"])
@@ -225,7 +227,7 @@ def test_a_stage_dies_at_any_moment(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    call_silent_who_is_stopped(monkeypatch)
     pair = Divided("two", Side(1, 8), Side(1, 16, (2, 2)), devices=(1, 1))
     before = children()
     noticed = 0
@@ -251,7 +253,7 @@ def test_a_stage_dies_at_any_moment(
             found, run = serve_once(llm, tmp_path / "runs")
         assert left < 0
         assert found == expected["two"], number
-        why = "was ended by signal 9" if by == signal.SIGKILL else "has said nothing for 4 s"
+        why = "was ended by signal 9" if by == signal.SIGKILL else SILENT
         lost = f"ProcessLost: process of group s{stage} (pid {pids[stage]}) {why}"
         assert run["lost"] in ({}, {"b": lost})
         noticed += bool(run["lost"])
