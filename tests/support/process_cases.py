@@ -1,5 +1,6 @@
 """Clusters in processes of their own, and runs of which one comes to an end."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -82,6 +83,39 @@ def serve_once(
 
     llm.run(made, take, progress=False, run_dir=folder, on_step=on_step)
     return [found[str(number)] for number in range(len(REQUESTS))], Ran.last(folder).record.run
+
+
+def serve_struck(
+    llm: LLM,
+    folder: Path,
+    expected: list[Done],
+    kind: type,
+    share: float,
+    strike: Callable[[], None],
+) -> dict[str, Any]:
+    """Serve all requests twice, and strike in the second run; what its ``run.json`` says.
+
+    The blow falls right after such a share of the messages of one kind that the first run took.
+    """
+    counts: Counter[type] = Counter()
+    with told(lambda said: counts.update([said])):
+        found, run = serve_once(llm, folder)
+    assert (found, run["lost"]) == (expected, {})
+    check_nothing_left(llm)
+    left = 1 + int(share * counts[kind])
+
+    def hear(said: type) -> None:
+        nonlocal left
+        left -= said is kind
+        if left == 0:
+            left = -1
+            strike()
+
+    with told(hear):
+        found, run = serve_once(llm, folder)
+    assert left < 0
+    assert found == expected
+    return run
 
 
 def apart(pair: Pair, system: str) -> dict[str, Any]:

@@ -194,7 +194,7 @@ import sys, time
 from jaxinfer.runtime.processes.peers import Elsewhere
 peer = Elsewhere(sys.argv[1], sys.argv[2], {})
 print("there", flush=True)
-time.sleep(99)
+time.sleep(600)
 """
 
 

@@ -5,8 +5,8 @@ import os
 import random
 import signal
 import sys
-from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from process_cases import (
     call_silent_who_is_stopped,
     check_nothing_left,
     children,
-    serve_once,
+    serve_struck,
     serve_until,
-    told,
 )
 from waiting import wait_until
 
@@ -231,28 +230,12 @@ def test_a_stage_dies_at_any_moment(
     pair = Divided("two", Side(1, 8), Side(1, 16, (2, 2)), devices=(1, 1))
     before = children()
     noticed = 0
-    for number, (kind, share, by, rule) in enumerate(moments(stage, draws)):
+    for kind, share, by, rule in moments(stage, draws):
         system = SYSTEMS["cronus"] | {"hand_off": rule}
         llm = load(models["two"], tmp_path, **pair.sections, system=system, verify_transfers=True)
-        counts: Counter[type] = Counter()
-        with told(lambda kind, counts=counts: counts.update([kind])):
-            found, run = serve_once(llm, tmp_path / "runs")
-        assert (found, run["lost"]) == (expected["two"], {})
-        check_nothing_left(llm)
         pids = [process.peer.pid for process in llm.cluster.engines["b"].worker.processes]
-        left = 1 + int(share * counts[kind])
-
-        def strike(said: type, kind: type = kind, by: Any = by, pid: int = pids[stage]) -> None:
-            nonlocal left
-            left -= said is kind
-            if left == 0:
-                left = -1
-                os.kill(pid, by)
-
-        with told(strike):
-            found, run = serve_once(llm, tmp_path / "runs")
-        assert left < 0
-        assert found == expected["two"], number
+        strike = partial(os.kill, pids[stage], by)
+        run = serve_struck(llm, tmp_path / "runs", expected["two"], kind, share, strike)
         why = "was ended by signal 9" if by == signal.SIGKILL else SILENT
         lost = f"ProcessLost: process of group s{stage} (pid {pids[stage]}) {why}"
         assert run["lost"] in ({}, {"b": lost})

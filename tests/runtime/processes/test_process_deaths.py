@@ -5,8 +5,8 @@ import os
 import random
 import signal
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from process_cases import (
     children,
     pid_of,
     serve_once,
+    serve_struck,
     told,
 )
 from waiting import wait_until
@@ -65,26 +66,9 @@ def moments(victim: str, count: int) -> list[Moment]:
 def die(llm: LLM, victim: str, moment: Moment, expected: list[Done], folder: Path) -> bool:
     """Kill a process in a run, check the outcome, and return whether the run has noticed."""
     set_system(llm, SYSTEMS[llm.config.system["name"]] | {"hand_off": moment.rule})
-    counts: Counter[type] = Counter()
-    with told(lambda kind: counts.update([kind])):
-        found, run = serve_once(llm, folder)
-    assert (found, run["lost"]) == (expected, {})
-    check_nothing_left(llm)
-
     pid = pid_of(llm, victim)
-    left = 1 + int(moment.share * counts[moment.kind])
-
-    def strike(kind: type) -> None:
-        nonlocal left
-        left -= kind is moment.kind
-        if left == 0:
-            left = -1
-            os.kill(pid, moment.by)
-
-    with told(strike):
-        found, run = serve_once(llm, folder)
-    assert left < 0
-    assert found == expected
+    strike = partial(os.kill, pid, moment.by)
+    run = serve_struck(llm, folder, expected, moment.kind, moment.share, strike)
     assert set(run["lost"]) <= {victim}
     why = "was ended by signal 9" if moment.by == signal.SIGKILL else SILENT
     for line in run["lost"].values():

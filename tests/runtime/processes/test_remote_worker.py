@@ -189,7 +189,7 @@ def test_half_a_message_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import sys, time; from multiprocessing.connection import Connection;"
         "c = Connection(int(sys.argv[-1])); c.send(None);"
-        "c._write(c._handle, bytes([0, 0, 0, 99, 1])); time.sleep(99)"
+        "c._write(c._handle, bytes([0, 0, 0, 99, 1])); time.sleep(600)"
     )
     lost = lost_one(monkeypatch, script, 0.5)
     assert lost.lost
@@ -200,7 +200,7 @@ def test_half_a_message_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_that_cannot_be_read_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import sys, time; from multiprocessing.connection import Connection;"
-        "Connection(int(sys.argv[-1])).send_bytes(b'nonsense'); time.sleep(99)"
+        "Connection(int(sys.argv[-1])).send_bytes(b'nonsense'); time.sleep(600)"
     )
     lost = lost_one(monkeypatch, script, 30)
     assert lost.lost
@@ -260,9 +260,9 @@ from jaxinfer.runtime.processes.peers import Child
 from jaxinfer.runtime.processes.remote_worker import Process
 process = Process("a", Child({}))
 if not (child := os.fork()):
-    time.sleep(99)
+    time.sleep(600)
 print(process.peer.pid, child, flush=True)
-time.sleep(99)
+time.sleep(600)
 """
 
 
