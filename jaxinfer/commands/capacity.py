@@ -67,7 +67,7 @@ def capacity(
     settings: tuple[str, ...],
 ) -> None:
     """Find the largest rate of requests at which a modelled cluster meets its targets."""
-    from jaxinfer.simulate.capacity import capacity, num_gpus, requests_for
+    from jaxinfer.simulate.capacity import capacity, met_above, num_gpus, requests_for
     from jaxinfer.simulate.read_targets import read_targets
 
     if seeds:
@@ -78,19 +78,29 @@ def capacity(
         work = list(requests_for(num_gpus(config), work, requests_per_gpu))
     targets = read_targets(slo, work, attainment, criterion)
     console = Console()
+    of_arrivals = tuple(range(seeds)) if seeds else seed or (0,)
     with cores(ray_address) as (map_rates, at_once):
         best = capacity(
             config,
             work,
             targets,
-            seeds=tuple(range(seeds)) if seeds else seed or (0,),
+            seeds=of_arrivals,
             precision=precision,
             on_load=lambda load: console.print(_line(load), soft_wrap=True),
             map_rates=map_rates,
             at_once=at_once,
         )
+        again = best.rate and met_above(
+            config, work, targets, best, of_arrivals, precision, map_rates
+        )
     for line in _found(best):
         console.print(line, soft_wrap=True)
+    if again:
+        console.print(
+            f"the targets are met again at {again.rate:.3g} requests/s: attainment does not fall "
+            "with the rate, and the capacity depends on which rates are tried",
+            soft_wrap=True,
+        )
     if bound:
         print_share(config, work, best.rate)
 

@@ -19,6 +19,8 @@ from jaxinfer.workload.lengths import BenchRequest
 
 # The least rate that is tried, in requests per second, and one that no cluster comes near.
 _LEAST, _MOST = 2.0**-10, 1e5
+# So many times the capacity, the targets should be missed.
+_ABOVE = (1.1, 1.5, 2.0)
 # Requests that tell, alone, whether the search is worth its time.
 _SAMPLE = 100
 # The fewest requests that tell a rate: so many times those that are in the cluster at a time, and
@@ -272,6 +274,29 @@ def capacity(
         rise([least])
     assert worst
     return best or TriedRate(0.0, worst.gpus, worst.verdict, 0.0)
+
+
+def met_above(
+    config: RunFile,
+    work: Sequence[BenchRequest],
+    targets: Targets,
+    best: TriedRate,
+    seeds: Sequence[int] = (0,),
+    precision: float = 0.02,
+    map_rates: RateMap = map,
+) -> TriedRate | None:
+    """A rate well above the capacity at which the targets are met again, the lowest of some tried.
+
+    Where there is one, attainment does not fall with the rate, and what is found depends on where a
+    search looks. Rates that miss the targets end early, so that this takes little.
+
+    Args:
+        best: what ``capacity`` has found with the same arguments.
+    """
+    ladder = Ladder(precision)
+    steps = {max(ladder.step(best.rate * more), ladder.above(best.rate) + 1) for more in _ABOVE}
+    tried = map_rates(partial(load, config, work, targets, seeds), map(ladder.rate, sorted(steps)))
+    return next((each for each in tried if each.verdict.met), None)
 
 
 def alone(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> Verdict:

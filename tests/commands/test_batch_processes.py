@@ -5,14 +5,15 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from killed_jobs import num_lines, start_limited, wait_for_lines
 from tiny_model import TINY_OPTIONS
+from waiting import HANG_S
 
 COUNT = 60
 
@@ -54,16 +55,13 @@ def write_job(folder: Path, model: Path, process: str | None) -> Path:
     return path
 
 
-def command(run_file: Path, out: Path) -> list[str]:
-    source = str(run_file.parent / "in.jsonl")
-    return [
-        sys.executable, "-m", "jaxinfer", "run", str(run_file), "--input", source,
-        "--output", str(out),
-    ]  # fmt: skip
+def command(run_file: Path, out: Path) -> list[str | Path]:
+    return ["run", run_file, "--input", run_file.parent / "in.jsonl", "--output", out]
 
 
-def size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def complete(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    whole = [sys.executable, "-m", "jaxinfer", *map(str, arguments)]
+    return subprocess.run(whole, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
@@ -71,26 +69,20 @@ def test_each_line_is_there_once(tiny_folder: Path, tmp_path: Path) -> None:
     """Killed twice at random moments of the work; the lines are those of one process."""
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     alone = write_job(tmp_path, tiny_folder, None)
-    subprocess.run(command(alone, whole), check=True, capture_output=True)
+    assert complete(*command(alone, whole)).returncode == 0
     run_file = write_job(tmp_path, tiny_folder, "own")
     rng = random.Random(5)
-    sizes = [0]
     for _ in range(2):
-        job = subprocess.Popen(
-            command(run_file, out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        goal = sizes[-1] + rng.randrange(1, size(whole) // 5)
-        while job.poll() is None and size(out) < goal:
-            time.sleep(0.005)
+        goal = num_lines(out) + rng.randint(1, COUNT // 5)
+        job = start_limited(COUNT // 5, *command(run_file, out))
+        wait_for_lines(job, out, goal)
         workers = psutil.Process(job.pid).children(recursive=True)
         job.send_signal(signal.SIGKILL)
         assert job.wait() == -signal.SIGKILL
-        sizes.append(size(out))
-        _, alive = psutil.wait_procs(workers, timeout=20)
+        _, alive = psutil.wait_procs(workers, timeout=HANG_S)
         assert len(workers) == 2
         assert not alive
-    assert 0 < sizes[1] < sizes[2] < size(whole)
-    done = subprocess.run(command(run_file, out), capture_output=True, text=True, check=False)
+    done = complete(*command(run_file, out))
     assert done.returncode == 0, done.stderr
     assert "continuing: " in done.stdout
     found, expected = records(out), records(whole)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from killed_jobs import num_lines, start_limited, wait_for_lines
 from rich.console import Console
 from tiny_model import TINY_OPTIONS
 
@@ -338,28 +339,20 @@ def test_kills(run_file: Path, tmp_path: Path, kills: Sequence[int], count: int)
     assert done.returncode == 0, done.stderr
 
     out = tmp_path / "out.jsonl"
-    command = process("run", run_file, "--input", source, "--output", out)
-    rng = random.Random(7)
-    sizes = []
+    rng, most = random.Random(7), count // 12
     for kill in kills:
-        before = out.stat().st_size if out.exists() else 0
-        running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        # Some kills hit the start, most the work: the moment after some more bytes.
-        goal = before + rng.randrange(1, whole.stat().st_size // 12)
-        while kill % 5 and running.poll() is None and _size(out) < goal:
-            time.sleep(0.005)
+        goal = num_lines(out) + rng.randint(1, most)
+        running = start_limited(most, "run", run_file, "--input", source, "--output", out)
+        # Some kills hit the start, most the work: the moment after some more lines.
+        if kill % 5:
+            wait_for_lines(running, out, goal)
         time.sleep(rng.random() * (0.02 if kill % 5 else 1.5))
-        running.send_signal(signal.SIGKILL)
-        running.wait()
-        sizes.append(_size(out))
-    assert sizes[-1] < whole.stat().st_size, "the kills came too late to test anything"
+        running.kill()
+        assert running.wait() == -signal.SIGKILL
+    assert num_lines(out) < count
     done = jaxinfer("run", run_file, "--input", source, "--output", out)
     assert done.returncode == 0, done.stderr
     assert records(out) == records(whole)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def test_processes_that_were_started_again_are_told(tmp_path: Path) -> None:

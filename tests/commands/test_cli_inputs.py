@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from tiny_model import TINY_OPTIONS
+from waiting import HANG_S
 
 from jaxinfer import JaxinferError
 from jaxinfer.commands.app import cli
@@ -88,7 +89,7 @@ def open_pipe(pipe: Path, *lines: object, model: str, out: Path) -> BatchJob | J
 
     thread = threading.Thread(target=open_job, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(HANG_S)
     assert opened, "waits for a second writer"
     return opened[0]
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 # A command that sends itself a signal when it imports a module.
@@ -36,13 +37,13 @@ class Deaf:
         time.sleep(0.01)
 
 Deaf()
-time.sleep(30)
+time.sleep(600)
 """
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANG_S
     )
 
 

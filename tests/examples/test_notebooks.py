@@ -2,15 +2,12 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
-# Seconds on two cores; twice as many are for machines that are busy.
-LONGEST = 120
 
 
 def test_a_notebook_is_kept_without_outputs() -> None:
@@ -38,9 +35,5 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=2 * LONGEST, resources={"metadata": {"path": str(EXAMPLES)}}
-    )
-    began = time.monotonic()
-    client.execute()
-    assert time.monotonic() - began < 2 * LONGEST
+    where = {"metadata": {"path": str(EXAMPLES)}}
+    NotebookClient(notebook, timeout=None, resources=where).execute()  # pytest's is the limit.

@@ -12,6 +12,7 @@ from kernel_cases import (
     check_decode,
     close,
     decode_case,
+    few_fast,
     grid,
     pairs,
     plain,
@@ -25,10 +26,7 @@ from jaxinfer.pallas_kernels.kv_pages import LARGEST
 SHAPES = grid()
 RARE_SHAPES = sampled(grid(**RARE))
 # Each is compiled for seconds: four have every dtype but one.
-FEW = [
-    pytest.param(shape, marks=pytest.mark.slow if i > 3 else [])
-    for i, shape in enumerate(sampled(SHAPES))
-]
+FEW = few_fast(sampled(SHAPES), 4)
 # On a GPU the kernels run as they are.
 ON_GPU = jax.default_backend() == "gpu"
 INTERPRET = not ON_GPU
@@ -84,14 +82,7 @@ def test_every_pair_of_values(shape: Shape) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, marks=pytest.mark.slow if i else [])
-        for i, shape in enumerate(RARE_SHAPES)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", few_fast(RARE_SHAPES), ids=str)
 def test_what_few_models_have(shape: Shape) -> None:
     check_decode(DECODE, shape, seed=8)
     check_chunks(CHUNKS, shape, seed=9)

@@ -16,6 +16,7 @@ from kernel_cases import (
     chunk_case,
     close,
     decode_case,
+    few_fast,
     grid,
     pairs,
     plain,
@@ -69,28 +70,14 @@ def test_every_pair_of_values(shape: Shape) -> None:
 
 
 @runs
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, marks=pytest.mark.slow if i else [])
-        for i, shape in enumerate(RARE_SHAPES)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", few_fast(RARE_SHAPES), ids=str)
 def test_what_few_models_have(shape: Shape) -> None:
     check_decode(DECODE, shape, seed=8)
     check_chunks(CHUNKS, shape, seed=9)
 
 
 @runs
-@pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, marks=pytest.mark.slow if i else [])
-        for i, shape in enumerate(EIGHT_BITS)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", few_fast(EIGHT_BITS), ids=str)
 def test_entries_of_8_bits(shape: Shape) -> None:
     check_decode(DECODE, shape, seed=10)
     check_chunks(CHUNKS, shape, seed=11)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,9 @@ from uuid import uuid4
 import psutil
 import pytest
 import yaml
+from killed_jobs import wait_for_lines
 from tiny_model import TINY_OPTIONS
+from waiting import HANG_S, wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.groups import GroupConfig, RayDemands
@@ -49,19 +50,6 @@ def processes(mark: str) -> list[psutil.Process]:
 
 def start(command: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_until_lines(job: "subprocess.Popen[str]", path: Path, count: int) -> None:
-    while not path.exists() or len(path.read_text().splitlines()) < count:
-        assert job.poll() is None, job.communicate()
-        time.sleep(0.02)
-
-
-def wait_until_none(mark: str) -> None:
-    end = time.monotonic() + 20
-    while left := processes(mark):
-        assert time.monotonic() < end, left
-        time.sleep(0.05)
 
 
 def write_job(folder: Path, model: Path, **groups: Any) -> Path:
@@ -162,23 +150,23 @@ def test_cronus_over_two_nodes_of_which_one_is_lost(
     placed = command(write_job(tmp_path, tiny_folder, **groups), source, out, "--ray", address)
 
     with start(placed) as job:
-        wait_until_lines(job, out, 1)
+        wait_for_lines(job, out, 1)
         assert len(processes(mark)) == 2
         job.kill()
-    wait_until_none(mark)
+    wait_until(lambda: not processes(mark))
 
     with start(placed) as job:
-        wait_until_lines(job, out, 1 + len(choices(out)))
+        wait_for_lines(job, out, 1 + len(choices(out)))
         cluster.remove_node(second, allow_graceful=False)
         said, _ = job.communicate(timeout=200)
     assert job.returncode == 0, said
     assert choices(out) == choices(whole)
     run = json.loads((tmp_path / "out.jsonl.runs" / "2" / "run.json").read_text())
     assert list(run["lost"]) == ["weak"]
-    wait_until_none(mark)
+    wait_until(lambda: not processes(mark))
 
     # Until Ray has noticed, it says something else of the node.
-    cluster.wait_for_nodes(timeout=60)
+    cluster.wait_for_nodes(timeout=HANG_S)
     refused = subprocess.run([*placed, "--force"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr.startswith("jaxinfer: groups.weak.ray: no node has CPU 1, x 1; ")

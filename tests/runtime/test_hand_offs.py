@@ -1,6 +1,6 @@
 """Hand-offs between two instances: long prompts, options, stops, links, dtypes, segments."""
 
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,10 @@ from cluster_checks import (
     serve,
     token_bytes,
 )
+from waiting import wait_until
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.serving.batch import Batch
 
 
 def cronus(partial: str, chunked: str, cut: float, rule: str = "on_demand") -> dict[str, Any]:
@@ -90,8 +92,36 @@ def test_a_long_prompt_goes_in_several_slabs(
     assert [request.cut for request in ran.requests] == [cut]
 
 
-def test_chunks_are_sent_while_the_next_ones_are_computed(plain: LLM, tmp_path: Path) -> None:
+def hold_up(
+    monkeypatch: pytest.MonkeyPatch, llm: LLM, instance: str, stop: int, there: Callable[[], object]
+) -> None:
+    """A step that computes a prompt up to ``stop`` does not end before something is there."""
+    stage = llm.cluster.engines[instance].worker.stages[-1]
+    end_of = stage.end_of
+
+    def late(batch: Batch, start: float) -> float:
+        if any(row.start + row.count == stop for row in batch.rows):
+            wait_until(there)
+        return end_of(batch, start)
+
+    monkeypatch.setattr(stage, "end_of", late)
+
+
+def slabs_placed(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> list[Any]:
+    """Return the slabs that have come from ``a`` to ``b``, as they come."""
+    placed: list[Any] = []
+    channel = llm.cluster.channels["a", "b"]
+    place = channel.place
+    monkeypatch.setattr(channel, "place", lambda landed: placed.append(landed) or place(landed))
+    return placed
+
+
+def test_chunks_are_sent_while_the_next_ones_are_computed(
+    plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_system(plain, cronus("a", "b", 300, "per_chunk"))
+    placed = slabs_placed(monkeypatch, plain)
+    hold_up(monkeypatch, plain, "a", 300, lambda: len({p.slab.transfer for p in placed}) > 1)
     serve(plain, make_requests([(301, 2)]), tmp_path)
     ran = Ran.last(tmp_path)
     last = max(s.stages[-1][1] for s in ran.record.steps if s.instance == "a")
@@ -103,13 +133,18 @@ def test_chunks_are_sent_while_the_next_ones_are_computed(plain: LLM, tmp_path: 
     "segments", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
 )
 def test_segments_leave_while_the_next_ones_are_computed(
-    segments: int, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
+    segments: int,
+    loader: Loader,
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     instances = {name: {"group": name} | roomy(16) for name in "ab"}
     instances["a"]["segments"] = segments
     llm = loader.load("two", groups={"a": {}, "b": {}}, instances=instances)
-    for stage in llm.cluster.engines["a"].worker.stages:
-        stage.emulate = lambda batch: 0.2 / segments
+    if segments > 1:
+        placed = slabs_placed(monkeypatch, llm)
+        hold_up(monkeypatch, llm, "a", len(REQUESTS[1].prompt), lambda: placed)
     set_system(llm, cronus("a", "b", 1.0, "per_segment"))
     assert serve(llm, REQUESTS[1:2], tmp_path) == expected["two"][1:2]
     ran = Ran.last(tmp_path)
@@ -130,9 +165,11 @@ def test_pages_reserved_ahead_are_taken_back_and_the_kv_is_sent_again(
     plain: LLM, alone: dict[str, LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first request's output needs them while the second one's prompt is still computed."""
-    (stage, *_) = plain.cluster.engines["b"].worker.stages
+    decodes: list[float] = []
+    stage = plain.cluster.engines["a"].worker.stages[-1]
     end_of = stage.end_of
-    monkeypatch.setattr(stage, "end_of", lambda *args: time.sleep(0.02) or end_of(*args))
+    monkeypatch.setattr(stage, "end_of", lambda *args: decodes.append(0) or end_of(*args))
+    hold_up(monkeypatch, plain, "b", 400, lambda: len(decodes) > 60)
     requests = make_requests([(30, 100), (400, 10), (20, 60)])
     # Room for 6 pages of the first one, which takes 17 in the end, and 50 of the second one.
     set_pools(plain, {"a": 56}, caching=False)

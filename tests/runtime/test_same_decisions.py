@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from cluster_cases import free_executables
 from failure_cases import break_device
-from process_cases import pid_of, wait_until
+from process_cases import pid_of
+from waiting import wait_until
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config.run_file import as_run_file
@@ -189,7 +190,7 @@ def test_an_instance_in_a_process_is_lost_and_back(
         if next(steps) == 9:
             os.kill(pid_of(runs.llm, "d"), signal.SIGKILL)
             restarts = runs.llm.cluster.restarts
-            wait_until(lambda: restarts._homes["d"].news is not None, 60)
+            wait_until(lambda: restarts._homes["d"].news is not None)
 
     made = [
         request

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from jaxinfer.request import Logprob, Sampling, SamplingParams
 from jaxinfer.runtime.kv.outcome import Failed, join
@@ -102,7 +103,7 @@ def run(worker: Worker, *batches: Batch, origin: float = 0.0) -> list[Any]:
     posted: SimpleQueue[Any] = SimpleQueue()
     for each in batches:
         worker.launch(each, origin, posted.put)
-    found = [posted.get(timeout=30) for _ in batches]
+    found = [posted.get(timeout=HANG_S) for _ in batches]
     worker.close()
     return found
 
@@ -250,7 +251,7 @@ def test_each_stages_end_is_told_after_the_step() -> None:
     ended: dict[int, Future[None]] = {}
     worker = worker_of(Stage("a", [1.0]), Stage("b", [2.0]))
     worker.launch(batch(row(PROMPT, 0, 2, True)), 0.0, posted.put, launched_into(ended))
-    assert [ended[stage].result(timeout=30) for stage in (0, 1)] == [None, None]
+    assert [ended[stage].result(timeout=HANG_S) for stage in (0, 1)] == [None, None]
     assert isinstance(posted.get_nowait(), StepDone)
     worker.close()
 
@@ -261,13 +262,13 @@ def test_what_fails_on_a_device_is_posted_and_ends_all_that_waits() -> None:
     ended: dict[int, Future[None]] = {}
     worker = worker_of(Stage("a", [1.0]), Stage("b", []), Stage("c", [3.0]))
     worker.launch(batch(row(PROMPT, 0, 2, True)), 0.0, posted.put, launched_into(ended))
-    failed = posted.get(timeout=30)
+    failed = posted.get(timeout=HANG_S)
     assert isinstance(failed, Failed)
     assert failed.instance == "x"
     assert isinstance(failed.error, StopIteration)
-    assert ended[0].result(timeout=30) is None
+    assert ended[0].result(timeout=HANG_S) is None
     for stage in (1, 2):
-        assert ended[stage].exception(timeout=30) is failed.error
+        assert ended[stage].exception(timeout=HANG_S) is failed.error
     worker.close()
 
 
@@ -278,7 +279,7 @@ def test_what_fails_at_launch_is_raised_and_ends_all_that_waits() -> None:
     second.forward = lambda *args: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ZeroDivisionError):
         worker.launch(batch(row(PROMPT, 0, 2, True)), 0.0, print, launched_into(ended))
-    assert isinstance(ended[0].exception(timeout=30), ZeroDivisionError)
+    assert isinstance(ended[0].exception(timeout=HANG_S), ZeroDivisionError)
     worker.close()
 
 

@@ -9,7 +9,7 @@ from properties import examples
 from scenarios import Chaos, Scenario, policy_options, scenarios
 from schedules import pool, serve, unit
 from serving_checks import make_kv, make_requests, new_instance
-from test_decode_group import Ticks, outcome
+from test_decode_group_runs import Ticks, outcome
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop

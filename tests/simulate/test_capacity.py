@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from click.testing import CliRunner
 from hypothesis import example, given
 from hypothesis import strategies as st
 from properties import examples
 from scipy.optimize import brentq
 
 from jaxinfer import JaxinferError
+from jaxinfer.commands.capacity import capacity as command
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.simulate.capacity import (
     Ladder,
@@ -24,6 +27,7 @@ from jaxinfer.simulate.capacity import (
     capacity,
     enough_requests,
     load,
+    met_above,
     num_gpus,
     requests_for,
 )
@@ -262,6 +266,29 @@ def test_a_rate_that_does_well_above_one_that_does_not_is_left_out(
     assert pools[2] == pytest.approx([2 ** (step / 36) for step in (22, 43, 65, 86)])
     assert len(tried) == 4 * len(pools)
     assert 3 / 1.02 <= best.rate <= 3
+
+
+def test_targets_that_are_met_again_above_the_capacity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight steps to twice the rate: tried are those 2, 5 and 8 above the capacity."""
+    given: Any = prefills(tmp_path), WORK[:3], TARGETS
+    falls, rises = (lambda rate: rate <= 3), (lambda rate: rate <= 3 or 5 <= rate <= 6)
+    for holds, rate in ((falls, None), (rises, 2**2.5)):
+        scripted(monkeypatch, holds)
+        best = capacity(*given, precision=0.1)
+        assert best.rate == 2**1.5
+        tried = scripted(monkeypatch, holds)
+        again = met_above(*given, best, precision=0.1)
+        assert (again and again.rate) == rate
+        assert tried == [2 ** (step / 8) for step in (14, 17, 20)]
+    monkeypatch.setattr("jaxinfer.commands.capacity.cores", lambda ray: nullcontext((map, 1)))
+    (tmp_path / "work.csv").write_text("num_prefill_tokens,num_decode_tokens\n" + "512,1\n" * 3)
+    asked = [tmp_path / "run.yaml", "--workload", tmp_path / "work.csv", "--slo", "ttft=1"]
+    ran = CliRunner().invoke(command, list(map(str, asked)), catch_exceptions=False)
+    *_, found, said = ran.output.splitlines()
+    assert found.startswith("capacity: 3 requests/s")
+    assert said.startswith("the targets are met again at 5.99 requests/s: attainment does not fall")
 
 
 @given(exponent=st.floats(-3.2, 4), met_alone=st.booleans(), at_once=st.integers(1, 3))

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.config.site import model_site
 from jaxinfer.report.metrics import RunMetrics
+from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate import run as module
@@ -100,14 +102,22 @@ def test_what_opening_a_folder_takes_is_not_of_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     describe = module.describe_run
+    now = [0.0]
 
     def slow(*given: Any) -> dict[str, object]:
-        time.sleep(0.2)
+        now[0] += 3
         return describe(*given)
 
+    def run(loop: ServingLoop) -> None:
+        now[0] += 5
+        run_loop(loop)
+
+    run_loop = ServingLoop.run
     monkeypatch.setattr(module, "describe_run", slow)
+    monkeypatch.setattr(ServingLoop, "run", run)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     found, _ = served(seconds(), [job(5, 2)], tmp_path)
-    assert 0 < found.loop_s < 0.2
+    assert (now, found.loop_s) == ([8], 5)
 
 
 def test_pages_and_preemptions_are_of_all_instances() -> None:

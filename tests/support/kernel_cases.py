@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxinfer.pallas_kernels import reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages, quantise, write_kv
@@ -69,6 +70,14 @@ def sampled(shapes: list[Shape]) -> list[Shape]:
 def pairs(shapes: list[Shape]) -> list[Shape]:
     """So many that any two values of two axes are together in some."""
     return _covering(shapes, 2)
+
+
+def few_fast(shapes: list[Shape], count: int = 1) -> list[Any]:
+    """The first few as they are, the others for slow tests."""
+    return [
+        pytest.param(shape, marks=pytest.mark.slow if number >= count else [])
+        for number, shape in enumerate(shapes)
+    ]
 
 
 def _covering(shapes: list[Shape], together: int) -> list[Shape]:

@@ -1,6 +1,6 @@
 """Clusters in processes of their own, and runs of which one comes to an end."""
 
-import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,11 +10,12 @@ import psutil
 import pytest
 from cluster_cases import Pair, Side
 from cluster_checks import REQUESTS, Done, Ran
+from waiting import wait_until
 
 from jaxinfer import LLM
 from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint, ThisProcess
 from jaxinfer.runtime.kv.transports import TcpTransport
-from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
+from jaxinfer.runtime.processes.remote_worker import SILENCE_S, Process, RemoteWorker
 from jaxinfer.serving.world import StepDone
 
 SMALL = Pair("two", Side(1, 8), Side(2, 16), apart="ab")
@@ -84,15 +85,56 @@ def serve_once(
     return [found[str(number)] for number in range(len(REQUESTS))], Ran.last(folder).record.run
 
 
+def serve_struck(
+    llm: LLM,
+    folder: Path,
+    expected: list[Done],
+    kind: type,
+    share: float,
+    strike: Callable[[], None],
+) -> dict[str, Any]:
+    """Serve all requests twice, and strike in the second run; what its ``run.json`` says.
+
+    The blow falls right after such a share of the messages of one kind that the first run took.
+    """
+    counts: Counter[type] = Counter()
+    with told(lambda said: counts.update([said])):
+        found, run = serve_once(llm, folder)
+    assert (found, run["lost"]) == (expected, {})
+    check_nothing_left(llm)
+    left = 1 + int(share * counts[kind])
+
+    def hear(said: type) -> None:
+        nonlocal left
+        left -= said is kind
+        if left == 0:
+            left = -1
+            strike()
+
+    with told(hear):
+        found, run = serve_once(llm, folder)
+    assert left < 0
+    assert found == expected
+    return run
+
+
 def apart(pair: Pair, system: str) -> dict[str, Any]:
     return pair.sections | {"system": SYSTEMS[system]}
 
 
-def wait_until(there: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+def call_silent_who_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is lost at once where it is stopped, and never for the sake of a busy machine."""
+
+    def says_something(process: Process, patience: float) -> bool:
+        while not process._connection.poll(0.5):
+            if psutil.Process(process.peer.pid).status() == psutil.STATUS_STOPPED:
+                return False
+        return True
+
+    monkeypatch.setattr(Process, "_says_something", says_something)
+
+
+SILENT = f"has said nothing for {SILENCE_S:g} s"
 
 
 @contextmanager

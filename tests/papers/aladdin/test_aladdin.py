@@ -1,122 +1,20 @@
-"""Aladdin: placements keep their constraints, waiting, workers that open and close, losses."""
+"""Aladdin: placements keep their constraints, waiting, split phases, mistakes."""
 
-import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aladdin_cases import FIT, Checked, instance, make, serve, where
 from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
-from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
+from serving_checks import make_requests
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.aladdin.best_fit import Job, WorkerAccount
-from jaxinfer.papers.aladdin.system import Aladdin, AladdinOptions
-from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.policies import PolicyOptions, make_policies
-from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
+from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.system import ClusterView, Leg
-
-# In binary fractions: sums in any order are equal.
-FIT = StepFit(PrefillFit(1 / 4, 1.0), MixedFit(0.0, 0.0, 1.0), DecodeFit(1 / 64, 1 / 8, 1 / 2))
-POLICIES = PolicyOptions(batching="prefill_first")
-
-
-def make(kind: type[Aladdin] = Aladdin, **options: Any) -> Aladdin:
-    usual = {"ttft_s": 8.0, "atgt_s": 2.0, "theta": 0.75}
-    return kind(AladdinOptions.model_validate(usual | options))
-
-
-def instance(name: str, pages: int = 100, fit: StepFit | None = FIT, role: str = "") -> Instance:
-    options = InstanceOptions(max_num_batched_tokens=16, watermark=0.0)
-    kv = make_kv(pages, 1)
-    return new_instance(name, kv, options, make_policies(POLICIES), fit=fit, role=role)
-
-
-def serve(
-    system: Aladdin, pool: Sequence[Instance], requests: Sequence[RequestState], **more: Any
-) -> Outcome:
-    timing = more.pop("timing", None) or Timing(in_order=True)
-    return Run(system, pool, requests, timing, greedy=False, **more).verify()
-
-
-def where(outcome: Outcome, count: int) -> list[str]:
-    return [outcome.route_of(f"r{i}")[-1][0] for i in range(count)]
-
-
-class Checked(Aladdin):
-    """Recomputes every placement from the views alone, and the books with it."""
-
-    def __init__(self, options: AladdinOptions) -> None:
-        super().__init__(options)
-        self.packed = self.waited = 0
-
-    def route(self, waiting: Any, cluster: Any) -> Any:
-        self.cluster, self.given = cluster, {}
-        return super().route(waiting, cluster)
-
-    def naive(self, worker: WorkerAccount, job: Job) -> bool:
-        """(b) to (e) of a worker with one request more."""
-        view, of, size = self.cluster.instances[worker.name], worker.limits, worker.limits.page_size
-        there: dict[str, Any] = {r.id: r for r in view.waiting}
-        there |= view.running
-        there |= view.importing
-        given = {id: each for id, each in self.given.items() if each[0] == worker.name}
-        assert worker.jobs.keys() == there.keys() | given.keys()
-        assert not there.keys() & given.keys()
-        context, held = job.prompt + of.gamma * job.output, []
-        prompts, slack = job.prompt, math.inf
-        for id, each in worker.jobs.items():
-            request = there.get(id)
-            done = request.num_known - request.prompt_len if request else each.done
-            assert each.expected > done  # It still runs.
-            context += each.prompt + of.gamma * each.expected
-            held.append((each.prompt + done + size - 1, each.expected - done))
-            if request is None:
-                prompts += each.prompt
-                continue
-            prompts += max(each.prompt - request.computed, 0)
-            if (first := request.first_token_at) is not None:
-                tokens = done if self.options.grant_gap else done - 1
-                slack = min(slack, of.atgt_s * tokens - (self.cluster.now - first))
-        held.append((job.prompt + job.done + size - 1, job.expected - job.done))
-        reach = max(left for _, left in held)
-        peak = max(
-            sum(now + step for now, left in held if step <= left) for step in range(reach + 1)
-        )
-        fit, count = of.decode, len(worker.jobs) + 1
-        most = (of.atgt_s - fit.constant - fit.per_sequence * count) / fit.per_context
-        seconds = of.prefill.per_token * prompts + of.prefill.constant
-        in_time = seconds <= of.ttft_s and seconds <= of.theta * slack
-        return (
-            context <= of.theta * most
-            and (in_time or not job.prefills)
-            and peak <= of.room
-            and job.longest <= of.room
-        )
-
-    def _worker(self, job: Job, late: float, on: Any, off: Any) -> WorkerAccount | None:
-        norms = {worker.name: worker.norm for worker in on}
-        worker = super()._worker(job, late, on, off)
-        if worker:
-            assert worker.take_back(job.id) is job  # To look at it as it was.
-        taking = [each for each in on if (self.placed.see(each), self.naive(each, job))[1]]
-        if worker:
-            worker.give(job)
-            self.given[job.id] = worker.name, job
-        if taking:
-            assert worker in taking
-            # The fullest as it was known, of those that have room; so an empty one comes last.
-            assert norms[worker.name] == max(norms[each.name] for each in taking)
-            self.packed += 1
-        elif worker is None:
-            self.waited += 1
-        return worker
-
 
 # Where requests go.
 
@@ -253,126 +151,6 @@ def test_without_one_phase_the_other_serves_alone() -> None:
         outcome = serve(make(prefill=["p", "q"]), pool, requests, timing=timing)
         assert all(r.finish_reason == "length" for r in outcome.finished.values())
         assert set(where(outcome, 5)) <= set("pqde") - set(lost)
-
-
-# Heartbeats.
-
-
-def burst() -> list[RequestState]:
-    """One now and then, six at once, and one now and then."""
-    times = [0.0, 20.0, *[40.0] * 6, 80.0, 110.0]
-    return make_requests([(8, 4)] * len(times), times)
-
-
-def test_a_burst_opens_workers_and_they_close_again() -> None:
-    system = make(Checked, heartbeat_s=1, off_after_s=5)
-    pool = [instance("a"), *(instance(name, role="off") for name in "bcd")]
-    outcome = serve(system, pool, burst())
-    assert set(where(outcome, 10)) == {"a", "b"}
-    assert where(outcome, 10)[-2:] == ["a", "a"] or where(outcome, 10)[-2:] == ["b", "b"]
-    assert system.report()["opened"] >= 1
-    seconds = {i.name: i.role_seconds(outcome.world.now()) for i in pool}
-    assert seconds["c"] == seconds["d"] == {"off": outcome.world.now()}
-    assert 0 < seconds["b"]["on"] < outcome.world.now() / 2
-    assert seconds["a"].get("off", 0) > 0
-    started = [each for each in outcome.finished.values() if each.arrival == 40]
-    assert all(each.metrics.token_times[0] <= 40 + 8 + 3 for each in started)
-
-
-def test_who_is_busy_is_not_off() -> None:
-    """A request that runs for longer than a worker may have nothing."""
-    pool = [instance("a"), instance("b", role="off")]
-    outcome = serve(make(Checked, heartbeat_s=1, off_after_s=5), pool, make_requests([(4, 40)]))
-    (times,) = (each.metrics.token_times for each in outcome.finished.values())
-    assert times[-1] > 15
-    assert "off" not in pool[0].role_seconds(times[-1])
-
-
-def test_without_heartbeats_nobody_is_off() -> None:
-    outcome = serve(make(Checked), [instance("a", role="off")], make_requests([(3, 3)]))
-    assert where(outcome, 1) == ["a"]
-
-
-def test_all_may_be_off() -> None:
-    """One opens at the first look, for what nobody would take, too."""
-    for prompt in (3, 60):
-        system = make(Checked, heartbeat_s=2)
-        pool = [instance(name, role="off") for name in "ab"]
-        outcome = serve(system, pool, make_requests([(prompt, 3)]))
-        assert where(outcome, 1) == ["a"]
-        assert system.report() == {"opened": 1, "moved": 0}
-
-
-def test_who_is_lost_is_replaced_by_one_that_was_off() -> None:
-    """The instance that was off is opened at the next heartbeat; the requests are not given up."""
-    system = make(Checked, heartbeat_s=1)
-    pool = [instance("a"), instance("b", role="off")]
-    timing = Timing(in_order=True, lost={"a": 5.0})
-    outcome = serve(system, pool, make_requests([(8, 9)] * 2), timing=timing)
-    assert where(outcome, 2) == ["b", "b"]
-    assert all(r.finish_reason == "length" for r in outcome.finished.values())
-
-
-def test_requests_go_on_where_the_instance_for_prompts_is_lost() -> None:
-    """The worker that is off is opened at the next heartbeat, as it is for a lost worker."""
-    system = make(Checked, prefill=["p"], heartbeat_s=1, off_after_s=1)
-    pool = [instance("p"), instance("a", role="off")]
-    outcome = serve(
-        system, pool, make_requests([(8, 9)]), timing=Timing(in_order=True, lost={"p": 1.0})
-    )
-    assert outcome.finished["r0"].finish_reason == "length"
-    assert where(outcome, 1) == ["a"]
-
-
-def test_requests_that_come_back_together_are_all_taken_off_the_books_first() -> None:
-    """Two decodes lose the KV that was under way: neither counts on its worker any more when the
-    other one is placed (checked by ``Checked``).
-    """
-    for seed in range(40):
-        requests = make_requests([(1, 2), (1, 2)])
-        timing = Timing(seed, 3, 6, lost={"p": 3.0})
-        system = make(Checked, prefill=["p"], ttft_s=2.0, atgt_s=0.75, theta=0.25)
-        pool = [instance(name, 30) for name in "pqde"]
-        outcome = serve(system, pool, requests, timing=timing)
-        assert all(r.finish_reason == "length" for r in outcome.finished.values())
-
-
-class Moves(Checked):
-    """Notes what it moves, and that it has not begun."""
-
-    moved: list[str]
-
-    def on_tick(self, cluster: Any) -> Any:
-        actions = super().on_tick(cluster)
-        for action in actions:
-            if hasattr(action, "request"):
-                waiting = [r for i in cluster.instances.values() for r in i.waiting]
-                (request,) = [r for r in waiting if r.id == action.request]
-                assert request.computed == 0
-                assert request.first_token_at is None
-                self.moved.append(action.request)
-        return actions
-
-
-def test_a_wrong_predictor_has_queued_requests_moved_and_none_that_runs() -> None:
-    """Answers on one worker are ten times as long as predicted, and that on the other ends early:
-    what waits at the first goes to the second.
-    """
-    lengths = [(2, 40), (2, 40), (2, 40), (2, 300), (9, 3), (9, 3)]
-    requests = make_requests(lengths, [0.0] * 4 + [12.0, 12.0])
-    for each, guess in zip(requests, (4, 4, 4, 300, 3, 3), strict=True):
-        each.predicted = (guess, guess)
-    system = make(Moves, heartbeat_s=1, ttft_s=60.0, atgt_s=3.0, theta=1.0)
-    assert isinstance(system, Moves)
-    system.moved = []
-    pool = [instance("a", 400), instance("b", 400)]
-    for each_instance in pool:
-        each_instance.options = InstanceOptions(max_num_seqs=3, max_num_batched_tokens=16)
-    outcome = serve(system, pool, requests, stop_at={"r3": 2})
-    assert sorted(system.moved) == ["r4", "r5"]
-    assert system.report()["moved"] == 2
-    assert where(outcome, 6) == ["a", "a", "a", "b", "b", "b"]
-    assert all(len(outcome.route_of(f"r{i}")) == 1 for i in range(6))
 
 
 # Mistakes, and everything at random.

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from aladdin_cases import FIT, Checked, instance, make, serve, where
 from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
 from serving_checks import Run, make_requests
-from test_aladdin import FIT, Checked, instance, make, serve, where
 
 from jaxinfer.papers.aladdin.ledger import WorkerLedger
 from jaxinfer.papers.aladdin.system import Aladdin

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aladdin_cases import FIT, instance
 from serving_checks import make_requests
-from test_aladdin import FIT, instance
 
 from jaxinfer.papers.aladdin.best_fit import WorkerAccount
 from jaxinfer.papers.aladdin.ledger import WorkerLedger, limits_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from process_cases import wait_until
+from waiting import HANG_S, wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv import kv_endpoint
@@ -41,7 +41,7 @@ def test_an_endpoint_keeps_no_slab_that_was_placed_or_dropped(
     dest.do(OpenEnd(1, "b", 0, form, False, False))
     for slab in (4, 5):
         dest.do(Pull(1, slab, "host", "there"))
-        assert posted.get(timeout=20)[:2] == (1, slab)
+        assert posted.get(timeout=HANG_S)[:2] == (1, slab)
     assert list(dest._ends[1].arrived) == [4, 5]
     dest.do(Place(1, 4, [1], 0, 1))
     dest.do(Drop(1, 5, "host"))

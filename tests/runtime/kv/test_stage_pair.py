@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from process_cases import wait_until
 from stage_cases import H, entries, pages_of, plans
+from waiting import HANG_S, wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.pallas_kernels.kv_pages import LARGEST, KVPages
@@ -56,7 +56,7 @@ class Pair:
             transfer = self.transfer(start, stop)
             channel.send(transfer, posted.put)
             for _ in range(channel.num_slabs(transfer)):
-                channel.place(posted.get(timeout=60))
+                channel.place(posted.get(timeout=HANG_S))
             wait_until(lambda: not channel._slabs)
             assert posted.empty()
         finally:

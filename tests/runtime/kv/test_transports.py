@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from process_cases import wait_until
+from waiting import wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.transports import DeviceTransport, TcpTransport

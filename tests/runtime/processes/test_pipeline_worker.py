@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from process_cases import wait_until
+from waiting import HANG_S, wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, LinkConfig
@@ -217,5 +217,5 @@ def test_hidden_states_come_in_the_order_of_the_steps() -> None:
     assert all(np.array_equal(*pair) for pair in zip(found, given, strict=True))
     assert not one._transport._offers
     one._transport.close()
-    thread.join(10)
+    thread.join(HANG_S)
     assert len(failed) == 1

@@ -5,8 +5,8 @@ import os
 import random
 import signal
 import sys
-from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,18 @@ from cluster_cases import RULES, Case, Loader, Pair, Side, Way, free_executables
 from cluster_checks import REQUESTS, Done, Ran, check_case, serve
 from host_cases import KEY, jobs, listening
 from process_cases import (
+    SILENT,
     SYSTEMS,
+    call_silent_who_is_stopped,
     check_nothing_left,
     children,
-    serve_once,
+    serve_struck,
     serve_until,
-    told,
-    wait_until,
 )
+from waiting import wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.kv_messages import Offer, Place, Pull
-from jaxinfer.runtime.processes import remote_worker
 from jaxinfer.runtime.processes.messages import Launch
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 
@@ -152,7 +152,8 @@ def test_a_stage_on_another_host(
         assert len(jobs(server)) == 1
         assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
         steps = [step.stages for step in Ran.last(tmp_path / "runs").record.steps]
-        assert all(0 <= sooner[1] <= later[0] + 0.01 < 600 for sooner, later in steps)
+        # The shortest round trip says how far the clocks may be apart: far less than they are.
+        assert all(-1 < sooner[1] <= later[0] + 1 < 600 for sooner, later in steps)
         del llm
         gc.collect()
         wait_until(lambda: not jobs(server))
@@ -201,7 +202,7 @@ def test_who_loses_a_stage_loses_the_instance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other instance serves all; the processes of all its stages are ended."""
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    call_silent_who_is_stopped(monkeypatch)
     before = children()
     pair = Divided("two", Side(1, 8), Side(1, 16, (2, 2)), devices=(1, 1))
     sections = pair.sections | {"system": SYSTEMS[system]}
@@ -212,7 +213,7 @@ def test_who_loses_a_stage_loses_the_instance(
     assert children() - before == set(pids)
     found, run = serve_until(llm, step, lambda: os.kill(pids[stage], by), tmp_path / "runs")
     assert found == expected["two"]
-    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else SILENT
     lost = f"ProcessLost: process of group s{stage} (pid {pids[stage]}) {why}"
     assert run["lost"] == {"b": lost}
     check_nothing_left(llm, ["b"])
@@ -249,33 +250,17 @@ def test_a_stage_dies_at_any_moment(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    call_silent_who_is_stopped(monkeypatch)
     pair = Divided("two", Side(1, 8), Side(1, 16, (2, 2)), devices=(1, 1))
     before = children()
     noticed = 0
-    for number, (kind, share, by, rule) in enumerate(moments(stage, draws)):
+    for kind, share, by, rule in moments(stage, draws):
         system = SYSTEMS["cronus"] | {"hand_off": rule}
         llm = load(models["two"], tmp_path, **pair.sections, system=system, verify_transfers=True)
-        counts: Counter[type] = Counter()
-        with told(lambda kind, counts=counts: counts.update([kind])):
-            found, run = serve_once(llm, tmp_path / "runs")
-        assert (found, run["lost"]) == (expected["two"], {})
-        check_nothing_left(llm)
         pids = [process.peer.pid for process in llm.cluster.engines["b"].worker.processes]
-        left = 1 + int(share * counts[kind])
-
-        def strike(said: type, kind: type = kind, by: Any = by, pid: int = pids[stage]) -> None:
-            nonlocal left
-            left -= said is kind
-            if left == 0:
-                left = -1
-                os.kill(pid, by)
-
-        with told(strike):
-            found, run = serve_once(llm, tmp_path / "runs")
-        assert left < 0
-        assert found == expected["two"], number
-        why = "was ended by signal 9" if by == signal.SIGKILL else "has said nothing for 4 s"
+        strike = partial(os.kill, pids[stage], by)
+        run = serve_struck(llm, tmp_path / "runs", expected["two"], kind, share, strike)
+        why = "was ended by signal 9" if by == signal.SIGKILL else SILENT
         lost = f"ProcessLost: process of group s{stage} (pid {pids[stage]}) {why}"
         assert run["lost"] in ({}, {"b": lost})
         noticed += bool(run["lost"])

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,19 @@ from cluster_cases import (
     load,
 )
 from cluster_checks import Done, Ran, check_case, check_transfers, serve, token_bytes
-from process_cases import SMALL, apart, children, pid_of, serve_once, serve_until, wait_until
+from process_cases import (
+    SILENT,
+    SMALL,
+    apart,
+    call_silent_who_is_stopped,
+    children,
+    pid_of,
+    serve_once,
+    serve_until,
+)
+from waiting import HANG_S, wait_until
 
 from jaxinfer import JaxinferError
-from jaxinfer.runtime.processes import remote_worker
 
 # Another number of devices, of stages and of segments on either side.
 ONE_APART = Pair("two", Side(1, 8, segments=3), Side(4, 16), apart="b")
@@ -117,13 +125,13 @@ def test_what_a_process_had_goes_on_elsewhere(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    call_silent_who_is_stopped(monkeypatch)
     before = children()
     llm = load(models["two"], tmp_path, **apart(SMALL, system))
     pid = pid_of(llm, victim)
     found, run = serve_until(llm, step, lambda: os.kill(pid, by), tmp_path / "runs")
     assert found == expected["two"]
-    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else SILENT
     assert run["lost"] == {victim: f"ProcessLost: process of group {victim} (pid {pid}) {why}"}
     assert not psutil.pid_exists(pid)
     with pytest.raises(JaxinferError, match=f"instance {victim} was lost, load the model again"):
@@ -165,8 +173,11 @@ SCRIPT = """
 import sys
 from jaxinfer import LLM, SamplingParams
 llm = LLM.from_config(sys.argv[1], progress=False)
+params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, *[200] * 63)]
+outputs = llm.generate_iter(["x"] * 64, params, progress=False)
+next(outputs)
 print(*(llm.cluster.engines[name].worker.process.peer.pid for name in "ab"), flush=True)
-llm.generate(["x"] * 64, SamplingParams(max_tokens=200, ignore_eos=True), progress=False)
+list(outputs)
 """
 
 
@@ -191,9 +202,8 @@ def test_nothing_is_left_of_a_job_that_is_killed(
     pids = [int(pid) for pid in job.stdout.readline().split()]
     assert len(pids) == 2
     assert all(map(psutil.pid_exists, pids))
-    time.sleep(0.3)
     job.send_signal(by)
-    job.wait(30)
+    job.wait(HANG_S)
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from process_cases import wait_until
+from waiting import HANG_S, wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime import worker_process
@@ -180,7 +180,7 @@ def test_a_message_that_cannot_be_read_ends_the_process() -> None:
     theirs.close()
     connection: Connection[Any, Any] = Connection(ours.detach())
     connection.send(Unreadable())
-    assert worker.wait(60) == 1
+    assert worker.wait(HANG_S) == 1
     connection.close()
 
 
@@ -189,7 +189,7 @@ def test_half_a_message_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import sys, time; from multiprocessing.connection import Connection;"
         "c = Connection(int(sys.argv[-1])); c.send(None);"
-        "c._write(c._handle, bytes([0, 0, 0, 99, 1])); time.sleep(99)"
+        "c._write(c._handle, bytes([0, 0, 0, 99, 1])); time.sleep(600)"
     )
     lost = lost_one(monkeypatch, script, 0.5)
     assert lost.lost
@@ -200,7 +200,7 @@ def test_half_a_message_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_that_cannot_be_read_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
         "import sys, time; from multiprocessing.connection import Connection;"
-        "Connection(int(sys.argv[-1])).send_bytes(b'nonsense'); time.sleep(99)"
+        "Connection(int(sys.argv[-1])).send_bytes(b'nonsense'); time.sleep(600)"
     )
     lost = lost_one(monkeypatch, script, 30)
     assert lost.lost
@@ -210,9 +210,10 @@ def test_an_answer_that_cannot_be_read_ends_the_process(monkeypatch: pytest.Monk
 
 
 def test_a_process_that_starts_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may say nothing for longer before its first word than after it."""
     script = (
         "import sys, time; from multiprocessing.connection import Connection;"
-        "time.sleep(0.8); Connection(int(sys.argv[-1])).send(None); sys.exit(3)"
+        "time.sleep(0.8); Connection(int(sys.argv[-1])); sys.exit(3)"
     )
     lost = lost_one(monkeypatch, script, 0.2)
     assert lost.lost
@@ -237,7 +238,7 @@ def test_who_sends_is_told_how_the_process_ended(monkeypatch: pytest.MonkeyPatch
 def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> Process:
     """Return the lost process that ran a script in place of a worker."""
     process = started(monkeypatch, script, silence_s)
-    assert process.why_lost(20)
+    assert process.why_lost(HANG_S)
     return process
 
 
@@ -259,9 +260,9 @@ from jaxinfer.runtime.processes.peers import Child
 from jaxinfer.runtime.processes.remote_worker import Process
 process = Process("a", Child({}))
 if not (child := os.fork()):
-    time.sleep(99)
+    time.sleep(600)
 print(process.peer.pid, child, flush=True)
-time.sleep(99)
+time.sleep(600)
 """
 
 
@@ -273,7 +274,7 @@ def test_a_process_ends_with_its_parent_whoever_else_has_the_connection() -> Non
     job.kill()
     job.wait()
     try:
-        wait_until(lambda: not psutil.pid_exists(pid), 40)
+        wait_until(lambda: not psutil.pid_exists(pid))
         assert psutil.pid_exists(child)
     finally:
         psutil.Process(child).send_signal(signal.SIGKILL)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from process_cases import wait_until
+from waiting import HANG_S, wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
@@ -111,7 +111,7 @@ class Cluster:
         return self.started[-1]
 
     def _get_ready(self, home: Any, process: Any) -> Any:
-        assert self.go.wait(20)
+        assert self.go.wait(HANG_S)
         if line := next(self._attempts):
             raise JaxinferError(line)
         return dict.fromkeys(self.workers, PLAIN_SAMPLER)

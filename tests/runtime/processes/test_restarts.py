@@ -12,7 +12,8 @@ import pytest
 from cluster_cases import Pair, Side, free_executables, load
 from cluster_checks import Done, Ran, serve
 from host_cases import KEY, elsewhere, jobs, listening
-from process_cases import SYSTEMS, check_nothing_left, children, pid_of, serve_once, wait_until
+from process_cases import SYSTEMS, check_nothing_left, children, pid_of, serve_once
+from waiting import wait_until
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.runtime.processes.messages import Launch
@@ -40,7 +41,7 @@ def kill(llm: LLM) -> int:
 
 
 def wait_for_news(restarts: Restarts) -> None:
-    wait_until(lambda: restarts._homes["b"].news is not None, 60)
+    wait_until(lambda: restarts._homes["b"].news is not None)
 
 
 def serve_with(
@@ -79,7 +80,7 @@ def test_it_takes_work_again_and_the_second_loss_is_for_good(
     (restart,) = run["restarts"]
     assert (restart["group"], restart["instances"], restart["error"]) == ("b", ["b"], None)
     assert restart["why"] == f"process of group b (pid {pids[0]}) was ended by signal 9"
-    assert 0 < restart["seconds"] < 60
+    assert restart["seconds"] > 0
     assert run["metrics"]["late_compiles"] == 0
 
     found, run, _ = serve_with(llm, tmp_path / "runs", {9: lambda: pids.append(kill(llm))})

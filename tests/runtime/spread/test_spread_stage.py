@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from waiting import HANG_S
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
@@ -145,7 +146,7 @@ class Spread:
             transfer = Transfer(request, 0, "x", "x", hold, hold, first, last, 0.0, move)
             ended = threading.Event()
             self.moves.start(transfer, lambda start, error, ended=ended: ended.set())
-            assert ended.wait(60)
+            assert ended.wait(HANG_S)
             if size > 1:  # Others have scales besides.
                 assert self.moves.num_bytes(transfer) == len(moves) * (last - first) * token
         hold.take_copies(moves)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from properties import examples
 from safetensors.numpy import load_file
 from tiny_model import write_tiny_mixture
+from waiting import HANG_S
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.checkpoints.gguf_file import GGUFTensor
@@ -179,7 +180,7 @@ def test_tensors_of_two_parameters_at_most_are_read_at_once() -> None:
         most.append(len(reading))
         if len(reading) > 1:
             second.set()
-        assert second.wait(timeout=30)
+        assert second.wait(HANG_S)
         reading.remove(name)
         return load()
 

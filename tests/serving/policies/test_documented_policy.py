@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_named_policies import Instant
+from policy_cases import Instant
 
 DOC = Path(__file__).parents[3] / "docs" / "adding-a-policy.md"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
 from jaxinfer.runtime.session import Session
@@ -219,7 +220,7 @@ def test_runs_do_not_overlap(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None
     def watched(self: Session, *args: Any) -> Any:
         overlaps.append(not inside.acquire(blocking=False))
         started.set()
-        go_on.wait(30)
+        go_on.wait(HANG_S)
         try:
             return run(self, *args)
         finally:
@@ -232,7 +233,7 @@ def test_runs_do_not_overlap(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     threads[0].start()
-    assert started.wait(30)
+    assert started.wait(HANG_S)
     threads[1].start()
     threads[1].join(0.1)
     go_on.set()
