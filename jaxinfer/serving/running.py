@@ -1,14 +1,16 @@
 """The requests that take part in an instance's steps: each a row of its own, or all as a group."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import nlargest
+from itertools import chain
 from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.decode_group import DecodeGroup
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import Counts
 
 
 class Running:
@@ -50,43 +52,43 @@ class Running:
             group.settle()
         return self._all
 
-    @property
-    def kv_entries(self) -> int:
-        """KV entries that exist of all of them, of groups without bringing them up to date."""
-        grouped = sum(group.begun() for group in self._groups)
-        return grouped + sum(request.computed for request in self._by_themselves())
+    def counts(self, to_come: int = 0) -> Counts:
+        """Count them without bringing groups up to date.
 
-    @property
-    def decodes(self) -> tuple[int, int]:
-        """Count those that have all KV of their prompts, and sum their KV entries; likewise."""
-        entries = sum(group.begun() for group in self._groups)
-        count = sum(group.num_begun for group in self._groups)
+        Args:
+            to_come: prompt tokens that others have still to compute.
+        """
+        decodes = decode_entries = begun_prompts = 0
+        for group in self._groups:
+            decode_entries += group.begun()
+            decodes += group.num_begun
         for request in self._by_themselves():
-            if request.computed >= request.prompt_len:
-                count += 1
-                entries += request.computed
-        return count, entries
+            computed = request.computed
+            if computed >= request.prompt_len:
+                decodes += 1
+                decode_entries += computed
+            else:
+                begun_prompts += computed
+                to_come += request.prompt_tokens_left
+        return Counts(decodes, decode_entries, decode_entries + begun_prompts, to_come)
 
-    def longest_decodes(self, count: int) -> list[tuple[str, int]]:
-        """Ids and KV entries of those that have the most, the longest first; likewise."""
-        found = [each for group in self._groups for each in group.longest(count)]
+    def longest_decodes(self, count: int, but: Container[str] = ()) -> list[tuple[str, int]]:
+        """Ids and KV entries of decodes that have the most, the longest first; likewise."""
+        found = [each for group in self._groups for each in group.longest(count, but)]
         found += [
             (request.id, request.computed)
             for request in self._by_themselves()
-            if request.computed >= request.prompt_len
+            if request.computed >= request.prompt_len and request.id not in but
         ]
         return nlargest(count, found, key=itemgetter(1))
 
-    @property
-    def prompt_tokens_left(self) -> int:
-        """Prompt tokens that they have still to compute; likewise."""
-        return sum(request.prompt_tokens_left for request in self._by_themselves())
-
-    def _by_themselves(self) -> Iterator[RequestState]:
-        """Yield the requests that may not have their whole prompt's KV."""
-        yield from self._ungrouped.values()
+    def _by_themselves(self) -> Iterable[RequestState]:
+        """Return the requests that may not have their whole prompt's KV."""
+        found: Iterable[RequestState] = self._ungrouped.values()
         for group in self._groups:
-            yield from group.fresh()
+            if len(group) > group.num_begun:
+                found = chain(found, group.fresh())
+        return found
 
     @property
     def newest(self) -> RequestState:

@@ -34,8 +34,8 @@ _LESS, _LITTLE_MORE = 0.95, 1.1
 _SHORTER = 1.3
 # Free seats by the decodes of small pools, from which on they are left for these.
 _SCARCE = 0.25
-# Decodes of an instance that are looked at in one step: some at first, and then so many.
-_LOOKED_AT = 2, 32
+# Decodes of an instance that are taken in one step, at most: a few are looked at first.
+_AT_ONCE = 2, 30
 
 
 class TakeoverOptions(Options):
@@ -63,6 +63,7 @@ class Takeover(System):
     def __init__(self, options: TakeoverOptions | None = None) -> None:
         super().__init__(options)
         self._books = Books(self.options.spared)
+        self._seen: Mapping[str, InstanceView] = {}
         # Whether requests wait, and the KV entries of the first of them.
         self._waits, self._next = False, 0
         # Who would begin a prompt, if there is room.
@@ -70,17 +71,23 @@ class Takeover(System):
         # By request: its takes, and who is to have it; the order is that of the takes.
         self._moves: dict[str, int] = {}
         self._bound_for: dict[str, Book] = {}
+        # Who is not to be taken: what is bound for somebody, or has been taken often enough; of
+        # these, where they are.
+        self._fixed: set[str] = set()
+        self._home: dict[str, str] = {}
         # Who has handed something on since its last step: it may have none to come.
         self._stale: set[str] = set()
         self._taken = 0
 
     def _follow(self, cluster: ClusterView) -> Mapping[str, Book]:
         """The books, of instances that are there."""
-        if cluster.instances != self._books.views:  # One was lost, or is back.
-            self._books.follow(cluster.instances)
-            self._open = {}
-            for book in self._books.by_name.values():
-                self._note_open(book)
+        if cluster.instances is not self._seen:
+            self._seen = cluster.instances
+            if cluster.instances != self._books.views:  # One was lost, or is back.
+                self._books.follow(cluster.instances)
+                self._open = {}
+                for book in self._books.by_name.values():
+                    self._note_open(book)
         return self._books.by_name
 
     # Where requests begin.
@@ -92,19 +99,20 @@ class Takeover(System):
             books[name].renew(cluster.instances[name])
             self._note_open(books[name])
         self._stale.clear()
-        kept = [kind for kind in self._books.kinds if self._waits and self._is_kept(kind)]
-        open_to = [book for book in self._open.values() if book.idle or book.kind not in kept]
+        open_to = list(self._open.values())
+        if self._waits and not all(book.idle for book in open_to):
+            kept = [kind for kind in self._books.kinds if self._is_kept(kind)]
+            open_to = [book for book in open_to if book.idle or book.kind not in kept]
         assignments: list[Assignment] = []
         left = False
         for request in waiting:
-            self._arrive(request.id)  # It comes back from an instance that was lost.
+            self._return(request.id)  # It comes back from an instance that was lost.
             book = books.get(request.held_by or "") or self._place(request, open_to)
             if book is None:
                 left, self._next = True, request.num_known
                 break
-            at_home = request.held_by == book.name
-            book.take(0 if at_home else book.pages_for(request.num_known))
-            book.backlog += request.num_known - request.computed
+            pages = 0 if request.held_by == book.name else book.pages_for(request.num_known)
+            book.take(pages, request.num_known - request.computed)
             assignments.append(Assignment(request.id, self._legs(request, book)))
             if not book.is_open:
                 self._note_open(book)
@@ -170,19 +178,18 @@ class Takeover(System):
         actions: list[Action] = []
         if book.has_room:
             for other in self._worse(book):
-                actions += self._take(book, other, cluster)
-        if book.decodes:
+                self._take(book, other, cluster, actions)
+        if book.longest != 0:
             for other in self._better(book):
-                actions += self._take(other, book, cluster)
+                self._take(other, book, cluster, actions)
             if self._waits:
-                actions += self._make_room(book, cluster)
+                self._make_room(book, cluster, actions)
         return actions
 
-    def _gives(self, kind: Kind, to: Kind) -> bool:
-        """Tell whether decodes are better off there, while requests wait."""
-        if kind is to or _is_small(to, kind):
+    def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
+        """Tell whether decodes with so many entries are better off there, while requests wait."""
+        if kind is to or not kind.decodes or _is_small(to, kind):
             return False
-        context = self._books.mean_context
         ratio = to.speeds.displaced(context) / kind.speeds.displaced(context)
         if not _is_small(kind, to):
             return ratio < _LESS
@@ -191,42 +198,45 @@ class Takeover(System):
     def _worse(self, book: Book) -> Iterator[Book]:
         """Yield the instances whose decodes this one takes, the worst first."""
         if self._waits:
-            context, kinds = self._books.mean_context, self._books.kinds
-            found = [kind for kind in kinds if kind.decodes and self._gives(kind, book.kind)]
-            found.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
-            givers = [each for kind in found for each in kind.books if each.decodes]
+            context = self._books.mean_context
+            kinds = [kind for kind in self._books.kinds if self._gives(kind, book.kind, context)]
+            if len(kinds) > 1:
+                kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
+            givers = [each for kind in kinds for each in kind.books if each.longest != 0]
         else:
-            most = _SHORTER * book.step_s()
-            slower = [(each.step_s(), each) for each in self._books.by_name.values()]
-            slower = [pair for pair in slower if pair[1].decodes and pair[0] > most]
-            givers = [each for _, each in sorted(slower, key=lambda pair: -pair[0])]
+            most = _SHORTER * book.step_s
+            every = self._books.by_name.values()
+            givers = [each for each in every if each.longest != 0 and each.step_s > most]
+            givers.sort(key=lambda each: -each.step_s)
         for each in givers:
             if not book.has_room:
                 return
-            if each is not book:
-                yield each
+            yield each
 
     def _better(self, book: Book) -> Iterator[Book]:
         """Yield the instances that take this one's decodes, the best first."""
         if self._waits:
             context = self._books.mean_context
-            found = [kind for kind in self._books.kinds if self._gives(book.kind, kind)]
-            found.sort(key=lambda kind: kind.speeds.displaced(context))
-            yield from (each for kind in found for each in kind.books if each.has_room)
-            return
-        own = book.step_s()
-        faster = [(each.step_s(), each) for each in self._books.by_name.values() if each.has_room]
-        for seconds, each in sorted(faster, key=lambda pair: pair[0]):
-            if each is not book and own > _SHORTER * seconds:
-                yield each
+            kinds = [kind for kind in self._books.kinds if self._gives(book.kind, kind, context)]
+            if len(kinds) > 1:
+                kinds.sort(key=lambda kind: kind.speeds.displaced(context))
+            takers = [each for kind in kinds for each in kind.books if each.has_room]
+        else:
+            own, every = book.step_s, self._books.by_name.values()
+            takers = [each for each in every if each.has_room and own > _SHORTER * each.step_s]
+            takers.sort(key=lambda each: each.step_s)
+        for each in takers:
+            if book.longest == 0:
+                return
+            yield each
 
-    def _make_room(self, book: Book, cluster: ClusterView) -> Sequence[Action]:
+    def _make_room(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
         """Hand decodes on to a larger pool, so that the next prompt may begin here."""
         if self._next > book.kind.entries_held:
-            return ()
+            return
         lacking = book.pages_for(self._next) - (book.room - book.spare)
         if lacking <= 0:
-            return ()
+            return
         larger = [
             each
             for kind in self._books.kinds
@@ -234,55 +244,75 @@ class Takeover(System):
             for each in kind.books
             if each.has_room
         ]
-        if not larger:
-            return ()
-        return self._take(max(larger, key=lambda each: each.room), book, cluster, lacking)
+        if larger:
+            most = max(larger, key=lambda each: each.room)
+            self._take(most, book, cluster, actions, lacking)
 
     def _take(
-        self, to: Book, book: Book, cluster: ClusterView, wanted: float = float("inf")
-    ) -> list[Action]:
+        self,
+        to: Book,
+        book: Book,
+        cluster: ClusterView,
+        actions: list[Action],
+        wanted: float = float("inf"),
+    ) -> None:
         """Have one instance take the longest decodes of another, while it has room.
 
         Args:
             wanted: pages that are to come free.
         """
-        actions: list[Action] = []
-        for name, entries in self._longest(cluster.instances[book.name], book.decodes):
-            pages = to.pages_for(entries + 1)
-            if wanted <= 0 or to.seats < 1 or to.room - pages < to.spare:
-                break
-            moves = self._moves.get(name, 0)
-            if moves >= self.options.most_moves or name in self._bound_for:
-                continue
-            self._moves[name], self._bound_for[name] = moves + 1, to
-            to.expect(name, pages)
-            book.give(entries)
-            wanted -= pages
-            actions.append(Reassign(name, (Leg(to.name),), "when_room"))
-        self._taken += len(actions)
-        return actions
-
-    def _longest(self, view: InstanceView, decodes: int) -> Iterator[tuple[str, int]]:
-        """The longest decodes there, a few first: mostly there is room for no more."""
-        seen = 0
-        for most in _LOOKED_AT:
-            longest = view.longest_decodes(most) if seen < decodes else ()
-            yield from longest[seen:]
-            seen = most
+        if book.longest and to.room - to.pages_for(book.longest + 1) < to.spare:
+            return  # As it was when it was last looked for.
+        view = cluster.instances[book.name]
+        for count in _AT_ONCE:
+            longest = view.longest_decodes(count, self._fixed)
+            for name, entries in longest:
+                pages = to.pages_for(entries + 1)
+                if wanted <= 0 or to.seats < 1 or to.room - pages < to.spare:
+                    book.longest = entries
+                    return
+                self._moves[name], self._bound_for[name] = self._moves.get(name, 0) + 1, to
+                self._fixed.add(name)
+                to.expect(name, pages)
+                book.give(entries)
+                wanted -= pages
+                actions.append(Reassign(name, (Leg(to.name),), "when_room"))
+                self._taken += 1
+            if len(longest) < count:
+                book.longest = 0
+                return
+        book.longest = None
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
         """Count a request that was taken where it goes: it is on its way."""
-        self._arrive(request.id)
+        name = request.id
+        book = self._arrive(name)
+        if book and name in self._fixed and book.name in self._books.by_name:
+            self._home[name] = book.name
+            self._books.by_name[book.name].stay += 1
         self._stale.add(leg.instance)
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
         """Forget a request."""
-        self._arrive(request.id)
+        self._return(request.id)
         self._moves.pop(request.id, None)
+        self._fixed.discard(request.id)
 
-    def _arrive(self, name: str) -> None:
-        if book := self._bound_for.pop(name, None):
+    def _arrive(self, name: str) -> Book | None:
+        """Return whom a request was bound for, which it no longer is."""
+        book = self._bound_for.pop(name, None)
+        if book:
             book.coming.pop(name, None)
+            if self._moves[name] < self.options.most_moves:
+                self._fixed.discard(name)
+        return book
+
+    def _return(self, name: str) -> None:
+        """A request is nowhere any more."""
+        self._arrive(name)
+        home = self._home.pop(name, None)
+        if home in self._books.by_name:
+            self._books.by_name[home].stay -= 1
 
     def report(self) -> Mapping[str, object]:
         """Count the decodes that were taken over."""

@@ -94,6 +94,12 @@ class Book:
         seats, room: seats and pages that nobody has or is promised.
         idle: nothing was there.
         coming: by id, pages of requests that are to come and are still elsewhere.
+        stay: requests there whose decodes are taken no more.
+        longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
+            without one, None if nobody has looked since.
+        step_s: seconds of a step: of a full one while prompts are to be computed.
+        is_open: a prompt may begin here, unless it is too long; ``has_room``: it could take a
+            decode, unless that is long.
         busy: share of its time in which it computed prompts.
         seen: end of its last step, in seconds.
     """
@@ -113,6 +119,11 @@ class Book:
     room: int = 0
     idle: bool = True
     coming: dict[str, int] = field(default_factory=dict)
+    stay: int = 0
+    longest: int | None = 0
+    step_s: float = 0.0
+    is_open: bool = True
+    has_room: bool = True
     busy: float = 1.0
     seen: float = 0.0
 
@@ -120,22 +131,11 @@ class Book:
         """Pages of so many KV entries."""
         return -(-entries // self.page_size)
 
-    @property
-    def is_open(self) -> bool:
-        """True if a prompt may begin here, unless it is too long."""
-        return self.idle or (self.seats > 0 and self.backlog < _STEPS_AHEAD * self.budget)
-
-    @property
-    def has_room(self) -> bool:
-        """True if it could take a decode, unless that is long."""
-        return self.seats > 0 and self.room > self.spare
-
     def renew(self, view: InstanceView) -> None:
         """Write down how the instance is now."""
         kind = self.kind
-        decodes, entries = view.num_decodes, view.decode_entries
-        self.backlog = view.prompt_tokens_left
-        due = view.kv_entries + self.backlog
+        decodes, entries, kv_entries, self.backlog = view.counts
+        due = kv_entries + self.backlog
         kind.decodes += decodes - self.decodes
         kind.entries += entries - self.entries
         kind.due += due - self.due
@@ -143,15 +143,34 @@ class Book:
         kind.room -= (self.room - self.spare) * self.page_size
         self.decodes, self.entries, self.due = decodes, entries, due
         self.spare = self.watermark + self.pages_for(_GROWTH_STEPS * decodes)
-        there = view.num_requests
-        self.idle = not there and not self.coming
-        self.seats = view.max_num_seqs - there - len(self.coming)
-        self.room = view.num_free_pages - sum(self.coming.values())
-        for request in view.waiting:
+        there, waiting, coming = view.num_requests, view.waiting, self.coming
+        self.idle = not there and not coming
+        self.seats = view.max_num_seqs - there
+        self.room = view.num_free_pages
+        if coming:
+            self.seats -= len(coming)
+            self.room -= sum(coming.values())
+        for request in waiting:
             if request.held_by != self.name:
                 self.room -= self.pages_for(request.num_known)
         kind.seats += self.seats
         kind.room += (self.room - self.spare) * self.page_size
+        # Of those who stay, some may not run as yet.
+        may_go = decodes and decodes - self.stay + len(waiting) + len(view.importing) > 0
+        self.longest = None if may_go else 0
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Bring up to date what follows from the rest."""
+        room = self.seats > 0
+        self.has_room = room and self.room > self.spare
+        self.is_open = self.idle or (room and self.backlog < _STEPS_AHEAD * self.budget)
+        speeds = self.kind.speeds
+        if self.backlog:
+            self.step_s = speeds.full_s + speeds.full_entry_s * self.entries
+        else:
+            rows = speeds.sequence_s * self.decodes + speeds.entry_s * self.entries
+            self.step_s = speeds.step_s + rows
 
     def note(self, step: StepView) -> None:
         """A step has ended: with a prompt's chunk, or without."""
@@ -164,18 +183,20 @@ class Book:
         self.seen = step.end
         self.kind.with_time += (self.busy < _BUSY) - had_time
 
-    def take(self, pages: int) -> None:
-        """Promise a seat and pages to a request."""
+    def take(self, pages: int, backlog: int = 0) -> None:
+        """Promise a seat and pages to a request, with prompt tokens to be computed."""
         self.seats -= 1
         self.room -= pages
+        self.backlog += backlog
         self.kind.seats -= 1
         self.kind.room -= pages * self.page_size
         self.idle = False
+        self.conclude()
 
     def expect(self, name: str, pages: int) -> None:
         """Promise them to one that is to come from elsewhere."""
-        self.take(pages)
         self.coming[name] = pages
+        self.take(pages)
 
     def give(self, entries: int) -> None:
         """A decode with so many KV entries is to go elsewhere."""
@@ -183,20 +204,13 @@ class Book:
         self.kind.decodes -= 1
         self.entries -= entries
         self.kind.entries -= entries
+        self.conclude()
 
     def token_s(self) -> float:
         """Seconds of a prompt's token among the decodes that run now."""
         speeds = self.kind.speeds
         seconds = speeds.full_s + speeds.full_entry_s * self.entries
         return max(seconds / max(self.budget - self.decodes, 1), speeds.token_s)
-
-    def step_s(self) -> float:
-        """Seconds of a step as it is now: a full one while prompts are to be computed."""
-        speeds = self.kind.speeds
-        if self.backlog:
-            return speeds.full_s + speeds.full_entry_s * self.entries
-        rows = speeds.sequence_s * self.decodes + speeds.entry_s * self.entries
-        return speeds.step_s + rows
 
 
 class Books:
@@ -221,12 +235,15 @@ class Books:
     @property
     def mean_context(self) -> float:
         """KV entries of a decode in the mean."""
-        decodes = sum(kind.decodes for kind in self.kinds)
-        return sum(kind.entries for kind in self.kinds) / decodes if decodes else 0.0
+        decodes = entries = 0
+        for kind in self.kinds:
+            decodes += kind.decodes
+            entries += kind.entries
+        return entries / decodes if decodes else 0.0
 
     def follow(self, instances: Mapping[str, InstanceView]) -> None:
         """Open new books of what is there now."""
-        self.views = dict(instances)
+        seen, self.views = self.views, dict(instances)
         before, self.by_name = self.by_name, {}
         kinds: dict[tuple[object, ...], Kind] = {}
         for name, view in instances.items():
@@ -239,6 +256,7 @@ class Books:
             if name in before:
                 old = before[name]
                 book.coming, book.busy, book.seen = old.coming, old.busy, old.seen
+                book.stay = old.stay if seen[name] is view else 0
                 kind.with_time += book.busy < _BUSY
             kind.books.append(book)
             self.by_name[name] = book
