@@ -1,21 +1,26 @@
 """Takeover, the system of ours, beside others and beside the bound. No paper has these figures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from scripts.reproduce.reproduction import Inputs, Part, Reproduction
 from scripts.reproduce.takeover import beside, maps
 
-SEEDS = (0,)
+SEED, MORE = (0,), (1, 2)
 PAIRS = {"a100_a10": "A100+A10", "a100_a30": "A100+A30", "h100_l4": "H100+L4"}
 
 
-def _map(pair: str) -> Callable[[Inputs], Part]:
-    def made(inputs: Inputs) -> Part:
-        rows = maps.map_of(pair, SEEDS, inputs.pool)
-        return Part(rows, maps.claims(pair, rows))
+WIDE = {"a100_4_a10": "A100+4 A10", "four_kinds": "H100+A100+L40S+L4"}
 
-    made.__doc__ = f"Shares of the bound on {pair}."
+
+def _map(cluster: str, seeds: Sequence[int]) -> Callable[[Inputs], Part]:
+    said = cluster if seeds == SEED else f"{cluster}, seeds {', '.join(map(str, seeds))}"
+
+    def made(inputs: Inputs) -> Part:
+        rows = maps.map_of(cluster, seeds, inputs.pool)
+        return Part(rows, maps.claims(said, rows))
+
+    made.__doc__ = f"Shares of the bound on {said}."
     return made
 
 
@@ -53,7 +58,9 @@ REPRODUCTION = Reproduction(
     paper="Takeover",
     inputs={beside.TRACE: "Azure's 2023 conversation trace (Azure/AzurePublicDataset)"},
     parts={
-        **{part: _map(pair) for part, pair in PAIRS.items()},
+        **{part: _map(pair, SEED) for part, pair in PAIRS.items()},
+        **{f"{part}_seeds": _map(pair, MORE) for part, pair in PAIRS.items()},
+        **{part: _map(cluster, (*SEED, *MORE)) for part, cluster in WIDE.items()},
         "map": picture,
         "parts": parts,
         "latency": latency,

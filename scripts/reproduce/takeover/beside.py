@@ -43,9 +43,12 @@ def parts(pool: ProcessPoolExecutor) -> list[Row]:
     runs = [Run(cell, "takeover/pair", changes, 0) for changes in PARTS.values() for cell in wanted]
     found = iter(list(pool.map(shares, runs)))
     return [
-        {"without": name} | {cell.name: round(next(found)[0], 4) for cell in wanted}
-        for name in PARTS
+        {"without": name} | {cell.name: _share(next(found)) for cell in wanted} for name in PARTS
     ]
+
+
+def _share(made: tuple[float, float] | None) -> float | str:
+    return "could not run" if made is None else round(made[0], 4)
 
 
 # 80 % load: as often as relative Cronus serves 80 % of what it can.
@@ -77,16 +80,21 @@ SERVED = ("Cronus", "DP", OURS)
 
 def _cronus_rate(cell: Cell) -> float:
     """The steady rate of Cronus, by its relative fits."""
-    config = Run(cell, *SYSTEMS["Cronus"][0], 0).config()
+    config = Run(cell, *_first("Cronus"), 0).config()
     made = serve(*prepare(config), cell.work(0, cell.count), None)
     assert made.steady_requests_s
     return LOAD * made.steady_requests_s
 
 
+def _first(system: str) -> tuple[str, tuple[str, ...]]:
+    """The first variant of a system."""
+    return next(iter(SYSTEMS[system].values()))
+
+
 def _latency(asked: tuple[Cell, float, str]) -> tuple[float, float]:
     cell, rate, name = asked
     work = [replace(r, arrival=i / rate) for i, r in enumerate(cell.work(1, COUNT))]
-    made = serve(*prepare(Run(cell, *SYSTEMS[name][0], 0).config()), work, None)
+    made = serve(*prepare(Run(cell, *_first(name), 0).config()), work, None)
     assert made.ttft_p99 is not None
     assert made.tbt_p99 is not None
     return made.ttft_p99, made.tbt_p99
