@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from heapq import nlargest
 from itertools import chain
 from operator import attrgetter, itemgetter
 
@@ -59,10 +58,13 @@ class Running:
             to_come: prompt tokens that others have still to compute.
         """
         decodes = decode_entries = begun_prompts = 0
+        by_themselves: Iterable[RequestState] = self._ungrouped.values()
         for group in self._groups:
             decode_entries += group.begun()
             decodes += group.num_begun
-        for request in self._by_themselves():
+            if len(group) > group.num_begun:
+                by_themselves = chain(by_themselves, group.fresh())
+        for request in by_themselves:
             computed = request.computed
             if computed >= request.prompt_len:
                 decodes += 1
@@ -74,21 +76,17 @@ class Running:
 
     def longest_decodes(self, count: int, but: Container[str] = ()) -> list[tuple[str, int]]:
         """Ids and KV entries of decodes that have the most, the longest first; likewise."""
-        found = [each for group in self._groups for each in group.longest(count, but)]
-        found += [
-            (request.id, request.computed)
-            for request in self._by_themselves()
-            if request.computed >= request.prompt_len and request.id not in but
-        ]
-        return nlargest(count, found, key=itemgetter(1))
-
-    def _by_themselves(self) -> Iterable[RequestState]:
-        """Return the requests that may not have their whole prompt's KV."""
-        found: Iterable[RequestState] = self._ungrouped.values()
+        found: list[tuple[str, int]] = []
+        by_themselves = [*self._ungrouped.values()]
         for group in self._groups:
+            found += group.longest(count, but)
             if len(group) > group.num_begun:
-                found = chain(found, group.fresh())
-        return found
+                by_themselves += group.fresh()
+        for request in by_themselves:
+            if request.computed >= request.prompt_len and request.id not in but:
+                found.append((request.id, request.computed))
+        found.sort(key=itemgetter(1), reverse=True)
+        return found[:count]
 
     @property
     def newest(self) -> RequestState:

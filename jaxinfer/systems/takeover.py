@@ -7,7 +7,7 @@ While none waits, decodes go from slower instances to faster ones. ``docs/result
 what comes of it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import Field
 
@@ -26,8 +26,6 @@ from jaxinfer.serving.system import (
 from jaxinfer.systems.instances import most_entries
 from jaxinfer.systems.takeover_books import Book, Books, Kind
 
-# Pools that hold less than this share of another's hand on their longest decodes to it.
-_SMALL = 0.25
 # By how much a decode has to displace less elsewhere; for a small pool's it may be a little more.
 _LESS, _LITTLE_MORE = 0.95, 1.1
 # By how much its steps have to be shorter, while nobody waits.
@@ -66,6 +64,8 @@ class Takeover(System):
         self._seen: Mapping[str, InstanceView] = {}
         # Whether requests wait, and the KV entries of the first of them.
         self._waits, self._next = False, 0
+        # Whether instances were lost, or came back, since requests were last routed.
+        self._changed = False
         # Who would begin a prompt, if there is room.
         self._open: dict[str, Book] = {}
         # By request: its takes, and who is to have it; the order is that of the takes.
@@ -76,43 +76,48 @@ class Takeover(System):
         self._fixed: set[str] = set()
         self._home: dict[str, str] = {}
         # Who has handed something on since its last step: it may have none to come.
-        self._stale: set[str] = set()
+        self._stale: dict[str, None] = {}
         self._taken = 0
 
-    def _follow(self, cluster: ClusterView) -> Mapping[str, Book]:
-        """The books, of instances that are there."""
-        if cluster.instances is not self._seen:
-            self._seen = cluster.instances
-            if cluster.instances != self._books.views:  # One was lost, or is back.
-                self._books.follow(cluster.instances)
-                self._open = {}
-                for book in self._books.by_name.values():
-                    self._note_open(book)
-        return self._books.by_name
+    def _follow(self, cluster: ClusterView) -> None:
+        """Keep books of the instances that are there now."""
+        self._seen = cluster.instances
+        if cluster.instances != self._books.views:  # One was lost, or is back.
+            self._books.follow(cluster.instances)
+            self._open, self._changed = {}, True
+            for book in self._books.by_name.values():
+                self._note_open(book)
 
     # Where requests begin.
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Requests in their order, each where it is computed first, while there is room."""
-        books = self._follow(cluster)
-        for name in self._stale & books.keys():
-            books[name].renew(cluster.instances[name])
-            self._note_open(books[name])
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
+        books = self._books.by_name
+        for name in self._stale:
+            if book := books.get(name):
+                book.renew(cluster.instances[name])
+                self._note_open(book)
         self._stale.clear()
         open_to = list(self._open.values())
-        if self._waits and not all(book.idle for book in open_to):
-            kept = [kind for kind in self._books.kinds if self._is_kept(kind)]
+        if self._waits and open_to:
+            kept = [kind for kind in self._books.kinds if kind.below and self._is_kept(kind)]
             open_to = [book for book in open_to if book.idle or book.kind not in kept]
         assignments: list[Assignment] = []
         left = False
+        if self._changed:
+            self._changed = False
+            for request in waiting:  # Some come back from an instance that was lost.
+                self._return(request.id)
         for request in waiting:
-            self._return(request.id)  # It comes back from an instance that was lost.
             book = books.get(request.held_by or "") or self._place(request, open_to)
             if book is None:
                 left, self._next = True, request.num_known
                 break
             pages = 0 if request.held_by == book.name else book.pages_for(request.num_known)
             book.take(pages, request.num_known - request.computed)
+            book.conclude()
             assignments.append(Assignment(request.id, self._legs(request, book)))
             if not book.is_open:
                 self._note_open(book)
@@ -127,17 +132,17 @@ class Takeover(System):
 
     def _place(self, request: RequestView, open_to: Sequence[Book]) -> Book | None:
         """Choose the instance that is to compute a request; None if it has to wait."""
-        rest, best, least = request.num_known - request.computed, None, float("inf")
+        known = request.num_known
+        rest, best, least = known - request.computed, None, float("inf")
         for book in open_to:
-            pages = book.pages_for(request.num_known)
-            room = book.pages if book.idle else book.room - book.spare
-            if room < pages or not book.is_open:
+            room = book.pages if book.idle else book.room
+            if room * book.page_size < known or not book.is_open:
                 continue
             seconds = (book.backlog + rest) * book.token_s()
             if seconds < least:
                 best, least = book, seconds
         largest = self._books.largest
-        if best is None and request.num_known > largest.kind.entries_held:
+        if best is None and known > largest.kind.entries_held:
             return largest  # The loop says why it cannot be.
         return best
 
@@ -152,9 +157,8 @@ class Takeover(System):
         """Tell whether these instances' room is for decodes of smaller pools."""
         if not self.options.keeps_room or not self.options.most_moves:
             return False
-        below = [each for each in self._books.kinds if _is_small(each, kind)]
-        have_time = any(each.with_time and self._next <= each.entries_held for each in below)
-        return have_time or self._is_scarce(kind, below)
+        have_time = any(each.with_time and self._next <= each.entries_held for each in kind.below)
+        return have_time or self._is_scarce(kind, kind.below)
 
     def _is_scarce(self, kind: Kind, below: Sequence[Kind]) -> bool:
         """Tell whether there is little room beside what others may want to hand on."""
@@ -167,10 +171,13 @@ class Takeover(System):
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Take over decodes: those of others here, and by others this instance's."""
-        book = self._follow(cluster).get(step.instance)
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
+        book = self._books.by_name.get(step.instance)
         if book is None:
             return ()
-        book.note(step)
+        if book.kind.is_below:
+            book.note(step)
         book.renew(cluster.instances[book.name])
         self._note_open(book)
         if not self.options.most_moves or len(self._books.by_name) == 1:
@@ -178,9 +185,13 @@ class Takeover(System):
         actions: list[Action] = []
         if book.has_room:
             for other in self._worse(book):
+                if not book.has_room:
+                    break
                 self._take(book, other, cluster, actions)
         if book.longest != 0:
             for other in self._better(book):
+                if book.longest == 0:
+                    break
                 self._take(other, book, cluster, actions)
             if self._waits:
                 self._make_room(book, cluster, actions)
@@ -188,59 +199,52 @@ class Takeover(System):
 
     def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
         """Tell whether decodes with so many entries are better off there, while requests wait."""
-        if kind is to or not kind.decodes or _is_small(to, kind):
+        if not kind.decodes:
             return False
         ratio = to.speeds.displaced(context) / kind.speeds.displaced(context)
-        if not _is_small(kind, to):
+        if kind not in to.below:
             return ratio < _LESS
         return ratio < _LITTLE_MORE or self._is_scarce(to, [kind])
 
-    def _worse(self, book: Book) -> Iterator[Book]:
-        """Yield the instances whose decodes this one takes, the worst first."""
-        if self._waits:
-            context = self._books.mean_context
-            kinds = [kind for kind in self._books.kinds if self._gives(kind, book.kind, context)]
-            if len(kinds) > 1:
-                kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
-            givers = [each for kind in kinds for each in kind.books if each.longest != 0]
-        else:
-            most = _SHORTER * book.step_s
-            every = self._books.by_name.values()
+    def _worse(self, book: Book) -> list[Book]:
+        """The instances whose decodes this one takes, the worst first."""
+        if not self._waits:
+            most, every = _SHORTER * book.step_s, self._books.by_name.values()
             givers = [each for each in every if each.longest != 0 and each.step_s > most]
-            givers.sort(key=lambda each: -each.step_s)
-        for each in givers:
-            if not book.has_room:
-                return
-            yield each
+            return sorted(givers, key=lambda each: -each.step_s) if givers else givers
+        if not book.kind.inlets:
+            return []
+        context = self._books.mean_context
+        kinds = [kind for kind in book.kind.inlets if self._gives(kind, book.kind, context)]
+        if len(kinds) > 1:
+            kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
+        return [each for kind in kinds for each in kind.books if each.longest != 0]
 
-    def _better(self, book: Book) -> Iterator[Book]:
-        """Yield the instances that take this one's decodes, the best first."""
-        if self._waits:
-            context = self._books.mean_context
-            kinds = [kind for kind in self._books.kinds if self._gives(book.kind, kind, context)]
-            if len(kinds) > 1:
-                kinds.sort(key=lambda kind: kind.speeds.displaced(context))
-            takers = [each for kind in kinds for each in kind.books if each.has_room]
-        else:
+    def _better(self, book: Book) -> list[Book]:
+        """The instances that take this one's decodes, the best first."""
+        if not self._waits:
             own, every = book.step_s, self._books.by_name.values()
             takers = [each for each in every if each.has_room and own > _SHORTER * each.step_s]
-            takers.sort(key=lambda each: each.step_s)
-        for each in takers:
-            if book.longest == 0:
-                return
-            yield each
+            return sorted(takers, key=lambda each: each.step_s) if takers else takers
+        if not book.kind.outlets:
+            return []
+        context = self._books.mean_context
+        kinds = [kind for kind in book.kind.outlets if self._gives(book.kind, kind, context)]
+        if len(kinds) > 1:
+            kinds.sort(key=lambda kind: kind.speeds.displaced(context))
+        return [each for kind in kinds for each in kind.books if each.has_room]
 
     def _make_room(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
         """Hand decodes on to a larger pool, so that the next prompt may begin here."""
         if self._next > book.kind.entries_held:
             return
-        lacking = book.pages_for(self._next) - (book.room - book.spare)
+        lacking = book.pages_for(self._next) - book.room
         if lacking <= 0:
             return
         larger = [
             each
             for kind in self._books.kinds
-            if _is_small(book.kind, kind)
+            if book.kind in kind.below
             for each in kind.books
             if each.has_room
         ]
@@ -261,27 +265,36 @@ class Takeover(System):
         Args:
             wanted: pages that are to come free.
         """
-        if book.longest and to.room - to.pages_for(book.longest + 1) < to.spare:
+        if book.longest and to.room < to.pages_for(book.longest + 1):
             return  # As it was when it was last looked for.
+        before = self._taken
+        book.longest = self._take_longest(to, book, cluster, actions, wanted)
+        if self._taken > before:
+            to.conclude()
+            book.conclude()
+
+    def _take_longest(
+        self, to: Book, book: Book, cluster: ClusterView, actions: list[Action], wanted: float
+    ) -> int | None:
+        """Take decodes, and return the KV entries of the longest one that is left."""
         view = cluster.instances[book.name]
         for count in _AT_ONCE:
             longest = view.longest_decodes(count, self._fixed)
             for name, entries in longest:
                 pages = to.pages_for(entries + 1)
-                if wanted <= 0 or to.seats < 1 or to.room - pages < to.spare:
-                    book.longest = entries
-                    return
+                if wanted <= 0 or to.seats < 1 or to.room < pages:
+                    return entries
                 self._moves[name], self._bound_for[name] = self._moves.get(name, 0) + 1, to
                 self._fixed.add(name)
-                to.expect(name, pages)
+                to.coming[name] = pages
+                to.take(pages)
                 book.give(entries)
                 wanted -= pages
                 actions.append(Reassign(name, (Leg(to.name),), "when_room"))
                 self._taken += 1
             if len(longest) < count:
-                book.longest = 0
-                return
-        book.longest = None
+                return 0
+        return None
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
         """Count a request that was taken where it goes: it is on its way."""
@@ -290,7 +303,7 @@ class Takeover(System):
         if book and name in self._fixed and book.name in self._books.by_name:
             self._home[name] = book.name
             self._books.by_name[book.name].stay += 1
-        self._stale.add(leg.instance)
+        self._stale[leg.instance] = None
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
         """Forget a request."""
@@ -317,7 +330,3 @@ class Takeover(System):
     def report(self) -> Mapping[str, object]:
         """Count the decodes that were taken over."""
         return {"decodes_taken": self._taken}
-
-
-def _is_small(kind: Kind, beside: Kind) -> bool:
-    return kind.entries_held < _SMALL * beside.entries_held

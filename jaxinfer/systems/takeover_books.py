@@ -12,6 +12,8 @@ from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.system import InstanceView, StepView
 from jaxinfer.systems.instances import capacity
 
+# Pools that hold less than this share of another's hand on their longest decodes to it.
+_SMALL = 0.25
 # Seconds over which it is told how much of its time an instance computes prompts.
 _MEMORY_S = 20.0
 # Steps whose prompts an instance may have in its queue: one runs, and one is launched next.
@@ -68,6 +70,9 @@ class Kind:
             their prompts are computed.
         seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
         with_time: how many of them could compute more prompts.
+        below: others with small pools beside these; ``is_below``: others have them there;
+            ``outlets``, ``inlets``: others that may take
+            decodes of these, and whose decodes these may take, by their pools.
     """
 
     speeds: Speeds
@@ -79,6 +84,14 @@ class Kind:
     seats: int = 0
     room: int = 0
     with_time: int = 0
+    below: list["Kind"] = field(default_factory=list)
+    is_below: bool = False
+    outlets: list["Kind"] = field(default_factory=list)
+    inlets: list["Kind"] = field(default_factory=list)
+
+    def is_small(self, beside: "Kind") -> bool:
+        """Tell whether a pool is so small that its decodes may have to leave it."""
+        return self.entries_held < _SMALL * beside.entries_held
 
 
 @dataclass(eq=False)
@@ -86,12 +99,12 @@ class Book:
     """One instance as it last was.
 
     Attributes:
-        budget: tokens of a step.
-        pages: of its pool; ``spare``: those that others' decodes are to leave free, and
-            ``watermark``: however few run there.
+        budget: tokens of a step; ``most_seats``: requests at once.
+        pages: of its pool; ``spared``: those that are to stay free, however few decodes run there.
         decodes, entries: that run there, and their KV entries.
         backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
-        seats, room: seats and pages that nobody has or is promised.
+        seats, room: seats and pages that nobody has or is promised, beside the pages that are to
+            stay free.
         idle: nothing was there.
         coming: by id, pages of requests that are to come and are still elsewhere.
         stay: requests there whose decodes are taken no more.
@@ -108,9 +121,9 @@ class Book:
     kind: Kind
     budget: int
     page_size: int
+    most_seats: int
     pages: int
-    watermark: int
-    spare: int = 0
+    spared: int
     decodes: int = 0
     entries: int = 0
     backlog: int = 0
@@ -133,40 +146,39 @@ class Book:
 
     def renew(self, view: InstanceView) -> None:
         """Write down how the instance is now."""
-        kind = self.kind
+        kind, size = self.kind, self.page_size
         decodes, entries, kv_entries, self.backlog = view.counts
+        waiting, coming = view.waiting, self.coming
+        pending = len(waiting) + len(view.importing)
+        there = pending + view.num_running
+        seats, room = self.most_seats - there, view.num_free_pages
+        if coming:
+            seats -= len(coming)
+            room -= sum(coming.values())
+        if waiting:
+            for request in waiting:
+                if request.held_by != self.name:
+                    room -= self.pages_for(request.num_known)
         due = kv_entries + self.backlog
+        room += -_GROWTH_STEPS * decodes // size - self.spared
         kind.decodes += decodes - self.decodes
         kind.entries += entries - self.entries
         kind.due += due - self.due
-        kind.seats -= self.seats
-        kind.room -= (self.room - self.spare) * self.page_size
+        kind.seats += seats - self.seats
+        kind.room += (room - self.room) * size
         self.decodes, self.entries, self.due = decodes, entries, due
-        self.spare = self.watermark + self.pages_for(_GROWTH_STEPS * decodes)
-        there, waiting, coming = view.num_requests, view.waiting, self.coming
+        self.seats, self.room = seats, room
         self.idle = not there and not coming
-        self.seats = view.max_num_seqs - there
-        self.room = view.num_free_pages
-        if coming:
-            self.seats -= len(coming)
-            self.room -= sum(coming.values())
-        for request in waiting:
-            if request.held_by != self.name:
-                self.room -= self.pages_for(request.num_known)
-        kind.seats += self.seats
-        kind.room += (self.room - self.spare) * self.page_size
         # Of those who stay, some may not run as yet.
-        may_go = decodes and decodes - self.stay + len(waiting) + len(view.importing) > 0
-        self.longest = None if may_go else 0
+        self.longest = None if decodes and decodes > self.stay - pending else 0
         self.conclude()
 
     def conclude(self) -> None:
         """Bring up to date what follows from the rest."""
-        room = self.seats > 0
-        self.has_room = room and self.room > self.spare
-        self.is_open = self.idle or (room and self.backlog < _STEPS_AHEAD * self.budget)
-        speeds = self.kind.speeds
-        if self.backlog:
+        seat, backlog, speeds = self.seats > 0, self.backlog, self.kind.speeds
+        self.has_room = seat and self.room > 0
+        self.is_open = self.idle or (seat and backlog < _STEPS_AHEAD * self.budget)
+        if backlog:
             self.step_s = speeds.full_s + speeds.full_entry_s * self.entries
         else:
             rows = speeds.sequence_s * self.decodes + speeds.entry_s * self.entries
@@ -191,12 +203,6 @@ class Book:
         self.kind.seats -= 1
         self.kind.room -= pages * self.page_size
         self.idle = False
-        self.conclude()
-
-    def expect(self, name: str, pages: int) -> None:
-        """Promise them to one that is to come from elsewhere."""
-        self.coming[name] = pages
-        self.take(pages)
 
     def give(self, entries: int) -> None:
         """A decode with so many KV entries is to go elsewhere."""
@@ -204,7 +210,6 @@ class Book:
         self.kind.decodes -= 1
         self.entries -= entries
         self.kind.entries -= entries
-        self.conclude()
 
     def token_s(self) -> float:
         """Seconds of a prompt's token among the decodes that run now."""
@@ -252,7 +257,8 @@ class Books:
             key = view.fit, held, budget, view.max_num_seqs
             kind = kinds.setdefault(key, Kind(Speeds.of(view.fit), held))
             spared = int(self._spared * view.num_pages)
-            book = Book(name, kind, budget, view.page_size, view.num_pages, spared)
+            seats, size, pages = view.max_num_seqs, view.page_size, view.num_pages
+            book = Book(name, kind, budget, size, seats, pages, spared)
             if name in before:
                 old = before[name]
                 book.coming, book.busy, book.seen = old.coming, old.busy, old.seen
@@ -262,4 +268,10 @@ class Books:
             self.by_name[name] = book
             book.renew(view)
         self.kinds = list(kinds.values())
+        for kind in self.kinds:
+            kind.below = [each for each in self.kinds if each.is_small(kind)]
+        for kind in self.kinds:
+            kind.is_below = any(kind in each.below for each in self.kinds)
+            kind.outlets = [e for e in self.kinds if e is not kind and e not in kind.below]
+            kind.inlets = [e for e in self.kinds if e is not kind and kind not in e.below]
         self.largest = max(self.by_name.values(), key=lambda book: book.kind.entries_held)
