@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Row
@@ -36,6 +36,9 @@ class Running:
         # Of the steps in flight that have a group, the oldest first.
         self._launched: deque[DecodeGroup] = deque()
         self._all: dict[str, RequestState] = {}
+        # By id, as how many-th each was admitted.
+        self._number: dict[str, int] = {}
+        self._numbers = count()
         # Those that are in no group, in the order of admission, too.
         self._ungrouped: dict[str, RequestState] = {}
 
@@ -108,11 +111,12 @@ class Running:
     def add(self, request: RequestState) -> None:
         """Have a request take part, by rows of its own at first."""
         self._all[request.id] = self._ungrouped[request.id] = request
+        self._number[request.id] = next(self._numbers)
 
     def remove(self, request: RequestState) -> None:
         """Leave a request out from now on."""
         self.leave_group(request)
-        del self._all[request.id]
+        del self._all[request.id], self._number[request.id]
         self._ungrouped.pop(request.id, None)
 
     def ungrouped(self) -> list[RequestState]:
@@ -165,7 +169,9 @@ class Running:
         for group in self._groups:
             if request in group:
                 group.leave(request)
-                self._find_ungrouped()
+                there = [*self._ungrouped.values(), request]
+                there.sort(key=self._admitted)
+                self._ungrouped = {each.id: each for each in there}
 
     def commit_group(self, end: float) -> tuple[list[RequestState], list[Row]]:
         """The oldest step in flight that has a group has ended.
@@ -176,11 +182,13 @@ class Running:
         """
         ended, rows = self._launched.popleft().commit(end)
         if len(ended) > 1:
-            ids = {request.id for request in ended}
-            ended = [request for id, request in self._all.items() if id in ids]
+            ended.sort(key=self._admitted)
         for request in ended:
             self._ungrouped[request.id] = request
         return ended, rows
+
+    def _admitted(self, request: RequestState) -> int:
+        return self._number[request.id]
 
     def _take_out(self, group: DecodeGroup) -> None:
         for request in self._all.values():
