@@ -32,6 +32,8 @@ _LESS, _LITTLE_MORE = 0.95, 1.1
 _SHORTER = 1.3
 # Free seats by the decodes of small pools, from which on they are left for these.
 _SCARCE = 0.25
+# With more than this share of its seats and of its pool free, a large one begins prompts, too.
+_AMPLE = 0.5
 # Decodes of an instance that are taken in one step, at most: a few are looked at first.
 _AT_ONCE = 2, 30
 
@@ -157,8 +159,11 @@ class Takeover(System):
         """Tell whether these instances' room is for decodes of smaller pools."""
         if not self.options.keeps_room or not self.options.most_moves:
             return False
-        have_time = any(each.with_time and self._next <= each.entries_held for each in kind.below)
-        return have_time or self._is_scarce(kind, kind.below)
+        if self._is_scarce(kind, kind.below):
+            return True
+        if kind.seats > _AMPLE * kind.all_seats and kind.room > _AMPLE * kind.all_room:
+            return False
+        return any(each.with_time and self._next <= each.entries_held for each in kind.below)
 
     def _is_scarce(self, kind: Kind, below: Sequence[Kind]) -> bool:
         """Tell whether there is little room beside what others may want to hand on."""

@@ -69,6 +69,7 @@ class Kind:
         decodes, entries: that run there, and their KV entries; ``due``: those of all requests, once
             their prompts are computed.
         seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
+        all_seats, all_room: seats and KV entries of all of them, whoever has them.
         with_time: how many of them could compute more prompts.
         below: others with small pools beside these; ``is_below``: others have them there;
             ``outlets``, ``inlets``: others that may take
@@ -83,6 +84,8 @@ class Kind:
     due: int = 0
     seats: int = 0
     room: int = 0
+    all_seats: int = 0
+    all_room: int = 0
     with_time: int = 0
     below: list["Kind"] = field(default_factory=list)
     is_below: bool = False
@@ -265,6 +268,8 @@ class Books:
                 book.stay = old.stay if seen[name] is view else 0
                 kind.with_time += book.busy < _BUSY
             kind.books.append(book)
+            kind.all_seats += seats
+            kind.all_room += pages * size
             self.by_name[name] = book
             book.renew(view)
         self.kinds = list(kinds.values())
