@@ -36,12 +36,14 @@ WIDE_CELLS = ((256, 128), (256, 512), (1024, 32), (1024, 128), (1024, 512), (409
 MODEL = "LLaMA3-8B"
 # By the variant's name: its run file, and what is changed in it.
 Variants = Mapping[str, tuple[str, tuple[str, ...]]]
-CHUNKS = "1,024 tokens"
+SAME, CHUNKS = "takeover's budgets", "1,024 tokens"
+# Where a GPU computes 400 tokens in the time for which it reads its weights, steps of 256 waste it.
+LONGER = "instances.low.max_num_batched_tokens=512"
 # A system counts with the best of its variants.
 SYSTEMS: dict[str, Variants] = {
     "Cronus": {"relative fits": ("cronus/cronus", ("simulate.fit=relative",))},
     "DP": {
-        "512 and 256 tokens": ("cronus/data_parallel", ()),
+        SAME: ("cronus/data_parallel", ()),
         CHUNKS: (
             "cronus/data_parallel",
             (
@@ -129,6 +131,10 @@ def systems(cluster: str) -> Mapping[str, Variants]:
     On wide ones there is no Cronus, and L-H computes prompts on all that are weaker: than the A100
     or the H100, or, of four kinds, on the weaker half, too.
     """
+    if cluster == "H100+L4":
+        dp, (file, changes) = SYSTEMS["DP"], SYSTEMS[OURS][""]
+        mine = {SAME: (dp[SAME][0], (*dp[SAME][1], LONGER)), CHUNKS: dp[CHUNKS]}
+        return SYSTEMS | {"DP": mine, OURS: {"": (file, (*changes, LONGER))}}
     if cluster in PAIRS:
         return SYSTEMS
     if cluster == "A100+4 A10":
@@ -170,7 +176,7 @@ def _parallel(
     )
     turns = (*changes, f"system={{name: data_parallel, shares: {{{shares}}}}}")
     longer = (f"instances.{name}.max_num_batched_tokens=1024" for name in instances)
-    return {"512 and 256 tokens": (file, turns), CHUNKS: (file, (*turns, *longer))}
+    return {SAME: (file, turns), CHUNKS: (file, (*turns, *longer))}
 
 
 def _split(prefill: Sequence[str], decode: Sequence[str]) -> str:
