@@ -70,6 +70,8 @@ class Assignments:
         self._on_leg_end, self._on_finish = on_leg_end, on_finish
         self._draining: dict[str, None] = {}
         self._order = list(self.instances)
+        # What systems see of the instances, until one is lost or back.
+        self._there: AliveInstances | None = None
         for instance in self.instances.values():
             self._watch(instance)
 
@@ -95,8 +97,9 @@ class Assignments:
 
     def view(self) -> ClusterView:
         """Return the cluster as the system sees it now."""
-        there = AliveInstances(self.instances, self.lost)
-        return ClusterView(self._world.now(), there, self._world.kv_token_s)
+        if self._there is None:
+            self._there = AliveInstances(self.instances, self.lost)
+        return ClusterView(self._world.now(), self._there, self._world.kv_token_s)
 
     def add(self, request: RequestState) -> None:
         """Take in a request that has arrived."""
@@ -153,6 +156,7 @@ class Assignments:
         lost = self.instances[name]
         adrift = detach(lost, self.instances, self.live.values(), self.hand_offs)
         del self.instances[lost.name]
+        self._there = None
         self._draining.pop(lost.name, None)
         self.changed = dict.fromkeys(self.instances)
         waiting = self.unrouted.copy()
@@ -167,6 +171,7 @@ class Assignments:
         instances = self.instances | {instance.name: instance}
         self.instances.clear()
         self.instances.update({name: instances[name] for name in self._order if name in instances})
+        self._there = None
         self._watch(instance)
 
     def fail_all(self, requests: Iterable[RequestState], lost: str) -> None:

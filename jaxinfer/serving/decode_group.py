@@ -5,7 +5,7 @@ bit, as those of one row per request.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -207,8 +207,12 @@ class DecodeGroup:
                 self._push(self._longest, member)
         return self._entries + self.num_begun * self._committed
 
-    def longest(self, most: int) -> list[tuple[str, int]]:
-        """Ids and KV entries of the ``most`` that have the most, of those that ``begun`` counts."""
+    def longest(self, most: int, but: Container[str] = ()) -> list[tuple[str, int]]:
+        """Ids and KV entries of the ``most`` that have the most, of those that ``begun`` counts.
+
+        Args:
+            but: ids to be left out, from now on.
+        """
         self.begun()
         heap = self._longest
         if heap is None or len(heap) > 2 * len(self._members) + 64:  # Mostly of those who left.
@@ -219,7 +223,8 @@ class DecodeGroup:
         found: list[tuple[int, int, Member]] = []
         while heap and len(found) < most:
             entry = heappop(heap)
-            if self._members.get(entry[2].request.id) is entry[2]:
+            name = entry[2].request.id
+            if self._members.get(name) is entry[2] and name not in but:
                 found.append(entry)
         for entry in found:
             heappush(heap, entry)

@@ -1,7 +1,7 @@
 """An instance: its queue, its running requests and its pages."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal, Protocol
@@ -14,7 +14,7 @@ from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.running import Running
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.system import Counts, Leg
 from jaxinfer.serving.waiting import Waiting
 
 
@@ -134,27 +134,24 @@ class Instance:
     @property
     def kv_entries(self) -> int:
         """KV entries that exist of the requests that take part in steps."""
-        return self.taking_part.kv_entries
-
-    @property
-    def num_decodes(self) -> int:
-        """Requests that take part in steps and whose prompts have all of their KV."""
-        return self.taking_part.decodes[0]
-
-    @property
-    def decode_entries(self) -> int:
-        """KV entries that exist of these."""
-        return self.taking_part.decodes[1]
-
-    def longest_decodes(self, count: int) -> Sequence[tuple[str, int]]:
-        """Ids and KV entries of the ``count`` of these that have the most, the longest first."""
-        return self.taking_part.longest_decodes(count)
+        return self.taking_part.counts().kv_entries
 
     @property
     def prompt_tokens_left(self) -> int:
         """Prompt tokens that requests waiting, importing or running here have still to compute."""
-        importing = sum(request.prompt_tokens_left for request in self.importing.values())
-        return self.waiting.prompt_tokens_left + importing + self.taking_part.prompt_tokens_left
+        return self.counts.prompt_tokens_left
+
+    @property
+    def counts(self) -> Counts:
+        """What is here, counted in one pass."""
+        to_come = self.waiting.prompt_tokens_left
+        for request in self.importing.values():
+            to_come += request.prompt_tokens_left
+        return self.taking_part.counts(to_come)
+
+    def longest_decodes(self, count: int, but: Container[str] = ()) -> Sequence[tuple[str, int]]:
+        """Ids and KV entries of the ``count`` decodes that have the most, the longest first."""
+        return self.taking_part.longest_decodes(count, but)
 
     @property
     def num_pages(self) -> int:

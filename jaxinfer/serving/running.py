@@ -1,14 +1,15 @@
 """The requests that take part in an instance's steps: each a row of its own, or all as a group."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from heapq import nlargest
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import chain, count
 from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.decode_group import DecodeGroup
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import Counts
 
 
 class Running:
@@ -35,6 +36,9 @@ class Running:
         # Of the steps in flight that have a group, the oldest first.
         self._launched: deque[DecodeGroup] = deque()
         self._all: dict[str, RequestState] = {}
+        # By id, as how many-th each was admitted.
+        self._number: dict[str, int] = {}
+        self._numbers = count()
         # Those that are in no group, in the order of admission, too.
         self._ungrouped: dict[str, RequestState] = {}
 
@@ -50,43 +54,42 @@ class Running:
             group.settle()
         return self._all
 
-    @property
-    def kv_entries(self) -> int:
-        """KV entries that exist of all of them, of groups without bringing them up to date."""
-        grouped = sum(group.begun() for group in self._groups)
-        return grouped + sum(request.computed for request in self._by_themselves())
+    def counts(self, to_come: int = 0) -> Counts:
+        """Count them without bringing groups up to date.
 
-    @property
-    def decodes(self) -> tuple[int, int]:
-        """Count those that have all KV of their prompts, and sum their KV entries; likewise."""
-        entries = sum(group.begun() for group in self._groups)
-        count = sum(group.num_begun for group in self._groups)
-        for request in self._by_themselves():
-            if request.computed >= request.prompt_len:
-                count += 1
-                entries += request.computed
-        return count, entries
-
-    def longest_decodes(self, count: int) -> list[tuple[str, int]]:
-        """Ids and KV entries of those that have the most, the longest first; likewise."""
-        found = [each for group in self._groups for each in group.longest(count)]
-        found += [
-            (request.id, request.computed)
-            for request in self._by_themselves()
-            if request.computed >= request.prompt_len
-        ]
-        return nlargest(count, found, key=itemgetter(1))
-
-    @property
-    def prompt_tokens_left(self) -> int:
-        """Prompt tokens that they have still to compute; likewise."""
-        return sum(request.prompt_tokens_left for request in self._by_themselves())
-
-    def _by_themselves(self) -> Iterator[RequestState]:
-        """Yield the requests that may not have their whole prompt's KV."""
-        yield from self._ungrouped.values()
+        Args:
+            to_come: prompt tokens that others have still to compute.
+        """
+        decodes = decode_entries = begun_prompts = 0
+        by_themselves: Iterable[RequestState] = self._ungrouped.values()
         for group in self._groups:
-            yield from group.fresh()
+            decode_entries += group.begun()
+            decodes += group.num_begun
+            if len(group) > group.num_begun:
+                by_themselves = chain(by_themselves, group.fresh())
+        for request in by_themselves:
+            computed = request.computed
+            if computed >= request.prompt_len:
+                decodes += 1
+                decode_entries += computed
+            else:
+                begun_prompts += computed
+                to_come += request.prompt_tokens_left
+        return Counts(decodes, decode_entries, decode_entries + begun_prompts, to_come)
+
+    def longest_decodes(self, count: int, but: Container[str] = ()) -> list[tuple[str, int]]:
+        """Ids and KV entries of decodes that have the most, the longest first; likewise."""
+        found: list[tuple[str, int]] = []
+        by_themselves = [*self._ungrouped.values()]
+        for group in self._groups:
+            found += group.longest(count, but)
+            if len(group) > group.num_begun:
+                by_themselves += group.fresh()
+        for request in by_themselves:
+            if request.computed >= request.prompt_len and request.id not in but:
+                found.append((request.id, request.computed))
+        found.sort(key=itemgetter(1), reverse=True)
+        return found[:count]
 
     @property
     def newest(self) -> RequestState:
@@ -108,11 +111,12 @@ class Running:
     def add(self, request: RequestState) -> None:
         """Have a request take part, by rows of its own at first."""
         self._all[request.id] = self._ungrouped[request.id] = request
+        self._number[request.id] = next(self._numbers)
 
     def remove(self, request: RequestState) -> None:
         """Leave a request out from now on."""
         self.leave_group(request)
-        del self._all[request.id]
+        del self._all[request.id], self._number[request.id]
         self._ungrouped.pop(request.id, None)
 
     def ungrouped(self) -> list[RequestState]:
@@ -165,7 +169,9 @@ class Running:
         for group in self._groups:
             if request in group:
                 group.leave(request)
-                self._find_ungrouped()
+                there = [*self._ungrouped.values(), request]
+                there.sort(key=self._admitted)
+                self._ungrouped = {each.id: each for each in there}
 
     def commit_group(self, end: float) -> tuple[list[RequestState], list[Row]]:
         """The oldest step in flight that has a group has ended.
@@ -176,11 +182,13 @@ class Running:
         """
         ended, rows = self._launched.popleft().commit(end)
         if len(ended) > 1:
-            ids = {request.id for request in ended}
-            ended = [request for id, request in self._all.items() if id in ids]
+            ended.sort(key=self._admitted)
         for request in ended:
             self._ungrouped[request.id] = request
         return ended, rows
+
+    def _admitted(self, request: RequestState) -> int:
+        return self._number[request.id]
 
     def _take_out(self, group: DecodeGroup) -> None:
         for request in self._all.values():

@@ -1,9 +1,9 @@
 """The protocol of systems, a paper's or baseline's rules: what they see, and may decide."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from jaxinfer.options.validation import Options
 from jaxinfer.serving.kv_shards import Placement, SliceMove
@@ -114,6 +114,21 @@ class ShardView(Protocol):
         """
 
 
+class Counts(NamedTuple):
+    """What is on an instance.
+
+    Attributes:
+        decodes: requests that run and whose prompts have all of their KV.
+        decode_entries: KV entries that exist of these; ``kv_entries``: of all that run.
+        prompt_tokens_left: as ``InstanceView`` has it.
+    """
+
+    decodes: int
+    decode_entries: int
+    kv_entries: int
+    prompt_tokens_left: int
+
+
 class InstanceView(Protocol):
     """An instance's statistics, read-only. Pages are counted per slice of KV heads.
 
@@ -159,18 +174,17 @@ class InstanceView(Protocol):
         """KV entries that exist of the requests running here."""
 
     @property
-    def num_decodes(self) -> int:
-        """Requests running here whose prompts have all of their KV."""
+    def counts(self) -> Counts:
+        """What is here, counted in one pass."""
 
-    @property
-    def decode_entries(self) -> int:
-        """KV entries that exist of these."""
-
-    def longest_decodes(self, count: int) -> Sequence[tuple[str, int]]:
-        """Ids and KV entries of the ``count`` of these that have the most, the longest first.
+    def longest_decodes(self, count: int, but: Container[str] = ()) -> Sequence[tuple[str, int]]:
+        """Ids and KV entries of the ``count`` decodes that have the most, the longest first.
 
         Of equal ones, any may come first. In a simulation this costs no more than
         what has come and gone since the last call.
+
+        Args:
+            but: ids to be left out. Who has been left out once may be so until it leaves.
         """
 
     @property

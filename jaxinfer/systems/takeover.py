@@ -7,7 +7,7 @@ While none waits, decodes go from slower instances to faster ones. ``docs/result
 what comes of it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import Field
 
@@ -26,16 +26,16 @@ from jaxinfer.serving.system import (
 from jaxinfer.systems.instances import most_entries
 from jaxinfer.systems.takeover_books import Book, Books, Kind
 
-# Pools that hold less than this share of another's hand on their longest decodes to it.
-_SMALL = 0.25
 # By how much a decode has to displace less elsewhere; for a small pool's it may be a little more.
 _LESS, _LITTLE_MORE = 0.95, 1.1
 # By how much its steps have to be shorter, while nobody waits.
 _SHORTER = 1.3
 # Free seats by the decodes of small pools, from which on they are left for these.
 _SCARCE = 0.25
-# Decodes of an instance that are looked at in one step: some at first, and then so many.
-_LOOKED_AT = 2, 32
+# With more than this share of its seats and of its pool free, a large one begins prompts, too.
+_AMPLE = 0.5
+# Decodes of an instance that are taken in one step, at most: a few are looked at first.
+_AT_ONCE = 2, 30
 
 
 class TakeoverOptions(Options):
@@ -63,48 +63,63 @@ class Takeover(System):
     def __init__(self, options: TakeoverOptions | None = None) -> None:
         super().__init__(options)
         self._books = Books(self.options.spared)
+        self._seen: Mapping[str, InstanceView] = {}
         # Whether requests wait, and the KV entries of the first of them.
         self._waits, self._next = False, 0
+        # Whether instances were lost, or came back, since requests were last routed.
+        self._changed = False
         # Who would begin a prompt, if there is room.
         self._open: dict[str, Book] = {}
         # By request: its takes, and who is to have it; the order is that of the takes.
         self._moves: dict[str, int] = {}
         self._bound_for: dict[str, Book] = {}
+        # Who is not to be taken: what is bound for somebody, or has been taken often enough; of
+        # these, where they are.
+        self._fixed: set[str] = set()
+        self._home: dict[str, str] = {}
         # Who has handed something on since its last step: it may have none to come.
-        self._stale: set[str] = set()
+        self._stale: dict[str, None] = {}
         self._taken = 0
 
-    def _follow(self, cluster: ClusterView) -> Mapping[str, Book]:
-        """The books, of instances that are there."""
+    def _follow(self, cluster: ClusterView) -> None:
+        """Keep books of the instances that are there now."""
+        self._seen = cluster.instances
         if cluster.instances != self._books.views:  # One was lost, or is back.
             self._books.follow(cluster.instances)
-            self._open = {}
+            self._open, self._changed = {}, True
             for book in self._books.by_name.values():
                 self._note_open(book)
-        return self._books.by_name
 
     # Where requests begin.
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Requests in their order, each where it is computed first, while there is room."""
-        books = self._follow(cluster)
-        for name in self._stale & books.keys():
-            books[name].renew(cluster.instances[name])
-            self._note_open(books[name])
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
+        books = self._books.by_name
+        for name in self._stale:
+            if book := books.get(name):
+                book.renew(cluster.instances[name])
+                self._note_open(book)
         self._stale.clear()
-        kept = [kind for kind in self._books.kinds if self._waits and self._is_kept(kind)]
-        open_to = [book for book in self._open.values() if book.idle or book.kind not in kept]
+        open_to = list(self._open.values())
+        if self._waits and open_to:
+            kept = [kind for kind in self._books.kinds if kind.below and self._is_kept(kind)]
+            open_to = [book for book in open_to if book.idle or book.kind not in kept]
         assignments: list[Assignment] = []
         left = False
+        if self._changed:
+            self._changed = False
+            for request in waiting:  # Some come back from an instance that was lost.
+                self._return(request.id)
         for request in waiting:
-            self._arrive(request.id)  # It comes back from an instance that was lost.
             book = books.get(request.held_by or "") or self._place(request, open_to)
             if book is None:
                 left, self._next = True, request.num_known
                 break
-            at_home = request.held_by == book.name
-            book.take(0 if at_home else book.pages_for(request.num_known))
-            book.backlog += request.num_known - request.computed
+            pages = 0 if request.held_by == book.name else book.pages_for(request.num_known)
+            book.take(pages, request.num_known - request.computed)
+            book.conclude()
             assignments.append(Assignment(request.id, self._legs(request, book)))
             if not book.is_open:
                 self._note_open(book)
@@ -119,17 +134,17 @@ class Takeover(System):
 
     def _place(self, request: RequestView, open_to: Sequence[Book]) -> Book | None:
         """Choose the instance that is to compute a request; None if it has to wait."""
-        rest, best, least = request.num_known - request.computed, None, float("inf")
+        known = request.num_known
+        rest, best, least = known - request.computed, None, float("inf")
         for book in open_to:
-            pages = book.pages_for(request.num_known)
-            room = book.pages if book.idle else book.room - book.spare
-            if room < pages or not book.is_open:
+            room = book.pages if book.idle else book.room
+            if room * book.page_size < known or not book.is_open:
                 continue
             seconds = (book.backlog + rest) * book.token_s()
             if seconds < least:
                 best, least = book, seconds
         largest = self._books.largest
-        if best is None and request.num_known > largest.kind.entries_held:
+        if best is None and known > largest.kind.entries_held:
             return largest  # The loop says why it cannot be.
         return best
 
@@ -144,9 +159,11 @@ class Takeover(System):
         """Tell whether these instances' room is for decodes of smaller pools."""
         if not self.options.keeps_room or not self.options.most_moves:
             return False
-        below = [each for each in self._books.kinds if _is_small(each, kind)]
-        have_time = any(each.with_time and self._next <= each.entries_held for each in below)
-        return have_time or self._is_scarce(kind, below)
+        if self._is_scarce(kind, kind.below):
+            return True
+        if kind.seats > _AMPLE * kind.all_seats and kind.room > _AMPLE * kind.all_room:
+            return False
+        return any(each.with_time and self._next <= each.entries_held for each in kind.below)
 
     def _is_scarce(self, kind: Kind, below: Sequence[Kind]) -> bool:
         """Tell whether there is little room beside what others may want to hand on."""
@@ -159,10 +176,13 @@ class Takeover(System):
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Take over decodes: those of others here, and by others this instance's."""
-        book = self._follow(cluster).get(step.instance)
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
+        book = self._books.by_name.get(step.instance)
         if book is None:
             return ()
-        book.note(step)
+        if book.kind.is_below:
+            book.note(step)
         book.renew(cluster.instances[book.name])
         self._note_open(book)
         if not self.options.most_moves or len(self._books.by_name) == 1:
@@ -170,124 +190,148 @@ class Takeover(System):
         actions: list[Action] = []
         if book.has_room:
             for other in self._worse(book):
-                actions += self._take(book, other, cluster)
-        if book.decodes:
+                if not book.has_room:
+                    break
+                self._take(book, other, cluster, actions)
+        if book.longest != 0:
             for other in self._better(book):
-                actions += self._take(other, book, cluster)
+                if book.longest == 0:
+                    break
+                self._take(other, book, cluster, actions)
             if self._waits:
-                actions += self._make_room(book, cluster)
+                self._make_room(book, cluster, actions)
         return actions
 
-    def _gives(self, kind: Kind, to: Kind) -> bool:
-        """Tell whether decodes are better off there, while requests wait."""
-        if kind is to or _is_small(to, kind):
+    def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
+        """Tell whether decodes with so many entries are better off there, while requests wait."""
+        if not kind.decodes:
             return False
-        context = self._books.mean_context
         ratio = to.speeds.displaced(context) / kind.speeds.displaced(context)
-        if not _is_small(kind, to):
+        if kind not in to.below:
             return ratio < _LESS
         return ratio < _LITTLE_MORE or self._is_scarce(to, [kind])
 
-    def _worse(self, book: Book) -> Iterator[Book]:
-        """Yield the instances whose decodes this one takes, the worst first."""
-        if self._waits:
-            context, kinds = self._books.mean_context, self._books.kinds
-            found = [kind for kind in kinds if kind.decodes and self._gives(kind, book.kind)]
-            found.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
-            givers = [each for kind in found for each in kind.books if each.decodes]
-        else:
-            most = _SHORTER * book.step_s()
-            slower = [(each.step_s(), each) for each in self._books.by_name.values()]
-            slower = [pair for pair in slower if pair[1].decodes and pair[0] > most]
-            givers = [each for _, each in sorted(slower, key=lambda pair: -pair[0])]
-        for each in givers:
-            if not book.has_room:
-                return
-            if each is not book:
-                yield each
+    def _worse(self, book: Book) -> list[Book]:
+        """The instances whose decodes this one takes, the worst first."""
+        if not self._waits:
+            most, every = _SHORTER * book.step_s, self._books.by_name.values()
+            givers = [each for each in every if each.longest != 0 and each.step_s > most]
+            return sorted(givers, key=lambda each: -each.step_s) if givers else givers
+        if not book.kind.inlets:
+            return []
+        context = self._books.mean_context
+        kinds = [kind for kind in book.kind.inlets if self._gives(kind, book.kind, context)]
+        if len(kinds) > 1:
+            kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
+        return [each for kind in kinds for each in kind.books if each.longest != 0]
 
-    def _better(self, book: Book) -> Iterator[Book]:
-        """Yield the instances that take this one's decodes, the best first."""
-        if self._waits:
-            context = self._books.mean_context
-            found = [kind for kind in self._books.kinds if self._gives(book.kind, kind)]
-            found.sort(key=lambda kind: kind.speeds.displaced(context))
-            yield from (each for kind in found for each in kind.books if each.has_room)
-            return
-        own = book.step_s()
-        faster = [(each.step_s(), each) for each in self._books.by_name.values() if each.has_room]
-        for seconds, each in sorted(faster, key=lambda pair: pair[0]):
-            if each is not book and own > _SHORTER * seconds:
-                yield each
+    def _better(self, book: Book) -> list[Book]:
+        """The instances that take this one's decodes, the best first."""
+        if not self._waits:
+            own, every = book.step_s, self._books.by_name.values()
+            takers = [each for each in every if each.has_room and own > _SHORTER * each.step_s]
+            return sorted(takers, key=lambda each: each.step_s) if takers else takers
+        if not book.kind.outlets:
+            return []
+        context = self._books.mean_context
+        kinds = [kind for kind in book.kind.outlets if self._gives(book.kind, kind, context)]
+        if len(kinds) > 1:
+            kinds.sort(key=lambda kind: kind.speeds.displaced(context))
+        return [each for kind in kinds for each in kind.books if each.has_room]
 
-    def _make_room(self, book: Book, cluster: ClusterView) -> Sequence[Action]:
+    def _make_room(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
         """Hand decodes on to a larger pool, so that the next prompt may begin here."""
         if self._next > book.kind.entries_held:
-            return ()
-        lacking = book.pages_for(self._next) - (book.room - book.spare)
+            return
+        lacking = book.pages_for(self._next) - book.room
         if lacking <= 0:
-            return ()
+            return
         larger = [
             each
             for kind in self._books.kinds
-            if _is_small(book.kind, kind)
+            if book.kind in kind.below
             for each in kind.books
             if each.has_room
         ]
-        if not larger:
-            return ()
-        return self._take(max(larger, key=lambda each: each.room), book, cluster, lacking)
+        if larger:
+            most = max(larger, key=lambda each: each.room)
+            self._take(most, book, cluster, actions, lacking)
 
     def _take(
-        self, to: Book, book: Book, cluster: ClusterView, wanted: float = float("inf")
-    ) -> list[Action]:
+        self,
+        to: Book,
+        book: Book,
+        cluster: ClusterView,
+        actions: list[Action],
+        wanted: float = float("inf"),
+    ) -> None:
         """Have one instance take the longest decodes of another, while it has room.
 
         Args:
             wanted: pages that are to come free.
         """
-        actions: list[Action] = []
-        for name, entries in self._longest(cluster.instances[book.name], book.decodes):
-            pages = to.pages_for(entries + 1)
-            if wanted <= 0 or to.seats < 1 or to.room - pages < to.spare:
-                break
-            moves = self._moves.get(name, 0)
-            if moves >= self.options.most_moves or name in self._bound_for:
-                continue
-            self._moves[name], self._bound_for[name] = moves + 1, to
-            to.expect(name, pages)
-            book.give(entries)
-            wanted -= pages
-            actions.append(Reassign(name, (Leg(to.name),), "when_room"))
-        self._taken += len(actions)
-        return actions
+        if book.longest and to.room < to.pages_for(book.longest + 1):
+            return  # As it was when it was last looked for.
+        before = self._taken
+        book.longest = self._take_longest(to, book, cluster, actions, wanted)
+        if self._taken > before:
+            to.conclude()
+            book.conclude()
 
-    def _longest(self, view: InstanceView, decodes: int) -> Iterator[tuple[str, int]]:
-        """The longest decodes there, a few first: mostly there is room for no more."""
-        seen = 0
-        for most in _LOOKED_AT:
-            longest = view.longest_decodes(most) if seen < decodes else ()
-            yield from longest[seen:]
-            seen = most
+    def _take_longest(
+        self, to: Book, book: Book, cluster: ClusterView, actions: list[Action], wanted: float
+    ) -> int | None:
+        """Take decodes, and return the KV entries of the longest one that is left."""
+        view = cluster.instances[book.name]
+        for count in _AT_ONCE:
+            longest = view.longest_decodes(count, self._fixed)
+            for name, entries in longest:
+                pages = to.pages_for(entries + 1)
+                if wanted <= 0 or to.seats < 1 or to.room < pages:
+                    return entries
+                self._moves[name], self._bound_for[name] = self._moves.get(name, 0) + 1, to
+                self._fixed.add(name)
+                to.coming[name] = pages
+                to.take(pages)
+                book.give(entries)
+                wanted -= pages
+                actions.append(Reassign(name, (Leg(to.name),), "when_room"))
+                self._taken += 1
+            if len(longest) < count:
+                return 0
+        return None
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
         """Count a request that was taken where it goes: it is on its way."""
-        self._arrive(request.id)
-        self._stale.add(leg.instance)
+        name = request.id
+        book = self._arrive(name)
+        if book and name in self._fixed and book.name in self._books.by_name:
+            self._home[name] = book.name
+            self._books.by_name[book.name].stay += 1
+        self._stale[leg.instance] = None
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
         """Forget a request."""
-        self._arrive(request.id)
+        self._return(request.id)
         self._moves.pop(request.id, None)
+        self._fixed.discard(request.id)
 
-    def _arrive(self, name: str) -> None:
-        if book := self._bound_for.pop(name, None):
+    def _arrive(self, name: str) -> Book | None:
+        """Return whom a request was bound for, which it no longer is."""
+        book = self._bound_for.pop(name, None)
+        if book:
             book.coming.pop(name, None)
+            if self._moves[name] < self.options.most_moves:
+                self._fixed.discard(name)
+        return book
+
+    def _return(self, name: str) -> None:
+        """A request is nowhere any more."""
+        self._arrive(name)
+        home = self._home.pop(name, None)
+        if home in self._books.by_name:
+            self._books.by_name[home].stay -= 1
 
     def report(self) -> Mapping[str, object]:
         """Count the decodes that were taken over."""
         return {"decodes_taken": self._taken}
-
-
-def _is_small(kind: Kind, beside: Kind) -> bool:
-    return kind.entries_held < _SMALL * beside.entries_held

@@ -12,6 +12,8 @@ from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.system import InstanceView, StepView
 from jaxinfer.systems.instances import capacity
 
+# Pools that hold less than this share of another's hand on their longest decodes to it.
+_SMALL = 0.25
 # Seconds over which it is told how much of its time an instance computes prompts.
 _MEMORY_S = 20.0
 # Steps whose prompts an instance may have in its queue: one runs, and one is launched next.
@@ -67,7 +69,11 @@ class Kind:
         decodes, entries: that run there, and their KV entries; ``due``: those of all requests, once
             their prompts are computed.
         seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
+        all_seats, all_room: seats and KV entries of all of them, whoever has them.
         with_time: how many of them could compute more prompts.
+        below: others with small pools beside these; ``is_below``: others have them there;
+            ``outlets``, ``inlets``: others that may take
+            decodes of these, and whose decodes these may take, by their pools.
     """
 
     speeds: Speeds
@@ -78,7 +84,17 @@ class Kind:
     due: int = 0
     seats: int = 0
     room: int = 0
+    all_seats: int = 0
+    all_room: int = 0
     with_time: int = 0
+    below: list["Kind"] = field(default_factory=list)
+    is_below: bool = False
+    outlets: list["Kind"] = field(default_factory=list)
+    inlets: list["Kind"] = field(default_factory=list)
+
+    def is_small(self, beside: "Kind") -> bool:
+        """Tell whether a pool is so small that its decodes may have to leave it."""
+        return self.entries_held < _SMALL * beside.entries_held
 
 
 @dataclass(eq=False)
@@ -86,14 +102,20 @@ class Book:
     """An instance as it last was.
 
     Attributes:
-        budget: tokens of a step.
-        pages: of its pool; ``spare``: those that others' decodes are to leave free, and
-            ``watermark``: however few run there.
+        budget: tokens of a step; ``most_seats``: requests at once.
+        pages: of its pool; ``spared``: those that are to stay free, however few decodes run there.
         decodes, entries: that run there, and their KV entries.
         backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
-        seats, room: seats and pages that nobody has or is promised.
+        seats, room: seats and pages that nobody has or is promised, beside the pages that are to
+            stay free.
         idle: nothing was there.
         coming: by id, pages of requests that are to come and are still elsewhere.
+        stay: requests there whose decodes are taken no more.
+        longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
+            without one, None if nobody has looked since.
+        step_s: seconds of a step: of a full one while prompts are to be computed.
+        is_open: a prompt may begin here, unless it is too long; ``has_room``: it could take a
+            decode, unless that is long.
         busy: share of its time in which it computed prompts.
         seen: end of its last step, in seconds.
     """
@@ -102,9 +124,9 @@ class Book:
     kind: Kind
     budget: int
     page_size: int
+    most_seats: int
     pages: int
-    watermark: int
-    spare: int = 0
+    spared: int
     decodes: int = 0
     entries: int = 0
     backlog: int = 0
@@ -113,6 +135,11 @@ class Book:
     room: int = 0
     idle: bool = True
     coming: dict[str, int] = field(default_factory=dict)
+    stay: int = 0
+    longest: int | None = 0
+    step_s: float = 0.0
+    is_open: bool = True
+    has_room: bool = True
     busy: float = 1.0
     seen: float = 0.0
 
@@ -120,38 +147,45 @@ class Book:
         """Pages of so many KV entries."""
         return -(-entries // self.page_size)
 
-    @property
-    def is_open(self) -> bool:
-        """True if a prompt may begin here, unless it is too long."""
-        return self.idle or (self.seats > 0 and self.backlog < _STEPS_AHEAD * self.budget)
-
-    @property
-    def has_room(self) -> bool:
-        """True if it could take a decode, unless that is long."""
-        return self.seats > 0 and self.room > self.spare
-
     def renew(self, view: InstanceView) -> None:
         """Write down how the instance is now."""
-        kind = self.kind
-        decodes, entries = view.num_decodes, view.decode_entries
-        self.backlog = view.prompt_tokens_left
-        due = view.kv_entries + self.backlog
+        kind, size = self.kind, self.page_size
+        decodes, entries, kv_entries, self.backlog = view.counts
+        waiting, coming = view.waiting, self.coming
+        pending = len(waiting) + len(view.importing)
+        there = pending + view.num_running
+        seats, room = self.most_seats - there, view.num_free_pages
+        if coming:
+            seats -= len(coming)
+            room -= sum(coming.values())
+        if waiting:
+            for request in waiting:
+                if request.held_by != self.name:
+                    room -= self.pages_for(request.num_known)
+        due = kv_entries + self.backlog
+        room += -_GROWTH_STEPS * decodes // size - self.spared
         kind.decodes += decodes - self.decodes
         kind.entries += entries - self.entries
         kind.due += due - self.due
-        kind.seats -= self.seats
-        kind.room -= (self.room - self.spare) * self.page_size
+        kind.seats += seats - self.seats
+        kind.room += (room - self.room) * size
         self.decodes, self.entries, self.due = decodes, entries, due
-        self.spare = self.watermark + self.pages_for(_GROWTH_STEPS * decodes)
-        there = view.num_requests
-        self.idle = not there and not self.coming
-        self.seats = view.max_num_seqs - there - len(self.coming)
-        self.room = view.num_free_pages - sum(self.coming.values())
-        for request in view.waiting:
-            if request.held_by != self.name:
-                self.room -= self.pages_for(request.num_known)
-        kind.seats += self.seats
-        kind.room += (self.room - self.spare) * self.page_size
+        self.seats, self.room = seats, room
+        self.idle = not there and not coming
+        # Of those who stay, some may not run as yet.
+        self.longest = None if decodes and decodes > self.stay - pending else 0
+        self.conclude()
+
+    def conclude(self) -> None:
+        """Bring up to date what follows from the rest."""
+        seat, backlog, speeds = self.seats > 0, self.backlog, self.kind.speeds
+        self.has_room = seat and self.room > 0
+        self.is_open = self.idle or (seat and backlog < _STEPS_AHEAD * self.budget)
+        if backlog:
+            self.step_s = speeds.full_s + speeds.full_entry_s * self.entries
+        else:
+            rows = speeds.sequence_s * self.decodes + speeds.entry_s * self.entries
+            self.step_s = speeds.step_s + rows
 
     def note(self, step: StepView) -> None:
         """A step has ended: with a prompt's chunk, or without."""
@@ -164,18 +198,14 @@ class Book:
         self.seen = step.end
         self.kind.with_time += (self.busy < _BUSY) - had_time
 
-    def take(self, pages: int) -> None:
-        """Promise a seat and pages to a request."""
+    def take(self, pages: int, backlog: int = 0) -> None:
+        """Promise a seat and pages to a request, with prompt tokens to be computed."""
         self.seats -= 1
         self.room -= pages
+        self.backlog += backlog
         self.kind.seats -= 1
         self.kind.room -= pages * self.page_size
         self.idle = False
-
-    def expect(self, name: str, pages: int) -> None:
-        """Promise them to one that is to come from elsewhere."""
-        self.take(pages)
-        self.coming[name] = pages
 
     def give(self, entries: int) -> None:
         """A decode with so many KV entries is to go elsewhere."""
@@ -189,14 +219,6 @@ class Book:
         speeds = self.kind.speeds
         seconds = speeds.full_s + speeds.full_entry_s * self.entries
         return max(seconds / max(self.budget - self.decodes, 1), speeds.token_s)
-
-    def step_s(self) -> float:
-        """Seconds of a step as it is now: a full one while prompts are to be computed."""
-        speeds = self.kind.speeds
-        if self.backlog:
-            return speeds.full_s + speeds.full_entry_s * self.entries
-        rows = speeds.sequence_s * self.decodes + speeds.entry_s * self.entries
-        return speeds.step_s + rows
 
 
 class Books:
@@ -221,12 +243,15 @@ class Books:
     @property
     def mean_context(self) -> float:
         """KV entries of a decode in the mean."""
-        decodes = sum(kind.decodes for kind in self.kinds)
-        return sum(kind.entries for kind in self.kinds) / decodes if decodes else 0.0
+        decodes = entries = 0
+        for kind in self.kinds:
+            decodes += kind.decodes
+            entries += kind.entries
+        return entries / decodes if decodes else 0.0
 
     def follow(self, instances: Mapping[str, InstanceView]) -> None:
         """Open new books of what is there now."""
-        self.views = dict(instances)
+        seen, self.views = self.views, dict(instances)
         before, self.by_name = self.by_name, {}
         kinds: dict[tuple[object, ...], Kind] = {}
         for name, view in instances.items():
@@ -235,13 +260,23 @@ class Books:
             key = view.fit, held, budget, view.max_num_seqs
             kind = kinds.setdefault(key, Kind(Speeds.of(view.fit), held))
             spared = int(self._spared * view.num_pages)
-            book = Book(name, kind, budget, view.page_size, view.num_pages, spared)
+            seats, size, pages = view.max_num_seqs, view.page_size, view.num_pages
+            book = Book(name, kind, budget, size, seats, pages, spared)
             if name in before:
                 old = before[name]
                 book.coming, book.busy, book.seen = old.coming, old.busy, old.seen
+                book.stay = old.stay if seen[name] is view else 0
                 kind.with_time += book.busy < _BUSY
             kind.books.append(book)
+            kind.all_seats += seats
+            kind.all_room += pages * size
             self.by_name[name] = book
             book.renew(view)
         self.kinds = list(kinds.values())
+        for kind in self.kinds:
+            kind.below = [each for each in self.kinds if each.is_small(kind)]
+        for kind in self.kinds:
+            kind.is_below = any(kind in each.below for each in self.kinds)
+            kind.outlets = [e for e in self.kinds if e is not kind and e not in kind.below]
+            kind.inlets = [e for e in self.kinds if e is not kind and kind not in e.below]
         self.largest = max(self.by_name.values(), key=lambda book: book.kind.entries_held)

@@ -55,6 +55,7 @@ def test_rates_are_max_min_fair(capacities: list[float], paths: list[set[int]]) 
     paths = [{link % len(capacities) for link in path} for path in paths]
     for number, path in enumerate(paths):
         network.start(number, sorted(path), 1000.0, now=0.0)
+    assert network.next_end is not None  # It asks for the rates.
     rates = {flow.tag: flow.rate for flow in network._flows}
     used: dict[int, float] = defaultdict(float)
     for number, path in enumerate(paths):

@@ -31,7 +31,7 @@ CHEAP = {
     "predictor": ("lines", False),
     "sharding": ("palm", True),
     "splitwise": ("transfers", False),
-    "takeover": ("decisions", False),
+    "takeover": ("cost", False),
     "tetriinfer": ("interference", False),
     "vidur_search": ("longer", False),
 }

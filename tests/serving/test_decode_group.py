@@ -165,6 +165,23 @@ def test_entries_are_counted_from_the_first_step_that_has_ended() -> None:
     assert group.begun() == 8
 
 
+def test_the_longest_but_some() -> None:
+    """Who is left out once stays out, and is there again after it has left and joined."""
+    group, r, s = new_group(), member("r", 4, 3), member("s", 6, 3)
+    for each in (r, s):
+        group.join(each)
+    step(group)
+    group.commit(1.0)
+    assert group.longest(2) == [("s", 7), ("r", 5)]
+    assert group.longest(1, {"s"}) == [("r", 5)]
+    assert group.longest(2, {"r", "s"}) == []
+    group.leave(r)
+    group.join(r)
+    step(group)
+    group.commit(2.0)
+    assert group.longest(2) == [("r", 6)]
+
+
 def test_who_leaves_has_rows_of_the_steps_in_flight() -> None:
     group, r, s = new_group(), member("r"), member("s", 6, 3)
     group.join(r)

@@ -35,8 +35,7 @@ def seen(instance: InstanceView) -> Counts:
         instance.kv_entries,
         instance.prompt_tokens_left,
         instance.num_pages,
-        instance.num_decodes,
-        instance.decode_entries,
+        instance.counts,
         [entries for _, entries in instance.longest_decodes(3)],
     )
 
@@ -62,8 +61,12 @@ def counted(instance: InstanceView) -> Counts:
         sum(r.computed for r in running),
         sum(map(todo, here)),
         instance.kv.shards[0].pool.num_usable // max(len(instance.kv.shards[0].slices), 1),
-        len(decodes),
-        sum(decodes.values()),
+        (
+            len(decodes),
+            sum(decodes.values()),
+            sum(r.computed for r in running),
+            sum(map(todo, here)),
+        ),
         sorted(decodes.values(), reverse=True)[:3],
     )
 

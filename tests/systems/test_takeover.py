@@ -66,6 +66,12 @@ class Checked(Takeover):
             assert kind.decodes == sum(book.decodes for book in kind.books)
             assert kind.entries == sum(book.entries for book in kind.books)
             assert kind.with_time == sum(book.busy < 0.9 for book in kind.books)
+            assert kind.seats == sum(book.seats for book in kind.books)
+            assert kind.room == sum(book.room * book.page_size for book in kind.books)
+        if (book := self._books.by_name.get(step.instance)) and book.longest == 0:
+            running = cluster.instances[book.name].running.values()
+            decodes = {r.id for r in running if r.computed >= r.prompt_len}
+            assert decodes <= self._fixed  # Nobody looks at what may still be taken.
         taken = [action.request for action in actions if isinstance(action, Reassign)]
         assert len(taken) == len(set(taken)) == len(actions)
         for action in actions:
@@ -205,4 +211,17 @@ def test_a_prompt_too_long_for_a_small_pool_does_not_leave_the_large_one_idle() 
         ).wall_s
         for more in ((), ("system={name: takeover, keeps_room: false}",))
     )
+    assert kept < 1.1 * let_go
+
+
+def test_a_large_pool_that_is_mostly_free_begins_prompts_too() -> None:
+    """At a rate that the pair serves with ease, the A10 has time, but not for all prompts."""
+    cell = cases.Cell("A100+A10", 4096, 128)
+    work = [replace(r, arrival=i / 2.5) for i, r in enumerate(cell.work(1, 40))]
+    kept, let_go = (
+        simulate(cases.Run(cell, "takeover/pair", more, 0).config(), work).ttft_p99
+        for more in ((), ("system={name: takeover, keeps_room: false}",))
+    )
+    assert kept is not None
+    assert let_go is not None
     assert kept < 1.1 * let_go

@@ -1,25 +1,13 @@
-"""Takeover's parts, latencies, cost of decisions, and Cronus' Table 2 beside it."""
+"""Takeover's parts, latencies, and Cronus' Table 2 beside it."""
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from statistics import mean
-from typing import TypeVar
 
-from jaxinfer.config.run_file import load_run_file
 from jaxinfer.options.validation import read_yaml
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    Leg,
-    RequestView,
-    StepView,
-)
 from jaxinfer.simulate.run import prepare, serve
-from jaxinfer.systems.takeover import Takeover
 from scripts.reproduce.claims import Target, agrees
 from scripts.reproduce.cronus.cases import APPROACHES, SETUPS, Case, numbers, throughput
 from scripts.reproduce.reproduction import Work
@@ -43,9 +31,12 @@ def parts(pool: ProcessPoolExecutor) -> list[Row]:
     runs = [Run(cell, "takeover/pair", changes, 0) for changes in PARTS.values() for cell in wanted]
     found = iter(list(pool.map(shares, runs)))
     return [
-        {"without": name} | {cell.name: round(next(found)[0], 4) for cell in wanted}
-        for name in PARTS
+        {"without": name} | {cell.name: _share(next(found)) for cell in wanted} for name in PARTS
     ]
+
+
+def _share(made: tuple[float, float] | None) -> float | str:
+    return "could not run" if made is None else round(made[0], 4)
 
 
 # 80 % load: as often as relative Cronus serves 80 % of what it can.
@@ -77,16 +68,21 @@ SERVED = ("Cronus", "DP", OURS)
 
 def _cronus_rate(cell: Cell) -> float:
     """The steady rate of Cronus, by its relative fits."""
-    config = Run(cell, *SYSTEMS["Cronus"][0], 0).config()
+    config = Run(cell, *_first("Cronus"), 0).config()
     made = serve(*prepare(config), cell.work(0, cell.count), None)
     assert made.steady_requests_s
     return LOAD * made.steady_requests_s
 
 
+def _first(system: str) -> tuple[str, tuple[str, ...]]:
+    """The first variant of a system."""
+    return next(iter(SYSTEMS[system].values()))
+
+
 def _latency(asked: tuple[Cell, float, str]) -> tuple[float, float]:
     cell, rate, name = asked
     work = [replace(r, arrival=i / rate) for i, r in enumerate(cell.work(1, COUNT))]
-    made = serve(*prepare(Run(cell, *SYSTEMS[name][0], 0).config()), work, None)
+    made = serve(*prepare(Run(cell, *_first(name), 0).config()), work, None)
     assert made.ttft_p99 is not None
     assert made.tbt_p99 is not None
     return made.ttft_p99, made.tbt_p99
@@ -112,81 +108,6 @@ def latency_claims(rows: Sequence[Row]) -> list[Target]:
             )
         )
     return claims
-
-
-# Decisions: instances, and the bar in microseconds per request.
-SIZES = {2: None, 16: 50, 128: 200}
-PER_INSTANCE = 30
-T = TypeVar("T")
-
-
-def decisions() -> list[Row]:
-    """Microseconds of the system's hooks per request, half of the instances A100 and half A10."""
-    return [_decided(count) for count in SIZES]
-
-
-class Timed(Takeover):
-    """Takeover, and the seconds of the processor that its hooks have taken."""
-
-    spent = 0.0
-
-    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Count what routing takes."""
-        return _timed(super().route, waiting, cluster)
-
-    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Count what looking at a step takes."""
-        return _timed(super().on_step, step, cluster)
-
-    def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
-        """Count what a leg's end takes."""
-        _timed(super().on_leg_end, request, leg, cluster)
-
-    def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Count what a request's end takes."""
-        _timed(super().on_finish, request, cluster)
-
-
-def _timed(hook: Callable[..., T], *given: object) -> T:
-    start = time.process_time()
-    answer = hook(*given)
-    Timed.spent += time.process_time() - start
-    return answer
-
-
-def _decided(count: int) -> Row:
-    config = load_run_file(
-        CONFIGS / "takeover" / "pair.yaml",
-        [
-            *(f"groups.{name}.devices={count // 2}" for name in ("high", "low")),
-            *(f"groups.{name}.tensor_parallel_size=1" for name in ("high", "low")),
-            *(f"instances.{name}.replicas={count // 2}" for name in ("high", "low")),
-            "system=scripts.reproduce.takeover.beside:Timed",
-        ],
-    )
-    work = Cell("A100+A10", 1024, 128).work(0, PER_INSTANCE * count)
-    Timed.spent = 0.0
-    made = serve(*prepare(config), work, None)
-    return {
-        "instances": count,
-        "requests": len(work),
-        "us_per_request": round(1e6 * Timed.spent / len(work), 1),
-        "loop_us_per_request": round(1e6 * made.loop_s / len(work), 1),
-    }
-
-
-def decision_claims(rows: Sequence[Row]) -> list[Target]:
-    """The bars."""
-    return [
-        agrees(
-            f"takeover's decisions, {row['instances']} instances",
-            f"{row['us_per_request']} us per request",
-            float(row["us_per_request"]) < bar,
-            f"under {bar} us",
-        )
-        for row in rows
-        if (bar := SIZES[int(row["instances"])])
-    ]
 
 
 def table_2(work: Work, pool: ProcessPoolExecutor) -> list[Row]:

@@ -1,7 +1,7 @@
-"""Pairs of unlike GPUs under several systems, over lengths of prompts and answers."""
+"""Clusters of unlike GPUs under several systems, over lengths of prompts and answers."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxinfer.config.run_file import RunFile, load_run_file
@@ -14,34 +14,55 @@ from jaxinfer.workload.bench_request import BenchRequest
 from scripts.tables import CONFIGS
 
 PROMPTS, ANSWERS = (256, 1024, 4096, 16384), (32, 128, 512, 2048)
-KINDS = {"A100": "A100-80G-SXM", "H100": "H100-SXM", "A10": "A10", "A30": "A30", "L4": "L4"}
+KINDS = {
+    "A100": "A100-80G-SXM",
+    "H100": "H100-SXM",
+    "L40S": "L40S",
+    "A10": "A10",
+    "A30": "A30",
+    "L4": "L4",
+}
+# KV entries that a pool holds, about.
+POOLS = {"A100": 466_000, "H100": 466_000, "L40S": 190_000, "A10": 22_000, "A30": 22_000,
+         "L4": 22_000}  # fmt: skip
 PAIRS = {"A100+A10": ("A100", "A10"), "A100+A30": ("A100", "A30"), "H100+L4": ("H100", "L4")}
+WIDE = {
+    "A100+4 A10": ("A100", "A10", "A10", "A10", "A10"),
+    "H100+A100+L40S+L4": ("H100", "A100", "L40S", "L4"),
+}
+WIDE_CELLS = ((256, 128), (256, 512), (1024, 32), (1024, 128), (1024, 512), (4096, 32),
+              (4096, 128), (4096, 512))  # fmt: skip
 # The model whose efficiencies were calibrated for Cronus' tables; other GPUs have the A100's.
 MODEL = "LLaMA3-8B"
-# Run files, and what is changed in each: a system counts with the best of its variants.
-SYSTEMS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
-    "Cronus": (("cronus/cronus", ("simulate.fit=relative",)),),
-    "DP": (
-        ("cronus/data_parallel", ()),
-        (
+# By the variant's name: its run file, and what is changed in it.
+Variants = Mapping[str, tuple[str, tuple[str, ...]]]
+SAME, CHUNKS = "takeover's budgets", "1,024 tokens"
+# Where a GPU computes 400 tokens in the time for which it reads its weights, steps of 256 waste it.
+LONGER = "instances.low.max_num_batched_tokens=512"
+# A system counts with the best of its variants.
+SYSTEMS: dict[str, Variants] = {
+    "Cronus": {"relative fits": ("cronus/cronus", ("simulate.fit=relative",))},
+    "DP": {
+        SAME: ("cronus/data_parallel", ()),
+        CHUNKS: (
             "cronus/data_parallel",
             (
                 "instances.high.max_num_batched_tokens=1024",
                 "instances.low.max_num_batched_tokens=1024",
             ),
         ),
-    ),
-    "L-H": (("cronus/disaggregated_low_high", ()),),
-    "takeover": (("takeover/pair", ()),),
+    },
+    "L-H": {"": ("cronus/disaggregated_low_high", ())},
+    "takeover": {"": ("takeover/pair", ())},
 }
 OURS = "takeover"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean lengths on a pair; lengths are uniform around them."""
+    """Mean lengths on a cluster; lengths are uniform around them."""
 
-    pair: str
+    cluster: str
     prompt: int
     answer: int
 
@@ -66,10 +87,10 @@ class Cell:
 
     @property
     def count(self) -> int:
-        """Four times the requests that run at once, about; 200 to 1,000."""
+        """Four times the requests that run at once, about; 200 to 1,000, on wide ones 4,000."""
         entries = self.prompt + self.answer / 2
-        at_once = sum(min(pool / entries, 256) for pool in (466_000, 22_000))
-        return round(min(max(4 * at_once, 200), 1000))
+        at_once = sum(min(POOLS[kind] / entries, 256) for kind in gpus(self.cluster))
+        return round(min(max(4 * at_once, 200), 1000 if self.cluster in PAIRS else 4000))
 
 
 @dataclass(frozen=True)
@@ -82,37 +103,103 @@ class Run:
     seed: int
 
     def config(self) -> RunFile:
-        """The run file, with the pair's GPUs and costs."""
-        high, low = PAIRS[self.cell.pair]
+        """The run file, with the cluster's GPUs and costs."""
+        kinds = list(dict.fromkeys(gpus(self.cell.cluster)))
+        groups = ["high", "low"] if len(kinds) == 2 else [kind.lower() for kind in kinds]
         return load_run_file(
             CONFIGS / f"{self.file}.yaml",
             [
-                f"groups.high.kind={KINDS[high]}",
-                f"groups.low.kind={KINDS[low]}",
+                *(
+                    f"groups.{group}.kind={KINDS[k]}"
+                    for group, k in zip(groups, kinds, strict=True)
+                ),
                 "engine.max_model_len=32768",
-                *costs(high, low),
+                *costs(dict(zip(groups, kinds, strict=True))),
                 *self.changes,
             ],
         )
 
 
-def costs(high: str, low: str) -> list[str]:
-    """The calibrated costs of a pair, as settings."""
+def gpus(cluster: str) -> tuple[str, ...]:
+    """The kind of each GPU of a cluster, the best first."""
+    return (PAIRS | WIDE)[cluster]
+
+
+def systems(cluster: str) -> Mapping[str, Variants]:
+    """The systems that run on a cluster, with their variants.
+
+    On wide ones there is no Cronus, and L-H computes prompts on all that are weaker: than the A100
+    or the H100, or, of four kinds, on the weaker half, too.
+    """
+    if cluster == "H100+L4":
+        dp, (file, changes) = SYSTEMS["DP"], SYSTEMS[OURS][""]
+        mine = {SAME: (dp[SAME][0], (*dp[SAME][1], LONGER)), CHUNKS: dp[CHUNKS]}
+        return SYSTEMS | {"DP": mine, OURS: {"": (file, (*changes, LONGER))}}
+    if cluster in PAIRS:
+        return SYSTEMS
+    if cluster == "A100+4 A10":
+        many = ("groups.low.devices=4", "groups.low.tensor_parallel_size=1")
+        four = (*many, "instances.low.replicas=4")
+        prefill = [f"prefill{number}" for number in range(4)]
+        split = (*many, "instances.prefill.replicas=4", _split(prefill, ["decode"]))
+        weights = {"high": 3, "low0": 1, "low1": 1, "low2": 1, "low3": 1}
+        return {
+            "DP": _parallel("cronus/data_parallel", four, weights, ("high", "low")),
+            "L-H": {"all A10s": ("cronus/disaggregated_low_high", split)},
+            OURS: {"": ("takeover/pair", four)},
+        }
+    file, names = "takeover/four_kinds", ["h100", "a100", "l40s", "l4"]
+    weights = dict(zip(names, (6, 3, 2, 1), strict=True))
+    return {
+        "DP": _parallel(file, (), weights, names),
+        "L-H": {
+            f"prompts on {len(names) - count}": (
+                file,
+                (
+                    *(f"instances.{name}.max_num_batched_tokens=8192" for name in names[count:]),
+                    *(f"instances.{name}.max_num_seqs=1" for name in names[count:]),
+                    _split(names[count:], names[:count]),
+                ),
+            )
+            for count in (1, 2)
+        },
+        OURS: {"": (file, ())},
+    }
+
+
+def _parallel(
+    file: str, changes: Sequence[str], weights: Mapping[str, int], instances: Sequence[str]
+) -> Variants:
+    """Data parallelism with the budgets that takeover has, and with longer chunks."""
+    shares = ", ".join(
+        f"{name}: {{weight: {weight}, max_waiting: {weight}}}" for name, weight in weights.items()
+    )
+    turns = (*changes, f"system={{name: data_parallel, shares: {{{shares}}}}}")
+    longer = (f"instances.{name}.max_num_batched_tokens=1024" for name in instances)
+    return {SAME: (file, turns), CHUNKS: (file, (*turns, *longer))}
+
+
+def _split(prefill: Sequence[str], decode: Sequence[str]) -> str:
+    """The setting of disaggregation over these instances."""
+    first, second = ", ".join(prefill), ", ".join(decode)
+    return f"system={{name: disaggregated, prefill: [{first}], decode: [{second}]}}"
+
+
+def costs(kinds: Mapping[str, str]) -> list[str]:
+    """The calibrated costs of groups of these kinds, as settings."""
     found = read_yaml(CONFIGS / "cronus_calibration.yaml")
     own = found["high"][MODEL]
-    lows = found["low"].get(low, {}).get(MODEL, own)
-    return [
-        *(f"simulate.{name}={value}" for name, value in found["engine"].items()),
-        *(f"simulate.groups.high.{name}={value}" for name, value in own.items()),
-        *(f"simulate.groups.low.{name}={value}" for name, value in lows.items()),
-        f"simulate.hop_s={found['hop_s']}",
-    ]
+    settings = [f"simulate.{name}={value}" for name, value in found["engine"].items()]
+    for group, kind in kinds.items():
+        mine = found["low"].get(kind, {}).get(MODEL, own)
+        settings += [f"simulate.groups.{group}.{name}={value}" for name, value in mine.items()]
+    return [*settings, f"simulate.hop_s={found['hop_s']}"]
 
 
-def shares(run: Run) -> tuple[float, float]:
+def shares(run: Run) -> tuple[float, float] | None:
     """The shares of the bound: of the steady part of a run, and of all of it.
 
-    0 for a system that gives an instance requests which it could never hold.
+    None where the system gives an instance a request which that could never hold.
     """
     work = run.cell.work(run.seed, run.cell.count)
     site, cluster, fits = prepare(run.config())
@@ -123,13 +210,14 @@ def shares(run: Run) -> tuple[float, float]:
     except JaxinferError as error:
         if "pages of" not in str(error):
             raise
-        return 0.0, 0.0
+        return None
     return done.share(), len(work) / made.wall_s / bound.rate
 
 
-def cells(pair: str) -> Sequence[Cell]:
-    """All cells of a pair."""
-    return [Cell(pair, prompt, answer) for prompt in PROMPTS for answer in ANSWERS]
+def cells(cluster: str) -> Sequence[Cell]:
+    """All cells of a cluster: sixteen of a pair, eight of a wide one."""
+    every = [(prompt, answer) for prompt in PROMPTS for answer in ANSWERS]
+    return [Cell(cluster, *lengths) for lengths in (every if cluster in PAIRS else WIDE_CELLS)]
 
 
 def _short(count: int) -> str:
