@@ -1,4 +1,4 @@
-"""The command line. Most commands are in the file of their name, read when it is asked for."""
+"""The command line. Each command is in the file of its name, read when it is asked for."""
 
 import errno
 import os
@@ -16,8 +16,6 @@ COMMANDS = (
     "calibrate", "explain", "profile", "convert", "worker",
     "conformance", "configs", "rerun", "shard", "validate",
 )  # fmt: skip
-# Of those that share a file with another one, that one.
-_HOMES = {"replay": "simulate"}
 # What files, pipes and terminals that take a command's output may fail with.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
@@ -33,7 +31,7 @@ class Commands(click.Group):
         """The one of this name, or None."""
         if name not in COMMANDS:
             return None
-        home = import_module(f"jaxinfer.commands.{_HOMES.get(name, name)}")
+        home = import_module(f"jaxinfer.commands.{name}")
         command: click.Command = getattr(home, name)
         return command
 

@@ -1,6 +1,5 @@
 """``jaxinfer simulate``: a workload on a modelled cluster, in virtual time."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +9,6 @@ from rich.console import Console
 
 from jaxinfer.commands.common import (
     ledger_settings,
-    new_results,
     refuse,
     say,
     with_ledger,
@@ -28,38 +26,24 @@ from jaxinfer.commands.systems import (
     write_systems,
 )
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
     from jaxinfer.report.metrics import RunMetrics
 
 
-def _replay(real: Path, out: Path, pictures: str | None) -> None:
-    from jaxinfer.simulate.replay import fidelity, overruns, replay
-
-    with new_results(out):
-        both = replay(real, out / "runs")
-    Console(width=None if sys.stdout.isatty() else 120).print(fidelity(*both))
-    for hint in overruns(both[0]):
-        Console().print(hint, soft_wrap=True, markup=False, highlight=False)
-    write_systems({run.name: [run] for run in both}, out, pictures)
-
-
 @click.command()
-@click.argument("run_file", required=False)
+@click.argument("run_file")
 @with_workload
 @with_limit
-@click.option("--replay", metavar="RUN_DIR", help="A finished real run: how far is the simulator?")
 @click.option("--out", help="New folder for tables, pictures and traces; else figures alone.")
 @with_pictures
 @with_bound
 @with_settings
 @with_ledger
 def simulate(
-    run_file: str | None,
+    run_file: str,
     workload: str | None,
     limit: int | None,
-    replay: str | None,
     out: str | None,
     pictures: str | None,
     bound: bool,
@@ -67,17 +51,6 @@ def simulate(
     ledger: bool,
 ) -> None:
     """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
-    if replay:
-        why = "for a run file, not for a replay"
-        given = {"--workload": workload, "--limit": limit, "--bound": bound, "--set": settings}
-        given |= {"--ledger": ledger}
-        refuse(why, {"RUN_FILE": run_file, **given})
-        if not out:
-            raise JaxinferError("a replay needs --out FOLDER")
-        _replay(Path(replay), Path(out), pictures)
-        return
-    if not run_file:
-        raise JaxinferError("give a run file, or --replay RUN_DIR")
     changes = [*settings, *workload_settings(workload, limit), *ledger_settings(ledger)]
     from jaxinfer.compare import load_systems
     from jaxinfer.simulate.run import simulate
@@ -98,32 +71,6 @@ def simulate(
         rate = found.requests / found.wall_s
     if bound:
         print_share(config, work, rate)
-
-
-@click.command()
-@click.argument("run_dir")
-@click.option("--check", is_flag=True, help="Compare decisions, by the times that were measured.")
-@click.option("--out", help="New folder for tables, pictures and traces of both runs.")
-@with_pictures
-def replay(run_dir: str, check: bool, out: str | None, pictures: str | None) -> None:
-    """Serve a finished real run again in virtual time.
-
-    With --check, the run has a ledger (--ledger): the simulator is told what the run was told, when
-    it was told, and must decide alike. Exits with 1 and the first difference if it does not.
-    """
-    if not check:
-        if not out:
-            raise JaxinferError("give --out FOLDER, or --check")
-        _replay(Path(run_dir), Path(out), pictures)
-        return
-    refuse("for a replay without --check", {"--out": out, "--pictures": pictures})
-    from jaxinfer.simulate.same_decisions import check_decisions
-
-    difference, entries, found = check_decisions(Path(run_dir))
-    if difference:
-        click.echo(f"{run_dir}: the simulator decides differently: {difference}")
-        sys.exit(1)
-    click.echo(f"{run_dir}: the same {entries:,} entries in both worlds, hash {found}")
 
 
 def _print_figures(config: RunFile, found: "RunMetrics") -> None:

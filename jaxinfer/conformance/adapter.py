@@ -48,7 +48,13 @@ def hand_over(
     *,
     whole_pages: bool = False,
 ) -> list[Finding]:
-    """Have an engine hand over golden requests, one after another; return what is wrong."""
+    """Have an engine hand over golden requests, one after another; return what is wrong.
+
+    Raises:
+        ValueError: there are more requests than golden entries tell from what pools held before.
+    """
+    if len(lengths) > FORMER:
+        raise ValueError(f"lengths has {len(lengths)} requests, must have at most {FORMER}")
     sides = []
     for number, engine in enumerate((source, dest)):
         side = Side(model, engine.layout, engine.num_pages, FORMER + number)

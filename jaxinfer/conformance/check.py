@@ -114,7 +114,7 @@ def _elsewhere(
             ("late write after free", late),
             ("past the length" if kind == "tail" else "outside its pages", ~late),
         ):
-            if mask.any() and not (kind == "tail" and whole_pages and not late.any()):
+            if mask.any() and not (name == "past the length" and whole_pages):
                 count, text = counts.get(name, (0, _where(origin, where, mask)))
                 counts[name] = count + int(mask.sum()), text
     return [Finding(name, None, count, text) for name, (count, text) in counts.items()]

@@ -12,7 +12,7 @@ from jaxinfer.conformance.formats import FORMATS, decode, encode
 from jaxinfer.conformance.golden import BLOCK, GoldenModel
 from jaxinfer.conformance.layout import Layout, Shard, from_order, to_order
 from jaxinfer.conformance.mistake import Mistake, Production, Step, afterwards, replacing
-from jaxinfer.conformance.mover import Mover
+from jaxinfer.conformance.mover import SLAB_TOKENS, Mover
 from jaxinfer.conformance.scenario import DEST_ONLY, FREED, LENGTHS, OTHER_LENGTH, scenario
 
 Skips = Callable[[Mover, Shard, int, int], bool]
@@ -63,7 +63,7 @@ def _missing(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mista
 def _slabs(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
     def swapped(parts: slice, layers: range) -> Step:
         def take(self: Mover, shard: Shard, request: int, tokens: range) -> np.ndarray:
-            found, S = Mover.take(self, shard, request, tokens), self.slab_tokens
+            found, S = Mover.take(self, shard, request, tokens), SLAB_TOKENS
             if request == 1 and tokens.stop <= 2 * S and shard.layer in layers:
                 other = range(S - tokens.start, 2 * S - tokens.start)
                 found[parts] = Mover.take(self, shard, request, other)[parts]

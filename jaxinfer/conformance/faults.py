@@ -4,14 +4,14 @@ The grammar is a step, an object and a mistake (``source_faults``, ``dest_faults
 layouts that they are a fault of. The check knows nothing of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jaxinfer.conformance.check import Finding
 from jaxinfer.conformance.dest_faults import DEST_PRODUCTIONS
 from jaxinfer.conformance.golden import GoldenModel
 from jaxinfer.conformance.layout import Layout
+from jaxinfer.conformance.mistake import Mistake
 from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.scenario import PAIRS, Scenario, scenario
 from jaxinfer.conformance.source_faults import SOURCE_PRODUCTIONS
@@ -19,37 +19,34 @@ from jaxinfer.conformance.source_faults import SOURCE_PRODUCTIONS
 
 @dataclass(frozen=True)
 class Fault:
-    """One step of a hand-off that is wrong.
+    """A mistake that is made between two layouts."""
 
-    Attributes:
-        name: what a check is to call it; ``mistake``: in words.
-        steps: in place of the mover's methods of these names; ``after``: done at the end.
-    """
-
-    name: str
-    mistake: str
+    mistake: Mistake
     source: Layout
     dest: Layout
     model: GoldenModel
-    steps: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    after: Callable[[Mover], None] | None = None
+
+    @property
+    def name(self) -> str:
+        """What a check is to call it."""
+        return self.mistake.name
 
     def __str__(self) -> str:
-        return f"{self.source} to {self.dest}: {self.mistake}"
+        return f"{self.source} to {self.dest}: {self.mistake.words}"
 
     def findings(self) -> list[Finding]:
         """Hand over with this fault, and check."""
         case = scenario(self.source, self.dest, self.model)
-        return case.run(_Faulty(case, self))
+        return case.run(_Faulty(case, self.mistake))
 
 
 class _Faulty(Mover):
     """A mover with some steps replaced."""
 
-    def __init__(self, case: Scenario, fault: Fault) -> None:
-        super().__init__(case.source, case.dest, case.slab_tokens)
-        self._after = fault.after
-        for name, step in fault.steps.items():
+    def __init__(self, case: Scenario, mistake: Mistake) -> None:
+        super().__init__(case.source, case.dest)
+        self._after = mistake.after
+        for name, step in mistake.steps.items():
             setattr(self, name, step.__get__(self))  # Bound to the mover, as a method is.
 
     def finish(self) -> None:
@@ -60,7 +57,7 @@ class _Faulty(Mover):
 def all_faults(pairs: Sequence[tuple[Layout, Layout, GoldenModel]] = PAIRS) -> list[Fault]:
     """Every production of the grammar on each pair of layouts."""
     return [
-        Fault(each.name, each.mistake, source, dest, model, each.steps, each.after)
+        Fault(each, source, dest, model)
         for source, dest, model in pairs
         for production in (*SOURCE_PRODUCTIONS, *DEST_PRODUCTIONS)
         for each in production(source, dest, model)

@@ -13,10 +13,15 @@ Step = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A step of a mover that is wrong; see ``faults.Fault``."""
+    """A step of a hand-off that is wrong.
+
+    Attributes:
+        name: what a check is to call it; ``words``: what is done.
+        steps: in place of the mover's methods of these names; ``after``: done at the end.
+    """
 
     name: str
-    mistake: str
+    words: str
     steps: Mapping[str, Step] = field(default_factory=dict)
     after: Callable[[Mover], None] | None = None
 
@@ -24,11 +29,11 @@ class Mistake:
 Production = Callable[[Layout, Layout, GoldenModel], Iterator[Mistake]]
 
 
-def replacing(name: str, mistake: str, **steps: Step) -> Mistake:
+def replacing(name: str, words: str, **steps: Step) -> Mistake:
     """A mistake in these steps."""
-    return Mistake(name, mistake, steps)
+    return Mistake(name, words, steps)
 
 
-def afterwards(name: str, mistake: str, after: Callable[[Mover], None]) -> Mistake:
+def afterwards(name: str, words: str, after: Callable[[Mover], None]) -> Mistake:
     """A mistake that is made when all requests have been moved."""
-    return Mistake(name, mistake, {}, after)
+    return Mistake(name, words, {}, after)

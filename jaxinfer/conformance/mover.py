@@ -10,25 +10,18 @@ SLAB_TOKENS = 32
 
 
 class Mover:
-    """Moves requests' entries from one side's pages to another's, in slabs of some tokens.
+    """Moves requests' entries from one side's pages to another's, in slabs of some tokens."""
 
-    Args:
-        wire: the format that travels; by default the narrower of the two sides', and float32
-            where one of them has entries of 8 bits.
-    """
-
-    def __init__(
-        self, source: Side, dest: Side, slab_tokens: int = SLAB_TOKENS, wire: str | None = None
-    ) -> None:
-        self.source, self.dest, self.slab_tokens = source, dest, slab_tokens
-        self.wire = wire or narrower(source.layout.kv_dtype, dest.layout.kv_dtype)
+    def __init__(self, source: Side, dest: Side) -> None:
+        self.source, self.dest = source, dest
+        self.wire = narrower(source.layout.kv_dtype, dest.layout.kv_dtype)
 
     def move(self, request: int) -> None:
         """Move all of a request's entries to the pages that the destination has for it."""
         stop = self.source.lengths[request]
         for shard in self.dest.pools:
-            for start in range(0, stop, self.slab_tokens):
-                tokens = range(start, min(start + self.slab_tokens, stop))
+            for start in range(0, stop, SLAB_TOKENS):
+                tokens = range(start, min(start + SLAB_TOKENS, stop))
                 self.put(shard, request, tokens, self.travel(self.take(shard, request, tokens)))
 
     def finish(self) -> None:

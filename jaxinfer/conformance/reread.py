@@ -20,7 +20,7 @@ def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, 
     """Yield a name, the blocks, and a text where another reading finds the request's entries."""
     nobody = (wrong.origin.request < 0) & ~wrong.zero
     table = np.asarray(dest.tables[wrong.request])
-    name, text = dest.layout.kv_dtype, ""
+    name = dest.layout.kv_dtype
     found: dict[tuple[str, str], np.ndarray] = {}
     places = np.stack([wrong.shard, wrong.part], -1)
     for number, part in np.unique(places[nobody], axis=0):

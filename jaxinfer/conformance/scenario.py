@@ -8,7 +8,7 @@ import numpy as np
 from jaxinfer.conformance.check import Finding, check
 from jaxinfer.conformance.golden import FORMER, GoldenModel
 from jaxinfer.conformance.layout import Layout
-from jaxinfer.conformance.mover import SLAB_TOKENS, Mover
+from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.side import Side
 
 MODEL = GoldenModel()
@@ -53,21 +53,13 @@ class Scenario:
     source: Side
     dest: Side
     before: Side
-    slab_tokens: int = SLAB_TOKENS
 
     def run(self, mover: Mover) -> list[Finding]:
         """Move all requests, and check them."""
         for request in LENGTHS:
             mover.move(request)
         mover.finish()
-        return check(
-            self.source,
-            self.dest,
-            list(LENGTHS),
-            before=self.before,
-            freed=[FREED],
-            slab_tokens=self.slab_tokens,
-        )
+        return check(self.source, self.dest, list(LENGTHS), before=self.before, freed=[FREED])
 
 
 def scenario(source: Layout, dest: Layout, model: GoldenModel) -> Scenario:

@@ -22,6 +22,14 @@ class Pool:
     pages: np.ndarray
     scale_PK: np.ndarray | None = None
 
+    def __str__(self) -> str:
+        scales = "no scales" if self.scale_PK is None else f"scales {_facts(self.scale_PK)}"
+        return f"pages {_facts(self.pages)}, {scales}"
+
+
+def _facts(array: np.ndarray) -> str:
+    return f"{array.dtype}{list(array.shape)}"
+
 
 @dataclass
 class Side:
@@ -121,19 +129,32 @@ class Side:
             found.append(x_TKH)
         return np.stack(found)
 
+    def take_pages(self, other: "Side", request: int) -> None:
+        """Have the pages of a request of the other side, which lie in the same pools."""
+        table = other.tables[request]
+        for shard, pair in other.pools.items():
+            for mine, theirs in zip(self.pools[shard], pair, strict=True):
+                mine.pages[table] = theirs.pages[table]
+                if mine.scale_PK is not None and theirs.scale_PK is not None:
+                    mine.scale_PK[table] = theirs.scale_PK[table]
+
     def copy(self) -> "Side":
         """A copy whose pages are its own."""
         return copy.deepcopy(self)
 
     def load(self, pools: Mapping[Shard, tuple[Pool, Pool]]) -> None:
-        """Take what an engine's pools hold."""
+        """Take what an engine's pools hold.
+
+        Raises:
+            ValueError: they are not as the layout has them: shards, shapes, dtypes, or scales.
+        """
+        if apart := pools.keys() ^ self.pools.keys():
+            whose = "the layout" if min(apart, key=str) in self.pools else "the engine"
+            raise ValueError(f"{min(apart, key=str)}: {whose} alone has it")
         for shard, pair in pools.items():
             for mine, theirs in zip(self.pools[shard], pair, strict=True):
-                if mine.pages.shape != theirs.pages.shape:
-                    raise ValueError(
-                        f"{shard}: pages are {theirs.pages.shape}, the layout has "
-                        f"{mine.pages.shape}"
-                    )
+                if str(theirs) != str(mine):
+                    raise ValueError(f"{shard}: the engine has {theirs}, the layout {mine}")
                 mine.pages[:] = theirs.pages
-                if mine.scale_PK is not None and theirs.scale_PK is not None:
+                if mine.scale_PK is not None:
                     mine.scale_PK[:] = theirs.scale_PK

@@ -3,7 +3,9 @@
 import numpy as np
 
 
-def name_by_sums(sent_LT: np.ndarray, found_LT: np.ndarray, page_size: int) -> str:
+def name_by_sums(
+    sent_LT: np.ndarray, found_LT: np.ndarray, page_size: int, first_layer: int = 0, start: int = 0
+) -> str:
     """Name a fault by where the sums that were found were among those sent; "" where none was.
 
     Sums go with every transfer at little cost, and this is asked only where they differ. They tell
@@ -12,6 +14,7 @@ def name_by_sums(sent_LT: np.ndarray, found_LT: np.ndarray, page_size: int) -> s
     Args:
         sent_LT: a sum of each layer's keys and values of each token; ``found_LT``: likewise.
         page_size: of the destination.
+        first_layer, start: what the first of these layers and tokens is to be called.
     """
     T = sent_LT.shape[1]
     sums, first = np.unique(sent_LT, return_index=True)
@@ -21,17 +24,20 @@ def name_by_sums(sent_LT: np.ndarray, found_LT: np.ndarray, page_size: int) -> s
     # Sums of equal tokens are equal, and zeros are everywhere: most have to be somebody's.
     if 2 * known.sum() <= len(wrong):
         return ""
-    layer, token = np.divmod(first[at[known]], T)
-    by_layer, by_token = layer - wrong[known, 0], token - wrong[known, 1]
-    where = f"it has the sum of layer {layer[0]}, token {token[0]} of this slab"
+    here = wrong[known]
+    there = np.stack(np.divmod(first[at[known]], T), axis=-1)
+    by_layer, by_token = (there - here).T
+    name, example = "misplaced", 0
     if not by_token.any():
-        return f"layer shifted, {where}"
-    if by_layer.any():
-        return f"misplaced, {where}"
-    shifts, counts = np.unique(by_token, return_counts=True)
-    most = shifts[counts.argmax()]
-    if not (by_token % page_size).any():
-        return f"page order, {where}"
-    if 2 * counts.max() > len(by_token):
-        return f"page offset{' off by one' if abs(most) == 1 else ''}, {where}"
-    return f"misplaced, {where}"
+        name = "layer shifted"
+    elif not by_layer.any() and not (by_token % page_size).any():
+        name = "page order"
+    elif not by_layer.any():
+        shifts, counts = np.unique(by_token, return_counts=True)
+        most = shifts[counts.argmax()]
+        if 2 * counts.max() > len(by_token):
+            name = "page offset off by one" if abs(most) == 1 else "page offset"
+            example = int(np.argmax(by_token == most))
+    offset = first_layer, start
+    (layer, token), (other, place) = here[example] + offset, there[example] + offset
+    return f"{name}, layer {layer}, token {token} has the sum of layer {other}, token {place}"

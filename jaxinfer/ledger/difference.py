@@ -27,16 +27,13 @@ _WORDS = {
 }
 
 
-def first_difference(
-    real: Sequence[Entry], other: Sequence[Entry], names: tuple[str, str] = ("real", "simulated")
-) -> str | None:
+def first_difference(real: Sequence[Entry], simulated: Sequence[Entry]) -> str | None:
     """Say where two ledgers part: event, instance, request, both sides; None if they are equal."""
     time = 0.0
     event = "the start"
-    for number, (one, two) in enumerate(zip_longest(real, other), 1):
+    for number, (one, two) in enumerate(zip_longest(real, simulated), 1):
         if one is None or two is None or one[:2] != two[:2]:
-            both = zip(names, (one, two), strict=True)
-            sides = "; ".join(f"{name}: {describe(entry)}" for name, entry in both)
+            sides = f"real: {describe(one)}; simulated: {describe(two)}"
             return f"entry {number}, at {time:.6g} s, after {event}: {sides}{_where(one, two)}"
         kind, decided, measured = one
         if kind == "round":

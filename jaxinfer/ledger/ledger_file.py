@@ -2,70 +2,110 @@
 
 A line has up to 512 entries, apart by what they are of: ``{"decided": [[kind, ...], ...],
 "measured": [...]}``. The hash is over the former, in order: two runs that decide the same have the
-same. Encoding many at once is most of what makes a ledger cheap.
+same.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
+from json.encoder import encode_basestring_ascii as quoted
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.lines import Lines
 
 NAME = "ledger.jsonl"
-# Entries that are written at once.
-_CHUNK = 512
-Keep = Callable[[str, list[Any], Any], None]
+# Entries of a line.
+LINE = 512
 Entry = tuple[str, list[Any], Any]
-_as_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+as_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
-class LedgerFile:
-    """A ledger that is being written.
+# Of a step: instance, pages in use, grouped decodes, and the KV entries that these see.
+Group = tuple[str, int, int, int]
+group_of: Callable[[object], Group] = attrgetter(
+    "instance", "pages_in_use", "grouped", "grouped_context"
+)
+
+
+def text_of_group(group: Group, rest: str = "") -> str:
+    """A step's entry as JSON, with what else it has."""
+    name, pages, decodes, context = group
+    return f'["batch",[{quoted(name)},{pages},{decodes},{context}{rest}]]'
+
+
+class Entries:
+    """Entries as they come, in memory.
 
     Attributes:
-        count: entries so far.
+        decided: of each, ``[kind, [...]]`` as JSON without blanks; or, of a step of grouped
+            decodes, of which simulations have most, what becomes text at once with many others.
+            Whoever observes appends to it.
+        count: those that ``decided`` has no more.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
+        self.decided: list[str | Group] = []
         self.count = 0
-        self._path, self._hash = path, blake2b(digest_size=16)
-        self._decided: list[tuple[str, list[Any]]] = []
-        self._measured: list[Any] = []
-        self._file = path.open("w", encoding="utf-8")
+        self._measured: dict[int, str] = {}
 
-    def keep(self, kind: str, decided: list[Any], measured: Any) -> None:
-        """Take an entry, whose lists do not change any more."""
-        self._decided.append((kind, decided))
-        self._measured.append(measured)
-        if len(self._decided) == _CHUNK:
-            self._write()
+    def measure(self, value: Any) -> None:
+        """Keep what was measured of the latest entry, a JSON value."""
+        self._measured[self.count + len(self.decided) - 1] = as_text(value)
 
-    def _write(self) -> None:
-        if not self._decided:
-            return
-        self.count += len(self._decided)
-        decided, measured = _as_text(self._decided), _as_text(self._measured)
-        self._decided.clear()
-        self._measured.clear()
+    def write(self) -> None:
+        """Take full lines out of memory: from a file's entries."""
+
+    def take(self, count: int) -> tuple[str, str]:
+        """Take out the first entries: what was decided, and what was measured, as JSON arrays."""
+        texts = [
+            each if isinstance(each, str) else text_of_group(each) for each in self.decided[:count]
+        ]
+        del self.decided[:count]
+        measured = ["null"] * count
+        for number in [n for n in self._measured if n < self.count + count]:
+            measured[number - self.count] = self._measured.pop(number)
+        self.count += count
+        return f"[{','.join(texts)}]", f"[{','.join(measured)}]"
+
+    def parsed(self) -> list[Entry]:
+        """Take all that are left."""
+        return list(_paired(*map(json.loads, self.take(len(self.decided)))))
+
+
+class LedgerFile(Entries):
+    """A ledger that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._hash = blake2b(digest_size=16)
+        self._lines = Lines(path)
+
+    def write(self) -> None:
+        """Write full lines."""
+        while len(self.decided) >= LINE:
+            self._write(LINE)
+
+    def _write(self, count: int) -> None:
+        decided, measured = self.take(count)
         self._hash.update(decided.encode())
-        try:
-            self._file.write(f'{{"decided":{decided},"measured":{measured}}}\n')
-        except OSError as error:
-            raise JaxinferError(f"cannot write {self._path}: {error.strerror}") from None
+        self._lines.write(f'{{"decided":{decided},"measured":{measured}}}\n')
 
     def finish(self) -> dict[str, Any]:
         """Write what is left; return the hash, and the number of entries, as JSON values."""
-        self._write()
+        self.write()
+        if self.decided:
+            self._write(len(self.decided))
         return {"hash": self._hash.hexdigest(), "entries": self.count}
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what is left, and close the file."""
         try:
-            self._write()
+            self.finish()
         finally:
-            self._file.close()
+            self._lines.close()
 
 
 def read_ledger(path: Path) -> list[Entry]:
@@ -84,17 +124,20 @@ def _entries(path: Path) -> Iterator[Entry]:
         for number, line in enumerate(file, 1):
             try:
                 both = json.loads(line)
-                pairs = zip(both["decided"], both["measured"], strict=True)
-                for (kind, decided), measured in pairs:
-                    yield kind, decided, measured
+                yield from _paired(both["decided"], both["measured"])
             except (ValueError, KeyError, TypeError):
                 raise JaxinferError(f"{path}: line {number} is damaged") from None
+
+
+def _paired(decided: Iterable[Any], measured: Iterable[Any]) -> Iterator[Entry]:
+    for (kind, values), given in zip(decided, measured, strict=True):
+        yield kind, values, given
 
 
 def ledger_hash(entries: list[Entry]) -> str:
     """Return the hash of what was decided."""
     found = blake2b(digest_size=16)
-    for start in range(0, len(entries), _CHUNK):
-        chunk = [(kind, decided) for kind, decided, _ in entries[start : start + _CHUNK]]
-        found.update(_as_text(chunk).encode())
+    for start in range(0, len(entries), LINE):
+        chunk = [(kind, decided) for kind, decided, _ in entries[start : start + LINE]]
+        found.update(as_text(chunk).encode())
     return found.hexdigest()

@@ -1,14 +1,15 @@
 """The one observer of the loop: it stands between loop and world, real or simulated alike."""
 
 from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from jaxinfer.ledger.ledger_file import Keep
-from jaxinfer.serving.batch import Batch, Row, Transfer
+from jaxinfer.ledger.ledger_file import Entries, as_text, group_of, text_of_group
+from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.loop import ServingLoop
+from jaxinfer.serving.page_pool import CountedPages
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import (
     Arrival,
     Event,
@@ -20,6 +21,8 @@ from jaxinfer.serving.world import (
     World,
 )
 
+_BOOL = "false", "true"
+
 
 class Ledger:
     """Notes what a loop hears and decides, in order.
@@ -28,18 +31,30 @@ class Ledger:
     time then decide alike wherever the events are the same.
 
     Args:
-        keep: takes each entry: its kind, what was decided or heard, and what was measured.
-        measures: whether somebody asks for what was measured; a simulation's times are its own.
+        entries: get each entry: its kind, what was decided or heard, and what was measured.
+        hears: whether what the loop hears is kept, too; a simulation's follows from what it has
+            decided.
     """
 
-    def __init__(self, keep: Keep, measures: bool = True) -> None:
-        self.keep, self.measures = keep, measures
+    def __init__(self, entries: Entries, hears: bool = True) -> None:
+        self.entries, self.hears = entries, hears
+        self.add = entries.decided.append
         # Page digests are of tokens: where a prefix cache is, they are part of what was heard.
         self.keeps_tokens = False
 
-    def around(self, world: World) -> "ObservedWorld":
+    def keep(self, kind: str, decided: Sequence[Any], measured: Any = None) -> None:
+        """Add an entry of JSON values."""
+        self.add(as_text((kind, decided)))
+        self.measure(measured)
+
+    def measure(self, value: Any) -> None:
+        """Add what was measured of the latest entry, a JSON value or None."""
+        if self.hears and value is not None:
+            self.entries.measure(value)
+
+    def around(self, world: World) -> World:
         """The world as a loop is to see it."""
-        return ObservedWorld(world, self)
+        return ObservedWorld(world, self) if self.hears else DecidedWorld(world, self)
 
     def watch(self, loop: ServingLoop) -> None:
         """Hear of a loop's decisions that do not reach its world."""
@@ -49,134 +64,153 @@ class Ledger:
         cached = sum(shard.pool.num_idle for each in instances for shard in each.kv.shards)
         self.keep("start", [], [loop.world.now(), self.keeps_tokens, cached])
         assignments.on_legs = self._legs
-        assignments.on_preempt = lambda name, request: self.keep("victim", [name, request.id], None)
-        assignments.on_role = lambda name, role: self.keep("role", [name, role], None)
+        assignments.on_preempt = lambda name, request: self.keep("victim", [name, request.id])
+        assignments.on_role = lambda name, role: self.keep("role", [name, role])
 
     def ended(self, request: RequestState) -> None:
         """Note the end of a request."""
-        decided = [request.id, request.finish_reason, len(request.output_token_ids)]
-        self.keep("end", decided, request.stop_reason)
+        reason = request.finish_reason and quoted(request.finish_reason)
+        tokens = len(request.output_token_ids)
+        self.add(f'["end",[{quoted(request.id)},{reason or "null"},{tokens}]]')
+        self.measure(request.stop_reason)
+        self.entries.write()
 
     def _legs(self, request: RequestState) -> None:
-        legs = [[leg.instance, leg.until, leg.hand_off] for leg in request.legs]
-        self.keep("legs", [request.id, legs], request.predicted)
+        legs = [
+            f"[{quoted(leg.instance)},{'null' if leg.until is None else leg.until},"
+            f"{quoted(leg.hand_off)}]"
+            for leg in request.legs
+        ]
+        self.add(f'["legs",[{quoted(request.id)},[{",".join(legs)}]]]')
+        self.measure(request.predicted)
 
 
-class ObservedWorld:
-    """Implements ``jaxinfer.serving.world.World`` by another one, and notes what goes through."""
+class DecidedWorld:
+    """Implements ``jaxinfer.serving.world.World`` by another one, and notes what is decided."""
 
     def __init__(self, world: World, ledger: Ledger) -> None:
+        # A simulation's steps are many: what they call is looked up once.
+        self._add, self._launch, self._start_transfer = (
+            ledger.add, world.launch, world.start_transfer
+        )  # fmt: skip
+        self.now, self.due_events, self.kv_token_s = world.now, world.due_events, world.kv_token_s
+        self.arrivals_left, self.wake_at = world.arrivals_left, world.wake_at
+
+    def launch(self, batch: Batch) -> None:
+        """Note a step, and start it."""
+        self._add(_batch(batch) if batch.rows else group_of(batch))
+        self._launch(batch)
+
+    def start_transfer(self, transfer: Transfer) -> None:
+        """Note a transfer, and start it."""
+        self._add(f'["send",{box_of(transfer)}]')
+        self._start_transfer(transfer)
+
+
+class ObservedWorld(DecidedWorld):
+    """Notes what is heard, too."""
+
+    def __init__(self, world: World, ledger: Ledger) -> None:
+        super().__init__(world, ledger)
         self._world, self._ledger = world, ledger
-        self._keep = ledger.keep
-        self._now = world.now()
+        self._time = world.now()
         self._kv_token_s: dict[tuple[str, str], float] = {}
+        self.now, self.due_events, self.kv_token_s = self._now, self._due_events, self._way_s
 
-    def now(self) -> float:
-        """The time of this round."""
-        return self._now
+    def _now(self) -> float:
+        """Return the time of this round."""
+        return self._time
 
-    def due_events(self) -> Sequence[Event]:
+    def _due_events(self) -> Sequence[Event]:
         """Return the next round's events, and note them."""
+        self._ledger.entries.write()
         events = self._world.due_events()
-        self._now = self._world.now()
-        self._keep("round", [], self._now if self._ledger.measures else None)
+        self._time = self._world.now()
+        self._ledger.keep("round", [], self._time)
         for event in events:
             _NOTES[type(event)](self._ledger, event)
         return events
 
-    def arrivals_left(self) -> bool:
-        """See World."""
-        return self._world.arrivals_left()
-
-    def launch(self, batch: Batch) -> None:
-        """Note a step, and start it."""
-        self._keep("batch", _batch(batch), None)
-        self._world.launch(batch)
-
-    def start_transfer(self, transfer: Transfer) -> None:
-        """Note a transfer, and start it."""
-        self._keep("send", box_of(transfer), None)
-        self._world.start_transfer(transfer)
-
-    def wake_at(self, time: float) -> None:
-        """See World."""
-        self._world.wake_at(time)
-
-    def kv_token_s(self, source: str, dest: str) -> float:
-        """See World. What it says once is noted, and holds for the run."""
+    def _way_s(self, source: str, dest: str) -> float:
+        """See ``World.kv_token_s``. What it says once is noted, and holds for the run."""
         way = source, dest
         if way not in self._kv_token_s:
             self._kv_token_s[way] = self._world.kv_token_s(source, dest)
-            self._keep("way", list(way), self._kv_token_s[way])
+            self._ledger.keep("way", way, self._kv_token_s[way])
         return self._kv_token_s[way]
 
 
-def _batch(batch: Batch) -> list[Any]:
-    """Instance, pages in use, grouped decodes, rows, the pages that each writes, and transfers."""
-    found: list[Any] = [
-        batch.instance, batch.pages_in_use, batch.grouped, batch.grouped_context
-    ]  # fmt: skip
-    if batch.rows:
-        found.append([[row.request.id, row.start, row.count, row.samples] for row in batch.rows])
-        found.append([_written(row) for row in batch.rows])
-        if batch.transfers:
-            found.append([box_of(transfer) for transfer in batch.transfers])
-    return found
+def _batch(batch: Batch) -> str:
+    """A step of rows: beside what one of grouped decodes has, rows, their pages, and transfers."""
+    rows = [
+        f"[{quoted(row.request.id)},{row.start},{row.count},{_BOOL[row.samples]}]"
+        for row in batch.rows
+    ]
+    pages = [_pages(row.hold, row.start, row.start + row.count) for row in batch.rows]
+    found = [rows, pages]
+    if batch.transfers:
+        found.append([box_of(transfer) for transfer in batch.transfers])
+    rest = "".join([f",[{','.join(texts)}]" for texts in found])
+    return text_of_group(group_of(batch), rest)
 
 
-def _written(row: Row) -> list[Any]:
-    return pages_of(row.hold, row.start, row.start + row.count)
-
-
-def pages_of(hold: HeldPages, start: int, stop: int) -> list[Any]:
+def _pages(hold: HeldPages, start: int, stop: int) -> str:
     """Pages of some tokens: of each slice of each shard or, where there is one, of that."""
     size = hold.kv.page_size
-    here = slice(start // size, -(-stop // size))
+    first, last = start // size, -(-stop // size)
+    found: list[Any]
     if len(hold.tables) == 1 and len(hold.tables[0]) == 1:
         (pages,) = hold.tables[0].values()
-        return pages[here]
-    return [[[piece, pages[here]] for piece, pages in table.items()] for table in hold.tables]
+        if type(hold.kv.shards[0].pool) is CountedPages:
+            return f"[{('0,' * (min(last, len(pages)) - first))[:-1]}]"
+        found = pages[first:last]
+    else:
+        found = [
+            [[piece, pages[first:last]] for piece, pages in table.items()] for table in hold.tables
+        ]
+    return str(found).replace(" ", "")  # Integers alone, of which JSON is the same.
 
 
-def box_of(transfer: Transfer) -> list[Any]:
-    """Describe a transfer: request, ends, tokens, and the pages at both ends."""
+def box_of(transfer: Transfer) -> str:
+    """Describe a transfer as JSON: request, ends, tokens, and the pages at both ends."""
     t = transfer
-    ends = (t.source_hold, t.dest_hold)
-    pages = [pages_of(hold, t.start, t.stop) for hold in ends]
-    found = [t.request.id, t.source, t.dest, t.start, t.stop, *pages]
-    return found if t.slice_move is None else [*found, _moves(t.slice_move)]
+    source = _pages(t.source_hold, t.start, t.stop)
+    dest = _pages(t.dest_hold, t.start, t.stop)
+    return f"[{_way(t)},{source},{dest}{_moves(t)}]"
 
 
-def way_of(t: Transfer) -> list[Any]:
-    """A transfer without its pages: request, ends, tokens, and the slices that move."""
-    found = [t.request.id, t.source, t.dest, t.start, t.stop]
-    return found if t.slice_move is None else [*found, _moves(t.slice_move)]
+def way_of(transfer: Transfer) -> str:
+    """Describe it without its pages: request, ends, tokens, and the slices that move."""
+    return f"[{_way(transfer)}{_moves(transfer)}]"
 
 
-def _moves(move: MoveSlices) -> list[Any]:
-    return [[source, dest, list(slices)] for source, dest, slices in move.moves]
+def _way(t: Transfer) -> str:
+    names = f"{quoted(t.request.id)},{quoted(t.source)},{quoted(t.dest)}"
+    return f"{names},{t.start},{t.stop}"
+
+
+def _moves(t: Transfer) -> str:
+    return "" if t.slice_move is None else f",{as_text(t.slice_move.moves)}"
 
 
 def _arrival(ledger: Ledger, event: Arrival) -> None:
     request = event.request
+    sizes = f"{request.prompt_len},{request.max_tokens}"
+    flags = f"{_BOOL[request.goes_first]},{_BOOL[request.takes_cached]}"
+    ledger.add(f'["arrival",[{quoted(request.id)},{sizes},[{flags}]]]')
     tokens = list(request.prompt_token_ids) if ledger.keeps_tokens else []
-    flags = [request.goes_first, request.takes_cached]
-    decided = [request.id, request.prompt_len, request.max_tokens, flags]
-    ledger.keep("arrival", decided, [request.arrival, tokens])
+    ledger.measure([request.arrival, tokens])
 
 
 def _step(ledger: Ledger, event: StepDone) -> None:
-    if not ledger.measures:
-        ledger.keep("step", [event.instance], None)
-        return
     tokens = list(event.tokens) if ledger.keeps_tokens else len(event.tokens)
     stages = list(event.stages) if len(event.stages) > 1 else []
     ledger.keep("step", [event.instance], [event.start, event.end, stages, tokens])
 
 
 def _transfer(ledger: Ledger, event: TransferDone) -> None:
-    t = event.transfer
-    ledger.keep("landed", way_of(t), [event.start, event.end, event.num_bytes])
+    ledger.add(f'["landed",{way_of(event.transfer)}]')
+    ledger.measure([event.start, event.end, event.num_bytes])
 
 
 def _lost(ledger: Ledger, event: InstanceLost) -> None:
@@ -184,11 +218,11 @@ def _lost(ledger: Ledger, event: InstanceLost) -> None:
 
 
 def _back(ledger: Ledger, event: InstanceBack) -> None:
-    ledger.keep("back", [event.instance], None)
+    ledger.keep("back", [event.instance])
 
 
 def _tick(ledger: Ledger, event: Tick) -> None:
-    ledger.keep("tick", [], None)
+    ledger.keep("tick", [])
 
 
 _NOTES: dict[type, Callable[[Ledger, Any], None]] = {

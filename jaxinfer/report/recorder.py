@@ -30,8 +30,8 @@ class Recorder:
         describe: what runs where, as JSON values.
         counts_transfer: whether a first token counts only once its KV has arrived.
         on_step: called with each step, once it is counted.
-        keeps_ledger: whether the folder gets a ledger of what the loop decided, too; ``measures``:
-            and of the times at which it heard of things.
+        keeps_ledger: whether the folder gets a ledger of what the loop decided, too; ``hears``:
+            and of what it heard.
 
     Attributes:
         ledger: observes the loop, where one is kept.
@@ -47,7 +47,7 @@ class Recorder:
         counts_transfer: bool,
         on_step: Callable[[StepDone], None] | None = None,
         keeps_ledger: bool = False,
-        measures: bool = True,
+        hears: bool = True,
     ) -> None:
         if keeps_ledger and not run_dir:
             raise JaxinferError("ledger is True, must be false where no folder of the run is kept")
@@ -62,7 +62,7 @@ class Recorder:
         if self._folder and keeps_ledger:
             self._ledger_file = LedgerFile(self._folder.path / LEDGER)
             self._opened.callback(self._ledger_file.close)
-            self.ledger = Ledger(self._ledger_file.keep, measures)
+            self.ledger = Ledger(self._ledger_file, hears)
 
     def add_request(
         self, request: RequestState, parent: str, tokens: Sequence[int] | None = None

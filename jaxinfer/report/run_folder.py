@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.lines import Lines, cannot_write
 from jaxinfer.report.hidden_time import HasSteps, HiddenTime, Settled
 from jaxinfer.report.origin import origin
 from jaxinfer.serving.batch import Transfer
@@ -36,8 +37,8 @@ class RunFolder:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             self.path = _next_folder(parent)
-            self._steps = _Lines(self.path / "steps.jsonl")
-            self._requests = _Lines(self.path / "requests.jsonl")
+            self._steps = Lines(self.path / "steps.jsonl")
+            self._requests = Lines(self.path / "requests.jsonl")
         except OSError as error:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._hidden = HiddenTime()
@@ -176,7 +177,7 @@ class RunFolder:
                 file.write("\n")
             os.replace(part, path)
         except OSError as error:
-            raise _cannot_write(path, error) from None
+            raise cannot_write(path, error) from None
 
     def __enter__(self) -> Self:
         return self
@@ -192,29 +193,6 @@ class RunFolder:
             self._steps.close()
         finally:
             self._requests.close()
-
-
-class _Lines:
-    """A file of lines that is being written."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("w", encoding="utf-8")
-
-    def write(self, line: str) -> None:
-        try:
-            self._file.write(line)
-        except OSError as error:
-            raise _cannot_write(self._path, error) from None
-
-    def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            raise _cannot_write(self._path, error) from None
-
-
-def _cannot_write(path: Path, error: OSError) -> JaxinferError:
-    return JaxinferError(f"cannot write {path}: {error.strerror}")
 
 
 def run_folders(parent: Path) -> list[Path]:

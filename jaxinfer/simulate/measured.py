@@ -1,14 +1,13 @@
 """A modelled world whose times are those that a ledger has of a real run."""
 
 import heapq
-import json
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.ledger.ledger_file import Entry
+from jaxinfer.ledger.ledger_file import Entry, as_text
 from jaxinfer.ledger.observer import way_of
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.loop import Stop
@@ -87,7 +86,7 @@ def measured(entries: Sequence[Entry]) -> Measured:
             case "step":
                 found.steps[decided[0], lives[decided[0]]].append((when, given))
             case "landed":
-                way = json.dumps(decided), lives[decided[1]], lives[decided[2]]
+                way = as_text(decided), lives[decided[1]], lives[decided[2]]
                 found.transfers[way].append((when, given))
             case "way":
                 found.kv_token_s[decided[0], decided[1]] = given
@@ -145,7 +144,7 @@ class MeasuredWorld(SimulatedWorld):
     def start_transfer(self, transfer: Transfer) -> None:
         """Start one, likewise."""
         lives = self._lives[transfer.source], self._lives[transfer.dest]
-        way = json.dumps(way_of(transfer)), *lives
+        way = way_of(transfer), *lives
         if found := self._given.transfers[way]:
             when, (start, end, num_bytes) = found.popleft()
             self._then(when, TransferDone(transfer, start, end, num_bytes))

@@ -117,7 +117,7 @@ def serve(
         return describe_run(site, cluster, work) | dict(about or {})
 
     keeps, counts = site.run_file.ledger, site.counts_transfer
-    with Recorder(run_dir, describe, counts, keeps_ledger=keeps, measures=False) as recorder:
+    with Recorder(run_dir, describe, counts, keeps_ledger=keeps, hears=False) as recorder:
         ledger = recorder.ledger
         seen = ledger.around(world) if ledger else world
         loop = ServingLoop(

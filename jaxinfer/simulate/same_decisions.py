@@ -9,7 +9,7 @@ from jaxinfer.config.resolve import Resolved, resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.ledger.difference import first_difference
-from jaxinfer.ledger.ledger_file import NAME, Entry, ledger_hash, read_ledger
+from jaxinfer.ledger.ledger_file import NAME, Entries, Entry, ledger_hash, read_ledger
 from jaxinfer.ledger.observer import Ledger
 from jaxinfer.report.records import read_run_json
 from jaxinfer.serving.instance import Instance
@@ -32,9 +32,14 @@ def check_decisions(folder: Path) -> tuple[str | None, int, str]:
         JaxinferError: the run kept no ledger, or cannot be decided upon again.
     """
     real = read_ledger(folder / NAME)
-    run = read_run_json(folder)
+    run, found = read_run_json(folder), ledger_hash(real)
     if "measured_gb_s" not in run:
         raise JaxinferError(f"{folder}: not a real run, or one of an older version")
+    kept = {"hash": found, "entries": len(real)}
+    if run["status"] == "finished" and run.get("ledger") != kept:
+        raise JaxinferError(
+            f"{folder / NAME}: not what the run wrote: {kept}, run.json has {run.get('ledger')}"
+        )
     given = measured(real)
     if given.cached:
         raise JaxinferError(
@@ -44,7 +49,7 @@ def check_decisions(folder: Path) -> tuple[str | None, int, str]:
     simulated = decide_again(run, given)
     if run["status"] != "finished":  # It was given up, and its ledger ends there.
         del simulated[len(real) :]
-    return first_difference(real, simulated), len(real), ledger_hash(real)
+    return first_difference(real, simulated), len(real), found
 
 
 def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:
@@ -59,8 +64,7 @@ def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:
         for name, described in run["instances"].items()
     }
     fits = _fits(site, run)
-    entries: list[Entry] = []
-    ledger = Ledger(lambda kind, decided, known: entries.append((kind, decided, known)))
+    ledger = Ledger(Entries())
     world = MeasuredWorld(given)
 
     def new(name: str) -> Instance:
@@ -85,16 +89,16 @@ def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:
         renew=renew,
     )
     ledger.watch(loop)
-    run_to_its_end(loop, entries)
-    return entries
+    run_to_its_end(loop, ledger)
+    return ledger.entries.parsed()
 
 
-def run_to_its_end(loop: ServingLoop, entries: list[Entry]) -> None:
+def run_to_its_end(loop: ServingLoop, ledger: Ledger) -> None:
     """Run a loop; where it goes another way than what it is told, that ends its ledger."""
     try:
         loop.run()
     except Exception as error:
-        entries.append(("failed", [one_line(error) or type(error).__name__], None))
+        ledger.keep("failed", [one_line(error) or type(error).__name__])
 
 
 def _max_tokens(request: RequestState) -> int:

@@ -1,30 +1,41 @@
-"""The page of results of docs/proof.md: faults of hand-offs, clean pairs, and costs of a ledger.
+"""The page of results of docs/proof.md: faults of hand-offs, clean pairs, and what checks cost.
 
 python -m scripts.validate.proof docs/results/proof.md
 """
 
+import math
 import random
+import statistics
 import tempfile
+import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import wrap
 
 import click
+import jax
 
-from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.conformance.faults import all_faults
 from jaxinfer.conformance.formats import FORMATS
 from jaxinfer.conformance.golden import GoldenModel
 from jaxinfer.conformance.layout import Layout, Order
 from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.scenario import MODEL, PAIRS, WIDE, WINDOWED, scenario
+from jaxinfer.runtime.kv.slab import SLAB_TOKENS, SlabSource
+from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.simulate.run import simulate
+from jaxinfer.text.prompts import TokensPrompt
 
 # Pairs of layouts drawn besides those that ship, for faults and for clean hand-offs.
 DRAWN_FAULTS, DRAWN_CLEAN = 15, 60
 MODELLED = "configs/modelled/disaggregated.yaml"
-REQUESTS, ROUNDS = 500, 4
+REQUESTS, ROUNDS = 500, 12
+SERVED = "smollm2-135m-instruct"
+PROMPTS, PROMPT, OUTPUT = 4, 256, 64
 
 Pair = tuple[Layout, Layout, GoldenModel]
 
@@ -75,19 +86,115 @@ def alarms(pairs: list[Pair]) -> int:
     return found
 
 
-def ledger_cost() -> tuple[float, float, int]:
-    """CPU seconds of a simulation without a ledger, and with one, in turns; and its steps."""
+def ledger_cost() -> tuple[float, list[float], int]:
+    """CPU seconds of simulations without a ledger; what one adds, as a share; and their steps."""
     config = load_run_file(MODELLED)
     work = config.requests(lambda text: None)[:REQUESTS]
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for number in range(2 * ROUNDS):
-        ledger = bool(number % 2)
+    steps = 0
+
+    def simulation(ledger: bool) -> Callable[[Callable[[], None]], None]:
         asked: RunFile = config.model_copy(update={"ledger": ledger})
-        with tempfile.TemporaryDirectory() as folder:
-            before = time.process_time()
-            metrics = simulate(asked, work, folder)
-            seconds[ledger].append(time.process_time() - before)
-    return min(seconds[False]), min(seconds[True]), metrics.steps
+
+        def go(pause: Callable[[], None]) -> None:
+            nonlocal steps
+            with tempfile.TemporaryDirectory() as folder:
+                steps = simulate(asked, work, folder, lambda request, times: pause()).steps
+
+        return go
+
+    plain, shares = [], []
+    for number in range(2 * ROUNDS):
+        order = (False, True) if number % 2 else (True, False)
+        seconds = dict(zip(order, in_turns(*map(simulation, order)), strict=True))
+        plain.append(seconds[False])
+        shares.append(seconds[True] / seconds[False])
+    # Whoever goes first pays for the other one, too: both orders count alike.
+    both = [math.sqrt(one * other) - 1 for one, other in batched_pairs(shares)]
+    return min(plain), both, steps
+
+
+def batched_pairs(values: list[float]) -> list[tuple[float, float]]:
+    """Each two that follow each other."""
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+def in_turns(
+    one: Callable[[Callable[[], None]], None], other: Callable[[Callable[[], None]], None]
+) -> tuple[float, float]:
+    """CPU seconds of two jobs that take turns, so that what else the machine does slows both.
+
+    Args:
+        one: calls what it is given wherever the other may go on; ``other`` likewise.
+    """
+    gates = threading.Semaphore(1), threading.Semaphore(0)
+    seconds, ended = [0.0, 0.0], [False, False]
+
+    def run(number: int, job: Callable[[Callable[[], None]], None]) -> None:
+        mine, theirs = gates[number], gates[1 - number]
+
+        def pause() -> None:
+            if not ended[1 - number]:
+                theirs.release()
+                mine.acquire()
+
+        mine.acquire()
+        before = time.thread_time()
+        try:
+            job(pause)
+        finally:
+            seconds[number], ended[number] = time.thread_time() - before, True
+            theirs.release()
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate((one, other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seconds[0], seconds[1]
+
+
+def verify_cost() -> tuple[float, float]:
+    """CPU seconds of a run, and of all checksums that ``verify_transfers`` would add to it.
+
+    The difference of two runs would be their noise. What verifying computes is known: of each slab,
+    a checksum where it leaves and, where it lands, what lies in the pages and its checksum.
+    """
+    engine = {"page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": PROMPT,
+              "num_pages": 200, "max_model_len": PROMPT + OUTPUT,
+              "enable_prefix_caching": False}  # fmt: skip
+    ends = {"prefill": ["p"], "decode": ["d"]}
+    run_file = {
+        "model": SERVED, "engine": engine, "groups": {"p": {}, "d": {}},
+        "instances": {"p": {"group": "p"}, "d": {"group": "d"}},
+        "system": {"name": "disaggregated", **ends},
+    }  # fmt: skip
+    rng = random.Random(0)
+    prompts: list[TokensPrompt] = [
+        {"prompt_token_ids": [rng.randrange(1000, 20_000) for _ in range(PROMPT)]}
+        for _ in range(PROMPTS)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
+    llm = LLM.from_config(as_run_file(run_file), progress=False)
+    run_s = [cpu_seconds(lambda: llm.generate(prompts, params, progress=False)) for _ in range(3)]
+    (pair,) = llm.cluster.channels["p", "d"].pairs
+    (stage,) = llm.cluster.engines["d"].worker.stages
+    assert isinstance(stage, Stage)
+    table = list(range(1, 1 + -(-PROMPT // 16)))
+    both = [SlabSource(stage, pair.form, verify) for verify in (True, False)]
+
+    def taken(source: SlabSource) -> float:
+        return cpu_seconds(lambda: jax.block_until_ready(source.take(table, 0, PROMPT)))
+
+    (summed, plain) = (statistics.median([taken(end) for _ in range(60)][10:]) for end in both)
+    slabs = PROMPTS * -(-PROMPT // SLAB_TOKENS)
+    return min(run_s[1:]), slabs * (summed + (summed - plain))
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU seconds of all threads."""
+    before = time.process_time()
+    work()
+    return time.process_time() - before
 
 
 def page() -> str:
@@ -112,16 +219,29 @@ def page() -> str:
     for _, _, others in rows.values():
         lines += [line for text in others for line in wrap(f"- {text}", 98)]
     clean = shipped + drawn(2, DRAWN_CLEAN)
-    without, with_it, steps = ledger_cost()
+    ledger_s, ledger, steps = ledger_cost()
+    verify_s, verify = verify_cost()
     lines += [
         f"Clean hand-offs: {len(clean)} pairs, {alarms(clean)} false alarms.",
         "",
-        "## Cost of a ledger in a simulation",
-        f"`{MODELLED}`, {REQUESTS:,} requests, {steps:,} steps, least CPU time of\n{ROUNDS}: "
-        f"{without:.2f} s without, {with_it:.2f} s with ({with_it / without - 1:+.1%}).",
+        "## Costs",
+        "CPU time; of the ledger the median and quartiles of pairs that take turns.",
+        "",
+        "| of | in | CPU time without | added |",
+        "|---|---|---:|---:|",
+        f"| `--ledger` | a simulation of `{MODELLED}`, {REQUESTS:,} requests, {steps:,} steps, its "
+        f"files kept | {ledger_s:.2f} s | {added(ledger)} |",
+        f"| `verify_transfers` | {PROMPTS} prompts of {PROMPT} tokens between instances of "
+        f"{SERVED}, {OUTPUT} tokens each | {verify_s:.1f} s | {verify / verify_s:+.1%} |",
         "",
     ]
     return "\n".join(lines)
+
+
+def added(shares: list[float]) -> str:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(shares, n=4)
+    return f"{middle:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
 @click.command()

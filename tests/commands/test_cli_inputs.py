@@ -18,6 +18,7 @@ from jaxinfer.commands.batch_job import BatchJob
 from jaxinfer.commands.signals import Interrupted
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.files.lines import Lines
 from jaxinfer.report import run_folder
 
 
@@ -162,7 +163,7 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on(
 def test_lines_on_a_full_disk_are_named_as_they_are_written(tmp_path: Path) -> None:
     """Not only when the file is closed: a run may be long."""
     (tmp_path / "steps.jsonl").symlink_to("/dev/full")
-    lines = run_folder._Lines(tmp_path / "steps.jsonl")
+    lines = Lines(tmp_path / "steps.jsonl")
     with pytest.raises(JaxinferError, match=r"^cannot write .*steps\.jsonl: No space left"):
         lines.write("x" * 100_000)
 

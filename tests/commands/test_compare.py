@@ -9,7 +9,7 @@ import pytest
 from jaxinfer import LLM, JaxinferError, compare, measure
 from jaxinfer.commands.common import refuse, workload_settings
 from jaxinfer.commands.compare import compare as command
-from jaxinfer.commands.simulate import simulate
+from jaxinfer.commands.replay import replay
 from jaxinfer.compare import compare_systems, load_systems, simulate_systems
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.report import comparison
@@ -267,11 +267,11 @@ def test_a_replay_that_fails_leaves_the_folder_as_it_was(
         raise JaxinferError("no profile")
 
     monkeypatch.setattr("jaxinfer.simulate.replay.replay", fail)
-    arguments = ["--replay", "run", "--out", str(out)]
+    arguments = ["run", "--out", str(out)]
     with (
-        simulate.make_context("simulate", arguments) as context,
+        replay.make_context("replay", arguments) as context,
         pytest.raises(JaxinferError, match="no profile"),
     ):
-        simulate.invoke(context)
+        replay.invoke(context)
     assert out.exists() == existed
     assert not existed or not list(out.iterdir())

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ def test_tables() -> None:
         ["int8 of bfloat16"] * 2 + ["1", "1", "0 %", "0.5 %", "0 %", "8", "2,000", "5.0"],
     ]
     assert refused[1] == [["A B", "C", "not int8"]]
+    some = [replace(OUTCOMES[0], reason="left out"), *OUTCOMES[1:]]
+    *_, (_, reasons) = conformance_tables(SIDES, some, 8).values()
+    assert reasons == [["A", "A", "left out"], ["A B", "C", "not int8"]]
     assert as_markdown("T", (["a", "b"], [["1", "2"]])).splitlines() == [
         "### T",
         "",

@@ -3,17 +3,19 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxinfer.conformance import GoldenModel, Layout, check, move
+from jaxinfer.conformance import GoldenModel, Layout, Side, check, hand_over, move
 from jaxinfer.conformance.faults import Fault, all_faults
-from jaxinfer.conformance.formats import FORMATS
 from jaxinfer.conformance.mover import Mover
-from jaxinfer.conformance.scenario import LENGTHS, MODEL, PAIRS, WIDE, WINDOWED, scenario
+from jaxinfer.conformance.scenario import FREED, LENGTHS, MODEL, PAIRS, scenario
+from scripts.validate.proof import drawn
 
 FAULTS = all_faults()
+LATE = "late write after free"
 # One for each name, and with each as different layouts as there are.
 SAMPLE = list(
     {fault.name: fault for fault in random.Random(0).sample(FAULTS, len(FAULTS))}.values()
@@ -59,21 +61,8 @@ def test_no_alarm_where_all_is_well() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(300))
 def test_no_alarm_between_any_two_layouts(seed: int) -> None:
-    rng = random.Random(seed)
-
-    def layout(model: GoldenModel) -> Layout:
-        order = rng.choice(["HND", "NHD"])
-        return Layout(
-            tp=rng.choice([1, 2, model.heads, 2 * model.heads]),
-            stages=rng.choice([(), (1, 3), (2, 2), (1, 1, 2)]),
-            page_size=rng.choice([8, 16, 24, 64]),
-            kv_dtype=rng.choice(list(FORMATS)),
-            keys=rng.choice([order, "HDN"]),  # type: ignore[arg-type]
-            values=order,  # type: ignore[arg-type]
-        )
-
-    model = rng.choice([MODEL, WINDOWED, WIDE])
-    assert alarms(layout(model), layout(model), model) == []
+    ((source, dest, model),) = drawn(seed, 1)
+    assert alarms(source, dest, model) == []
 
 
 def test_the_mover_against_plain_indexing() -> None:
@@ -97,15 +86,31 @@ def test_a_last_page_may_be_filled_where_that_is_agreed() -> None:
     mover = Mover(case.source, case.dest)
     for request in LENGTHS:
         mover.move(request)
-    assert fault.after
-    fault.after(mover)
+    assert fault.mistake.after
+    fault.mistake.after(mover)
     given = case.source, case.dest, list(LENGTHS)
     assert check(*given, before=case.before, whole_pages=True) == []
     assert [f.name for f in check(*given, before=case.before)] == ["past the length"]
 
 
+def test_a_late_write_behind_the_length_is_one_wherever_pages_may_be_filled() -> None:
+    """Half of the last page's rest is a freed request's, the other half the source's."""
+    case = scenario(Layout(), Layout(), MODEL)
+    for request in LENGTHS:
+        move(case.source, case.dest, request)
+    table, length = case.dest.tables[2], LENGTHS[2]
+    for request, first in ((FREED, length), (case.source.former, length + 7)):
+        for shard in case.dest.pools:
+            entries = MODEL.entries(request, shard.layer, np.arange(first, 64), np.arange(4))
+            case.dest.put(shard, table, first, entries)
+    given: dict[str, Any] = {"before": case.before, "freed": [FREED]}
+    for whole_pages, names in ((True, [LATE]), (False, [LATE, "past the length"])):
+        found = check(case.source, case.dest, list(LENGTHS), whole_pages=whole_pages, **given)
+        assert [each.name for each in found] == names
+
+
 def test_findings_say_where() -> None:
-    (fault,) = (f for f in FAULTS if f.mistake == "heads reversed" and f.source == f.dest)
+    (fault,) = (f for f in FAULTS if f.mistake.words == "heads reversed" and f.source == f.dest)
     first, second = fault.findings()
     assert str(first) == (
         "head order: request 1, layer 0, keys, token 0, head 0 holds that of layer 0, keys, "
@@ -122,3 +127,39 @@ def test_layouts_that_cannot_be() -> None:
         scenario(Layout(stages=(1, 2)), Layout(), MODEL)
     with pytest.raises(ValueError, match="tp is 6, the model has 4 KV heads"):
         scenario(replace(Layout(), tp=6), Layout(), MODEL)
+
+
+def test_pools_that_are_not_as_the_layout_has_them() -> None:
+    """numpy would round and repeat what it takes, and what is left out would look old."""
+    plain, small = (Side(MODEL, Layout(kv_dtype=name), 2) for name in ("bfloat16", "int8"))
+    first = min(plain.pools, key=str)
+    keys, values = plain.pools[first]
+
+    def refusal(side: Side, **changed: Any) -> str:
+        pair = replace(side.pools[first][0], **changed), side.pools[first][1]
+        with pytest.raises(ValueError, match=r"^Shard\(stage=0, rank=0, layer=0\): ") as caught:
+            side.load(side.pools | {first: pair})
+        return str(caught.value).partition(": ")[2]
+
+    assert refusal(plain, pages=keys.pages.astype(np.float32)) == (
+        "the engine has pages float32[2, 4, 16, 16], no scales, "
+        "the layout pages uint16[2, 4, 16, 16], no scales"
+    )
+    scales = "scales float32[2, 4]"
+    assert refusal(plain, scale_PK=np.ones((2, 4), np.float32)).startswith(
+        f"the engine has pages uint16[2, 4, 16, 16], {scales}, the"
+    )
+    assert refusal(small, scale_PK=None).endswith(
+        f"no scales, the layout pages int8[2, 4, 16, 16], {scales}"
+    )
+    assert refusal(small, scale_PK=np.ones((1, 4), np.float32)).startswith(
+        "the engine has pages int8[2, 4, 16, 16], scales float32[1, 4], the"
+    )
+    with pytest.raises(ValueError, match=r"layer=0\): the layout alone has it"):
+        plain.load({shard: pair for shard, pair in plain.pools.items() if shard != first})
+    plain.load({first: (keys, values)} | plain.pools)
+
+
+def test_requests_that_pools_past_would_be_taken_for() -> None:
+    with pytest.raises(ValueError, match="lengths has 13 requests, must have at most 12"):
+        hand_over(MODEL, None, None, None, [1] * 13)  # type: ignore[arg-type]

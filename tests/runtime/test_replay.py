@@ -85,7 +85,8 @@ def test_what_cannot_be_replayed(tiny_folder: Path, tmp_path: Path, own_profiles
         path.unlink()
     with pytest.raises(JaxinferError, match=r"instance a: no profile .*\.json, by which its run"):
         replay(tmp_path / "runs" / "1", tmp_path / "again")
-    given = [str(tmp_path / "runs" / "1"), "--limit", "3", "--out", str(tmp_path / "out")]
-    refused = CliRunner().invoke(cli, ["simulate", "--replay", *given])
-    assert isinstance(refused.exception, JaxinferError)
-    assert str(refused.exception) == "--limit is for a run file, not for a replay"
+    refused = CliRunner().invoke(cli, ["replay", str(tmp_path / "runs" / "1")])
+    assert str(refused.exception) == "give --out FOLDER, or --check"
+    given = [str(tmp_path / "runs" / "1"), "--check", "--out", str(tmp_path / "out")]
+    refused = CliRunner().invoke(cli, ["replay", *given])
+    assert str(refused.exception) == "--out is for a replay without --check"

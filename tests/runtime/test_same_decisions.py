@@ -13,7 +13,7 @@ from failure_cases import break_device
 from process_cases import pid_of
 from waiting import wait_until
 
-from jaxinfer import LLM, SamplingParams
+from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.ledger.ledger_file import NAME, ledger_hash, read_ledger
 from jaxinfer.options.validation import read_json
@@ -133,6 +133,10 @@ def test_a_run_is_decided_alike_again(tiny_folder: Path, tmp_path: Path) -> None
     assert kinds.count("victim") > 0
     assert kinds.count("end") == kinds.count("arrival") == 9
     assert read_json(tmp_path / "1" / "run.json")["metrics"]["cached_tokens"] > 0
+    ledger = tmp_path / "1" / NAME
+    ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(JaxinferError, match=r"ledger\.jsonl: not what the run wrote: \{'hash': "):
+        check_decisions(tmp_path / "1")
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Any run is decided alike again by what its ledger has measured; a broken simulator is not."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from scenarios import Chaos, Scenario, Script, Survivor, scenarios
 from serving_checks import make_kv, make_requests
 
 from jaxinfer.ledger.difference import first_difference
-from jaxinfer.ledger.ledger_file import Entry
+from jaxinfer.ledger.ledger_file import Entries, Entry
 from jaxinfer.ledger.observer import Ledger
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
@@ -65,7 +64,7 @@ def again(
     instances, make = instances_of(scenario, spare)
     for instance in instances:
         change(instance)
-    known = measured(json.loads(json.dumps(entries)))
+    known = measured(entries)
     return serve(world_type(known), instances, system, known.check_stop, make)
 
 
@@ -77,15 +76,17 @@ def serve(
     renew: Make,
     fake: FakeWorld | None = None,
 ) -> list[Entry]:
-    entries: list[Entry] = []
-    ledger = Ledger(lambda *entry: entries.append(json.loads(json.dumps(entry))))
+    ledger = Ledger(Entries())
     told = {"on_event": fake.committed} if fake else {}
     loop = ServingLoop(
         ledger.around(world), instances, system, check_stop, ledger.ended, renew=renew, **told
     )
     ledger.watch(loop)
-    run_to_its_end(loop, entries)
-    return entries
+    if fake:
+        loop.run()
+    else:
+        run_to_its_end(loop, ledger)
+    return ledger.entries.parsed()
 
 
 @st.composite

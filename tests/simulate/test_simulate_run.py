@@ -14,6 +14,8 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.config.site import model_site
+from jaxinfer.ledger.ledger_file import NAME, ledger_hash, read_ledger
+from jaxinfer.options.validation import read_json
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
@@ -198,6 +200,26 @@ def test_what_runs_where_is_written(tmp_path: Path) -> None:
         "wall_s": 5.5,
         "loop_s": metrics.loop_s,
     }
+
+
+def test_a_ledger_has_what_was_decided(tmp_path: Path) -> None:
+    """Two requests of one step each way, the pages of the first step, and its own hash."""
+    config = disaggregated(ledger=True)
+    work = [job(5, 2), job(3, 2, 9.0)]
+    hashes = [served(config, work, tmp_path) and read_json(tmp_path / n / "run.json")["ledger"]
+              for n in "12"]  # fmt: skip
+    entries = read_ledger(tmp_path / "1" / NAME)
+    assert hashes == [{"hash": ledger_hash(entries), "entries": len(entries)}] * 2
+    assert [kind for kind, *_ in entries] == ["start"] + [
+        "legs",
+        "batch",
+        "send",
+        "batch",
+        "end",
+    ] * 2
+    assert entries[2] == ("batch", ["a", 2, 0, 0, [["0", 0, 5, True]], [[0, 0]]], None)
+    assert entries[3] == ("send", ["0", "a", "b", 0, 5, [0, 0], [0, 0]], None)
+    assert entries[5] == ("end", ["0", "length", 2], None)
 
 
 def test_what_a_system_reports_is_written(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def compare(
         layer, token = (int(n) for n in np.argwhere(wrong)[0])
         t, position = transfer, start + token
         count = stop - start
-        fault = name_by_sums(sent_LT[:, :count], found_LT[:, :count], page_size)
+        sums = sent_LT[:, :count], found_LT[:, :count]
+        fault = name_by_sums(*sums, page_size, first_layer, start)
         page = t.dest_hold.tables[dest_shard][0][position // page_size]
         raise JaxinferError(
             f"transfer of request {t.request.id!r} from {t.source} to {t.dest}: "

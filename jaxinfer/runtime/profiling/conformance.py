@@ -44,8 +44,9 @@ class HandOffCheck:
 
     Attributes:
         verdict: ``exact``: every bit of every entry; ``rounds``: within what the formats allow;
-            ``wrong``: not; ``refused``: for ``reason``.
+            ``wrong``: not; ``refused``.
         max_change, rms_change, bound: see ``compare_entries``.
+        reason: why it is refused, or what was left out.
         same_tokens: greedy tokens, from the first one on, that the reference draws, too.
         logprob_change: the log probability's largest difference over those tokens.
         num_bytes, seconds: size and time of the prompt's KV.
@@ -88,6 +89,7 @@ class Conformance:
 
     Attributes:
         refused: of those that cannot be loaded, why.
+        left_out: why no golden entries are handed over; "" if they are.
     """
 
     def __init__(
@@ -112,9 +114,8 @@ class Conformance:
         self._all = self._config(self._able)
         self._cluster: Cluster = load_cluster(checkpoint, self._all, progress)
         self._kv = {name: engine.new_kv() for name, engine in self._cluster.engines.items()}
-        self._golden_model = golden_model(
-            [_stages(engine) for engine in self._cluster.engines.values()]
-        )
+        held = [_stages(engine) for engine in self._cluster.engines.values()]
+        self._golden_model, self.left_out = golden_model(held)
 
     @property
     def _able(self) -> dict[str, HandOffSide]:
@@ -150,7 +151,7 @@ class Conformance:
         """Yield the outcome of each side with each, itself included, in the order of the sides."""
         engines = self._cluster.engines
         # Before all else: golden entries fill whole pools.
-        faults = {pair: self.fault_of(*pair) for pair in product(engines, engines)}
+        faults = {pair: self._golden_fault(*pair) for pair in product(engines, engines)}
         reference = self._alone(next(iter(engines)))
         for source in self.sides:
             sent = self._prefill(source) if source in engines else None
@@ -163,14 +164,24 @@ class Conformance:
                     outcome = self._pair(source, dest, sent, reference)
                     if fault := faults[source, dest]:
                         outcome = replace(outcome, verdict="wrong", fault=fault)
-                    yield outcome
+                    yield replace(outcome, reason=self.left_out)
                 except JaxinferError as error:
                     yield HandOffCheck(source, dest, "refused", str(error))
             if sent:
                 sent.hold.release()
 
+    def _golden_fault(self, source: str, dest: str) -> str:
+        try:
+            return self.fault_of(source, dest)
+        except JaxinferError as error:
+            return f"golden entries are refused: {error}"
+
     def fault_of(self, source: str, dest: str) -> str:
-        """Hand over golden entries; return what is wrong with what arrives, or nothing."""
+        """Hand over golden entries; return what is wrong with what arrives, or nothing.
+
+        Raises:
+            JaxinferError: the hand-off is refused.
+        """
         engines, length = self._cluster.engines, len(self._prompt)
         stages = {name: _stages(engines[name]) for name in (source, dest)}
         model = self._golden_model
@@ -186,18 +197,14 @@ class Conformance:
             channel = connect(self._all, (engines[source], engines[dest]), (here, here))
             request = _request(self._prompt, self._outputs)
             given.side.fill(REQUEST)
-            before = taken.side.copy()
-            taken.write()
-            given.write()
             if source == dest:
-                before = given.side.copy()
-                before.add(REQUEST, length, list(holds[1].tables[0][0]))
-            here_and_there = holds[0], holds[1]
-            transfer = Transfer(request, 0, source, dest, *here_and_there, 0, length, 0.0)
+                taken.side.take_pages(given.side, REQUEST)
+            before = taken.side.copy()
+            given.write()
+            taken.write()
+            transfer = Transfer(request, 0, source, dest, holds[0], holds[1], 0, length, 0.0)
             self._send(channel, engines[dest], _Prompt(request, holds[0]), transfer)
             taken.read()
-        except JaxinferError:
-            return ""  # Refused, as the prompt's own will be.
         finally:
             here.close()
             for hold in holds:

@@ -49,7 +49,7 @@ def conformance_tables(
             ],
             [_summary(*item, outputs) for item in _by_formats(sides, outcomes).items()],
         ),
-        "Refused": (["from", "to", "why"], list(_refusals(outcomes))),
+        "Refused, or left out": (["from", "to", "why"], list(_reasons(outcomes))),
     }
 
 
@@ -103,11 +103,11 @@ def _summary(ends: tuple[str, str], outcomes: "Sequence[HandOffCheck]", outputs:
     return [*ends, str(len(outcomes)), str(exact), *changes, least, num_bytes, f"{ms:.1f}"]
 
 
-def _refusals(outcomes: "Iterable[HandOffCheck]") -> list[list[str]]:
+def _reasons(outcomes: "Iterable[HandOffCheck]") -> list[list[str]]:
     """A side's own reason once, for all that it is in."""
     found: dict[str, list[HandOffCheck]] = {}
     for outcome in outcomes:
-        if outcome.verdict == "refused":
+        if outcome.reason:
             found.setdefault(outcome.reason, []).append(outcome)
     return [
         [_names(o.source for o in some), _names(o.dest for o in some), why]

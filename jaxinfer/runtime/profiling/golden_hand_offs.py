@@ -18,15 +18,15 @@ from jaxinfer.runtime.stage.stage import Stage
 REQUEST = 1
 
 
-def golden_model(sides: Sequence[Sequence[Stage]]) -> GoldenModel | None:
-    """The kit's model of what all sides' instances hold; None where it has no codes for it."""
+def golden_model(sides: Sequence[Sequence[Stage]]) -> tuple[GoldenModel | None, str]:
+    """The kit's model of what all sides' instances hold, or None and why there is none."""
     plan = sides[0][0].plan
     tokens = max(s.plan.num_pages * s.plan.limits.page_size for stages in sides for s in stages)
     layers = sum(len(stage.kv) for stage in sides[0])
     try:
-        return GoldenModel(layers, plan.num_kv_heads, plan.config.head_dim, (), tokens)
-    except ValueError:
-        return None
+        return GoldenModel(layers, plan.num_kv_heads, plan.config.head_dim, (), tokens), ""
+    except ValueError as error:
+        return None, f"golden entries are left out: {error}"
 
 
 def layout_of(stages: Sequence[Stage]) -> Layout:

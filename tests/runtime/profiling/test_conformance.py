@@ -24,6 +24,7 @@ from jaxinfer.runtime.profiling.conformance_sides import (
     covering_sides,
     with_values,
 )
+from jaxinfer.runtime.profiling.golden_hand_offs import golden_model
 
 
 def test_any_two_values_stand_together_in_a_side() -> None:
@@ -291,7 +292,7 @@ def test_what_arrives_changed_is_wrong(
         ("zeros", lambda slab: slab * 0),
     ],
 )
-@pytest.mark.parametrize("pair", ["AB", "BC", "CD"])
+@pytest.mark.parametrize("pair", ["AA", "AB", "BC", "CD"])
 def test_a_fault_of_our_own_is_named(
     conformance: Conformance, monkeypatch: pytest.MonkeyPatch, pair: str, fault: str, mistake: Any
 ) -> None:
@@ -302,6 +303,50 @@ def test_a_fault_of_our_own_is_named(
     assert conformance.fault_of(*pair).startswith(f"{fault}: request 1, layer ")
     monkeypatch.undo()
     assert conformance.fault_of(*pair) == ""
+
+
+@pytest.mark.parametrize("pair", ["AA", "AB"])
+def test_a_token_that_is_left_out_is_named(
+    conformance: Conformance, monkeypatch: pytest.MonkeyPatch, pair: str
+) -> None:
+    """In pools of one's own, too, what the destination's pages held is told from the source's."""
+    place = SlabDest.place
+    monkeypatch.setattr(
+        SlabDest,
+        "place",
+        lambda self, slab, table, start, stop: place(self, slab, table, start, stop - 1),
+    )
+    assert conformance.fault_of(*pair).startswith("missing last token: request 1, layer 0, keys, ")
+    monkeypatch.undo()
+    assert conformance.fault_of(*pair) == ""
+
+
+def test_golden_entries_that_are_refused_or_left_out_are_reported(
+    conformance: Conformance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: str, dest: str) -> str:
+        if source == dest:
+            return ""
+        raise JaxinferError("no way")
+
+    left_out = "golden entries are left out: too many"
+    monkeypatch.setattr(conformance, "fault_of", refuse)
+    monkeypatch.setattr(conformance, "left_out", left_out)
+    monkeypatch.setattr(conformance, "sides", {name: SIDES[name] for name in "AB"})
+    own, other, *_ = conformance.outcomes()
+    assert (own.verdict, own.fault, own.reason) == ("exact", "", left_out)
+    assert (other.verdict, other.fault) == ("wrong", "golden entries are refused: no way")
+
+
+def test_models_without_golden_entries() -> None:
+    plan = SimpleNamespace(
+        num_pages=9, limits=SimpleNamespace(page_size=16), num_kv_heads=2,
+        config=SimpleNamespace(head_dim=24),
+    )  # fmt: skip
+    stage: Any = SimpleNamespace(plan=plan, kv=[None] * 3)
+    assert golden_model([[stage]]) == (
+        None, "golden entries are left out: head_dim is 24, must be a multiple of 16"
+    )  # fmt: skip
 
 
 def test_without_any_side() -> None:

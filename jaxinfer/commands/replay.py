@@ -1,0 +1,52 @@
+"""``jaxinfer replay``: a real run once more, in virtual time."""
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from jaxinfer.commands.common import new_results, refuse, with_pictures
+from jaxinfer.commands.systems import write_systems
+from jaxinfer.errors import JaxinferError
+
+
+@click.command()
+@click.argument("run_dir")
+@click.option("--check", is_flag=True, help="Compare decisions, by the times that were measured.")
+@click.option("--out", help="New folder for tables, pictures and traces of both runs.")
+@with_pictures
+def replay(run_dir: str, check: bool, out: str | None, pictures: str | None) -> None:
+    """Serve a finished real run again in virtual time.
+
+    With --check, the run has a ledger (--ledger): the simulator is told what the run was told, when
+    it was told, and must decide alike. Exits with 1 and the first difference if it does not.
+    """
+    if check:
+        refuse("for a replay without --check", {"--out": out, "--pictures": pictures})
+        _check(run_dir)
+    elif out:
+        _replay(Path(run_dir), Path(out), pictures)
+    else:
+        raise JaxinferError("give --out FOLDER, or --check")
+
+
+def _check(run_dir: str) -> None:
+    from jaxinfer.simulate.same_decisions import check_decisions
+
+    difference, entries, found = check_decisions(Path(run_dir))
+    if difference:
+        click.echo(f"{run_dir}: the simulator decides differently: {difference}")
+        sys.exit(1)
+    click.echo(f"{run_dir}: the same {entries:,} entries in both worlds, hash {found}")
+
+
+def _replay(real: Path, out: Path, pictures: str | None) -> None:
+    from jaxinfer.simulate.replay import fidelity, overruns, replay
+
+    with new_results(out):
+        both = replay(real, out / "runs")
+    Console(width=None if sys.stdout.isatty() else 120).print(fidelity(*both))
+    for hint in overruns(both[0]):
+        Console().print(hint, soft_wrap=True, markup=False, highlight=False)
+    write_systems({run.name: [run] for run in both}, out, pictures)
