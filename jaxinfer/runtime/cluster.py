@@ -162,7 +162,9 @@ class Cluster:
 
     def _process(self, name: str) -> str | None:
         """The groups whose own processes have an instance."""
-        return " and ".join(dict.fromkeys(filter(None, self.config.processes_of(name)))) or None
+        stages = filter(None, self.config.processes_of(name))
+        lenders = self.config.attention_of(name) if self.config.is_divided(name) else []
+        return " and ".join(dict.fromkeys([*stages, *lenders])) or None
 
     def describe(self) -> dict[str, dict[str, object]]:
         """Describe what runs where, as JSON values."""
@@ -197,7 +199,7 @@ def describe_attention(plan: StageFacts) -> list[dict[str, object]]:
     return [
         {
             "group": place.group,
-            "devices": [device_name(place.device)],
+            "devices": [device_name(place.device)] if place.device else [],
             "kernels": place.kernels,
             "num_pages": place.num_pages,
             "repeats": place.repeats,

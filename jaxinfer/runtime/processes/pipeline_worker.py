@@ -1,4 +1,4 @@
-"""The stages of one instance in several processes, as the loop's process sees them."""
+"""The parts of one instance in several processes, as the loop's process sees them."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +14,12 @@ from jaxinfer.runtime.kv.channel import EXPLAINED_S
 from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
-from jaxinfer.runtime.processes.messages import FollowOn, Loaded, Prepare
+from jaxinfer.runtime.processes.messages import FollowOn, Loaded, Moved, Prepare
 from jaxinfer.runtime.processes.remote_worker import Process, RemoteStage, RemoteWorker
+from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
-from jaxinfer.serving.batch import Batch
-from jaxinfer.serving.world import StepDone
+from jaxinfer.serving.batch import Batch, Transfer
+from jaxinfer.serving.world import StepDone, TransferDone
 
 
 def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]:
@@ -32,8 +33,8 @@ def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]
     """
     found = {}
     for name in filter(config.is_divided, config.instances):
-        stages = config.instances[name].stages
-        if not all(stage.layers or stage.share for stage in stages):
+        stages = config.instances[name].places
+        if len(stages) > 1 and not all(stage.layers or stage.share for stage in stages):
             raise JaxinferError(
                 f"instances.{name}.stages: give layers or share: the speeds of groups in several "
                 "processes are not measured beside one another"
@@ -43,7 +44,10 @@ def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]
 
 
 class _Part(RemoteWorker):
-    """The stages in one of the processes; ``on_failure`` hears, in some thread, when it fails."""
+    """The stages in one of the processes, or what it lends to those in others.
+
+    ``on_failure`` hears, in some thread, when it fails.
+    """
 
     on_failure: Callable[[Exception], None]
 
@@ -60,11 +64,13 @@ class PipelineWorker:
     """The stages of one instance in several processes, one after the other; see ``Worker``.
 
     The loop launches each step in all of them at once. Hidden states go from process to process,
-    and the last one has the tokens. Whatever fails in one of them is the loss of the instance.
+    and the last one has the tokens. Processes of attention groups hear from those of the stages
+    alone. Whatever fails in one of them is the loss of the instance.
 
     Args:
-        loaded: of each process, in the stages' order.
+        loaded: of each process with stages, in their order.
         links: between each and the next one, where they are emulated.
+        lenders: the processes that lend pools of KV heads to the stages.
 
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
@@ -76,18 +82,22 @@ class PipelineWorker:
         instance: str,
         loaded: Sequence[tuple[Process, Loaded]],
         links: Sequence[LinkConfig | None],
+        lenders: Sequence[Process] = (),
     ) -> None:
         self.instance = instance
         self.sampler = PLAIN_SAMPLER
-        sizes = [len(there.plans[instance]) for _, there in loaded]
-        self._first = [0, *accumulate(sizes)]
+        plans = [there.plans[instance] for _, there in loaded]
+        self._first = [0, *accumulate(map(len, plans))]
+        shards = [sum(len(plan.pool_pages) for plan in each) for each in plans]
+        self._shards = [*pairwise([0, *accumulate(shards)])]
         self._there = [
             _Part(process, instance, there.plans[instance], there.parts[instance], slice(a, b))
-            for (process, there), (a, b) in zip(loaded, pairwise(self._first), strict=True)
+            for (process, there), (a, b) in zip(loaded, self._shards, strict=True)
         ]
+        self._lenders = [_Part(process, instance, [], []) for process in lenders]
         self._failed: Exception | None = None
         self._lock = threading.Lock()
-        for part in self._there:
+        for part in [*self._there, *self._lenders]:
             part.on_failure = partial(self._fail, part)
         self.parts = [
             [first + number for number in numbers]
@@ -115,8 +125,8 @@ class PipelineWorker:
 
     @property
     def processes(self) -> list[Process]:
-        """The processes, in the stages' order."""
-        return [part.process for part in self._there]
+        """The processes that have stages, in their order, and those of attention groups."""
+        return [part.process for part in [*self._there, *self._lenders]]
 
     @property
     def first_stages(self) -> list[int]:
@@ -160,6 +170,30 @@ class PipelineWorker:
         for number, part in enumerate(self._there):
             part.launch(batch, origin, partial(hear, number), partial(tell, number))
 
+    def move(
+        self, transfer: Transfer, origin: float, post: Callable[[TransferDone | Failed], None]
+    ) -> None:
+        """Start moving KV heads between the pools of each stage; see ``Worker.move``."""
+        copies = Copies.of(transfer)
+        moves = [
+            (part, [c._replace(source=c.source - a, dest=c.dest - a) for c in here])
+            for part, (a, b) in zip(self._there, self._shards, strict=True)
+            if (here := [copy for copy in copies.pieces if a <= copy.source < b])
+        ]
+        found: list[Moved] = []
+
+        def hear(answer: Moved) -> None:
+            with self._lock:
+                found.append(answer)
+                is_whole = len(found) == len(moves)
+            if is_whole:
+                start, end = min(each.start for each in found), max(each.end for each in found)
+                num_bytes = sum(each.num_bytes for each in found)
+                post(TransferDone(transfer, start - origin, end - origin, num_bytes))
+
+        for part, pieces in moves:
+            part.copy(copies._replace(pieces=pieces), hear, post)
+
     def _fail(self, part: _Part, error: Exception) -> None:
         """Give up the instance, and those of its processes that have no other."""
         with self._lock:
@@ -168,7 +202,7 @@ class PipelineWorker:
             self._failed = error
         if not isinstance(error, JaxinferError):
             error = self._cause(part) or error
-        for each in self._there:
+        for each in [*self._there, *self._lenders]:
             each.fail(type(error)(*error.args))
         for process in self.processes:
             if process.workers.keys() == {self.instance}:

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.cluster import Engine
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.profiling.measure_steps import new_batch
 from jaxinfer.runtime.profiling.profile import Needs, profile_key
@@ -55,7 +57,16 @@ def prepare_attention(needs: Mapping[str, Needs], progress: Progress) -> None:
 def profile_attention(
     name: str, engine: Engine, model: str, progress: Progress
 ) -> AttentionProfile:
-    """Measure all shards; nothing else may run meanwhile, and what their pages hold is lost."""
+    """Measure all shards; nothing else may run meanwhile, and what their pages hold is lost.
+
+    Raises:
+        JaxinferError: they lie in several processes.
+    """
+    if isinstance(engine.worker, AnyRemote):
+        raise JaxinferError(
+            f"instances.{name}: attention in several processes is not timed: give its seconds, as "
+            "system.attention, and half_batches always or never"
+        )
     found = []
     kv = engine.new_kv()
     for stage, group in zip(engine.stages, engine.groups, strict=True):
@@ -140,7 +151,7 @@ class _ShardTimes:
         layers = len(stage.step.windows)
         start = time.perf_counter()
         for layer in range(layers):
-            out = stage.attend(number, layer, inputs.pairs, piece, tables)
+            out = stage.attend_here(number, layer, inputs.pairs, piece, tables)
             if stage.pools[number].mesh.devices.flat[0].platform == "cpu":
                 out.block_until_ready()  # A CPU may compute several layers at once.
         out.block_until_ready()

@@ -61,7 +61,7 @@ class FakeProcess:
 
 
 def plan(*token_buckets: int) -> Any:
-    return SimpleNamespace(limits=SimpleNamespace(token_buckets=token_buckets))
+    return SimpleNamespace(limits=SimpleNamespace(token_buckets=token_buckets), pool_pages=[9])
 
 
 def pipeline(*processes: Any, counts: tuple[int, ...] = (1, 2)) -> PipelineWorker:
