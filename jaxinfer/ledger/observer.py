@@ -184,7 +184,7 @@ def _lost(ledger: Ledger, event: InstanceLost) -> None:
 
 
 def _back(ledger: Ledger, event: InstanceBack) -> None:
-    ledger.keep("back", [event.instance], None)
+    ledger.keep("back", [event.instance, *event.without], None)
 
 
 def _tick(ledger: Ledger, event: Tick) -> None:

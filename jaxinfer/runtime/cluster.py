@@ -15,7 +15,7 @@ from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.stage_pair import StagePair
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, divided_layers
 from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
-from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
+from jaxinfer.runtime.processes.remote_worker import RemoteStage
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
@@ -82,6 +82,8 @@ class Engine:
                 dense = self.dense[len(shards)] if self.dense else None
                 shards.append(Shard(pool, slices, number, where, fit, layers, dense))
                 slices = ()
+        for number in getattr(self.worker, "without", ()):
+            shards[number].pool.close()
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
@@ -267,8 +269,7 @@ def load_cluster(
             speeds[names] = channel.probe(names)
             for why in channel.failed.values():
                 progress(f"KV goes by {channel.transport}: {why}", 0)
-        whole = {name: r for name, r in remotes.items() if isinstance(r, RemoteWorker)}
-        restarts = Restarts(config, others, whole)
+        restarts = Restarts(config, others, remotes)
         opened.callback(restarts.close)
         cluster = Cluster(
             config, {name: engines[name] for name in config.instances}, channels, speeds, restarts

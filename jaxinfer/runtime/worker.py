@@ -71,7 +71,8 @@ class Worker:
         numbers = range(len(stages))
         on_one_mesh = groupby(numbers, lambda number: stages[number].plan.mesh)
         self.parts = [list(part) for _, part in on_one_mesh]
-        self._queues: list[SimpleQueue[_Step | None]] = [SimpleQueue() for _ in self.parts]
+        self._queues: list[SimpleQueue[_Step | threading.Event | None]]
+        self._queues = [SimpleQueue() for _ in self.parts]
         self._threads = [
             threading.Thread(target=self._collect, args=(number,), daemon=True)
             for number in range(len(self.parts))
@@ -169,6 +170,16 @@ class Worker:
 
         moves.start(copies, done)
 
+    def settle(self) -> None:
+        """Wait for all that was launched, whose failures are posted by then, and begin anew."""
+        ended = [threading.Event() for _ in "sm"]
+        self._queues[0].put(ended[0])
+        if self.moves:
+            self.moves.when_done(ended[1].set)
+            ended[1].wait()
+        ended[0].wait()
+        self._sample_slots = {}
+
     def close(self) -> None:
         """End the threads, which would keep parameters and executables for ever."""
         for queue in self._queues:
@@ -185,6 +196,12 @@ class Worker:
             step = self._queues[part].get()
             if step is None:
                 return
+            if isinstance(step, threading.Event):
+                if part + 1 < len(self.parts):
+                    self._queues[part + 1].put(step)
+                else:
+                    step.set()
+                continue
             # Whatever fails here would otherwise leave the loop waiting for ever.
             try:
                 for number in self.parts[part]:

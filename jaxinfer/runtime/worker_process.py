@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from jaxinfer.runtime.processes.messages import (
     Borrow,
     EmulateSteps,
     FollowOn,
+    Forget,
     Heartbeat,
     Hello,
     Launch,
@@ -52,6 +53,7 @@ from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.attention_plan import plan_pool
 from jaxinfer.runtime.stage.devices import open_groups
+from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import DeviceFacts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
@@ -106,7 +108,7 @@ class WorkerProcess:
     def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
         """Find the queue of a message that has its place among such an instance's steps."""
         match message:
-            case Launch(instance) | Prepare(instance) | Move(instance):
+            case Launch(instance) | Prepare(instance) | Move(instance) | Forget(instance):
                 return self._lanes.get(instance)
             case Offer(end) | Place(end) | Drop(end):
                 return self._lanes.get(self._instances.get(end, ""))
@@ -179,6 +181,8 @@ class WorkerProcess:
                 self._say(Left("pools", 0))
             case Move():
                 self._move(message)
+            case Forget():
+                self._forget(message)
             case Prepare(instance, sampler):
                 for left in self._worker(instance).prepare(sampler):
                     if left:
@@ -197,9 +201,7 @@ class WorkerProcess:
         self._cluster = load_cluster(checkpoint, message.cluster, progress, layers=message.layers)
         workers = {name: self._worker(name) for name in self._cluster.engines}
         stages = {name: worker.stages for name, worker in workers.items()}
-        for name, here in stages.items():
-            shards = sum(len(stage.plan.pool_pages) for stage in here)
-            self._decoders[name] = BatchDecoder(shards)
+        self._decoders = {name: _decoder(here) for name, here in stages.items()}
         self._endpoint = KVEndpoint(stages, self._say, message.host)
         plans = {name: [stage.plan.facts for stage in here] for name, here in stages.items()}
         parts = {name: worker.parts for name, worker in workers.items()}
@@ -219,6 +221,17 @@ class WorkerProcess:
             self._say(Left("compiling attention", left))
         known = DeviceFacts(device.platform, device.id, device.device_kind)
         self._say(Lent(replace(pool, device=known), lent.address))
+
+    def _forget(self, message: Forget) -> None:
+        """Begin anew, without pools of processes that are lost."""
+        worker = self._worker(message.instance)
+        worker.settle()
+        for stage, number in message.pools:
+            spread = worker.stages[stage]
+            assert isinstance(spread, SpreadStage)
+            spread.elsewhere.pop(number + 1).close()
+        self._decoders[message.instance] = _decoder(worker.stages)
+        self._say(Left("pools", 0))
 
     def _move(self, message: Move) -> None:
         instance, number, copies = message
@@ -282,6 +295,10 @@ class WorkerProcess:
             found.stages,
         )
         self._say(StepEnded(instance, step, results, overruns, counts))
+
+
+def _decoder(stages: Sequence[Stage]) -> BatchDecoder:
+    return BatchDecoder(sum(len(stage.plan.pool_pages) for stage in stages))
 
 
 def _told(error: Exception) -> tuple[bool, str]:

@@ -286,7 +286,7 @@ class RealWorld:
                 events.append(self._note_loss(name, outcome.why, True))
             del self.lost[name]
             self.returning.discard(name)
-            events.append(InstanceBack(name))
+            events.append(InstanceBack(name, outcome.without))
         if outcome.error and len(self._workers) == 1:
             raise JaxinferError(outcome.error)
         return events

@@ -70,6 +70,17 @@ class Borrow(NamedTuple):
     address: Address
 
 
+class Forget(NamedTuple):
+    """Go on without some pools, and know of no request. Answered with Left, after all failures.
+
+    Attributes:
+        pools: a stage, and the number of the attention group in it.
+    """
+
+    instance: str
+    pools: Sequence[tuple[int, int]]
+
+
 class Prepare(NamedTuple):
     """Compile what steps with this sampler need. Answered with Left."""
 

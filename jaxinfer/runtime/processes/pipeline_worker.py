@@ -14,7 +14,7 @@ from jaxinfer.runtime.kv.channel import EXPLAINED_S
 from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
-from jaxinfer.runtime.processes.messages import FollowOn, Loaded, Moved, Prepare
+from jaxinfer.runtime.processes.messages import FollowOn, Forget, Loaded, Moved, Prepare
 from jaxinfer.runtime.processes.remote_worker import Process, RemoteStage, RemoteWorker
 from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
@@ -65,7 +65,8 @@ class PipelineWorker:
 
     The loop launches each step in all of them at once. Hidden states go from process to process,
     and the last one has the tokens. Processes of attention groups hear from those of the stages
-    alone. Whatever fails in one of them is the loss of the instance.
+    alone. Whatever fails in one of them is the loss of the instance; where only such a process is
+    lost, and one has all the stages, that can ``go_on`` without its pools.
 
     Args:
         loaded: of each process with stages, in their order.
@@ -75,6 +76,7 @@ class PipelineWorker:
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
         sampler: the one that was asked for last.
+        without: numbers of the shards of the instance's KV that it has gone on without.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class PipelineWorker:
             for (process, there), (a, b) in zip(loaded, self._shards, strict=True)
         ]
         self._lenders = [_Part(process, instance, [], []) for process in lenders]
+        self.without: list[int] = []
         self._failed: Exception | None = None
         self._lock = threading.Lock()
         for part in [*self._there, *self._lenders]:
@@ -195,7 +198,7 @@ class PipelineWorker:
             part.copy(copies._replace(pieces=pieces), hear, post)
 
     def _fail(self, part: _Part, error: Exception) -> None:
-        """Give up the instance, and those of its processes that have no other."""
+        """Give up the instance, and its processes unless it can go on."""
         with self._lock:
             if self._failed:
                 return
@@ -204,9 +207,41 @@ class PipelineWorker:
             error = self._cause(part) or error
         for each in [*self._there, *self._lenders]:
             each.fail(type(error)(*error.args))
+        if not self.lost_lenders:
+            self.give_up(error)
+
+    def give_up(self, why: Exception) -> None:
+        """End those of its processes that have no other instance."""
         for process in self.processes:
             if process.workers.keys() == {self.instance}:
-                process.give_up(f"instance {self.instance}: {error}")
+                process.give_up(f"instance {self.instance}: {why}")
+
+    @property
+    def lost_lenders(self) -> list[str]:
+        """The groups whose processes are lost, where the instance can go on without them."""
+        if len(self._there) > 1 or self._there[0].process.lost:
+            return []
+        return [part.process.name for part in self._lenders if part.process.lost]
+
+    def go_on(self) -> None:
+        """Have the stages' process forget all requests, and the pools of lost processes.
+
+        Raises:
+            JaxinferError: it is lost, too.
+        """
+        (part,), gone = self._there, self.lost_lenders
+        self._lenders = [each for each in self._lenders if each.process.name not in gone]
+        pools, shard = [], 0
+        for stage in part.stages:
+            for number, place in enumerate(stage.plan.attention):
+                if place.group in gone:
+                    pools.append((stage.number, number))
+                    self.without.append(shard + number + 1)
+            shard += len(stage.plan.pool_pages)
+        next(part.process.ask(Forget(self.instance, pools)))
+        part.begin_again()
+        with self._lock:
+            self._failed = None
 
     def _cause(self, part: _Part) -> Exception | None:
         """A process that has ended is missed by its neighbours."""

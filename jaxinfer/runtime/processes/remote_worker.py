@@ -315,10 +315,15 @@ class RemoteWorker:
 
     def move_to(self, process: Process) -> None:
         """Go on in a process that has these stages, and has heard of no request."""
-        self.process, self._encoder, self._lost = process, BatchEncoder(self._shards), None
+        self.process = process
+        self.begin_again()
         for stage in self.stages:
             stage.move_to(process)
         process.workers[self.instance] = self
+
+    def begin_again(self) -> None:
+        """Go on where the process has forgotten all requests."""
+        self._encoder, self._lost = BatchEncoder(self._shards), None
 
     def launch(
         self,

@@ -157,6 +157,10 @@ class SliceMoves:
         ]
         self._queue.put((marks, partial(done, start)))
 
+    def when_done(self, tell: Callable[[], None]) -> None:
+        """Have somebody told when all copies have ended, or failed, that were launched so far."""
+        self._queue.put(([], lambda error: tell()))
+
     def num_bytes(self, copies: Copies) -> int:
         """Count the bytes that a move takes along: entries, of all layers of its stage."""
         total = 0

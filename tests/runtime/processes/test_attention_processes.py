@@ -13,7 +13,7 @@ from cluster_checks import Done, Ran, serve
 from process_cases import check_nothing_left, children, serve_until, wait_until
 from scatter import spread
 
-from jaxinfer import JaxinferError
+from jaxinfer import LLM, JaxinferError
 from jaxinfer.runtime.processes import remote_worker
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 
@@ -85,17 +85,58 @@ def test_tokens_are_those_of_one_process(
     wait_until(lambda: not children() - before)
 
 
+def pids_of(llm: LLM) -> dict[str, int]:
+    worker = llm.cluster.engines["x"].worker
+    assert isinstance(worker, PipelineWorker)
+    return {each.name: each.peer.pid for each in worker.processes}  # type: ignore[attr-defined]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "by"),
-    [
-        ("a0", signal.SIGKILL),
-        pytest.param("a1", signal.SIGSTOP, marks=pytest.mark.long),
-        pytest.param("p", signal.SIGKILL, marks=pytest.mark.long),
-    ],
+    "by", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
 )
-def test_who_loses_a_part_loses_the_instance(
-    group: str,
+def test_an_instance_goes_on_without_its_attention_groups(
+    by: signal.Signals,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One is lost in a run, the other one between that and the next; all is computed anew."""
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    before = children()
+    llm = load(models["two"], tmp_path, **apart([None, None]))
+    pids = pids_of(llm)
+    assert children() - before == set(pids.values())
+    found, run = serve_until(llm, 9, lambda: os.kill(pids["a0"], by), tmp_path / "runs")
+    assert found == expected["two"]
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    lost = f"ProcessLost: process of group a0 (pid {pids['a0']}) {why}"
+    (rest,) = run["restarts"]
+    assert run["lost"] == {}
+    assert rest.pop("seconds") > 0
+    assert rest == {"group": "a0", "instances": ["x"], "why": lost, "error": None, "without": [1]}
+    check_nothing_left(llm)
+    assert [shard.num_pages > 0 for shard in llm._runs.kv["x"].shards] == [True, False, True]
+    assert pids_of(llm) == {"p": pids["p"], "a1": pids["a1"]}
+    os.kill(pids["a1"], signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(pids["a1"]))
+    assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
+    ran = Ran.last(tmp_path / "runs")
+    assert [each["without"] for each in ran.record.run["restarts"]] == [[1, 2]]
+    assert ran.metrics["slice_moves"]["begun"] == 0
+    check_nothing_left(llm)
+    assert children() - before == {pids["p"]}
+    del llm
+    gc.collect()
+    wait_until(lambda: not children() - before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "by", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
+def test_who_loses_the_stage_loses_the_instance(
     by: signal.Signals,
     models: dict[str, Path],
     expected: dict[str, list[Done]],
@@ -111,21 +152,17 @@ def test_who_loses_a_part_loses_the_instance(
     shares = {name: {"weight": 1, "max_waiting": 2} for name in "xy"}
     sections["system"] = {"name": "data_parallel", "shares": shares}
     llm = load(models["two"], tmp_path, **sections)
-    worker = llm.cluster.engines["x"].worker
-    assert isinstance(worker, PipelineWorker)
-    pids = {each.name: each.peer.pid for each in worker.processes}  # type: ignore[attr-defined]
+    pids = pids_of(llm)
     assert set(pids) == {"p", "a0", "a1"}
-    assert children() - before == set(pids.values())
-    found, run = serve_until(llm, 9, lambda: os.kill(pids[group], by), tmp_path / "runs")
+    found, run = serve_until(llm, 9, lambda: os.kill(pids["p"], by), tmp_path / "runs")
     assert found == expected["two"]
     why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
-    lost = f"ProcessLost: process of group {group} (pid {pids[group]}) {why}"
-    assert run["lost"] == {"x": lost}
+    assert run["lost"] == {"x": f"ProcessLost: process of group p (pid {pids['p']}) {why}"}
     check_nothing_left(llm, ["x"])
     wait_until(lambda: not any(map(psutil.pid_exists, pids.values())))
     with pytest.raises(JaxinferError, match="instance x was lost, load the model again"):
         serve(llm)
-    del llm, worker
+    del llm
     gc.collect()
     wait_until(lambda: not children() - before)
 
