@@ -101,7 +101,7 @@ class Restarts:
         self, config: ClusterConfig, others: OtherProcesses, all_: Mapping[str, AnyRemote]
     ) -> None:
         divided = {name: w for name, w in all_.items() if isinstance(w, PipelineWorker)}
-        workers = {name: w for name, w in all_.items() if isinstance(w, RemoteWorker)}
+        workers = {name: w for name, w in all_.items() if not isinstance(w, PipelineWorker)}
         self._rests = {name: _Rest(worker) for name, worker in divided.items()}
         self._others = others
         self._hear: Callable[[Restarted | Failed], object] = lambda news: None
