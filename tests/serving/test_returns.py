@@ -1,5 +1,7 @@
 """A lost instance that is started again, in schedules by hand: who waits for it, and until when."""
 
+from dataclasses import replace
+
 import pytest
 from fake_world import FakeWorld
 from schedules import TO_A, follow, moves, pool, serve, steps, times, unit
@@ -8,7 +10,6 @@ from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, SetRole, System
-from jaxinfer.serving.world import InstanceBack
 from jaxinfer.systems.least_loaded import LeastLoaded
 
 TO_B = (Leg("B"),)
@@ -42,7 +43,8 @@ def test_one_that_is_back_without_a_shard(monkeypatch: pytest.MonkeyPatch) -> No
     """r0's two slices lay in two shards, and both lie in the one that is left."""
     opts = pool("A").options
     instances = [new_instance("A", make_kv(20, 1, ((0,), (1,), ())), opts) for _ in "ab"]
-    monkeypatch.setattr(FakeWorld, "_return", lambda *args: InstanceBack("A", (1, 2)))
+    back = FakeWorld._return
+    monkeypatch.setattr(FakeWorld, "_return", lambda *who: replace(back(*who), without=(1, 2)))
     outcome = follow(
         [TO_A],
         instances[:1],

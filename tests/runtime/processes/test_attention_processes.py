@@ -2,19 +2,30 @@
 
 import gc
 import os
+import random
 import signal
+from collections import Counter
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import psutil
 import pytest
-from cluster_cases import load, roomy
+from cluster_cases import free_executables, load, roomy
 from cluster_checks import Done, Ran, serve
-from process_cases import check_nothing_left, children, serve_until, wait_until
+from process_cases import (
+    check_nothing_left,
+    children,
+    serve_once,
+    serve_until,
+    told,
+    wait_until,
+)
 from scatter import spread
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.runtime.processes import remote_worker
+from jaxinfer.runtime.processes.messages import Launch, Move
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 
 # Of Hetis' placement: attention elsewhere takes less time, so that heads are handed out.
@@ -165,6 +176,48 @@ def test_who_loses_the_stage_loses_the_instance(
     del llm
     gc.collect()
     wait_until(lambda: not children() - before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_attention_processes_die_at_any_moment(
+    draws: int,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Within a hundredth of a second after some step or move was asked for; then the other one."""
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    before, rng = children(), random.Random(0)
+    for number in range(draws):
+        llm = load(models["two"], tmp_path, **apart([None, None]))
+        counts: Counter[type] = Counter()
+        with told(lambda kind, counts=counts: counts.update([kind])):
+            assert serve_once(llm, tmp_path / "runs")[0] == expected["two"]
+        kinds = rng.choice((Launch, Move)), Launch  # There are few moves to what is left.
+        for group, kind in zip(rng.sample(["a0", "a1"], 2), kinds, strict=True):
+            share = rng.uniform(0, 0.5)
+            by = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
+            left = 1 + int(share * counts[kind])
+            kill = Timer(rng.uniform(0, 0.01), os.kill, (pids_of(llm)[group], by))
+
+            def strike(said: type, kind: type = kind, kill: Timer = kill) -> None:
+                nonlocal left
+                left -= said is kind
+                if left == 0:
+                    left = -1
+                    kill.start()
+
+            with told(strike):
+                found, run = serve_once(llm, tmp_path / "runs")
+            assert left < 0
+            assert (found, run["lost"]) == (expected["two"], {}), (number, group)
+            assert [each["error"] for each in run["restarts"]] in ([], [None])
+            check_nothing_left(llm)
+        del llm
+        free_executables()
+        wait_until(lambda: not children() - before)
 
 
 def test_what_cannot_be_run_is_refused_before_a_process_is_started(
