@@ -41,6 +41,8 @@ from jaxinfer.runtime.processes.messages import (
     Lent,
     Loaded,
     LoadInstances,
+    Measure,
+    Measured,
     Move,
     Moved,
     Prepare,
@@ -108,8 +110,8 @@ class WorkerProcess:
     def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
         """Find the queue of a message that has its place among such an instance's steps."""
         match message:
-            case Launch(instance) | Prepare(instance) | Move(instance) | Forget(instance):
-                return self._lanes.get(instance)
+            case Launch() | Prepare() | Measure() | Move() | Forget():
+                return self._lanes.get(message.instance)
             case Offer(end) | Place(end) | Drop(end):
                 return self._lanes.get(self._instances.get(end, ""))
         return None
@@ -181,6 +183,8 @@ class WorkerProcess:
                 self._say(Left("pools", 0))
             case Move():
                 self._move(message)
+            case Measure(instance, measure):
+                self._say(Measured(measure(self._cluster.engines[instance])))
             case Forget():
                 self._forget(message)
             case Prepare(instance, sampler):

@@ -5,7 +5,7 @@ Batches, requests and holds never travel: what is new of them does. Times are th
 another's are counted from another moment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -137,6 +137,13 @@ class Move(NamedTuple):
     copies: Copies
 
 
+class Measure(NamedTuple):
+    """Call this with an instance's ``Engine`` there. Answered with Measured."""
+
+    instance: str
+    measure: Callable[[Any], Any]
+
+
 class EmulateSteps(NamedTuple):
     """Set how long a stage's steps are to take."""
 
@@ -188,6 +195,12 @@ class Lent(NamedTuple):
 
     plan: AttentionPlan
     address: Address
+
+
+class Measured(NamedTuple):
+    """The result of what was called."""
+
+    found: Any
 
 
 class Moved(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 from jaxinfer.config.cluster import ClusterConfig, LinkConfig
 from jaxinfer.config.layer_split import count_layers
@@ -14,12 +15,21 @@ from jaxinfer.runtime.kv.channel import EXPLAINED_S
 from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
-from jaxinfer.runtime.processes.messages import FollowOn, Forget, Loaded, Moved, Prepare
+from jaxinfer.runtime.processes.messages import (
+    FollowOn,
+    Forget,
+    Loaded,
+    Measure,
+    Moved,
+    Prepare,
+)
 from jaxinfer.runtime.processes.remote_worker import Process, RemoteStage, RemoteWorker
 from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.world import StepDone, TransferDone
+
+T = TypeVar("T")
 
 
 def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]:
@@ -150,6 +160,11 @@ class PipelineWorker:
                     break
                 yield answer.parts
         yield 0
+
+    def measure(self, measure: Callable[[Any], T]) -> Iterator[T]:
+        """What a function finds of the ``Engine`` in each process with stages, one by one."""
+        for part in self._there:
+            yield next(part.process.ask(Measure(self.instance, measure))).found
 
     def launch(
         self, batch: Batch, origin: float, post: Post, launched: Launched = lambda *args: None

@@ -23,6 +23,7 @@ from jaxinfer.runtime.processes.messages import (
     Left,
     Lent,
     Loaded,
+    Measured,
     Move,
     Moved,
     Prepare,
@@ -208,7 +209,7 @@ class Process:
                     if there != here:
                         line = f"{name} is {there} in its process, {here} in this one"
                         self._answers.put(Refused(line))
-            case Left() | Lent() | Loaded() | Refused():
+            case Left() | Lent() | Loaded() | Measured() | Refused():
                 self._answers.put(answer)
             case Heartbeat():
                 pass
