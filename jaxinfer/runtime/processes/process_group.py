@@ -199,18 +199,21 @@ class OtherProcesses:
         self, instance: str, group: str, process: Process, loaded: Loaded, progress: Progress
     ) -> tuple[Process, Loaded]:
         """Have attention groups give pools to a process's stages, whose plans then show them."""
-        plans = []
-        for stage, plan in enumerate(loaded.plans[instance]):
-            found = []
+        plans = list(loaded.plans[instance])
+        asked = []
+        # All at once, and heard one after the other.
+        for stage, plan in enumerate(plans):
             for number, place in enumerate(plan.attention):
                 lender = self._processes[place.group]
                 lend = Lend(instance, place.group, plan, number, self._host_of(lender))
-                answers = lender.ask(lend)
-                while not isinstance(lent := next(answers), Lent):
-                    progress(f"{place.group}: {lent.what}", lent.parts)
-                next(process.ask(Borrow(instance, stage, number, lent.address)))
-                found.append(lent.plan)
-            plans.append(replace(plan, attention=found))
+                asked.append((stage, number, place.group, lender.ask(lend)))
+        for stage, number, of, answers in asked:
+            while not isinstance(lent := next(answers), Lent):
+                progress(f"{of}: {lent.what}", lent.parts)
+            next(process.ask(Borrow(instance, stage, number, lent.address)))
+            places = list(plans[stage].attention)
+            places[number] = lent.plan
+            plans[stage] = replace(plans[stage], attention=places)
         return process, loaded._replace(plans={**loaded.plans, instance: plans})
 
     def there(self, instance: str) -> AnotherProcess:
