@@ -203,6 +203,16 @@ def test_logits_by_pools_that_are_lent(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_scales_of_8_bits_go_to_pools_that_are_lent() -> None:
+    """Entries and logits are, bit for bit, those of pools of this process."""
+    tokens, _ = expected("llama")
+    here, there = (Spread("llama", lends=lends, kv_cache_dtype="int8") for lends in (False, True))
+    np.testing.assert_array_equal(there.serve(tokens), here.serve(tokens))
+    for one, other in zip(there.served, here.served, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lends", [False, True])
 def test_logits_of_halves_in_turn(lends: bool) -> None:
     """Logits are right for a step that reaches out, and for one all at home, which is not cut.
