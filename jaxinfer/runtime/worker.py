@@ -172,12 +172,12 @@ class Worker:
 
     def settle(self) -> None:
         """Wait for all that was launched, whose failures are posted by then, and begin anew."""
-        ended = [threading.Event() for _ in "sm"]
-        self._queues[0].put(ended[0])
+        steps, moves = threading.Event(), threading.Event()
+        self._queues[0].put(steps)
         if self.moves:
-            self.moves.when_done(ended[1].set)
-            ended[1].wait()
-        ended[0].wait()
+            self.moves.when_done(moves.set)
+            moves.wait()
+        steps.wait()
         self._sample_slots = {}
 
     def close(self) -> None:

@@ -214,10 +214,10 @@ class WorkerProcess:
 
     def _lend(self, message: Lend) -> None:
         """Get a pool ready for a stage in another process."""
-        (device,) = open_groups(self._groups)[message.group]
-        repeats = int(self._groups[message.group].slowdown)
         plan, number = message.plan, message.number
         asked = plan.attention[number]
+        (device,) = open_groups(self._groups)[asked.group]
+        repeats = int(self._groups[asked.group].slowdown)
         pool = plan_pool(plan, asked.group, asked.num_pages, device, repeats)
         places = [*plan.attention[:number], pool, *plan.attention[number + 1 :]]
         lent = LentPool(replace(plan, attention=places), number, message.host)

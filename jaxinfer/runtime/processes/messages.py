@@ -49,13 +49,11 @@ class Lend(NamedTuple):
     """Give a stage in another process a pool of KV heads. Answered with Lent.
 
     Attributes:
-        group: the name, here, of the attention group whose device has it.
-        plan: the stage's; ``number``: of the attention group in it.
+        plan: the stage's; ``number``: of the attention group in it whose device has the pool.
         host: the address by which the process is reached.
     """
 
     instance: str
-    group: str
     plan: StageFacts
     number: int
     host: str

@@ -257,6 +257,8 @@ class PipelineWorker:
         part.begin_again()
         with self._lock:
             self._failed = None
+        if part.process.lost:  # Whoever was told of it took it for the same failure.
+            raise JaxinferError(part.process.lost)
 
     def _cause(self, part: _Part) -> Exception | None:
         """A process that has ended is missed by its neighbours."""

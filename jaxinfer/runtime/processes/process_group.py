@@ -205,7 +205,7 @@ class OtherProcesses:
         for stage, plan in enumerate(plans):
             for number, place in enumerate(plan.attention):
                 lender = self._processes[place.group]
-                lend = Lend(instance, place.group, plan, number, self._host_of(lender))
+                lend = Lend(instance, plan, number, self._host_of(lender))
                 asked.append((stage, number, place.group, lender.ask(lend)))
         for stage, number, of, answers in asked:
             while not isinstance(lent := next(answers), Lent):

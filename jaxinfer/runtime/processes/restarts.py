@@ -94,15 +94,19 @@ class Restarts:
     and the ways to and from them are those of the new process.
 
     Args:
-        others: has started them at first; ``workers``: theirs, by instance.
+        others: has started them at first; ``remotes``: their workers, by instance.
     """
 
     def __init__(
-        self, config: ClusterConfig, others: OtherProcesses, all_: Mapping[str, AnyRemote]
+        self, config: ClusterConfig, others: OtherProcesses, remotes: Mapping[str, AnyRemote]
     ) -> None:
-        divided = {name: w for name, w in all_.items() if isinstance(w, PipelineWorker)}
-        workers = {name: w for name, w in all_.items() if not isinstance(w, PipelineWorker)}
-        self._rests = {name: _Rest(worker) for name, worker in divided.items()}
+        self._rests: dict[str, _Rest] = {}
+        workers: dict[str, RemoteWorker] = {}
+        for name, worker in remotes.items():
+            if isinstance(worker, PipelineWorker):
+                self._rests[name] = _Rest(worker)
+            else:
+                workers[name] = worker
         self._others = others
         self._hear: Callable[[Restarted | Failed], object] = lambda news: None
         self._lock = threading.Lock()
@@ -172,8 +176,8 @@ class Restarts:
             error = None
             try:
                 rest.worker.go_on()
-            except JaxinferError as lost:
-                error = str(lost)
+            except Exception as lost:
+                error = one_line(lost)
                 rest.worker.give_up(lost)
             seconds, without = time.perf_counter() - begin, tuple(rest.worker.without)
             with self._lock:

@@ -301,3 +301,21 @@ def test_stages_go_on_without_what_is_lent_by_a_process_that_is_lost() -> None:
     process.workers["x"].on_loss(ProcessLost("killed"))
     assert worker.lost_lenders == []
     assert process.given_up == ["instance x: killed"]
+
+
+def test_a_process_that_is_lost_while_it_forgets_is_not_overlooked() -> None:
+    """It is taken for part of the failure that came before."""
+    process = FakeProcess()
+    worker = spread_worker(process, lenders=("a",))
+    a = worker.processes[1]
+    a.lost = "killed"
+    a.workers["x"].on_loss(ProcessLost("killed"))
+
+    def ask(message: Any) -> Any:
+        process.lost = "killed, too"
+        process.workers["x"].on_loss(ProcessLost("killed, too"))
+        return iter([Left("pools", 0)])
+
+    process.ask = ask  # type: ignore[method-assign]
+    with pytest.raises(JaxinferError, match=r"^killed, too$"):
+        worker.go_on()
