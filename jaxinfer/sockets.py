@@ -7,13 +7,21 @@ import struct
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any
+from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
 # Who is asked for a connection takes it, and who has one says who it is, within this time.
 CONNECT_S = 5.0
 # A host that has not answered for so long has gone.
 VANISHED_S = 10
+
+
+class Address(NamedTuple):
+    """The address that a process can be called at, and the key that it asks for."""
+
+    host: str
+    port: int
+    key: bytes
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -176,7 +176,7 @@ class ClusterConfig(Options):
         return next((i.load_format for i in self.instances.values()), "auto")
 
     def _check_processes(self) -> None:
-        """Refuse instances in several processes, but pipelines whose groups all have their own."""
+        """Refuse instances in several processes, but for those whose groups all have their own."""
         for name, instance in self.instances.items():
             groups = {
                 g for place in instance.places for g in (place.group, *place.attention_groups)
@@ -185,15 +185,10 @@ class ClusterConfig(Options):
             if len(groups) < 2 or not homes:
                 continue
             where, home = f"instances.{name}.stages", min(homes)
-            if instance.is_spread:
-                raise JaxinferError(
-                    f"{where}: group {home} has a process of its own, where all stages of an "
-                    "instance with attention groups must stand"
-                )
             if homes != groups:
                 raise JaxinferError(
                     f"{where}: group {home} has a process of its own, must {min(groups - homes)} "
-                    "have, too: the stages stand in one process, or all groups have their own"
+                    "have, too: all parts stand in one process, or all groups have their own"
                 )
             if len([*groupby(stage.group for stage in instance.stages)]) > len(groups):
                 raise JaxinferError(
@@ -204,8 +199,13 @@ class ClusterConfig(Options):
                 if self.groups[group].restart:
                     raise JaxinferError(
                         f"groups.{group}.restart is {self.groups[group].restart}, must be 0: "
-                        f"instances.{name} has stages in other processes"
+                        f"instances.{name} has parts in other processes"
                     )
+
+    def attention_of(self, instance: str) -> list[str]:
+        """The attention groups of an instance's stages."""
+        places = self.instances[instance].places
+        return [*dict.fromkeys(group for place in places for group in place.attention_groups)]
 
     def processes_of(self, instance: str) -> tuple[str | None, ...]:
         """The groups whose own processes have the stages, in order; None for the loop's process."""
@@ -217,8 +217,11 @@ class ClusterConfig(Options):
         return self.processes_of(instance)[0]
 
     def is_divided(self, instance: str) -> bool:
-        """True if an instance's stages stand in several processes."""
-        return len(set(self.processes_of(instance))) > 1
+        """True if an instance's stages and attention groups stand in several processes."""
+        # In the part of one process, those of others are not there.
+        apart = [g for g in self.attention_of(instance) if g in self.groups]
+        apart = [g for g in apart if self.groups[g].is_apart]
+        return len({*self.processes_of(instance), *apart}) > 1
 
     def part(self, process: str | None) -> "ClusterConfig":
         """Return one process's part, as if it were all: a group's own, or the loop's (None).

@@ -218,7 +218,7 @@ def _lost(ledger: Ledger, event: InstanceLost) -> None:
 
 
 def _back(ledger: Ledger, event: InstanceBack) -> None:
-    ledger.keep("back", [event.instance])
+    ledger.keep("back", [event.instance, *event.without])
 
 
 def _tick(ledger: Ledger, event: Tick) -> None:

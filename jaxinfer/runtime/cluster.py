@@ -15,7 +15,7 @@ from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.stage_pair import StagePair
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, divided_layers
 from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
-from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
+from jaxinfer.runtime.processes.remote_worker import RemoteStage
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
@@ -82,6 +82,8 @@ class Engine:
                 dense = self.dense[len(shards)] if self.dense else None
                 shards.append(Shard(pool, slices, number, where, fit, layers, dense))
                 slices = ()
+        for number in getattr(self.worker, "without", ()):
+            shards[number].pool.close()
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
@@ -162,7 +164,9 @@ class Cluster:
 
     def _process(self, name: str) -> str | None:
         """The groups whose own processes have an instance."""
-        return " and ".join(dict.fromkeys(filter(None, self.config.processes_of(name)))) or None
+        stages = filter(None, self.config.processes_of(name))
+        lenders = self.config.attention_of(name) if self.config.is_divided(name) else []
+        return " and ".join(dict.fromkeys([*stages, *lenders])) or None
 
     def describe(self) -> dict[str, dict[str, object]]:
         """Describe what runs where, as JSON values."""
@@ -197,7 +201,7 @@ def describe_attention(plan: StageFacts) -> list[dict[str, object]]:
     return [
         {
             "group": place.group,
-            "devices": [device_name(place.device)],
+            "devices": [device_name(place.device)] if place.device else [],
             "kernels": place.kernels,
             "num_pages": place.num_pages,
             "repeats": place.repeats,
@@ -265,8 +269,7 @@ def load_cluster(
             speeds[names] = channel.probe(names)
             for why in channel.failed.values():
                 progress(f"KV goes by {channel.transport}: {why}", 0)
-        whole = {name: r for name, r in remotes.items() if isinstance(r, RemoteWorker)}
-        restarts = Restarts(config, others, whole)
+        restarts = Restarts(config, others, remotes)
         opened.callback(restarts.close)
         cluster = Cluster(
             config, {name: engines[name] for name in config.instances}, channels, speeds, restarts

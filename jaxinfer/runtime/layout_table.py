@@ -60,7 +60,8 @@ def _memory(plan: StagePlan) -> Table:
     for place in plan.attention:
         pages = place.num_pages - 1
         what = f"{pages:,} of {size} tokens, {pages * size:,} tokens, {mib(place.kv_bytes)}"
-        table.add_row(f"KV pages of {place.group}, a {place.device.device_kind}", what)
+        kind = place.device.device_kind if place.device else "device elsewhere"
+        table.add_row(f"KV pages of {place.group}, a {kind}", what)
     step = f"{plan.limits.max_num_batched_tokens:,} tokens of {plan.limits.max_num_seqs:,} requests"
     table.add_row("largest step", step)
     table.add_row("longest request", f"{longest_request(plan):,} tokens")

@@ -14,7 +14,7 @@ import numpy as np
 from jaxinfer.request import Logprob
 from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, join
-from jaxinfer.runtime.spread.slice_move import SliceMoves
+from jaxinfer.runtime.spread.slice_move import Copies, SliceMoves
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape, Samples
 from jaxinfer.runtime.stage.sampling_inputs import (
@@ -56,6 +56,7 @@ class Worker:
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
         hidden: the ways to and from the processes that have the stages before and after these.
+        moves: copies KV heads between the stages' pools, where these are several.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -66,11 +67,12 @@ class Worker:
         self._sampler = PLAIN_SAMPLER
         self._sample_slots: dict[str, int] = {}
         is_spread = any(isinstance(stage, SpreadStage) for stage in stages)
-        self._moves = SliceMoves(stages) if is_spread else None
+        self.moves = SliceMoves(stages) if is_spread else None
         numbers = range(len(stages))
         on_one_mesh = groupby(numbers, lambda number: stages[number].plan.mesh)
         self.parts = [list(part) for _, part in on_one_mesh]
-        self._queues: list[SimpleQueue[_Step | None]] = [SimpleQueue() for _ in self.parts]
+        self._queues: list[SimpleQueue[_Step | threading.Event | None]]
+        self._queues = [SimpleQueue() for _ in self.parts]
         self._threads = [
             threading.Thread(target=self._collect, args=(number,), daemon=True)
             for number in range(len(self.parts))
@@ -90,8 +92,8 @@ class Worker:
         for number, part in enumerate(parts):
             for left[number] in part:
                 yield sum(left)
-        if self._moves:
-            self._moves.compile_ahead()
+        if self.moves:
+            self.moves.compile_ahead()
 
     def launch(
         self, batch: Batch, origin: float, post: Post, launched: Launched = lambda *args: None
@@ -156,7 +158,7 @@ class Worker:
 
         ``post`` gets its TransferDone, with times since ``origin``.
         """
-        moves = self._moves
+        moves, copies = self.moves, Copies.of(transfer)
         assert moves, "an instance whose KV heads lie together moves none"
 
         def done(start: float, error: Exception | None) -> None:
@@ -164,17 +166,27 @@ class Worker:
                 post(Failed(transfer.source, error))
                 return
             end = time.perf_counter() - origin
-            post(TransferDone(transfer, start - origin, end, moves.num_bytes(transfer)))
+            post(TransferDone(transfer, start - origin, end, moves.num_bytes(copies)))
 
-        moves.start(transfer, done)
+        moves.start(copies, done)
+
+    def settle(self) -> None:
+        """Wait for all that was launched, whose failures are posted by then, and begin anew."""
+        steps, moves = threading.Event(), threading.Event()
+        self._queues[0].put(steps)
+        if self.moves:
+            self.moves.when_done(moves.set)
+            moves.wait()
+        steps.wait()
+        self._sample_slots = {}
 
     def close(self) -> None:
         """End the threads, which would keep parameters and executables for ever."""
         for queue in self._queues:
             queue.put(None)
-        if self._moves:
-            self._moves.close()
-            self._threads.append(self._moves.thread)
+        if self.moves:
+            self.moves.close()
+            self._threads.append(self.moves.thread)
         join(self._threads)
 
     def _collect(self, part: int) -> None:
@@ -184,6 +196,12 @@ class Worker:
             step = self._queues[part].get()
             if step is None:
                 return
+            if isinstance(step, threading.Event):
+                if part + 1 < len(self.parts):
+                    self._queues[part + 1].put(step)
+                else:
+                    step.set()
+                continue
             # Whatever fails here would otherwise leave the loop waiting for ever.
             try:
                 for number in self.parts[part]:

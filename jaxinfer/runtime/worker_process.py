@@ -12,36 +12,54 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.cluster import Cluster, load_cluster
 from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint
 from jaxinfer.runtime.kv.kv_messages import Drop, Offer, OpenEnd, Place, Pull, SlabFailed
 from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd
-from jaxinfer.runtime.kv.transports import Address
 from jaxinfer.runtime.processes.batch_delta import BatchDecoder
 from jaxinfer.runtime.processes.messages import (
+    Borrow,
     EmulateSteps,
     FollowOn,
+    Forget,
     Heartbeat,
     Hello,
     Launch,
     Left,
+    Lend,
+    Lent,
     Loaded,
     LoadInstances,
+    Measure,
+    Measured,
+    Move,
+    Moved,
     Prepare,
     Refused,
     StepEnded,
     WorkerFailed,
 )
+from jaxinfer.runtime.spread.lent_pool import LentPool
+from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
+from jaxinfer.runtime.spread.spread_stage import SpreadStage
+from jaxinfer.runtime.stage.attention_plan import plan_pool
+from jaxinfer.runtime.stage.devices import open_groups
+from jaxinfer.runtime.stage.stage import Stage
+from jaxinfer.runtime.stage.stage_plan import DeviceFacts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
+from jaxinfer.sockets import Address
 
 ALIVE_S = 1.0
 # A step's ends are known for so many steps more: an offer that follows it waits for one of them.
@@ -64,6 +82,7 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cluster: Cluster
+        self._groups: Mapping[str, GroupConfig]
         self._endpoint: KVEndpoint
         self._decoders: dict[str, BatchDecoder] = {}
         self._ends: dict[tuple[str, int], list[Future[None]]] = {}
@@ -91,8 +110,8 @@ class WorkerProcess:
     def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
         """Find the queue of a message that has its place among such an instance's steps."""
         match message:
-            case Launch(instance) | Prepare(instance):
-                return self._lanes.get(instance)
+            case Launch() | Prepare() | Measure() | Move() | Forget():
+                return self._lanes.get(message.instance)
             case Offer(end) | Place(end) | Drop(end):
                 return self._lanes.get(self._instances.get(end, ""))
         return None
@@ -130,7 +149,7 @@ class WorkerProcess:
         mistake, line = _told(error)
         # Refused is for what somebody waits for.
         match message:
-            case Launch() | EmulateSteps():
+            case Launch() | Move() | EmulateSteps():
                 return WorkerFailed(message.instance, mistake, line)
             case Offer() | Pull() | Place() | Drop():
                 return SlabFailed(message.end, message.slab, isinstance(message, Offer), line)
@@ -155,6 +174,19 @@ class WorkerProcess:
                 assert worker.hidden
                 worker.hidden.before, worker.stages[0].link = address, link
                 self._say(Left("stages", 0))
+            case Lend():
+                self._lend(message)
+            case Borrow(instance, stage, number, address):
+                spread = self._worker(instance).stages[stage]
+                assert isinstance(spread, SpreadStage)
+                spread.elsewhere[number + 1] = PoolElsewhere(address)
+                self._say(Left("pools", 0))
+            case Move():
+                self._move(message)
+            case Measure(instance, measure):
+                self._say(Measured(measure(self._cluster.engines[instance])))
+            case Forget():
+                self._forget(message)
             case Prepare(instance, sampler):
                 for left in self._worker(instance).prepare(sampler):
                     if left:
@@ -169,15 +201,55 @@ class WorkerProcess:
         def progress(what: str, left: int) -> None:
             self._say(Left(what, left))
 
+        self._groups = message.cluster.groups
         self._cluster = load_cluster(checkpoint, message.cluster, progress, layers=message.layers)
         workers = {name: self._worker(name) for name in self._cluster.engines}
         stages = {name: worker.stages for name, worker in workers.items()}
-        self._decoders = {name: BatchDecoder(len(here)) for name, here in stages.items()}
+        self._decoders = {name: _decoder(here) for name, here in stages.items()}
         self._endpoint = KVEndpoint(stages, self._say, message.host)
         plans = {name: [stage.plan.facts for stage in here] for name, here in stages.items()}
         parts = {name: worker.parts for name, worker in workers.items()}
         addresses = {name: self._open_lane(name, message.host) for name in message.layers}
         self._say(Loaded(plans, parts, addresses))
+
+    def _lend(self, message: Lend) -> None:
+        """Get a pool ready for a stage in another process."""
+        plan, number = message.plan, message.number
+        asked = plan.attention[number]
+        (device,) = open_groups(self._groups)[asked.group]
+        repeats = int(self._groups[asked.group].slowdown)
+        pool = plan_pool(plan, asked.group, asked.num_pages, device, repeats)
+        places = [*plan.attention[:number], pool, *plan.attention[number + 1 :]]
+        lent = LentPool(replace(plan, attention=places), number, message.host)
+        for left in lent.compile_ahead():
+            self._say(Left("compiling attention", left))
+        known = DeviceFacts(device.platform, device.id, device.device_kind)
+        self._say(Lent(replace(pool, device=known), lent.address))
+
+    def _forget(self, message: Forget) -> None:
+        """Begin anew, without pools of processes that are lost."""
+        worker = self._worker(message.instance)
+        worker.settle()
+        for stage, number in message.pools:
+            spread = worker.stages[stage]
+            assert isinstance(spread, SpreadStage)
+            spread.elsewhere.pop(number + 1).close()
+        self._decoders[message.instance] = _decoder(worker.stages)
+        self._say(Left("pools", 0))
+
+    def _move(self, message: Move) -> None:
+        instance, number, copies = message
+        moves = self._worker(instance).moves
+        assert moves
+
+        def done(start: float, error: Exception | None) -> None:
+            if error:
+                self._say(WorkerFailed(instance, *_told(error)))
+                return
+            end, num_bytes = time.perf_counter(), moves.num_bytes(copies)
+            self._say(Moved(instance, number, start, end, num_bytes))
+
+        moves.start(copies, done)
 
     def _open_lane(self, instance: str, host: str) -> Address:
         """Get ready for stages in other processes; the address of the hidden states from here."""
@@ -227,6 +299,10 @@ class WorkerProcess:
             found.stages,
         )
         self._say(StepEnded(instance, step, results, overruns, counts))
+
+
+def _decoder(stages: Sequence[Stage]) -> BatchDecoder:
+    return BatchDecoder(sum(len(stage.plan.pool_pages) for stage in stages))
 
 
 def _told(error: Exception) -> tuple[bool, str]:

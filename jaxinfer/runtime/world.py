@@ -12,6 +12,7 @@ from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.processes.restarts import Restarted, RestartResult, Restarts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Transfer
@@ -185,7 +186,7 @@ class RealWorld:
 
     def _move_slices(self, transfer: Transfer) -> None:
         worker = self._workers[transfer.source]
-        assert not isinstance(worker, AnyRemote), "its groups share the loop's process"
+        assert not isinstance(worker, RemoteWorker), "the KV heads of a stage there lie together"
         self._begin(transfer.source, time.perf_counter())
         try:
             worker.move(transfer, self._origin, self._posted.put)
@@ -285,7 +286,7 @@ class RealWorld:
                 events.append(self._note_loss(name, outcome.why, True))
             del self.lost[name]
             self.returning.discard(name)
-            events.append(InstanceBack(name))
+            events.append(InstanceBack(name, outcome.without))
         if outcome.error and len(self._workers) == 1:
             raise JaxinferError(outcome.error)
         return events

@@ -159,7 +159,10 @@ class ServingLoop:
                 self._on_event(event)
             case InstanceBack():
                 assert self._renew
-                self.assignments.take_back(self._renew(event.instance))
+                instance = self._renew(event.instance)
+                for number in event.without:
+                    instance.kv.shards[number].pool.close()
+                self.assignments.take_back(instance)
                 self._on_event(event)
 
     def _commit_step(self, done: StepDone) -> None:

@@ -51,6 +51,11 @@ class PagePool:
         self.num_pinned = self.num_idle = 0
         self._free = list(range(1, self.num_usable + 1))
 
+    def close(self) -> None:
+        """Hand out no page any more, and forget those that were."""
+        self.num_usable = 0
+        self.clear()
+
 
 class CountedPages(PagePool):
     """Pages that nobody looks at, as in a simulation: all have the number 0."""

@@ -74,9 +74,13 @@ class InstanceLost:
 
 @dataclass(slots=True)
 class InstanceBack:
-    """An instance that was lost takes requests again. It has no KV."""
+    """An instance that was lost takes requests again. It has no KV.
+
+    ``without``: numbers of the shards that it has lost for good.
+    """
 
     instance: str
+    without: Sequence[int] = ()
 
 
 Event = Arrival | StepDone | TransferDone | Tick | InstanceLost | InstanceBack

@@ -96,7 +96,7 @@ def measured(entries: Sequence[Entry]) -> Measured:
                 found.losses.append((when, InstanceLost(decided[0], given, decided[1])))
                 lives[decided[0]] += 1
             case "back":
-                found.losses.append((when, InstanceBack(decided[0])))
+                found.losses.append((when, InstanceBack(decided[0], decided[1:])))
             case "legs" if given:
                 found.predicted[decided[0]] = given[0], given[1]
             case "end":

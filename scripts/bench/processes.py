@@ -1,10 +1,11 @@
 """Costs of a process of one's own: steps launched, KV moved, beside threads of one process.
 
-    python -m scripts.bench.processes [--model MODEL] [--rounds N]
+    python -m scripts.bench.processes [--model MODEL] [--rounds N] [--attention]
 
 Launch: from the call in the loop's process to the worker's own launch, of decode steps that run one
-at a time, by rows. KV: 10^9 bytes per second of slabs that are probed, by each transport. The two
-processes are on this host and share its clock.
+at a time, by rows. KV: 10^9 bytes per second of slabs that are probed, by each transport. Layers:
+of decode steps whose KV heads all lie on an attention group. All processes are on this host and
+share its clock.
 """
 
 import statistics
@@ -48,23 +49,33 @@ def run_file(model: str, process: str | None, transport: str = "host") -> dict[s
     }
 
 
+def spread_file(model: str, process: str | None) -> dict[str, Any]:
+    """One stage and its attention group, likewise."""
+    found = run_file(model, process)
+    stages = [{"group": "a", "attention": ["b"]}]
+    options = {"stages": stages, "enable_prefix_caching": False}
+    return found | {"instances": {"x": options}, "system": "single"}
+
+
 def decodes(llm: LLM, count: int) -> Batch:
-    """A step of so many rows, each a token behind its prompt."""
+    """A step of so many rows, each a token behind its prompt; heads lie in the last shard."""
     kv = llm.engine.new_kv()
+    slices = [piece for shard in kv.shards for piece in shard.slices]
+    placement: list[list[int]] = [[] for _ in kv.shards[1:]] + [slices]
     rows = []
     for number in range(count):
         payload = Sampling(SamplingParams(temperature=0), seed=0)
         tokens = [number % 100] * PROMPT
         request = RequestState(f"r{number}", PROMPT, 100, 0.0, tokens, payload)
         request.output_token_ids = [1]
-        hold = kv.reserve(PROMPT + 100)
+        hold = kv.reserve(PROMPT + 100, placement=placement)
         assert hold
         rows.append(Row(request, PROMPT, 1, True, False, 0, hold))
-    return Batch("a", rows, 0, count, 0)
+    return Batch(llm.engine.name, rows, 0, count, 0)
 
 
-def launch_us(llm: LLM, count: int, rounds: int) -> list[float]:
-    """Microseconds from the loop's call to the worker's start, of each step."""
+def step_us(llm: LLM, count: int, rounds: int) -> list[tuple[float, float]]:
+    """Microseconds from the loop's call to the worker's start, and to the end, of each step."""
     batch, found = decodes(llm, count), []
     posted: SimpleQueue[Any] = SimpleQueue()
     for _ in range(rounds):
@@ -72,7 +83,7 @@ def launch_us(llm: LLM, count: int, rounds: int) -> list[float]:
         llm.engine.worker.launch(batch, 0.0, posted.put)
         done: StepDone | Failed = posted.get()
         assert isinstance(done, StepDone), done
-        found.append(1e6 * (done.start - called))
+        found.append((1e6 * (done.start - called), 1e6 * (done.end - done.start)))
         for row, token in zip(batch.rows, done.tokens, strict=True):
             row.request.output_token_ids.append(token)
             row.start += 1
@@ -82,26 +93,44 @@ def launch_us(llm: LLM, count: int, rounds: int) -> list[float]:
 @click.command()
 @click.option("--model", default="smollm2-135m-instruct")
 @click.option("--rounds", default=80, help="Steps of each size.")
-def main(model: str, rounds: int) -> None:
-    """Print two tables."""
+@click.option("--attention", is_flag=True, help="Layers whose attention is elsewhere, alone.")
+def main(model: str, rounds: int, attention: bool) -> None:
+    """Print two tables, or one."""
+    tables = [layers(model, rounds)] if attention else launches(model, rounds)
+    Console().print(*tables)
+
+
+def launches(model: str, rounds: int) -> tuple[Table, Table]:
+    """What launching takes, and the rate of KV."""
     launches = Table("process", *(f"{rows} rows: median, p90 (us)" for rows in ROWS))
     rates = Table("from a to b", "GB/s")
     cases = (("this one", None, "host"), ("own", "own", "host"), ("own", "own", "transfer_server"))
     for name, process, transport in cases:
-        config = as_run_file(run_file(model, process, transport))
-        llm = LLM.from_config(config)
+        llm = LLM.from_config(as_run_file(run_file(model, process, transport)))
         if transport == "host":
-            cells = []
-            for rows in ROWS:
-                times = launch_us(llm, rows, rounds)
-                cells.append(
-                    f"{statistics.median(times):.0f}, {statistics.quantiles(times, n=10)[8]:.0f}"
-                )
-            launches.add_row(name, *cells)
+            times = ([launch for launch, _ in step_us(llm, rows, rounds)] for rows in ROWS)
+            launches.add_row(name, *map(in_words, times))
         way = f"processes, {transport}" if process else "one process"
         rates.add_row(way, f"{llm.cluster.measured_gb_s['a -> b']:.2f}")
         del llm
-    Console().print(launches, rates)
+    return launches, rates
+
+
+def layers(model: str, rounds: int) -> Table:
+    """What a layer of a decode step takes whose attention is all on another device."""
+    found = Table("process of the group", *(f"{rows} rows: least, median (us)" for rows in ROWS))
+    for name, process in (("this one", None), ("own", "own")):
+        llm = LLM.from_config(as_run_file(spread_file(model, process)))
+        count = sum(plan.layers.stop - plan.layers.start for plan in llm.engine.plans)
+        times = ([step / count for _, step in step_us(llm, rows, rounds)] for rows in ROWS)
+        found.add_row(name, *(f"{min(each):.0f}, {statistics.median(each):.0f}" for each in times))
+        del llm
+    return found
+
+
+def in_words(times: list[float]) -> str:
+    """The median and the 90th percentile."""
+    return f"{statistics.median(times):.0f}, {statistics.quantiles(times, n=10)[8]:.0f}"
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ def test_each_process_has_its_stages_of_a_pipeline() -> None:
     [
         ("ab", {"here": "b"}, r"^instances\.x\.stages: group a has .* own, must b have, too: "),
         ("aba", {}, r"^instances\.x\.stages: those on one group must follow one another"),
-        ("ab", {"restart": 2}, r"^groups\.b\.restart is 2, must be 0: instances\.x has stages"),
+        ("ab", {"restart": 2}, r"^groups\.b\.restart is 2, must be 0: instances\.x has parts"),
     ],
 )
 def test_pipelines_that_no_processes_can_have(

@@ -1,6 +1,9 @@
 """A lost instance that is started again, in schedules by hand: who waits for it, and until when."""
 
+from dataclasses import replace
+
 import pytest
+from fake_world import FakeWorld
 from schedules import TO_A, follow, moves, pool, serve, steps, times, unit
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
@@ -34,6 +37,23 @@ def test_who_has_nowhere_else_to_go_waits() -> None:
     ]
     assert (times(outcome), times(outcome, "r1")) == ([1, 7.5, 8.5], [8.5])
     assert (outcome.loop.assignments.lost, outcome.loop.assignments.returning) == ({}, set())
+
+
+def test_one_that_is_back_without_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """r0's two slices lay in two shards, and both lie in the one that is left."""
+    opts = pool("A").options
+    instances = [new_instance("A", make_kv(20, 1, ((0,), (1,), ())), opts) for _ in "ab"]
+    back = FakeWorld._return
+    monkeypatch.setattr(FakeWorld, "_return", lambda *who: replace(back(*who), without=(1, 2)))
+    outcome = follow(
+        [TO_A],
+        instances[:1],
+        [(4, 3)],
+        timing=unit(lost={"A": (1.5, 5.5)}),
+        renew=lambda name: instances[1],
+    )
+    assert outcome.ended == {"r0": 8.5}
+    assert [shard.num_pages for shard in instances[1].kv.shards] == [20, 0, 0]
 
 
 def test_one_that_cannot_be_started_fails_who_has_waited() -> None:

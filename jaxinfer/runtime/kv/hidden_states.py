@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.kv.transports import Address, TcpTransport
+from jaxinfer.runtime.kv.transports import TcpTransport
+from jaxinfer.sockets import Address
 
 
 class HiddenForm(NamedTuple):

@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.slab import SlabFormat
-from jaxinfer.sockets import call, join_address, let_in, listen
+from jaxinfer.sockets import Address, call, join_address, let_in, listen
 
 
 class Transport(Protocol):
@@ -94,14 +94,6 @@ class DeviceTransport:
     def close(self) -> None:
         """See Transport."""
         self._offers.clear()
-
-
-class Address(NamedTuple):
-    """The address at which a process's slabs can be fetched."""
-
-    host: str
-    port: int
-    key: bytes
 
 
 class ArrayForm(Protocol):

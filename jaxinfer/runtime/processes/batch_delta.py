@@ -2,9 +2,10 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import is_not
 
-from jaxinfer.runtime.processes.messages import Launch, NewRequest, RowDelta
+from jaxinfer.runtime.processes.messages import Launch, NewPages, NewRequest, RowDelta
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
@@ -12,10 +13,15 @@ from jaxinfer.serving.request_state import RequestState
 
 @dataclass(slots=True)
 class _Told:
-    """The other process's knowledge of a request: pages of a hold, and output tokens."""
+    """The other process's knowledge of a request: pages of a hold, and output tokens.
+
+    Attributes:
+        slices: where slices may move, the lists of their pages.
+    """
 
     number: int
     hold: HeldPages | None = None
+    slices: list[list[int]] = field(default_factory=list)
     pages: int = 0
     tokens: int = 0
 
@@ -40,7 +46,8 @@ class BatchEncoder:
         rows = [self._encode_row(row, new, tokens) for row in batch.rows]
         # One by one: a request may go at any moment, in any thread.
         gone = [self._gone.pop() for _ in range(len(self._gone))]
-        return Launch(batch.instance, step, origin, new, gone, tokens, rows)
+        halves = [_numbers(half, batch.rows) for half in batch.halves]
+        return Launch(batch.instance, step, origin, new, gone, tokens, rows, halves)
 
     def _encode_row(
         self, row: Row, new: list[NewRequest], tokens: list[tuple[int, list[int]]]
@@ -58,10 +65,17 @@ class BatchEncoder:
             told.tokens = len(outputs)
         if told.hold is not hold:
             told.hold, told.pages = hold, 0
+        tables = hold.tables[self._shards]
+        if hold.kv.is_spread:
+            slices = [pages for table in tables for pages in table.values()]
+            if len(slices) != len(told.slices) or any(map(is_not, slices, told.slices)):
+                told.slices, told.pages = slices, 0  # Some have moved.
         known, told.pages = told.pages, hold.num_pages
-        pages = (
-            [table[0][known:] for table in hold.tables[self._shards]] if known < told.pages else []
-        )
+        pages: Sequence[NewPages] = []
+        if known < told.pages and hold.kv.is_spread:
+            pages = [{piece: p[known:] for piece, p in table.items()} for table in tables]
+        elif known < told.pages:
+            pages = [table[0][known:] for table in tables]
         return (
             told.number,
             row.start,
@@ -72,6 +86,11 @@ class BatchEncoder:
             known,
             pages,
         )
+
+
+def _numbers(half: Sequence[Row], rows: Sequence[Row]) -> list[int]:
+    at = {id(row): number for number, row in enumerate(rows)}
+    return [at[id(row)] for row in half]
 
 
 def _introduce(number: int, request: RequestState) -> NewRequest:
@@ -86,17 +105,24 @@ def _introduce(number: int, request: RequestState) -> NewRequest:
 
 
 class _Pages:
-    """A hold's tables, by shard and then by the one slice that a stage has here."""
+    """A hold's tables, by shard and then by slice: 0, where a stage has but one."""
 
-    __slots__ = ("tables",)
+    __slots__ = ("num_pages", "tables")
 
     def __init__(self, num_shards: int) -> None:
-        self.tables: list[dict[int, list[int]]] = [{0: []} for _ in range(num_shards)]
+        self.tables: list[dict[int, list[int]]] = [{} for _ in range(num_shards)]
+        self.num_pages = 0
 
-    def grow(self, known: int, pages: Sequence[Sequence[int]]) -> None:
-        """Pages from the number ``known`` on; a hold that is new begins with 0."""
-        for table, more in zip(self.tables, pages, strict=True):
-            table[0][known:] = more
+    def grow(self, known: int, pages: Sequence[NewPages]) -> None:
+        """Pages from the number ``known`` on; a hold that is new, or has moved, begins with 0."""
+        for number, new in enumerate(pages):
+            by_slice = new if isinstance(new, dict) else {0: new}
+            if not known:
+                self.tables[number] = by_slice
+            for piece, more in by_slice.items() if known else ():
+                self.tables[number][piece][known:] = more
+            for more in by_slice.values():
+                self.num_pages = known + len(more)
 
 
 class BatchDecoder:
@@ -122,7 +148,11 @@ class BatchDecoder:
             self._pages[new.number] = _Pages(self._num_shards)
         for number, tokens in told.tokens:
             self._requests[number].output_token_ids += tokens
-        return Batch(told.instance, [self._row(row) for row in told.rows], 0, 0, 0)
+        batch = Batch(told.instance, [self._row(row) for row in told.rows], 0, 0, 0)
+        if told.halves:
+            one, other = ([batch.rows[number] for number in half] for half in told.halves)
+            batch.halves = one, other
+        return batch
 
     def _row(self, told: RowDelta) -> Row:
         number, start, count, samples, input_pending, epoch, known, pages = told

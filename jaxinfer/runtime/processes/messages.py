@@ -5,14 +5,16 @@ Batches, requests and holds never travel: what is new of them does. Times are th
 another's are counted from another moment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from jaxinfer.config.cluster import ClusterConfig, LinkConfig
 from jaxinfer.models.stage import Layers
+from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import SamplerShape
-from jaxinfer.runtime.stage.stage_plan import StageFacts
+from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StageFacts
+from jaxinfer.sockets import Address
 
 # To a worker's process, done in this order.
 
@@ -43,6 +45,40 @@ class FollowOn(NamedTuple):
     link: LinkConfig | None
 
 
+class Lend(NamedTuple):
+    """Give a stage in another process a pool of KV heads. Answered with Lent.
+
+    Attributes:
+        plan: the stage's; ``number``: of the attention group in it whose device has the pool.
+        host: the address by which the process is reached.
+    """
+
+    instance: str
+    plan: StageFacts
+    number: int
+    host: str
+
+
+class Borrow(NamedTuple):
+    """Use the pool of a stage's attention group that is at this address. Answered with Left."""
+
+    instance: str
+    stage: int
+    number: int
+    address: Address
+
+
+class Forget(NamedTuple):
+    """Go on without some pools, and know of no request. Answered with Left, after all failures.
+
+    Attributes:
+        pools: a stage, and the number of the attention group in it.
+    """
+
+    instance: str
+    pools: Sequence[tuple[int, int]]
+
+
 class Prepare(NamedTuple):
     """Compile what steps with this sampler need. Answered with Left."""
 
@@ -61,9 +97,11 @@ class NewRequest(NamedTuple):
     payload: object
 
 
+# Pages of one shard, or by slice where a stage has its slices in several.
+NewPages = list[int] | dict[int, list[int]]
 # Request, start, count, samples, input_pending, epoch; then how many pages of each shard stand
 # already, and those that are new.
-RowDelta = tuple[int, int, int, bool, bool, int, int, list[list[int]]]
+RowDelta = tuple[int, int, int, bool, bool, int, int, Sequence[NewPages]]
 
 
 class Launch(NamedTuple):
@@ -72,6 +110,7 @@ class Launch(NamedTuple):
     Attributes:
         new: requests that the process has not heard of; ``gone``: those that nobody has any more.
         tokens: of requests, the output tokens that it has not heard of.
+        halves: of a step that is computed as two halves, each one's rows by their numbers.
     """
 
     instance: str
@@ -81,6 +120,26 @@ class Launch(NamedTuple):
     gone: list[int]
     tokens: list[tuple[int, list[int]]]
     rows: list[RowDelta]
+    halves: Sequence[Sequence[int]] = ()
+
+
+class Move(NamedTuple):
+    """Copy KV heads between the pools of an instance's stages here. Answered with Moved.
+
+    Attributes:
+        move: a number never used again.
+    """
+
+    instance: str
+    move: int
+    copies: Copies
+
+
+class Measure(NamedTuple):
+    """Call this with an instance's ``Engine`` there. Answered with Measured."""
+
+    instance: str
+    measure: Callable[[Any], Any]
 
 
 class EmulateSteps(NamedTuple):
@@ -127,6 +186,29 @@ class Loaded(NamedTuple):
     plans: Mapping[str, Sequence[StageFacts]]
     parts: Mapping[str, list[list[int]]]
     addresses: Mapping[str, Any]
+
+
+class Lent(NamedTuple):
+    """The pool that has been asked for, as it came out, and where to call for it."""
+
+    plan: AttentionPlan
+    address: Address
+
+
+class Measured(NamedTuple):
+    """The result of what was called."""
+
+    found: Any
+
+
+class Moved(NamedTuple):
+    """KV heads have been copied: from when to when, and how many bytes."""
+
+    instance: str
+    move: int
+    start: float
+    end: float
+    num_bytes: int
 
 
 class StepEnded(NamedTuple):

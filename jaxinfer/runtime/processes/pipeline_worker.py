@@ -1,10 +1,11 @@
-"""The stages of one instance in several processes, as the loop's process sees them."""
+"""The parts of one instance in several processes, as the loop's process sees them."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 from jaxinfer.config.cluster import ClusterConfig, LinkConfig
 from jaxinfer.config.layer_split import count_layers
@@ -14,11 +15,21 @@ from jaxinfer.runtime.kv.channel import EXPLAINED_S
 from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
-from jaxinfer.runtime.processes.messages import FollowOn, Loaded, Prepare
+from jaxinfer.runtime.processes.messages import (
+    FollowOn,
+    Forget,
+    Loaded,
+    Measure,
+    Moved,
+    Prepare,
+)
 from jaxinfer.runtime.processes.remote_worker import Process, RemoteStage, RemoteWorker
+from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
-from jaxinfer.serving.batch import Batch
-from jaxinfer.serving.world import StepDone
+from jaxinfer.serving.batch import Batch, Transfer
+from jaxinfer.serving.world import StepDone, TransferDone
+
+T = TypeVar("T")
 
 
 def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]:
@@ -32,8 +43,8 @@ def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]
     """
     found = {}
     for name in filter(config.is_divided, config.instances):
-        stages = config.instances[name].stages
-        if not all(stage.layers or stage.share for stage in stages):
+        stages = config.instances[name].places
+        if len(stages) > 1 and not all(stage.layers or stage.share for stage in stages):
             raise JaxinferError(
                 f"instances.{name}.stages: give layers or share: the speeds of groups in several "
                 "processes are not measured beside one another"
@@ -43,7 +54,10 @@ def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]
 
 
 class _Part(RemoteWorker):
-    """The stages in one of the processes; ``on_failure`` hears, in some thread, when it fails."""
+    """The stages in one of the processes, or what it lends to those in others.
+
+    ``on_failure`` hears, in some thread, when it fails.
+    """
 
     on_failure: Callable[[Exception], None]
 
@@ -60,15 +74,19 @@ class PipelineWorker:
     """The stages of one instance in several processes, one after the other; see ``Worker``.
 
     The loop launches each step in all of them at once. Hidden states go from process to process,
-    and the last one has the tokens. Whatever fails in one of them is the loss of the instance.
+    and the last one has the tokens. Processes of attention groups hear from those of the stages
+    alone. Whatever fails in one of them is the loss of the instance; where only such a process is
+    lost, and one has all the stages, that can ``go_on`` without its pools.
 
     Args:
-        loaded: of each process, in the stages' order.
+        loaded: of each process with stages, in their order.
         links: between each and the next one, where they are emulated.
+        lenders: the processes that lend pools of KV heads to the stages.
 
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
         sampler: the one that was asked for last.
+        without: numbers of the shards of the instance's KV that it has gone on without.
     """
 
     def __init__(
@@ -76,18 +94,23 @@ class PipelineWorker:
         instance: str,
         loaded: Sequence[tuple[Process, Loaded]],
         links: Sequence[LinkConfig | None],
+        lenders: Sequence[Process] = (),
     ) -> None:
         self.instance = instance
         self.sampler = PLAIN_SAMPLER
-        sizes = [len(there.plans[instance]) for _, there in loaded]
-        self._first = [0, *accumulate(sizes)]
+        plans = [there.plans[instance] for _, there in loaded]
+        self._first = [0, *accumulate(map(len, plans))]
+        shards = [sum(len(plan.pool_pages) for plan in each) for each in plans]
+        self._shards = [*pairwise([0, *accumulate(shards)])]
         self._there = [
             _Part(process, instance, there.plans[instance], there.parts[instance], slice(a, b))
-            for (process, there), (a, b) in zip(loaded, pairwise(self._first), strict=True)
+            for (process, there), (a, b) in zip(loaded, self._shards, strict=True)
         ]
+        self._lenders = [_Part(process, instance, [], []) for process in lenders]
+        self.without: list[int] = []
         self._failed: Exception | None = None
         self._lock = threading.Lock()
-        for part in self._there:
+        for part in [*self._there, *self._lenders]:
             part.on_failure = partial(self._fail, part)
         self.parts = [
             [first + number for number in numbers]
@@ -115,8 +138,8 @@ class PipelineWorker:
 
     @property
     def processes(self) -> list[Process]:
-        """The processes, in the stages' order."""
-        return [part.process for part in self._there]
+        """The processes that have stages, in their order, and those of attention groups."""
+        return [part.process for part in [*self._there, *self._lenders]]
 
     @property
     def first_stages(self) -> list[int]:
@@ -137,6 +160,11 @@ class PipelineWorker:
                     break
                 yield answer.parts
         yield 0
+
+    def measure(self, measure: Callable[[Any], T]) -> Iterator[T]:
+        """What a function finds of the ``Engine`` in each process with stages, one by one."""
+        for part in self._there:
+            yield next(part.process.ask(Measure(self.instance, measure))).found
 
     def launch(
         self, batch: Batch, origin: float, post: Post, launched: Launched = lambda *args: None
@@ -160,19 +188,77 @@ class PipelineWorker:
         for number, part in enumerate(self._there):
             part.launch(batch, origin, partial(hear, number), partial(tell, number))
 
+    def move(
+        self, transfer: Transfer, origin: float, post: Callable[[TransferDone | Failed], None]
+    ) -> None:
+        """Start moving KV heads between the pools of each stage; see ``Worker.move``."""
+        copies = Copies.of(transfer)
+        moves = [
+            (part, [c._replace(source=c.source - a, dest=c.dest - a) for c in here])
+            for part, (a, b) in zip(self._there, self._shards, strict=True)
+            if (here := [copy for copy in copies.pieces if a <= copy.source < b])
+        ]
+        found: list[Moved] = []
+
+        def hear(answer: Moved) -> None:
+            with self._lock:
+                found.append(answer)
+                is_whole = len(found) == len(moves)
+            if is_whole:
+                start, end = min(each.start for each in found), max(each.end for each in found)
+                num_bytes = sum(each.num_bytes for each in found)
+                post(TransferDone(transfer, start - origin, end - origin, num_bytes))
+
+        for part, pieces in moves:
+            part.copy(copies._replace(pieces=pieces), hear, post)
+
     def _fail(self, part: _Part, error: Exception) -> None:
-        """Give up the instance, and those of its processes that have no other."""
+        """Give up the instance, and its processes unless it can go on."""
         with self._lock:
             if self._failed:
                 return
             self._failed = error
         if not isinstance(error, JaxinferError):
             error = self._cause(part) or error
-        for each in self._there:
+        for each in [*self._there, *self._lenders]:
             each.fail(type(error)(*error.args))
+        if not self.lost_lenders:
+            self.give_up(error)
+
+    def give_up(self, why: Exception) -> None:
+        """End those of its processes that have no other instance."""
         for process in self.processes:
             if process.workers.keys() == {self.instance}:
-                process.give_up(f"instance {self.instance}: {error}")
+                process.give_up(f"instance {self.instance}: {why}")
+
+    @property
+    def lost_lenders(self) -> list[str]:
+        """The groups whose processes are lost, where the instance can go on without them."""
+        if len(self._there) > 1 or self._there[0].process.lost:
+            return []
+        return [part.process.name for part in self._lenders if part.process.lost]
+
+    def go_on(self) -> None:
+        """Have the stages' process forget all requests, and the pools of lost processes.
+
+        Raises:
+            JaxinferError: it is lost, too.
+        """
+        (part,), gone = self._there, self.lost_lenders
+        self._lenders = [each for each in self._lenders if each.process.name not in gone]
+        pools, shard = [], 0
+        for stage in part.stages:
+            for number, place in enumerate(stage.plan.attention):
+                if place.group in gone:
+                    pools.append((stage.number, number))
+                    self.without.append(shard + number + 1)
+            shard += len(stage.plan.pool_pages)
+        next(part.process.ask(Forget(self.instance, pools)))
+        part.begin_again()
+        with self._lock:
+            self._failed = None
+        if part.process.lost:  # Whoever was told of it took it for the same failure.
+            raise JaxinferError(part.process.lost)
 
     def _cause(self, part: _Part) -> Exception | None:
         """A process that has ended is missed by its neighbours."""

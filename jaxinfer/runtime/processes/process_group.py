@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 
 from jaxinfer.config.cluster import ClusterConfig
@@ -11,10 +12,11 @@ from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import ProcessLost
-from jaxinfer.runtime.processes.messages import Loaded, LoadInstances
+from jaxinfer.runtime.processes.messages import Borrow, Lend, Lent, Loaded, LoadInstances
 from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineSide, PipelineWorker
 from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
+from jaxinfer.runtime.stage.attention_plan import check_attention
 from jaxinfer.sockets import LOOPBACK
 
 # What the user sees of a long start: a description, and how many parts are left.
@@ -112,8 +114,11 @@ class OtherProcesses:
         """Start them, each loading what stands on its group, and go on meanwhile.
 
         Raises:
-            JaxinferError: one cannot be got at.
+            JaxinferError: one cannot be got at, or is none that attention can be run on.
         """
+        for name in layers:
+            for group in config.attention_of(name):
+                check_attention(group, config)
         others = cls(config, model, layers)
         try:
             names = [name for name, group in config.groups.items() if group.is_apart]
@@ -139,7 +144,6 @@ class OtherProcesses:
 
     def _load(self, group: str, part: ClusterConfig) -> None:
         process = self._processes[group]
-        host = process.peer.way[1] if process.peer.way else self.host
         layers = {
             name: [
                 each
@@ -150,7 +154,11 @@ class OtherProcesses:
             if name in part.instances
         }
         with suppress(ProcessLost):  # Whoever waits for it hears of it.
-            process.send(LoadInstances(self._model, part, host, layers))
+            process.send(LoadInstances(self._model, part, self._host_of(process), layers))
+
+    def _host_of(self, process: Process) -> str:
+        """The address by which others reach a process."""
+        return process.peer.way[1] if process.peer.way else self.host
 
     @property
     def host(self) -> str:
@@ -175,13 +183,38 @@ class OtherProcesses:
                 workers[name] = RemoteWorker(process, name, plans, loaded.parts[name])
                 self._there[name] = AnotherProcess(process)
         for name, found in parts.items():
-            groups = dict.fromkeys(stage.group for stage in self._config.instances[name].stages)
+            stages = self._config.instances[name].stages
+            groups = dict.fromkeys(stage.group for stage in stages)
             links = [self._config.link(*ends) for ends in pairwise(groups)]
-            there = [found[group] for group in groups]
-            workers[name] = whole = PipelineWorker(name, there, links)
-            sides = [AnotherProcess(process) for process in whole.processes]
+            there = [self._lend(name, group, *found[group], progress) for group in groups]
+            lenders = dict.fromkeys(group for stage in stages for group in stage.attention_groups)
+            workers[name] = whole = PipelineWorker(
+                name, there, links, [self._processes[group] for group in lenders]
+            )
+            sides = [AnotherProcess(process) for process, _ in there]
             self._pipelines[name] = PipelineSide(sides, whole.first_stages)
         return workers
+
+    def _lend(
+        self, instance: str, group: str, process: Process, loaded: Loaded, progress: Progress
+    ) -> tuple[Process, Loaded]:
+        """Have attention groups give pools to a process's stages, whose plans then show them."""
+        plans = list(loaded.plans[instance])
+        asked = []
+        # All at once, and heard one after the other.
+        for stage, plan in enumerate(plans):
+            for number, place in enumerate(plan.attention):
+                lender = self._processes[place.group]
+                lend = Lend(instance, plan, number, self._host_of(lender))
+                asked.append((stage, number, place.group, lender.ask(lend)))
+        for stage, number, of, answers in asked:
+            while not isinstance(lent := next(answers), Lent):
+                progress(f"{of}: {lent.what}", lent.parts)
+            next(process.ask(Borrow(instance, stage, number, lent.address)))
+            places = list(plans[stage].attention)
+            places[number] = lent.plan
+            plans[stage] = replace(plans[stage], attention=places)
+        return process, loaded._replace(plans={**loaded.plans, instance: plans})
 
     def there(self, instance: str) -> AnotherProcess:
         """The process other than this one that has an instance alone."""

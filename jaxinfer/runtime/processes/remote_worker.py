@@ -21,13 +21,18 @@ from jaxinfer.runtime.processes.messages import (
     Hello,
     Launch,
     Left,
+    Lent,
     Loaded,
+    Measured,
+    Move,
+    Moved,
     Prepare,
     Refused,
     StepEnded,
     WorkerFailed,
 )
 from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
+from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.serving.batch import Batch
@@ -189,6 +194,8 @@ class Process:
         match answer:
             case StepEnded():
                 self.workers[answer.instance].on_step(answer)
+            case Moved():
+                self.workers[answer.instance].on_move(answer)
             case WorkerFailed(instance, is_mistake, line):
                 error = JaxinferError(line) if is_mistake else ProcessLost(line)
                 self.workers[instance].on_loss(error)
@@ -202,7 +209,7 @@ class Process:
                     if there != here:
                         line = f"{name} is {there} in its process, {here} in this one"
                         self._answers.put(Refused(line))
-            case Left() | Loaded() | Refused():
+            case Left() | Lent() | Loaded() | Measured() | Refused():
                 self._answers.put(answer)
             case Heartbeat():
                 pass
@@ -282,6 +289,7 @@ class RemoteWorker:
         self._shards, self._encoder = shards, BatchEncoder(shards)
         self._numbers = 0
         self._steps: dict[int, tuple[Batch, Post]] = {}
+        self._moves: dict[int, tuple[Callable[[Moved], None], Callable[[Failed], None]]] = {}
         self._lost: Exception | None = None
         process.workers[instance] = self
 
@@ -308,10 +316,15 @@ class RemoteWorker:
 
     def move_to(self, process: Process) -> None:
         """Go on in a process that has these stages, and has heard of no request."""
-        self.process, self._encoder, self._lost = process, BatchEncoder(self._shards), None
+        self.process = process
+        self.begin_again()
         for stage in self.stages:
             stage.move_to(process)
         process.workers[self.instance] = self
+
+    def begin_again(self) -> None:
+        """Go on where the process has forgotten all requests."""
+        self._encoder, self._lost = BatchEncoder(self._shards), None
 
     def launch(
         self,
@@ -321,15 +334,35 @@ class RemoteWorker:
         launched: Launched = lambda *args: None,
     ) -> None:
         """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
-        if self._lost:
-            raise type(self._lost)(*self._lost.args)  # A new one, for it will keep those it passes.
-        step = self._numbers
-        self._numbers += 1
+        step = self._next()
         self._steps[step] = batch, post
         told: Launch = self._encoder.encode(batch, step, origin + self.process.peer.clock_offset)
         self.process.send(told._replace(instance=self.instance))  # A profile's batch has none.
         for stage in range(len(self.stages)):
             launched(stage, StepEnd(self.instance, step, stage))
+
+    def _next(self) -> int:
+        """The number of something that is to be done there."""
+        if self._lost:
+            raise type(self._lost)(*self._lost.args)  # A new one, for it will keep those it passes.
+        self._numbers += 1
+        return self._numbers - 1
+
+    def copy(
+        self, copies: Copies, hear: Callable[[Moved], None], post: Callable[[Failed], None]
+    ) -> None:
+        """Start moving KV heads, and return; ``post`` is told only where that fails."""
+        move = self._next()
+        self._moves[move] = hear, post
+        self.process.send(Move(self.instance, move, copies))
+
+    def on_move(self, answer: Moved) -> None:
+        """Pass on when KV heads have moved."""
+        if answer.move not in self._moves:
+            return  # Of a worker that has failed.
+        hear, _ = self._moves.pop(answer.move)
+        ahead = self.process.peer.clock_offset
+        hear(answer._replace(start=answer.start - ahead, end=answer.end - ahead))
 
     def on_step(self, answer: StepEnded) -> None:
         """Pass a step's results on."""
@@ -347,6 +380,9 @@ class RemoteWorker:
         while self._steps:
             _, (_, post) = self._steps.popitem()
             post(Failed(self.instance, error))
+        while self._moves:
+            _, (_, hear) = self._moves.popitem()
+            hear(Failed(self.instance, error))
 
     def close(self) -> None:
         """The process is ended as a whole."""

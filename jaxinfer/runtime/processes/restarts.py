@@ -11,6 +11,7 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
 from jaxinfer.runtime.processes.process_group import (
     AnotherProcess,
     OtherProcesses,
@@ -37,6 +38,7 @@ class RestartResult:
         why: the reason why it was lost.
         seconds: time from then until it was ready, or was given up.
         error: the reason why it could not be started; None if it was.
+        without: numbers of the shards that its one instance has gone on without.
     """
 
     group: str
@@ -44,6 +46,7 @@ class RestartResult:
     why: str
     seconds: float
     error: str | None = None
+    without: Sequence[int] = ()
 
 
 @dataclass
@@ -69,19 +72,41 @@ class _Home:
     news: RestartResult | None = None
 
 
+@dataclass
+class _Rest:
+    """An instance that can go on without attention groups whose processes are lost.
+
+    Attributes:
+        why: as one is lost, while a thread is about it; ``news``: an outcome that nobody has taken.
+    """
+
+    worker: PipelineWorker
+    why: str | None = None
+    news: RestartResult | None = None
+
+
 class Restarts:
     """Starts lost processes again, as often as their groups say.
+
+    Instances with attention groups in other processes go on without these.
 
     What has loaded and compiled waits until the loop's thread takes it: from then on, its workers
     and the ways to and from them are those of the new process.
 
     Args:
-        others: has started them at first; ``workers``: theirs, by instance.
+        others: has started them at first; ``remotes``: their workers, by instance.
     """
 
     def __init__(
-        self, config: ClusterConfig, others: OtherProcesses, workers: Mapping[str, RemoteWorker]
+        self, config: ClusterConfig, others: OtherProcesses, remotes: Mapping[str, AnyRemote]
     ) -> None:
+        self._rests: dict[str, _Rest] = {}
+        workers: dict[str, RemoteWorker] = {}
+        for name, worker in remotes.items():
+            if isinstance(worker, PipelineWorker):
+                self._rests[name] = _Rest(worker)
+            else:
+                workers[name] = worker
         self._others = others
         self._hear: Callable[[Restarted | Failed], object] = lambda news: None
         self._lock = threading.Lock()
@@ -112,12 +137,20 @@ class Restarts:
                 elif home.starting:
                     self._tell_of_loss(home)
 
+            for name, rest in self._rests.items():
+                if rest.news:
+                    hear(Restarted(rest.news.group))
+                elif rest.why:
+                    hear(Failed(name, ProcessLost(rest.why)))
+
     def _tell_of_loss(self, home: _Home) -> None:
         for name in home.workers:
             self._hear(Failed(name, ProcessLost(home.why)))
 
     def expect(self, instance: str, why: str) -> bool:
         """Return whether a lost instance is to return; if so, all of its process is lost."""
+        if rest := self._rests.get(instance):
+            return self._go_on(instance, rest, why)
         home = self._of.get(instance)
         if home is None:
             return False
@@ -129,9 +162,41 @@ class Restarts:
                 home.process.give_up(f"instance {instance}: {why}")
             return is_on_its_way or home.left > 0
 
+    def _go_on(self, instance: str, rest: _Rest, why: str) -> bool:
+        """Have an instance go on without what is lost of it, if it can."""
+        with self._lock:
+            if rest.why or rest.news:
+                return True
+            if not (groups := rest.worker.lost_lenders):
+                return False
+            rest.why = why
+        begin = time.perf_counter()
+
+        def go_on() -> None:
+            error = None
+            try:
+                rest.worker.go_on()
+            except Exception as lost:
+                error = one_line(lost)
+                rest.worker.give_up(lost)
+            seconds, without = time.perf_counter() - begin, tuple(rest.worker.without)
+            with self._lock:
+                group, rest.why = " and ".join(groups), None
+                rest.news = RestartResult(group, [instance], why, seconds, error, without)
+            self._hear(Restarted(group))
+
+        threading.Thread(target=go_on, daemon=True).start()
+        return True
+
     def take(self, group: str) -> RestartResult | None:
         """The news of a group, if there are any; what was started is in use when this returns."""
-        home = self._homes[group]
+        with self._lock:
+            for rest in self._rests.values():
+                if rest.news and rest.news.group == group:
+                    news, rest.news = rest.news, None
+                    return news
+        if (home := self._homes.get(group)) is None:
+            return None
         with self._lock:
             outcome, home.news = home.news, None
         if outcome is None or outcome.error:

@@ -5,11 +5,13 @@ Hetis' section 5.1: decodes of several numbers of heads and sizes of cache, devi
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
 import jax
 import numpy as np
 
 from jaxinfer.runtime.cluster import Engine
+from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.profiling.measure_steps import new_batch
 from jaxinfer.runtime.profiling.profile import Needs, profile_key
@@ -56,7 +58,25 @@ def profile_attention(
     name: str, engine: Engine, model: str, progress: Progress
 ) -> AttentionProfile:
     """Measure all shards; nothing else may run meanwhile, and what their pages hold is lost."""
-    found = []
+    what = f"profiling attention of {name}"
+    if isinstance(engine.worker, PipelineWorker):
+        progress(what, 1)
+        found = [points for part in engine.worker.measure(shard_points) for points in part]
+        progress(what, 0)
+    else:
+        found = shard_points(engine, lambda group, left: progress(f"{what} on {group}", left))
+    return AttentionProfile(profile_key(engine, model), found)
+
+
+def shard_points(
+    engine: Engine, progress: Progress = lambda group, left: None
+) -> list[ShardPoints]:
+    """Measure the shards of those of an instance's stages that this process has.
+
+    Args:
+        progress: hears of each group, and whether it is still to be measured.
+    """
+    found: list[ShardPoints] = []
     kv = engine.new_kv()
     for stage, group in zip(engine.stages, engine.groups, strict=True):
         if not isinstance(stage, SpreadStage):
@@ -64,10 +84,10 @@ def profile_attention(
             continue
         first = len(found)
         for number, where in enumerate([group, *(each.group for each in stage.plan.attention)]):
-            progress(f"profiling attention of {name} on {where}", 1)
+            progress(where, 1)
             found.append(_ShardTimes(stage, kv, first, number).points(where))
-            progress(f"profiling attention of {name} on {where}", 0)
-    return AttentionProfile(profile_key(engine, model), found)
+            progress(where, 0)
+    return found
 
 
 class _ShardTimes:
@@ -95,7 +115,7 @@ class _ShardTimes:
                 seconds = self._attention_s(inputs)
                 at = heads, context
                 attention[at] = min(attention.get(at, seconds), seconds)
-                if self._number:
+                if self._number and self._number not in self._stage.elsewhere:
                     seconds = min(self._exchange_s(inputs) for _ in range(2))
                     exchange[heads] = min(exchange.get(heads, seconds), seconds)
         return ShardPoints(
@@ -131,8 +151,13 @@ class _ShardTimes:
         return inputs
 
     def _attention_s(self, inputs: SpreadInputs) -> float:
-        """Return the seconds of one layer's attention, the mean over the layers."""
+        """Return the seconds of one layer's attention, the mean over the layers.
+
+        In another process, what goes there and comes back is part of that.
+        """
         stage, number = self._stage, self._number
+        if number in stage.elsewhere:
+            return self._elsewhere_s(inputs)
         there = stage.pools[number].sharding
         piece = jax.device_put(self._piece(inputs), there)
         tables = jax.device_put(inputs.tables[number], there)
@@ -140,10 +165,24 @@ class _ShardTimes:
         layers = len(stage.step.windows)
         start = time.perf_counter()
         for layer in range(layers):
-            out = stage.attend(number, layer, inputs.pairs, piece, tables)
+            out = stage.attend_here(number, layer, inputs.pairs, piece, tables)
             if stage.pools[number].mesh.devices.flat[0].platform == "cpu":
                 out.block_until_ready()  # A CPU may compute several layers at once.
         out.block_until_ready()
+        return (time.perf_counter() - start) / layers
+
+    def _elsewhere_s(self, inputs: SpreadInputs) -> float:
+        stage, packed = self._stage, inputs.tables[self._number]
+        assert packed is not None
+        step = stage.begin(self._number, inputs.pairs, packed)
+        piece = jax.device_put(self._piece(inputs), stage.plan.devices[0])
+        piece.block_until_ready()
+        layers = len(stage.step.windows)
+        start = time.perf_counter()
+        for layer in range(layers):
+            out = stage.attend(self._number, layer, inputs.pairs, piece, step)
+            assert isinstance(out, Future)
+            jax.device_put(out.result(), stage.plan.whole).block_until_ready()
         return (time.perf_counter() - start) / layers
 
     def _exchange_s(self, inputs: SpreadInputs) -> float:

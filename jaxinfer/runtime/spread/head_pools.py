@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.kv_cache import abstract_pages
-from jaxinfer.runtime.stage.stage_plan import StagePlan
+from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,18 @@ class HeadPool:
     """A device's pool, for one stage.
 
     Attributes:
-        mesh: of the device alone.
+        mesh: of the device alone; of the stage's first where another process has the device.
         kernels: what attends there.
         pages: shapes, of each layer.
         repeats: how often the device does all its attention, to play a slower one.
+        is_lent: another process has the device.
     """
 
     mesh: Mesh
     kernels: str
     pages: list[KVPages]
     repeats: int = 1
+    is_lent: bool = False
 
     @property
     def sharding(self) -> NamedSharding:
@@ -40,12 +42,23 @@ def head_pools(plan: StagePlan) -> Sequence[HeadPool]:
     own, *others = plan.pool_pages
     found = [_pool(plan, plan.devices[0], plan.config.kernels, own)]
     for place, num_pages in zip(plan.attention, others, strict=True):
+        if not isinstance(place.device, jax.Device):
+            lent = _pool(plan, plan.devices[0], plan.config.kernels, num_pages)
+            found.append(replace(lent, is_lent=True))
+            continue
         found.append(_pool(plan, place.device, place.kernels, num_pages, place.repeats))
     return found
 
 
+def lent_pool(plan: StageFacts, number: int) -> HeadPool:
+    """The pool of a stage's attention group, counted from 0, in the process that has its device."""
+    place = plan.attention[number]
+    assert isinstance(place.device, jax.Device)
+    return _pool(plan, place.device, place.kernels, plan.pool_pages[number + 1], place.repeats)
+
+
 def _pool(
-    plan: StagePlan, device: jax.Device, kernels: str, num_pages: int, repeats: int = 1
+    plan: StageFacts, device: jax.Device, kernels: str, num_pages: int, repeats: int = 1
 ) -> HeadPool:
     mesh = Mesh(np.array([device]), (DEFAULT_AXIS,))
     one_head = replace(plan.config, num_key_value_heads=1, kernels=kernels)

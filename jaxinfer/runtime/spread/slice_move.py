@@ -3,8 +3,10 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.spread.head_pools import HeadPool
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Transfer
@@ -20,6 +23,43 @@ from jaxinfer.serving.batch import Transfer
 CHUNK = 16
 
 Layers = list[KVPages]
+# What is there when a copy has ended.
+Mark = jax.Array | Future[int]
+
+
+class Copy(NamedTuple):
+    """Pages of one head that go from one of an instance's pools to another, by their numbers."""
+
+    source: int
+    dest: int
+    here: Sequence[int]
+    there: Sequence[int]
+
+
+class Copies(NamedTuple):
+    """A move of KV heads: so many entries, and the pages that have them."""
+
+    entries: int
+    pieces: Sequence[Copy]
+
+    @classmethod
+    def of(cls, transfer: Transfer) -> "Copies":
+        """The pages as they lie now."""
+        assert transfer.slice_move
+        size = transfer.source_hold.kv.page_size
+        # Those that begin in the middle of a page have not been sent.
+        pages = slice(transfer.start // size, -(-transfer.stop // size))
+        pieces = [
+            Copy(
+                source,
+                dest,
+                transfer.source_hold.tables[source][piece][pages],
+                transfer.dest_hold.copies[dest][piece][pages],
+            )
+            for source, dest, slices in transfer.slice_move.moves
+            for piece in slices
+        ]
+        return cls(transfer.stop - transfer.start, pieces)
 
 
 def take(by_token: bool, kv: Layers, page_C: jax.Array) -> Layers:
@@ -46,6 +86,28 @@ def _turned(by_token: bool, pages: KVPages) -> KVPages:
     return pages if by_token else pages._replace(keys=jnp.swapaxes(pages.keys, 2, 3))
 
 
+def compile_take(pool: HeadPool) -> jax.stages.Compiled:
+    """Compile ``take`` of one pool's pages."""
+    jitted = jax.jit(partial(take, keys_by_token(pool.kernels)), out_shardings=pool.sharding)
+    return jitted.lower(pool.pages, _numbers(pool)).compile()
+
+
+def compile_put(pool: HeadPool) -> jax.stages.Compiled:
+    """Compile ``put`` into one pool's pages."""
+    by_token = keys_by_token(pool.kernels)
+    pages = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=pool.sharding),
+        jax.eval_shape(partial(take, by_token), pool.pages, _numbers(pool)),
+    )
+    same = jax.tree.map(lambda x: x.sharding, pool.pages)
+    jitted = jax.jit(partial(put, by_token), donate_argnums=0, out_shardings=(same, pool.sharding))
+    return jitted.lower(pool.pages, pages, _numbers(pool)).compile()
+
+
+def _numbers(pool: HeadPool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((CHUNK,), np.int32, sharding=pool.sharding)
+
+
 class SliceMoves:
     """Launches copies between the pools of an instance's stages, and tells when they are there.
 
@@ -67,7 +129,7 @@ class SliceMoves:
                 shard += 1
         self._take: dict[int, jax.stages.Compiled] = {}
         self._put: dict[int, jax.stages.Compiled] = {}
-        self._queue: SimpleQueue[tuple[list[jax.Array], Callable[[Exception | None], None]] | None]
+        self._queue: SimpleQueue[tuple[list[Mark], Callable[[Exception | None], None]] | None]
         self._queue = SimpleQueue()
         self.thread = threading.Thread(target=self._wait, daemon=True)
         self.thread.start()
@@ -76,68 +138,54 @@ class SliceMoves:
         """Compile all copies, and run each once, on padding."""
         nothing_C = np.zeros(CHUNK, np.int32)
         for shard, (stage, number) in self._pools.items():
-            if shard in self._put:
+            pool = stage.pools[number]
+            if shard in self._put or pool.is_lent:
                 continue
-            pool, kv = stage.pools[number], stage.pools[number].pages
-            on = jax.ShapeDtypeStruct((CHUNK,), np.int32, sharding=pool.sharding)
-            by_token = keys_by_token(pool.kernels)
-            pages = jax.eval_shape(partial(take, by_token), kv, on)
-            there = jax.tree.map(
-                lambda x, on=pool.sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on),
-                pages,
-            )
-            same = jax.tree.map(lambda x: x.sharding, kv)
-            taking = jax.jit(partial(take, by_token), out_shardings=pool.sharding)
-            self._take[shard] = taking.lower(kv, on).compile()
-            putting = jax.jit(
-                partial(put, by_token), donate_argnums=0, out_shardings=(same, pool.sharding)
-            )
-            self._put[shard] = putting.lower(kv, there, on).compile()
-            self._copy(shard, shard, nothing_C, nothing_C).block_until_ready()
+            self._take[shard], self._put[shard] = compile_take(pool), compile_put(pool)
+            _wait_for(self._copy(shard, shard, nothing_C, nothing_C))
 
-    def start(self, transfer: Transfer, done: Callable[[float, Exception | None], None]) -> None:
-        """Launch a move; ``done`` is called when it has ended, with the time of its start."""
-        assert transfer.slice_move
+    def start(self, copies: Copies, done: Callable[[float, Exception | None], None]) -> None:
+        """Launch a move; ``done`` is called when it has ended, with the time of its start.
+
+        Pages that come from another process are waited for.
+        """
         start = time.perf_counter()
-        size = transfer.source_hold.kv.page_size
-        # Those that begin in the middle of a page have not been sent.
-        pages = slice(transfer.start // size, -(-transfer.stop // size))
-        marks = []
-        for source, dest, slices in transfer.slice_move.moves:
-            for piece in slices:
-                here = transfer.source_hold.tables[source][piece][pages]
-                there = transfer.dest_hold.copies[dest][piece][pages]
-                for first in range(0, len(here), CHUNK):
-                    stop = first + CHUNK
-                    marks.append(
-                        self._copy(
-                            source, dest, _padded(here[first:stop]), _padded(there[first:stop])
-                        )
-                    )
+        marks = [
+            self._copy(source, dest, _padded(here[first:stop]), _padded(there[first:stop]))
+            for source, dest, here, there in copies.pieces
+            for first, stop in ((n, n + CHUNK) for n in range(0, len(here), CHUNK))
+        ]
         self._queue.put((marks, partial(done, start)))
 
-    def num_bytes(self, transfer: Transfer) -> int:
+    def when_done(self, tell: Callable[[], None]) -> None:
+        """Have somebody told when all copies have ended, or failed, that were launched so far."""
+        self._queue.put(([], lambda error: tell()))
+
+    def num_bytes(self, copies: Copies) -> int:
         """Count the bytes that a move takes along: entries, of all layers of its stage."""
-        assert transfer.slice_move
         total = 0
-        for source, _, slices in transfer.slice_move.moves:
+        for source, *_ in copies.pieces:
             stage, number = self._pools[source]
             pages = jax.tree.leaves(stage.pools[number].pages)
             page = sum(x.dtype.itemsize * int(np.prod(x.shape[1:])) for x in pages)
-            entries = transfer.stop - transfer.start
-            total += len(slices) * page * entries // transfer.source_hold.kv.page_size
+            total += page * copies.entries // stage.plan.limits.page_size
         return total
 
     def close(self) -> None:
         """End the thread."""
         self._queue.put(None)
 
-    def _copy(self, source: int, dest: int, here_C: np.ndarray, there_C: np.ndarray) -> jax.Array:
+    def _copy(self, source: int, dest: int, here_C: np.ndarray, there_C: np.ndarray) -> Mark:
         """Launch one; what it returns is there when it has ended."""
         stage, number = self._pools[source]
+        if number in stage.elsewhere:
+            pages = stage.elsewhere[number].take(here_C).result()
+        else:
+            pages = self._take[source](stage.kv[number], _on(here_C, stage.pools[number].sharding))
         other, place = self._pools[dest]
+        if place in other.elsewhere:
+            return other.elsewhere[place].put(pages, there_C)
         pool = other.pools[place]
-        pages = self._take[source](stage.kv[number], _on(here_C, stage.pools[number].sharding))
         pages = jax.device_put(pages, pool.sharding)
         other.kv[place], mark = self._put[dest](other.kv[place], pages, _on(there_C, pool.sharding))
         there: jax.Array = mark
@@ -148,12 +196,19 @@ class SliceMoves:
             marks, done = item
             try:
                 for mark in marks:
-                    mark.block_until_ready()
+                    _wait_for(mark)
             except Exception as error:
                 done(error)
             else:
                 done(None)
             del item, marks, done
+
+
+def _wait_for(mark: Mark) -> None:
+    if isinstance(mark, Future):
+        mark.result()
+    else:
+        mark.block_until_ready()
 
 
 def _on(page_C: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -1,12 +1,15 @@
 """A pipeline stage whose attention is spread over several devices, by KV heads of requests."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import head_pools
+from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
 from jaxinfer.runtime.spread.spread_inputs import (
     HalvedInputs,
     PageTables,
@@ -32,7 +35,8 @@ class SpreadStage(Stage):
 
     Attributes:
         pools: the devices that have KV heads, the stage's own first.
-        kv: of each of them, its pages, layer by layer.
+        elsewhere: those of them that other processes lend, by number, once they are known.
+        kv: of each of the others, its pages, layer by layer.
         outer, layers: parameters of no layer, and each layer's.
     """
 
@@ -41,6 +45,7 @@ class SpreadStage(Stage):
 
     def __init__(self, plan: StagePlan, parameters: Parameters) -> None:
         self.pools = head_pools(plan)
+        self.elsewhere: dict[int, PoolElsewhere] = {}
         self._zeros: dict[Hashable, jax.Array] = {}
         super().__init__(plan, parameters)
         self.outer, self.layers = split_parameters(plan, parameters)
@@ -50,7 +55,7 @@ class SpreadStage(Stage):
         return SpreadStep(self.plan, self.pools)
 
     def _new_kv(self) -> list[list[KVPages]]:
-        return [allocate(pool.pages) for pool in self.pools]
+        return [[] if pool.is_lent else allocate(pool.pages) for pool in self.pools]
 
     def inputs(
         self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
@@ -70,10 +75,15 @@ class SpreadStage(Stage):
         return build(batch, shape, self.step.limits, sample_slots, self._tables, heads)
 
     def padding(self, shape: StepShape) -> Iterator[SpreadInputs]:
-        """Inputs without a token, of all shapes that a step of this one may have."""
+        """Inputs without a token, of all shapes that a step of this one may have.
+
+        Pools that other processes lend have been tried there.
+        """
         heads = self.plan.config.num_key_value_heads
         for pairs in self.step.pair_shapes(shape):
-            yield empty_spread_inputs(shape, pairs, self.step.limits, heads, len(self.pools))
+            all_ = empty_spread_inputs(shape, pairs, self.step.limits, heads, len(self.pools))
+            here = zip(self.pools, all_.tables, strict=True)
+            yield all_._replace(tables=[None if pool.is_lent else t for pool, t in here])
 
     def forward(
         self, key: Key, inputs: SpreadInputs | HalvedInputs, x_TD: jax.Array | None
@@ -110,10 +120,28 @@ class SpreadStage(Stage):
                 chain.attend()
         return [chain.leave() for chain in chains]
 
+    def begin(self, number: int, pairs: StepShape, packed: np.ndarray) -> jax.Array | int:
+        """Have one device get a step's tables; what they are called there."""
+        if number in self.elsewhere:
+            return self.elsewhere[number].begin(pairs, packed)
+        return jax.device_put(packed, self.pools[number].sharding)
+
     def attend(
+        self, number: int, layer: int, pairs: StepShape, piece: jax.Array, tables: jax.Array | int
+    ) -> "jax.Array | Future[np.ndarray]":
+        """Launch what one device does of one layer; what it finds, there or on its way from there.
+
+        Args:
+            tables: see ``begin``.
+        """
+        if isinstance(tables, int):
+            return self.elsewhere[number].attend(tables, layer, piece)
+        return self.attend_here(number, layer, pairs, piece, tables)
+
+    def attend_here(
         self, number: int, layer: int, pairs: StepShape, piece: jax.Array, tables: jax.Array
     ) -> jax.Array:
-        """Launch what one device does of one layer; what it finds, there."""
+        """The same where this process has the device."""
         run = self.step.of(("attend", number, pairs, self.step.windows[layer]))
         self.kv[number][layer], out = run(self.kv[number][layer], piece, tables)
         found: jax.Array = out
@@ -130,6 +158,8 @@ class SpreadStage(Stage):
 class Chain:
     """A batch, or half of one, on its way through a spread stage; launches, and never waits.
 
+    Where KV heads lie in other processes, it waits for what goes there and comes back.
+
     Args:
         shape: what it is padded to.
         x_TD: what the stage before has returned.
@@ -143,7 +173,7 @@ class Chain:
         self._layout = jax.device_put(inputs.layout, stage.plan.whole)
         # Whoever has no pair in this step does nothing.
         self._tables = {
-            number: jax.device_put(packed, stage.pools[number].sharding)
+            number: stage.begin(number, inputs.pairs, packed)
             for number, packed in enumerate(inputs.tables)
             if packed is not None
         }
@@ -153,7 +183,7 @@ class Chain:
         size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
         # Stands for what a device without pairs has found; nobody looks at it.
         nothing = stage.zeros(inputs.pairs.tokens, *size, dtype=stage.plan.dtype)
-        self._outs = [nothing] * len(stage.pools)
+        self._outs: list[jax.Array | Future[np.ndarray]] = [nothing] * len(stage.pools)
 
     def enter(self, layer: int) -> None:
         """Go on from tokens, or the last layer's attention, to the attention of this layer."""
@@ -175,7 +205,7 @@ class Chain:
             self._x_TD, self._pieces = run(
                 *stage.layers[layer - 1 : layer + 1],
                 (self._x_TD, self._ropes),
-                self._outs,
+                self._found(),
                 self._layout,
             )
         self._layer = layer
@@ -192,7 +222,15 @@ class Chain:
             table = self._tables[number]
             found[number] = stage.attend(number, self._layer, self._inputs.pairs, piece, table)
         for number, out in found.items():
-            self._outs[number] = put_whole(out, stage.plan)
+            self._outs[number] = out if isinstance(out, Future) else put_whole(out, stage.plan)
+
+    def _found(self) -> list[jax.Array]:
+        """What attention has found, on the stage's mesh; other processes are waited for."""
+        whole = self._stage.plan.whole
+        return [
+            jax.device_put(out.result(), whole) if isinstance(out, Future) else out
+            for out in self._outs
+        ]
 
     def wait(self) -> None:
         """Wait until all that has been launched but attention is done."""
@@ -204,7 +242,7 @@ class Chain:
         found: tuple[jax.Array, jax.Array] = run(
             self._stage.layers[-1],
             self._x_TD,
-            self._outs,
+            self._found(),
             self._layout,
             self._inputs.sample_row_S,
         )

@@ -24,7 +24,7 @@ from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import HeadPool
 from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes, unpack
-from jaxinfer.runtime.stage.stage_plan import StagePlan
+from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
@@ -37,10 +37,10 @@ class Cut:
     """Cuts queries, keys and values into the devices' pairs, and joins the results.
 
     Args:
-        plan: the stage's plan; ``devices``: number of them with pairs; ``pairs``: number on each.
+        plan: of the stage; ``devices``: number of them with pairs; ``pairs``: number on each.
     """
 
-    def __init__(self, plan: StagePlan, devices: int, pairs: int) -> None:
+    def __init__(self, plan: StageFacts, devices: int, pairs: int) -> None:
         config = plan.config
         self.K, self.H = config.num_key_value_heads, config.head_dim
         self.G = config.num_attention_heads // self.K
@@ -173,6 +173,29 @@ def attend(
         return kv, out_RGH.astype(dtype)
 
 
+def compile_attend(
+    plan: StageFacts, pool: HeadPool, pairs: StepShape, window: int | None
+) -> jax.stages.Compiled:
+    """Compile what one device does of a layer with this window, for steps with so many pairs."""
+    cut = Cut(plan, 1, pairs.tokens)
+    there = partial(jax.ShapeDtypeStruct, sharding=pool.sharding)
+    inputs = empty_spread_inputs(pairs, pairs, plan.limits, 1, 1)
+    tables = inputs.tables[0]
+    assert tables is not None
+    kv = pool.pages[0]
+    jitted = jax.jit(
+        partial(attend, pairs, plan.limits, pool, window, plan.dtype),
+        donate_argnums=0,
+        out_shardings=(jax.tree.map(lambda x: x.sharding, kv), pool.sharding),
+    )
+    with jax.set_mesh(pool.mesh):
+        return jitted.lower(
+            kv,
+            there((pairs.tokens, cut.G + 2, cut.H), cut.dtype),
+            there(tables.shape, tables.dtype),
+        ).compile()
+
+
 class SpreadStep(CompiledStep):
     """A stage's executables, by bucket of the step and of its devices' pairs.
 
@@ -218,35 +241,19 @@ class SpreadStep(CompiledStep):
 
     def _runs(self, shape: StepShape, pairs: StepShape) -> list[Hashable]:
         """List the parts that a step runs, in order, where every device has pairs."""
+        here = [number for number, pool in enumerate(self._pools) if not pool.is_lent]
         parts: list[Hashable] = [("first", shape, pairs)]
         for number, window in enumerate(self._windows):
             if number:
                 parts.append(("middle", shape, pairs, bool(window)))
-            parts += [("attend", device, pairs, window) for device in range(len(self._pools))]
+            parts += [("attend", device, pairs, window) for device in here]
         return [*parts, ("last", shape, pairs)]
 
     def _compile(self, part: Any) -> jax.stages.Compiled:
         if part[0] != "attend":
             return super()._compile(part)
         _, number, pairs, window = part
-        pool, plan = self._pools[number], self._plan
-        cut = Cut(plan, 1, pairs.tokens)
-        there = partial(jax.ShapeDtypeStruct, sharding=pool.sharding)
-        inputs = empty_spread_inputs(pairs, pairs, self.limits, 1, 1)
-        tables = inputs.tables[0]
-        assert tables is not None
-        kv = pool.pages[0]
-        jitted = jax.jit(
-            partial(attend, pairs, self.limits, pool, window, plan.dtype),
-            donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda x: x.sharding, kv), pool.sharding),
-        )
-        with jax.set_mesh(pool.mesh):
-            return jitted.lower(
-                kv,
-                there((pairs.tokens, cut.G + 2, cut.H), cut.dtype),
-                there(tables.shape, tables.dtype),
-            ).compile()
+        return compile_attend(self._plan, self._pools[number], pairs, window)
 
     def _lower(self, part: Any) -> jax.stages.Lowered:
         if part[0] in ("part", "join"):

@@ -8,12 +8,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.config.cluster import ClusterConfig
-from jaxinfer.config.stages import AttentionConfig, StageConfig
+from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, memory_of
-from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StagePlan, free_memory
+from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StageFacts, StagePlan, free_memory
 
 
 def plan_attention(
@@ -23,7 +23,7 @@ def plan_attention(
     devices: Mapping[str, Sequence[jax.Device]],
     taken: int,
 ) -> StagePlan:
-    """The stage's plan with its attention groups.
+    """The stage's plan with its attention groups, those in other processes as they are asked for.
 
     Args:
         devices: by group.
@@ -34,18 +34,20 @@ def plan_attention(
     """
     found: list[AttentionPlan] = []
     for place in stage.attention:
-        _check(place.group, config)
+        num_pages = place.num_pages or plan.num_pages
+        if place.group not in config.groups:
+            found.append(AttentionPlan(place.group, None, num_pages))
+            continue
+        check_attention(place.group, config)
         (device,) = devices[place.group]
-        try:
-            repeats = int(config.groups[place.group].slowdown)
-            found.append(_plan(plan, place, device, repeats, taken))
-        except JaxinferError as error:
-            raise JaxinferError(f"attention group {place.group}: {error}") from None
+        repeats = int(config.groups[place.group].slowdown)
+        found.append(plan_pool(plan, place.group, num_pages, device, repeats, taken))
         taken += found[-1].kv_bytes if device.platform == "cpu" else 0
     return replace(plan, attention=tuple(found))
 
 
-def _check(name: str, config: ClusterConfig) -> None:
+def check_attention(name: str, config: ClusterConfig) -> None:
+    """Raise JaxinferError where a group, or its link, is none that attention can be run on."""
     group = config.groups[name]
     if group.devices > 1:
         raise JaxinferError(
@@ -65,9 +67,19 @@ def _check(name: str, config: ClusterConfig) -> None:
             )
 
 
-def _plan(
-    plan: StagePlan, place: AttentionConfig, device: jax.Device, repeats: int, taken: int
+def plan_pool(
+    plan: StageFacts,
+    group: str,
+    num_pages: int,
+    device: jax.Device,
+    repeats: int = 1,
+    taken: int = 0,
 ) -> AttentionPlan:
+    """A pool of one attention group's; the arguments are those of ``AttentionPlan``.
+
+    Raises:
+        JaxinferError: the memory is too small.
+    """
     options, config = plan.options, plan.config
     kernels = choose_kernels(
         options.kernels,
@@ -77,14 +89,13 @@ def _plan(
         config.num_attention_heads // config.num_key_value_heads,
         options.page_size,
     )
-    num_pages = place.num_pages or plan.num_pages
     held = replace(config, num_key_value_heads=plan.num_kv_heads, kernels=kernels)
     mesh = Mesh(np.array([device]), (DEFAULT_AXIS,))
     pages = abstract_pages(held, plan.layers, 1, options.page_size, plan.kv_dtype, mesh)
     size = num_pages * memory_of(jax.tree.leaves(pages))
     if (free := free_memory(device, taken)) is not None and size > free:
         raise JaxinferError(
-            f"num_pages {num_pages} of {options.page_size} tokens takes {size / 2**30:.3f} GiB; "
-            f"{free / 2**30:.1f} GiB are free"
+            f"attention group {group}: num_pages {num_pages} of {options.page_size} tokens takes "
+            f"{size / 2**30:.3f} GiB; {free / 2**30:.1f} GiB are free"
         )
-    return AttentionPlan(place.group, device, num_pages, kernels, size, repeats)
+    return AttentionPlan(group, device, num_pages, kernels, size, repeats)

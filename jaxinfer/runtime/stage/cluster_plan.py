@@ -93,7 +93,8 @@ def _host_bytes(plans: Iterable[StagePlan]) -> int:
     for plan in plans:
         if plan.devices[0].platform == "cpu":
             total += plan.weight_bytes + plan.kv_bytes
-        total += sum(each.kv_bytes for each in plan.attention if each.device.platform == "cpu")
+        devices = ((place, place.device) for place in plan.attention)
+        total += sum(place.kv_bytes for place, on in devices if on and on.platform == "cpu")
     return total
 
 

@@ -47,16 +47,17 @@ class AttentionPlan:
     """A device besides a stage's own, for KV heads and the attention to them.
 
     Attributes:
+        device: None where another process has it, and what attends there is not known here.
         num_pages: of its pool, counted as if all the stage's KV heads lay there.
         kernels: what attends there.
         repeats: how often it does all its attention, to play a slower device.
     """
 
     group: str
-    device: jax.Device
+    device: jax.Device | DeviceFacts | None
     num_pages: int
-    kernels: str
-    kv_bytes: int
+    kernels: str = ""
+    kv_bytes: int = 0
     repeats: int = 1
 
 

@@ -11,7 +11,7 @@ from fake_world import FakeWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
-from scenarios import Chaos, Scenario, scenarios
+from scenarios import LAYOUTS, Chaos, Scenario, scenarios
 from serving_checks import make_kv
 
 from jaxinfer.runtime.processes.batch_delta import BatchDecoder, BatchEncoder
@@ -28,7 +28,7 @@ def seen(row: Row) -> tuple[Any, ...]:
         request.id, request.prompt_len, request.max_tokens, request.payload, request.num_known,
         list(request.prompt_token_ids), request.output_token_ids, inputs,
         row.start, row.count, row.samples, row.input_pending, row.epoch,
-        [table[0] for table in row.hold.tables],
+        row.hold.tables, row.hold.num_pages,
     )  # fmt: skip
 
 
@@ -49,17 +49,21 @@ class Told:
         self.tokens += sum(len(tokens) for _, tokens in told.tokens)
         found = self.decoder.decode(told)
         assert [seen(row) for row in found.rows] == [seen(row) for row in batch.rows]
-        assert found.work == batch.work
+        assert found.work == replace(batch.work, shards=())
 
 
 @examples(150)
-@given(scenarios(), st.integers(0, 2**16), st.integers(0, 20), st.booleans())
+@given(scenarios(), st.integers(0, 2**16), st.integers(0, 20), st.sampled_from(LAYOUTS))
 def test_a_mirror_shows_each_batch(
-    scenario: Scenario, seed: int, actions: int, two_stages: bool
+    scenario: Scenario, seed: int, actions: int, layout: tuple[Any, ...]
 ) -> None:
-    layout = ((0,), (0,)) if two_stages else ((0,),)
+    """In a real instance, stages that have all their slices together have but one."""
+    if layout == ((0, 1), (2, 3)):
+        layout = ((0,),)
     instances = [(name, pages, size, layout, o) for name, pages, size, _, o in scenario.instances]
-    scenario = replace(scenario, instances=instances)
+    together = all(pieces == (0,) for pieces in layout)
+    caching = scenario.caching and together
+    scenario = replace(scenario, instances=instances, caching=caching)
     told: dict[str, Told] = defaultdict(Told)
     launch = FakeWorld.launch
 
@@ -92,7 +96,16 @@ def test_a_page_a_token_and_a_prompt_are_told_once() -> None:
     assert first.new == [(0, "r", 40, 4, range(40), None)]
     table = hold.tables[0][0]
     assert first.rows == [(0, 0, 5, False, False, 0, 0, [table])]
-    assert encoder.encode(batch, 1, 0.0) == ("a", 1, 0.0, [], [], [], [(*first.rows[0][:6], 2, [])])
+    assert encoder.encode(batch, 1, 0.0) == (
+        "a",
+        1,
+        0.0,
+        [],
+        [],
+        [],
+        [(*first.rows[0][:6], 2, [])],
+        [],
+    )
     hold.grow(9)
     request.output_token_ids += [7, 8]
     told = encoder.encode(batch, 2, 0.0)
@@ -103,6 +116,36 @@ def test_a_page_a_token_and_a_prompt_are_told_once() -> None:
     assert other
     again = encoder.encode(batch, 3, 0.0)
     assert (again.tokens, again.rows[0][6:]) == ([], (0, [other.tables[0][0]]))
+
+
+def test_slices_that_have_moved_are_told_anew() -> None:
+    """Also one that has gone and come back between two steps; halves are told by their rows."""
+    kv = make_kv(40, 4, ((0, 1), ()))
+    holds = [kv.reserve(n, placement=[[0], [1]]) for n in (5, 3)]
+    batch = one_row("r", holds[0], 5)  # type: ignore[arg-type]
+    other = one_row("s", holds[1], 3)  # type: ignore[arg-type]
+    batch.rows += other.rows
+    encoder, decoder = BatchEncoder(), BatchDecoder(2)
+
+    def tell() -> list[Any]:
+        told = encoder.encode(batch, 0, 0.0)
+        found = decoder.decode(told)
+        for there, here in zip(found.rows, batch.rows, strict=True):
+            assert there.hold.tables == here.hold.tables
+            assert there.hold.num_pages == here.hold.num_pages
+        return [new for *_, new in told.rows]
+
+    hold = batch.rows[0].hold
+    first = [{0: hold.tables[0][0]}, {1: hold.tables[1][1]}]
+    assert tell()[0] == first
+    assert tell() == [[], []]
+    for source, dest in ((0, 1), (1, 0)):
+        assert hold.copy_slices([(source, dest, (0,))])
+        hold.take_copies([(source, dest, (0,))])
+    assert tell() == [[*hold.tables], []]
+    batch.halves = batch.rows[1:], batch.rows[:1]
+    found = decoder.decode(encoder.encode(batch, 0, 0.0))
+    assert [[found.rows.index(row) for row in half] for half in found.halves] == [[1], [0]]
 
 
 def test_what_nobody_has_any_more_is_forgotten() -> None:

@@ -17,17 +17,28 @@ from jaxinfer.config.stages import StageConfig
 from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.kv_messages import Drop, OpenEnd
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost, StepEnd
-from jaxinfer.runtime.processes.messages import FollowOn, Launch, Left, Loaded, Prepare, StepEnded
+from jaxinfer.runtime.processes.messages import (
+    FollowOn,
+    Forget,
+    Launch,
+    Left,
+    Loaded,
+    Move,
+    Moved,
+    Prepare,
+    StepEnded,
+)
 from jaxinfer.runtime.processes.pipeline_worker import (
     PipelineSide,
     PipelineWorker,
     divided_layers,
 )
-from jaxinfer.serving.batch import Batch, Row
+from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import StepDone
+from jaxinfer.serving.system import MoveSlices
+from jaxinfer.serving.world import StepDone, TransferDone
 
 LINK = LinkConfig(between=("a", "b"), gb_s=1)
 
@@ -35,7 +46,8 @@ LINK = LinkConfig(between=("a", "b"), gb_s=1)
 class FakeProcess:
     """Notes what it is sent; its clock is ``ahead``."""
 
-    def __init__(self, ahead: float = 0.0) -> None:
+    def __init__(self, ahead: float = 0.0, name: str = "") -> None:
+        self.name = name
         self.peer = SimpleNamespace(clock_offset=ahead)
         self.workers: dict[str, Any] = {}
         self.sent: list[Any] = []
@@ -61,7 +73,7 @@ class FakeProcess:
 
 
 def plan(*token_buckets: int) -> Any:
-    return SimpleNamespace(limits=SimpleNamespace(token_buckets=token_buckets))
+    return SimpleNamespace(limits=SimpleNamespace(token_buckets=token_buckets), pool_pages=[9])
 
 
 def pipeline(*processes: Any, counts: tuple[int, ...] = (1, 2)) -> PipelineWorker:
@@ -219,3 +231,91 @@ def test_hidden_states_come_in_the_order_of_the_steps() -> None:
     one._transport.close()
     thread.join(HANG_S)
     assert len(failed) == 1
+
+
+def spread_worker(*processes: Any, lenders: tuple[str, ...] = ()) -> PipelineWorker:
+    """A stage in each process, with pools of the lenders besides its own."""
+    places = [SimpleNamespace(group=name) for name in lenders]
+    facts: Any = SimpleNamespace(
+        limits=SimpleNamespace(token_buckets=(8,)), pool_pages=[9] * 3, attention=places
+    )
+    loaded = [(each, Loaded({"x": [facts]}, {"x": [[0]]}, {"x": None})) for each in processes]
+    lend: Any = [FakeProcess(name=name) for name in lenders]
+    return PipelineWorker("x", loaded, [None] * (len(processes) - 1), lend)
+
+
+def test_heads_move_in_the_process_of_their_stage() -> None:
+    """Numbers of shards are those of that process, times those of the loop's clock."""
+    one, two = FakeProcess(), FakeProcess(ahead=5.0)
+    worker = spread_worker(one, two)
+    slices = ((0, 1), (), (), (2, 3), (), ())
+    kv = KVShards([Shard(PagePool(9, 2), each, n // 3) for n, each in enumerate(slices)])
+    hold = kv.reserve(4)
+    assert hold
+    moves = ((0, 2, (0,)), (3, 4, (2, 3)))
+    assert hold.copy_slices(moves)
+    request: Any = None
+    transfer = Transfer(request, 0, "x", "x", hold, hold, 0, 3, 0.0, MoveSlices("r", moves))
+    posted: list[Any] = []
+    worker.move(transfer, 1.0, posted.append)
+    (told,), (other,) = ([m for m in p.sent if isinstance(m, Move)] for p in (one, two))
+    tables, copies = hold.tables, hold.copies
+    assert told.copies == (3, [(0, 2, tables[0][0], copies[2][0])])
+    assert other.copies == (3, [(0, 1, tables[3][n], copies[4][n]) for n in (2, 3)])
+    two.workers["x"].on_move(Moved("x", other.move, 8.0, 9.5, 20))
+    assert posted == []
+    one.workers["x"].on_move(Moved("x", told.move, 2.5, 3.0, 10))
+    assert posted == [TransferDone(transfer, 1.5, 3.5, 30)]
+    # One that is under way fails with the instance, and is not heard of again.
+    worker.move(transfer, 1.0, posted.append)
+    one.workers["x"].on_loss(ProcessLost("gone"))
+    assert {(type(p), str(p.error)) for p in posted[1:]} == {(Failed, "gone")}
+    two.workers["x"].on_move(Moved("x", other.move + 1, 8.0, 9.5, 20))
+    assert len(posted) == 3
+
+
+def test_stages_go_on_without_what_is_lent_by_a_process_that_is_lost() -> None:
+    """Their process forgets all, and is told all anew; once it is lost itself, that is the end."""
+    process = FakeProcess()
+    worker = spread_worker(process, lenders=("a", "b"))
+    _, a, b = worker.processes
+    posted: list[Any] = []
+    given = batch()
+    worker.launch(given, 0.0, posted.append)
+    assert worker.lost_lenders == []
+    a.lost = "killed"
+    process.workers["x"].on_loss(ProcessLost("EOFError: "))  # It misses the other first.
+    a.workers["x"].on_loss(ProcessLost("killed"))
+    assert [str(failed.error) for failed in posted] == ["killed"]
+    assert worker.lost_lenders == ["a"]
+    with pytest.raises(ProcessLost, match=r"^killed$"):
+        worker.launch(given, 0.0, posted.append)
+    worker.go_on()
+    assert process.sent[-1] == Forget("x", [(0, 0)])
+    assert (worker.without, worker.lost_lenders, worker.processes) == ([1], [], [process, b])
+    assert process.given_up == b.given_up == []  # type: ignore[attr-defined]
+    worker.launch(given, 0.0, posted.append)
+    first, again = (m for m in process.sent if isinstance(m, Launch))
+    assert again == first._replace(step=1)
+    b.lost = process.lost = "killed"
+    process.workers["x"].on_loss(ProcessLost("killed"))
+    assert worker.lost_lenders == []
+    assert process.given_up == ["instance x: killed"]
+
+
+def test_a_process_that_is_lost_while_it_forgets_is_not_overlooked() -> None:
+    """It is taken for part of the failure that came before."""
+    process = FakeProcess()
+    worker = spread_worker(process, lenders=("a",))
+    a = worker.processes[1]
+    a.lost = "killed"
+    a.workers["x"].on_loss(ProcessLost("killed"))
+
+    def ask(message: Any) -> Any:
+        process.lost = "killed, too"
+        process.workers["x"].on_loss(ProcessLost("killed, too"))
+        return iter([Left("pools", 0)])
+
+    process.ask = ask  # type: ignore[method-assign]
+    with pytest.raises(JaxinferError, match=r"^killed, too$"):
+        worker.go_on()

@@ -18,6 +18,7 @@ from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes import restarts as module
+from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.remote_worker import NobodyThere
 from jaxinfer.runtime.processes.restarts import (
     Restarted,
@@ -435,3 +436,77 @@ def test_whoever_drains_a_world_does_not_wait_for_a_return() -> None:
     world._posted.put(Failed("a", ProcessLost("killed")))
     world.drain()
     assert world.returning == {"a"}
+
+
+class FakePipeline(PipelineWorker):
+    """One that has lost an attention group's process, and waits before it goes on without."""
+
+    def __init__(self, lost: Sequence[str] = ("a",), fails: str | None = None) -> None:
+        self._gone, self._fails = list(lost), fails
+        self.go = threading.Event()
+        self.without, self.given_up = [], []
+
+    @property
+    def lost_lenders(self) -> list[str]:
+        return self._gone
+
+    def go_on(self) -> None:
+        assert self.go.wait(20)
+        if self._fails:
+            raise NobodyThere(self._fails)
+        self.without, self._gone = [2], []
+
+    def give_up(self, why: Exception) -> None:
+        self.given_up.append(str(why))
+
+
+def lone(worker: FakePipeline, hear: Callable[[Any], None]) -> Restarts:
+    config: Any = SimpleNamespace(groups={})
+    none: Any = None
+    restarts = Restarts(config, none, {"x": worker})
+    restarts.listen(hear)
+    return restarts
+
+
+def test_an_instance_goes_on_in_the_world_without_some_shards() -> None:
+    worker = FakePipeline()
+    world: Any = None
+
+    def launch(*args: Any) -> None:
+        raise ProcessLost("killed")
+
+    worker.launch = launch  # type: ignore[method-assign]
+    restarts = lone(worker, lambda news: None)
+    world = RealWorld({"x": worker}, requests=(), restarts=restarts)
+    world.launch(Batch("x", [], 0, 0, 0))
+    assert world.due_events() == [InstanceLost("x", "ProcessLost: killed", returns=True)]
+    worker.go.set()
+    assert world.due_events() == [InstanceBack("x", (2,))]
+    assert world.lost == {}
+    (told,) = world.restarted
+    assert (told.group, told.error, told.without) == ("a", None, (2,))
+
+
+@pytest.mark.parametrize("fails", [None, "gone, too"])
+def test_a_run_that_begins_while_an_instance_is_to_go_on_hears_of_it(fails: str | None) -> None:
+    """Nothing is begun twice, and what comes of it is told once."""
+    worker = FakePipeline(fails=fails)
+    heard: list[Any] = []
+    restarts = lone(worker, lambda news: None)
+    assert restarts.expect("x", "killed")
+    restarts.listen(heard.append)
+    assert [(news.instance, str(news.error)) for news in heard] == [("x", "killed")]
+    assert restarts.expect("x", "killed again")
+    worker.go.set()
+    wait_until(lambda: len(heard) == 2)
+    restarts.listen(heard.append)
+    assert heard[1:] == [Restarted("a")] * 2
+    told = restarts.take("a")
+    assert told
+    assert (told.instances, told.why, told.error) == (["x"], "killed", fails)
+    assert worker.given_up == ([fails] if fails else [])
+    assert restarts.take("a") is None
+
+
+def test_an_instance_that_has_lost_more_than_that_does_not_return() -> None:
+    assert not lone(FakePipeline([]), print).expect("x", "killed")

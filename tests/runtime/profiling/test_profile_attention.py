@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_cases import Loader, roomy
+from cluster_cases import Loader, load, roomy
 from cluster_checks import Done, serve
 from scatter import spread
 
@@ -85,3 +85,22 @@ def test_each_stage_is_measured_on_its_own_devices(loader: Loader, own_profiles:
     assert first.attention
     assert second.exchange
     assert not plain.attention
+
+
+@pytest.mark.slow
+def test_what_other_processes_lend_is_measured_with_the_way_there(
+    models: dict[str, Path], tmp_path: Path, own_profiles: Path
+) -> None:
+    """From there, by the process that has the stage, which waits for what comes back."""
+    sections = spread([None, None], **roomy(16))
+    for group in sections["groups"].values():
+        group["process"] = "own"
+    llm = load(models["two"], tmp_path, **sections)
+    own, *lent = profile_attention("x", llm.engine, "m", lambda *_: None).shards
+    assert [own.group, *(shard.group for shard in lent)] == ["p", "a0", "a1"]
+    assert own.dense
+    for shard in lent:
+        assert not shard.exchange
+        assert not shard.dense
+        assert [point[:2] for point in shard.attention] == [point[:2] for point in own.attention]
+        assert all(seconds > 0 for _, _, seconds in shard.attention)

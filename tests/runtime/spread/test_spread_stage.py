@@ -4,6 +4,7 @@ Logits are held to Hugging Face transformers', see ``test_architectures``.
 """
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,9 @@ from jaxinfer.config.groups import GroupConfig
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.runtime.cluster import Engine
 from jaxinfer.runtime.explain import longest_request
-from jaxinfer.runtime.spread.slice_move import SliceMoves
+from jaxinfer.runtime.spread.lent_pool import LentPool
+from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
+from jaxinfer.runtime.spread.slice_move import Copies, SliceMoves
 from jaxinfer.runtime.spread.spread_inputs import HalvedInputs
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.spread.spread_step import Cut
@@ -35,6 +38,7 @@ from jaxinfer.runtime.stage.step import Key
 from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
+from jaxinfer.sockets import LOOPBACK
 
 DATA = Path(__file__).parents[2] / "data" / "architectures"
 CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
@@ -48,9 +52,14 @@ class Spread:
     """A stage and one request, whose heads lie on this device or that.
 
     Without attention devices, it is an ordinary stage.
+
+    Args:
+        lends: attention devices lend their pools as another process would, by a socket.
     """
 
-    def __init__(self, name: str, attention: int = 1, primary: int = 1, **options: Any) -> None:
+    def __init__(
+        self, name: str, attention: int = 1, primary: int = 1, lends: bool = False, **options: Any
+    ) -> None:
         checkpoint = open_checkpoint(str(DATA / name))
         groups = [f"a{number}" for number in range(attention)]
         config = ClusterConfig(
@@ -67,9 +76,18 @@ class Spread:
             },
         )
         ((self.plan,),) = plan_cluster(checkpoint.config, config).values()
+        self.lent = []
+        if lends:
+            self.lent = [LentPool(self.plan, number, LOOPBACK) for number in range(attention)]
+            places = [replace(place, device=None) for place in self.plan.attention]
+            self.plan = replace(self.plan, attention=places)
         (self.parameters,) = load_parameters(checkpoint, [self.plan])
         self.stage = (SpreadStage if attention else Stage)(self.plan, self.parameters)
         self.kv = Engine("x", NOTHING, [self.plan], ["p"]).new_kv()
+        for number, pool in enumerate(self.lent, 1):
+            left = [*pool.compile_ahead()]
+            assert left == [*range(len(left) - 1, -1, -1)]
+            self.stage.elsewhere[number] = PoolElsewhere(pool.address)
         self.moves = SliceMoves([self.stage])
         self.moves.compile_ahead()
 
@@ -109,7 +127,9 @@ class Spread:
         for layer in range(self.plan.config.num_hidden_layers):
             heads: dict[int, list[np.ndarray]] = {}
             for shard, table in enumerate(hold.tables):
-                kv = self.stage.kv[shard][layer] if spread else self.stage.kv[layer]
+                kv = self.stage.kv[shard if spread else layer]
+                if spread:
+                    kv = (self.lent[shard - 1]._kv if self.lent and shard else kv)[layer]
                 kernels = self.stage.pools[shard].kernels if spread else self.plan.config.kernels
                 for piece, page_M in table.items():
                     used = page_M[: self.kv.pages_for(count)]
@@ -145,10 +165,11 @@ class Spread:
         for first, last in ((0, full), (full, stop)):
             transfer = Transfer(request, 0, "x", "x", hold, hold, first, last, 0.0, move)
             ended = threading.Event()
-            self.moves.start(transfer, lambda start, error, ended=ended: ended.set())
+            copies = Copies.of(transfer)
+            self.moves.start(copies, lambda start, error, ended=ended: ended.set())
             assert ended.wait(HANG_S)
             if size > 1:  # Others have scales besides.
-                assert self.moves.num_bytes(transfer) == len(moves) * (last - first) * token
+                assert self.moves.num_bytes(copies) == len(moves) * (last - first) * token
         hold.take_copies(moves)
 
 
@@ -174,13 +195,33 @@ def test_logits_of_every_architecture(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_logits_of_halves_in_turn() -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_logits_by_pools_that_are_lent(name: str) -> None:
+    """Heads move between the stage's own pool and those of two others, and between these."""
+    tokens, logits = expected(name)
+    model = Spread(name, attention=2, lends=True)
+    np.testing.assert_allclose(model.serve(tokens), logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_scales_of_8_bits_go_to_pools_that_are_lent() -> None:
+    """Entries and logits are, bit for bit, those of pools of this process."""
+    tokens, _ = expected("llama")
+    here, there = (Spread("llama", lends=lends, kv_cache_dtype="int8") for lends in (False, True))
+    np.testing.assert_array_equal(there.serve(tokens), here.serve(tokens))
+    for one, other in zip(there.served, here.served, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lends", [False, True])
+def test_logits_of_halves_in_turn(lends: bool) -> None:
     """Logits are right for a step that reaches out, and for one all at home, which is not cut.
 
     The step is a chunk and a decode of two requests with the same first tokens: each row is a half.
     """
     tokens, logits = expected("gemma3")
-    model = Spread("gemma3", half_batches="always")
+    model = Spread("gemma3", half_batches="always", lends=lends)
     heads = list(range(model.plan.num_kv_heads))
     for placement in ([heads[:1], heads[1:]], [heads, []]):
         rows = []

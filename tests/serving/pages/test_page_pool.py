@@ -109,6 +109,17 @@ def test_pages_that_are_only_counted() -> None:
     assert not pool._free  # No list of a large pool's pages.
 
 
+@pytest.mark.parametrize("kind", [PagePool, CountedPages])
+def test_a_pool_that_is_closed_has_no_page_any_more(kind: type[PagePool]) -> None:
+    pool = kind(6, 4)
+    pool.take(3)
+    assert (pool.num_usable, pool.num_free) == (5, 2)
+    pool.close()
+    assert (pool.num_usable, pool.num_free) == (0, 0)
+    pool.clear()
+    assert (pool.num_usable, pool.num_free) == (0, 0)
+
+
 def test_numbers_over_all_shards() -> None:
     """The smallest decides what fits; pages pinned and in use are added up."""
     shards = [

@@ -1,0 +1,117 @@
+"""A pool of KV heads that this process lends to a stage in another one."""
+
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.errors import one_line
+from jaxinfer.runtime.spread.head_pools import lent_pool
+from jaxinfer.runtime.spread.pool_elsewhere import (
+    BEGUN,
+    Attend,
+    Begin,
+    PoolFailed,
+    Put,
+    Take,
+)
+from jaxinfer.runtime.spread.slice_move import CHUNK, compile_put, compile_take
+from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes
+from jaxinfer.runtime.spread.spread_step import Cut, compile_attend
+from jaxinfer.runtime.stage.kv_cache import allocate
+from jaxinfer.runtime.stage.stage_plan import StageFacts
+from jaxinfer.sockets import Address, let_in, listen
+from jaxinfer.steps.shapes import StepShape
+
+
+class LentPool:
+    """Does what the stage's process asks for, in order, until that is gone.
+
+    Args:
+        plan: of the stage; ``number``: of the pool's attention group in it.
+        host: the address by which this process is reached.
+
+    Attributes:
+        address: where the stage's process is to call.
+    """
+
+    def __init__(self, plan: StageFacts, number: int, host: str) -> None:
+        self._plan, self._pool = plan, lent_pool(plan, number)
+        self._windows = plan.config.windows[plan.layers.start : plan.layers.stop]
+        self._attend: dict[tuple[StepShape, int | None], jax.stages.Compiled] = {}
+        self._begun: dict[int, tuple[StepShape, jax.Array]] = {}
+        self._kv = allocate(self._pool.pages)
+        self._listener = listen(host, 0)
+        self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
+
+    def compile_ahead(self) -> Iterator[int]:
+        """Compile all that is ever asked for, try it, and begin; yields how many are left."""
+        shapes = [
+            pairs
+            for shape in self._plan.limits.shapes()
+            for pairs in pair_shapes(shape, self._plan.num_kv_heads)
+        ]
+        todo = dict.fromkeys((pairs, window) for pairs in shapes for window in self._windows)
+        for left, key in zip(range(len(todo), 0, -1), todo, strict=True):
+            yield left
+            self._attend[key] = compile_attend(self._plan, self._pool, *key)
+            self._try(*key)
+        self._take, self._put = compile_take(self._pool), compile_put(self._pool)
+        nothing_C = np.zeros(CHUNK, np.int32)
+        self._do(Put(self._do(Take(nothing_C)), nothing_C))
+        threading.Thread(target=self._serve, daemon=True).start()
+        yield 0
+
+    def _try(self, pairs: StepShape, window: int | None) -> None:
+        """Attend to padding: a first run allocates."""
+        cut = Cut(self._plan, 1, pairs.tokens)
+        (tables,) = empty_spread_inputs(pairs, pairs, self._plan.limits, 1, 1).tables
+        assert tables is not None
+        self._do(Begin(0, pairs, tables))
+        piece_RXH = np.zeros((cut.R, cut.G + 2, cut.H), cut.dtype)
+        self._do(Attend(0, self._windows.index(window), piece_RXH))
+
+    def _serve(self) -> None:
+        connection: Connection[Any, Any] | None = None
+        while not connection:
+            with suppress(OSError):  # Not one of ours.
+                caller, _ = self._listener.accept()
+                connection = Connection(let_in(caller, self.address.key).detach())
+        self._listener.close()
+        with suppress(EOFError, OSError), connection:
+            while True:
+                try:
+                    answer = self._do(connection.recv())
+                except (EOFError, OSError):
+                    raise
+                except Exception as error:
+                    answer = PoolFailed(f"{type(error).__name__}: {one_line(error)}")
+                if answer is not None:
+                    connection.send(answer)
+
+    def _do(self, message: Any) -> Any:
+        match message:
+            case Begin(step, pairs, tables):
+                self._begun[step] = pairs, jax.device_put(tables, self._pool.sharding)
+                self._begun.pop(step - BEGUN, None)
+                return None
+            case Attend(step, layer, piece_RXH):
+                pairs, tables_there = self._begun[step]
+                run = self._attend[pairs, self._windows[layer]]
+                piece = jax.device_put(piece_RXH, self._pool.sharding)
+                self._kv[layer], out = run(self._kv[layer], piece, tables_there)
+                return np.asarray(out)
+            case Take(page_C):
+                pages = self._take(self._kv, jax.device_put(page_C, self._pool.sharding))
+                return jax.tree.map(np.asarray, pages)
+            case Put(pages, page_C):
+                there = jax.device_put((pages, page_C), self._pool.sharding)
+                self._kv, mark = self._put(self._kv, *there)
+                mark.block_until_ready()
+                return 0
+        raise AssertionError(message)

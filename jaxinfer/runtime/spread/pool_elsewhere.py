@@ -1,0 +1,120 @@
+"""A pool of KV heads that another process lends to a stage, as the stage's process sees it.
+
+What a step asks of it goes by the hosts' memory and a socket, from process to process: tables once
+a step; each layer's pairs, and what attention finds.
+"""
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxinfer.sockets import Address, call
+from jaxinfer.steps.shapes import StepShape
+
+# Steps, or halves of steps, that are under way at once, and a few more.
+BEGUN = 8
+
+
+class Begin(NamedTuple):
+    """Have a step's tables, see ``spread_inputs.pack``. Not answered."""
+
+    step: int
+    pairs: StepShape
+    tables: np.ndarray
+
+
+class Attend(NamedTuple):
+    """Do one layer's attention. Answered with the pairs' results [R, G, H]."""
+
+    step: int
+    layer: int
+    piece_RXH: np.ndarray
+
+
+class Take(NamedTuple):
+    """Read pages. Answered with all layers' ``KVPages``, see ``slice_move.take``."""
+
+    page_C: np.ndarray
+
+
+class Put(NamedTuple):
+    """Write pages. Answered with 0 when they are there."""
+
+    pages: Any
+    page_C: np.ndarray
+
+
+class PoolFailed(NamedTuple):
+    """An answer: it could not be done."""
+
+    line: str
+
+
+class PoolElsewhere:
+    """Asks for what is to be done in another process, which does it in this order.
+
+    One thread asks; another one hears the answers.
+
+    Raises:
+        OSError: that process cannot be reached.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._connection: Connection[Any, Any] = Connection(call(*address).detach())
+        self._asked: deque[Future[Any]] = deque()
+        self._lock = threading.Lock()
+        self._lost: Exception | None = None
+        self._steps = 0
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def begin(self, pairs: StepShape, tables: np.ndarray) -> int:
+        """Tell a step's tables; the number that it has from here on."""
+        self._steps += 1
+        self._connection.send(Begin(self._steps, pairs, tables))
+        return self._steps
+
+    def attend(self, step: int, layer: int, piece_RXH: jax.Array) -> "Future[np.ndarray]":
+        """Ask for one layer's attention; waits until there is something to attend to."""
+        return self._ask(Attend(step, layer, np.asarray(piece_RXH)))
+
+    def take(self, page_C: np.ndarray) -> "Future[Any]":
+        """Ask for pages."""
+        return self._ask(Take(page_C))
+
+    def put(self, pages: Any, page_C: np.ndarray) -> "Future[int]":
+        """Have pages written, which may be on a device here; waits until they are there."""
+        return self._ask(Put(jax.tree.map(np.asarray, pages), page_C))
+
+    def close(self) -> None:
+        """Ask for nothing any more."""
+        self._connection.close()
+
+    def _ask(self, message: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._lost:
+                raise type(self._lost)(*self._lost.args)
+            self._asked.append(future)
+        self._connection.send(message)
+        return future
+
+    def _hear(self) -> None:
+        try:
+            while True:
+                answer = self._connection.recv()
+                future = self._asked.popleft()
+                if isinstance(answer, PoolFailed):
+                    future.set_exception(RuntimeError(answer.line))
+                else:
+                    future.set_result(answer)
+                del answer, future
+        except Exception as error:
+            with self._lock:
+                self._lost = error
+        for future in self._asked:
+            future.set_exception(type(self._lost)(*self._lost.args))

@@ -1,0 +1,236 @@
+"""Instances whose attention groups have processes of their own: tokens, moves, losses."""
+
+import gc
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import psutil
+import pytest
+from cluster_cases import free_executables, load, roomy
+from cluster_checks import Done, Ran, serve
+from process_cases import (
+    check_nothing_left,
+    children,
+    serve_once,
+    serve_until,
+    told,
+    wait_until,
+)
+from scatter import spread
+
+from jaxinfer import LLM, JaxinferError
+from jaxinfer.runtime.processes import remote_worker
+from jaxinfer.runtime.processes.messages import Launch, Move
+from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+
+# Of Hetis' placement: attention elsewhere takes less time, so that heads are handed out.
+SECONDS = {
+    "p": {"per_pair": 1e-4, "per_entry": 1e-6},
+    "a0": {"per_pair": 5e-5, "per_entry": 5e-7, "exchange": 1e-5},
+    "a1": {"per_pair": 6e-5, "per_entry": 5e-7, "exchange": 1e-5},
+}
+
+
+def apart(attention: list[int | None], primary: int = 1, **options: Any) -> dict[str, Any]:
+    """Sections of ``spread``, each group in a process of its own."""
+    sections = spread(attention, primary, **roomy(16) | options)
+    for group in sections["groups"].values():
+        group["process"] = "own"
+    return sections
+
+
+def two_stages() -> dict[str, Any]:
+    """Each in a process, which share an attention group."""
+    sections = apart([None])
+    sections["groups"]["q"] = {"process": "own"}
+    sections["instances"]["x"]["stages"] = [
+        {"group": "p", "layers": 3, "attention": ["a0"]},
+        {"group": "q", "layers": 1, "attention": [{"group": "a0", "num_pages": 12}]},
+    ]
+    return sections
+
+
+HALVES = {"max_num_batched_tokens": 24, "half_batches": "always"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "sections"),
+    [
+        ("two", apart([None, None])),
+        ("three", apart([20, 9], 2, **HALVES)),
+        ("two", apart([None, None]) | {"system": {"name": "hetis", "attention": SECONDS}}),
+        pytest.param("three", two_stages(), marks=pytest.mark.long),
+        pytest.param("three", apart([20, 9, 40]), marks=pytest.mark.long),
+    ],
+    ids=["random", "halves", "hetis", "stages", "small"],
+)
+def test_tokens_are_those_of_one_process(
+    heads: str,
+    sections: dict[str, Any],
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+) -> None:
+    """Greedy and drawn, while heads move from process to process."""
+    before = children()
+    llm = load(models[heads], tmp_path, **sections)
+    assert len(children() - before) == len(sections["groups"])
+    assert serve(llm, run_dir=tmp_path / "runs") == expected[heads]
+    ran = Ran.last(tmp_path / "runs")
+    assert ran.metrics["late_compiles"] == 0
+    moves = ran.metrics["slice_moves"]
+    assert moves["begun"] > (0 if "hetis" in str(sections["system"]) else 20)
+    assert moves["num_bytes"] == sum(each.num_bytes for each in ran.record.transfers)
+    x = ran.record.run["instances"]["x"]
+    assert set(x["process"].split(" and ")) == set(sections["groups"])
+    assert all(place["devices"] for stage in x["stages"] for place in stage["attention"])
+    check_nothing_left(llm)
+    del llm
+    gc.collect()
+    wait_until(lambda: not children() - before)
+
+
+def pids_of(llm: LLM) -> dict[str, int]:
+    worker = llm.cluster.engines["x"].worker
+    assert isinstance(worker, PipelineWorker)
+    return {each.name: each.peer.pid for each in worker.processes}  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "by", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
+def test_an_instance_goes_on_without_its_attention_groups(
+    by: signal.Signals,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One is lost in a run, the other one between that and the next; all is computed anew."""
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    before = children()
+    llm = load(models["two"], tmp_path, **apart([None, None]))
+    pids = pids_of(llm)
+    assert children() - before == set(pids.values())
+    found, run = serve_until(llm, 9, lambda: os.kill(pids["a0"], by), tmp_path / "runs")
+    assert found == expected["two"]
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    lost = f"ProcessLost: process of group a0 (pid {pids['a0']}) {why}"
+    (rest,) = run["restarts"]
+    assert run["lost"] == {}
+    assert rest.pop("seconds") > 0
+    assert rest == {"group": "a0", "instances": ["x"], "why": lost, "error": None, "without": [1]}
+    check_nothing_left(llm)
+    assert [shard.num_pages > 0 for shard in llm._runs.kv["x"].shards] == [True, False, True]
+    assert pids_of(llm) == {"p": pids["p"], "a1": pids["a1"]}
+    os.kill(pids["a1"], signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(pids["a1"]))
+    assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
+    ran = Ran.last(tmp_path / "runs")
+    assert [each["without"] for each in ran.record.run["restarts"]] == [[1, 2]]
+    assert ran.metrics["slice_moves"]["begun"] == 0
+    check_nothing_left(llm)
+    assert children() - before == {pids["p"]}
+    del llm
+    gc.collect()
+    wait_until(lambda: not children() - before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "by", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
+def test_who_loses_the_stage_loses_the_instance(
+    by: signal.Signals,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another instance computes all of its requests anew, and none of its processes is left."""
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    before = children()
+    sections = apart([None, None])
+    sections["groups"]["q"] = {}
+    sections["instances"]["y"] = {"group": "q", "enable_prefix_caching": False} | roomy(16)
+    shares = {name: {"weight": 1, "max_waiting": 2} for name in "xy"}
+    sections["system"] = {"name": "data_parallel", "shares": shares}
+    llm = load(models["two"], tmp_path, **sections)
+    pids = pids_of(llm)
+    assert set(pids) == {"p", "a0", "a1"}
+    found, run = serve_until(llm, 9, lambda: os.kill(pids["p"], by), tmp_path / "runs")
+    assert found == expected["two"]
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    assert run["lost"] == {"x": f"ProcessLost: process of group p (pid {pids['p']}) {why}"}
+    check_nothing_left(llm, ["x"])
+    wait_until(lambda: not any(map(psutil.pid_exists, pids.values())))
+    with pytest.raises(JaxinferError, match="instance x was lost, load the model again"):
+        serve(llm)
+    del llm
+    gc.collect()
+    wait_until(lambda: not children() - before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", [1, pytest.param(20, marks=pytest.mark.long)])
+def test_attention_processes_die_at_any_moment(
+    draws: int,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Within a hundredth of a second after some step or move was asked for; then the other one."""
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    before, rng = children(), random.Random(0)
+    for number in range(draws):
+        llm = load(models["two"], tmp_path, **apart([None, None]))
+        counts: Counter[type] = Counter()
+        with told(lambda kind, counts=counts: counts.update([kind])):
+            assert serve_once(llm, tmp_path / "runs")[0] == expected["two"]
+        kinds = rng.choice((Launch, Move)), Launch  # There are few moves to what is left.
+        for group, kind in zip(rng.sample(["a0", "a1"], 2), kinds, strict=True):
+            share = rng.uniform(0, 0.5)
+            by = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
+            left = 1 + int(share * counts[kind])
+            kill = Timer(rng.uniform(0, 0.01), os.kill, (pids_of(llm)[group], by))
+
+            def strike(said: type, kind: type = kind, kill: Timer = kill) -> None:
+                nonlocal left
+                left -= said is kind
+                if left == 0:
+                    left = -1
+                    kill.start()
+
+            with told(strike):
+                found, run = serve_once(llm, tmp_path / "runs")
+            assert left < 0
+            assert (found, run["lost"]) == (expected["two"], {}), (number, group)
+            assert [each["error"] for each in run["restarts"]] in ([], [None])
+            check_nothing_left(llm)
+        del llm
+        free_executables()
+        wait_until(lambda: not children() - before)
+
+
+def test_what_cannot_be_run_is_refused_before_a_process_is_started(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    before = children()
+    for group, options, message in (
+        ("a0", {"devices": 2}, r"groups\.a0\.devices is 2, an attention group runs on 1"),
+        ("a0", {"process": None}, r"group p has a process of its own, must a0 have, too"),
+        ("a0", {"restart": 1}, r"groups\.a0\.restart is 1, must be 0: instances\.x has parts in"),
+    ):
+        sections = apart([None])
+        sections["groups"][group] |= options
+        with pytest.raises(JaxinferError, match=message):
+            load(models["two"], tmp_path, **sections)
+    assert children() == before

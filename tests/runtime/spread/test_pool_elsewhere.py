@@ -1,0 +1,76 @@
+"""What goes to a process that lends a pool and comes back: in order, and when it breaks off."""
+
+import secrets
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.runtime.spread.lent_pool import LentPool
+from jaxinfer.runtime.spread.pool_elsewhere import Attend, Begin, PoolElsewhere, Put, Take
+from jaxinfer.sockets import LOOPBACK, Address, call, listen
+from jaxinfer.steps.shapes import StepShape
+
+
+class Lender(LentPool):
+    """Notes what it is asked for, which it does none of; breaks off where it is to write."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        self.breaks = breaks
+        self._listener = listen(LOOPBACK, 0)
+        self.address = Address(LOOPBACK, self._listener.getsockname()[1], secrets.token_bytes(9))
+        self.done: list[Any] = []
+        self.go = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _do(self, message: Any) -> Any:
+        self.done.append(message)
+        match message:
+            case Attend(_, layer):
+                return np.full(2, layer)
+            case Take():
+                assert self.go.wait(20)
+                raise ValueError("no\nsuch page")
+            case Put():
+                if self.breaks:
+                    assert self.go.wait(20)
+                    raise EOFError
+                return 0
+
+
+def test_answers_come_in_the_order_of_what_was_asked() -> None:
+    lender = Lender()
+    with pytest.raises(PermissionError):
+        call(*lender.address._replace(key=b"another"))
+    pool = PoolElsewhere(lender.address)
+    pairs, tables, page_C = StepShape(1, 2, 0), np.arange(3), np.zeros(2, np.int32)
+    one, two = pool.begin(pairs, tables), pool.begin(pairs, tables)
+    assert one != two
+    piece: Any = np.zeros((2, 3, 4))
+    found = [pool.attend(step, layer, piece) for layer in (0, 1) for step in (one, two)]
+    lender.go.set()
+    taken, put = pool.take(page_C), pool.put([piece], page_C)
+    assert [answer.result(20)[0] for answer in found] == [0, 0, 1, 1]
+    assert put.result(20) == 0
+    with pytest.raises(RuntimeError, match=r"^ValueError: no such page$"):
+        taken.result(20)
+    assert [type(each) for each in lender.done] == [Begin] * 2 + [Attend] * 4 + [Take, Put]
+    begun = [each.step for each in lender.done[:2]]
+    assert [(each.step, each.layer) for each in lender.done[2:6]] == [
+        (step, layer) for layer in (0, 1) for step in begun
+    ]
+
+
+def test_who_waits_for_a_process_that_has_gone_hears_of_it() -> None:
+    lender = Lender(breaks=True)
+    pool = PoolElsewhere(lender.address)
+    page_C = np.zeros(2, np.int32)
+    waits = [pool.put([page_C], page_C), pool.take(page_C)]
+    lender.go.set()
+    for each in waits:
+        with pytest.raises((EOFError, OSError)):
+            each.result(20)
+    with pytest.raises((EOFError, OSError)):
+        pool.take(page_C)
+    pool.close()
