@@ -162,8 +162,8 @@ def table(what: str, given: str | None) -> str:
     else:
         head = what.removesuffix("s"), "option", "default; others", "meaning"
         rows = list(named_rows(SYSTEMS if what == "systems" else PLANNERS))
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    first, *lines = (f"| {' | '.join(line)} |\n" for line in [head, *rows])
+    return "".join([first, f"|{'---|' * len(head)}\n", *lines])
 
 
 def renewed(text: str) -> str:

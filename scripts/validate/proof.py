@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from textwrap import wrap
 
@@ -29,6 +29,7 @@ from jaxinfer.runtime.kv.slab import SLAB_TOKENS, SlabSource
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.simulate.run import simulate
 from jaxinfer.text.prompts import TokensPrompt
+from scripts.tables import write_csv
 
 # Pairs of layouts drawn besides those that ship, for faults and for clean hand-offs.
 DRAWN_FAULTS, DRAWN_CLEAN = 15, 60
@@ -38,6 +39,7 @@ SERVED = "smollm2-135m-instruct"
 PROMPTS, PROMPT, OUTPUT = 4, 256, 64
 
 Pair = tuple[Layout, Layout, GoldenModel]
+Found = tuple[Counter[str], Counter[str], list[str]]
 
 
 def drawn(seed: int, count: int) -> list[Pair]:
@@ -64,7 +66,7 @@ def layout(rng: random.Random, model: GoldenModel) -> Layout:
     )
 
 
-def faults(pairs: list[Pair]) -> tuple[Counter[str], Counter[str], list[str]]:
+def faults(pairs: list[Pair]) -> Found:
     """Count faults and those rightly named by name, and put the others into words."""
     made, named, others = Counter[str](), Counter[str](), []
     for fault in all_faults(pairs):
@@ -197,28 +199,40 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - before
 
 
-def page() -> str:
-    """The page."""
-    shipped, more = list(PAIRS), drawn(1, DRAWN_FAULTS)
-    rows = {name: faults(pairs) for name, pairs in (("shipped", shipped), ("drawn", more))}
+def by_name(found: Mapping[str, Found]) -> list[dict[str, str | int]]:
+    """A row per name: how many faults there were in each group of pairs, and rightly named."""
+    names = sorted({name for made, _, _ in found.values() for name in made})
+    return [
+        {
+            "name": name,
+            **{f"{of}_faults": made[name] for of, (made, _, _) in found.items()},
+            **{f"{of}_rightly_named": named[name] for of, (_, named, _) in found.items()},
+        }
+        for name in names
+    ]
+
+
+def page(tables: Path) -> str:
+    """The page; its faults by name go into a folder."""
+    pairs = {"shipped": list(PAIRS), "drawn": drawn(1, DRAWN_FAULTS)}
+    found = {of: faults(some) for of, some in pairs.items()}
+    tables.mkdir(exist_ok=True)
+    write_csv(tables / "faults.csv", by_name(found))
+    words = (f"{len(PAIRS)} pairs of layouts that ship", f"{DRAWN_FAULTS} pairs drawn by a seed")
     lines = [
         "# Proof: results",
-        "[What they mean](../proof.md). `python -m scripts.validate.proof FILE` makes this page.",
+        "[What they mean](../proof.md). `python -m scripts.validate.proof FILE.md` makes it.",
         "",
         "## Faults of hand-offs",
-        f"Between {len(shipped)} pairs of layouts that ship, and {len(more)} drawn by a seed.",
-        "",
-        "| name | shipped: made | rightly named | drawn: made | rightly named |",
-        "|---|---:|---:|---:|---:|",
+        "| between | faults | rightly named | different names |",
+        "|---|---:|---:|---:|",
     ]
-    totals = [sum(counts.values()) for made, named, _ in rows.values() for counts in (made, named)]
-    for name in sorted(set(rows["shipped"][0]) | set(rows["drawn"][0])):
-        cells = [counts[name] for made, named, _ in rows.values() for counts in (made, named)]
-        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
-    lines += [f"| all | {' | '.join(map(str, totals))} |", ""]
-    for _, _, others in rows.values():
+    for of, (made, named, _) in zip(words, found.values(), strict=True):
+        lines.append(f"| {of} | {made.total()} | {named.total()} | {len(made)} |")
+    lines += ["", f"By name: [faults.csv]({tables.name}/faults.csv).", ""]
+    for _, _, others in found.values():
         lines += [line for text in others for line in wrap(f"- {text}", 98)]
-    clean = shipped + drawn(2, DRAWN_CLEAN)
+    clean = pairs["shipped"] + drawn(2, DRAWN_CLEAN)
     ledger_s, ledger, steps = ledger_cost()
     verify_s, verify = verify_cost()
     lines += [
@@ -247,8 +261,10 @@ def added(shares: list[float]) -> str:
 @click.command()
 @click.argument("out")
 def main(out: str) -> None:
-    """Write the page of results of docs/proof.md to a file."""
-    Path(out).write_text(page(), encoding="utf-8")
+    """Write the page of results of docs/proof.md to OUT, such as x.md, and its table into x/."""
+    if not Path(out).suffix:
+        raise click.BadParameter(f"{out} is the folder of the table; name the page {out}.md")
+    Path(out).write_text(page(Path(out).with_suffix("")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from jaxinfer.conformance import GoldenModel, Layout, Side, check, hand_over, mo
 from jaxinfer.conformance.faults import Fault, all_faults
 from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.scenario import FREED, LENGTHS, MODEL, PAIRS, scenario
-from scripts.validate.proof import drawn
+from scripts.validate.proof import by_name, drawn
 
 FAULTS = all_faults()
 LATE = "late write after free"
@@ -163,3 +163,13 @@ def test_pools_that_are_not_as_the_layout_has_them() -> None:
 def test_requests_that_pools_past_would_be_taken_for() -> None:
     with pytest.raises(ValueError, match="lengths has 13 requests, must have at most 12"):
         hand_over(MODEL, None, None, None, [1] * 13)  # type: ignore[arg-type]
+
+
+def test_the_table_of_faults_has_all_names_of_both_groups() -> None:
+    one = Counter({"zeros": 3, "rounded": 1}), Counter({"zeros": 2}), ["rounded: nothing found"]
+    other = Counter({"changed": 4}), Counter({"changed": 4}), list[str]()
+    assert [list(row.values()) for row in by_name({"shipped": one, "drawn": other})] == [
+        ["changed", 0, 4, 0, 4],
+        ["rounded", 1, 0, 0, 0],
+        ["zeros", 3, 0, 2, 0],
+    ]
