@@ -53,9 +53,11 @@ class HexGen2Options(Options):
 class Shares:
     """Choice of the next pair, so that each has its due to within one request at all times.
 
-    Tijdeman's rule ("The chairman assignment problem", 1980). While some have no room the others
-    take their turns, but get so many requests ahead at most: a queue that is never empty would else
-    keep all of them full, whatever their shares.
+    Tijdeman's rule ("The chairman assignment problem", 1980). Where some may not have a request,
+    several can fall behind; of these, who is owed the most goes first, so that of n pairs none is
+    owed (n + 3) / 2. While some have no room the others take their turns, but get so many requests
+    ahead at most: a queue that is never empty would else keep all of them full, whatever their
+    shares.
 
     Args:
         ahead: by how many requests each may be ahead of its share.
@@ -80,8 +82,12 @@ class Shares:
         owed = self.owed | {p: self.owed[p] + self._weights[p] / total for p in gaining}
         due = [pair for pair in able if owed[pair] >= self._least]
         if there := [pair for pair in due if pair in with_room]:
-            # Who would be a whole request behind first.
-            chosen = min(there, key=lambda p: (1 - self._least - owed[p]) / self._weights[p])
+            # Of those a whole request behind, who is owed the most; else who would be so first.
+            behind = [pair for pair in there if owed[pair] > 1 - self._least]
+            left = {p: (1 - self._least - owed[p]) / self._weights[p] for p in there}
+            chosen = (
+                max(behind, key=owed.__getitem__) if behind else min(there, key=left.__getitem__)
+            )
         else:
             early = [p for p in with_room if not due or owed[p] - 1 >= -self._ahead[p]]
             if not early:

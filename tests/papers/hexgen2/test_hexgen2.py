@@ -1,5 +1,6 @@
 """HexGen-2: shares of pairs, to within one request; who is full, lost, or too small."""
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -262,6 +263,27 @@ def test_who_may_not_have_them_gains_little(weights: list[float], data: st.DataO
                 assert owed == before[pair] if before[pair] >= 1 else owed < 2
         if data.draw(st.booleans()):
             break
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_is_kept_from_having_them_is_owed_little(seed: int) -> None:
+    """Less than (n + 3) / 2, though those that are owed the most may mostly not have them.
+
+    What the k that are owed the most are owed above 2 each is k (n - k) / 2 at most. This holds for
+    k = n, as all add up to 0. Otherwise those that may have the request gain one together and lose
+    one; where who loses it is not of the k, it is at most one less than any of them that gained,
+    and the sums of k + 1 and of those of the k that stayed as they were, being in bounds, leave no
+    more for the rest.
+    """
+    rng = random.Random(seed)
+    shares = shares_of([10 ** rng.uniform(-4, 0) for _ in range(rng.randint(2, 25))])
+    everyone = list(shares.owed)
+    for _ in range(60):
+        least = sorted(everyone, key=shares.owed.__getitem__)
+        able = rng.choice((everyone, least))[: rng.randint(1, len(everyone))]
+        for _ in range(rng.randint(1, 50)):
+            assert shares.take(able) in able
+            assert max(shares.owed.values()) < (len(everyone) + 3) / 2
 
 
 def test_shares_of_those_that_may_have_them() -> None:
