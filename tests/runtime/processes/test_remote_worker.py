@@ -184,12 +184,12 @@ def test_a_message_that_cannot_be_read_ends_the_process() -> None:
     connection.close()
 
 
-def test_half_a_message_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is stopped in the middle of a message counts as silent."""
+@pytest.mark.parametrize("more", ["", "c._write(c._handle, bytes([0, 0, 0, 99, 1]));"])
+def test_silence_after_the_first_word(monkeypatch: pytest.MonkeyPatch, more: str) -> None:
+    """A process that is stopped in the middle of a message counts as silent, too."""
     script = (
         "import sys, time; from multiprocessing.connection import Connection;"
-        "c = Connection(int(sys.argv[-1])); c.send(None);"
-        "c._write(c._handle, bytes([0, 0, 0, 99, 1])); time.sleep(600)"
+        f"c = Connection(int(sys.argv[-1])); c.send(None); {more} time.sleep(600)"
     )
     lost = lost_one(monkeypatch, script, 0.5)
     assert lost.lost
