@@ -40,6 +40,8 @@ def check_decisions(folder: Path) -> tuple[str | None, int, str]:
         raise JaxinferError(
             f"{folder / NAME}: not what the run wrote: {kept}, run.json has {run.get('ledger')}"
         )
+    if not real:
+        raise JaxinferError(f"{folder / NAME}: no entries; the run was killed before it wrote some")
     given = measured(real)
     if given.cached:
         raise JaxinferError(

@@ -23,7 +23,7 @@ from jaxinfer.runtime import worker_process
 from jaxinfer.runtime.kv.kv_messages import Pulled
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes import peers, remote_worker
-from jaxinfer.runtime.processes.messages import Hello, StepEnded
+from jaxinfer.runtime.processes.messages import Heartbeat, Hello, StepEnded
 from jaxinfer.runtime.processes.peers import Child
 from jaxinfer.runtime.processes.remote_worker import CompileCounts, Process, RemoteWorker
 from jaxinfer.runtime.world import RealWorld
@@ -182,6 +182,23 @@ def test_a_message_that_cannot_be_read_ends_the_process() -> None:
     connection.send(Unreadable())
     assert worker.wait(HANG_S) == 1
     connection.close()
+
+
+class Said(Exception):
+    """Ends whoever says something."""
+
+
+def test_a_process_with_nothing_to_do_says_that_it_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def send(answer: Any) -> None:
+        raise Said(answer)
+
+    monkeypatch.setattr(worker_process, "ALIVE_S", 0.0)
+    end: Any = SimpleNamespace(send=send)
+    with pytest.raises(Said) as said:
+        worker_process.WorkerProcess(end, os.getppid())._say_alive()
+    assert said.value.args == (Heartbeat(),)
 
 
 @pytest.mark.parametrize("more", ["", "c._write(c._handle, bytes([0, 0, 0, 99, 1]));"])
