@@ -120,7 +120,7 @@ def read_ledger(path: Path) -> list[Entry]:
 
 
 def _entries(path: Path) -> Iterator[Entry]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 both = json.loads(line)

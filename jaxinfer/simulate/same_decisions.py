@@ -31,8 +31,8 @@ def check_decisions(folder: Path) -> tuple[str | None, int, str]:
     Raises:
         JaxinferError: the run kept no ledger, or cannot be decided upon again.
     """
-    real = read_ledger(folder / NAME)
-    run, found = read_run_json(folder), ledger_hash(real)
+    run, real = read_run_json(folder), read_ledger(folder / NAME)
+    found = ledger_hash(real)
     if "measured_gb_s" not in run:
         raise JaxinferError(f"{folder}: not a real run, or one of an older version")
     kept = {"hash": found, "entries": len(real)}
@@ -40,6 +40,8 @@ def check_decisions(folder: Path) -> tuple[str | None, int, str]:
         raise JaxinferError(
             f"{folder / NAME}: not what the run wrote: {kept}, run.json has {run.get('ledger')}"
         )
+    if not real:
+        raise JaxinferError(f"{folder / NAME}: no entries; the run was killed before it wrote some")
     given = measured(real)
     if given.cached:
         raise JaxinferError(

@@ -1,5 +1,6 @@
 """The simulator decides as real runs did, by the times that these have measured."""
 
+import json
 import os
 import random
 import signal
@@ -136,6 +137,10 @@ def test_a_run_is_decided_alike_again(tiny_folder: Path, tmp_path: Path) -> None
     ledger = tmp_path / "1" / NAME
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(JaxinferError, match=r"ledger\.jsonl: not what the run wrote: \{'hash': "):
+        check_decisions(tmp_path / "1")
+    run = read_json(tmp_path / "1" / "run.json") | {"status": "running"}
+    (tmp_path / "1" / "run.json").write_text(json.dumps(run))
+    with pytest.raises(JaxinferError, match=r"ledger\.jsonl: no entries; the run was killed befor"):
         check_decisions(tmp_path / "1")
 
 

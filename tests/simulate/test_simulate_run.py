@@ -220,6 +220,9 @@ def test_a_ledger_has_what_was_decided(tmp_path: Path) -> None:
     assert entries[2] == ("batch", ["a", 2, 0, 0, [["0", 0, 5, True]], [[0, 0]]], None)
     assert entries[3] == ("send", ["0", "a", "b", 0, 5, [0, 0], [0, 0]], None)
     assert entries[5] == ("end", ["0", "length", 2], None)
+    (tmp_path / "1" / NAME).write_bytes(b"\xff")
+    with pytest.raises(JaxinferError, match=r"ledger\.jsonl: line 1 is damaged$"):
+        read_ledger(tmp_path / "1" / NAME)
 
 
 def test_what_a_system_reports_is_written(tmp_path: Path) -> None:

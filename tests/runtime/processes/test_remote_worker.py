@@ -23,7 +23,7 @@ from jaxinfer.runtime import worker_process
 from jaxinfer.runtime.kv.kv_messages import Pulled
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes import peers, remote_worker
-from jaxinfer.runtime.processes.messages import Hello, StepEnded
+from jaxinfer.runtime.processes.messages import Heartbeat, Hello, StepEnded
 from jaxinfer.runtime.processes.peers import Child
 from jaxinfer.runtime.processes.remote_worker import CompileCounts, Process, RemoteWorker
 from jaxinfer.runtime.world import RealWorld
@@ -184,12 +184,29 @@ def test_a_message_that_cannot_be_read_ends_the_process() -> None:
     connection.close()
 
 
-def test_half_a_message_is_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is stopped in the middle of a message counts as silent."""
+class Said(Exception):
+    """Ends whoever says something."""
+
+
+def test_a_process_with_nothing_to_do_says_that_it_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def send(answer: Any) -> None:
+        raise Said(answer)
+
+    monkeypatch.setattr(worker_process, "ALIVE_S", 0.0)
+    end: Any = SimpleNamespace(send=send)
+    with pytest.raises(Said) as said:
+        worker_process.WorkerProcess(end, os.getppid())._say_alive()
+    assert said.value.args == (Heartbeat(),)
+
+
+@pytest.mark.parametrize("more", ["", "c._write(c._handle, bytes([0, 0, 0, 99, 1]));"])
+def test_silence_after_the_first_word(monkeypatch: pytest.MonkeyPatch, more: str) -> None:
+    """A process that is stopped in the middle of a message counts as silent, too."""
     script = (
         "import sys, time; from multiprocessing.connection import Connection;"
-        "c = Connection(int(sys.argv[-1])); c.send(None);"
-        "c._write(c._handle, bytes([0, 0, 0, 99, 1])); time.sleep(600)"
+        f"c = Connection(int(sys.argv[-1])); c.send(None); {more} time.sleep(600)"
     )
     lost = lost_one(monkeypatch, script, 0.5)
     assert lost.lost
