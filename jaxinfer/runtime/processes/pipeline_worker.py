@@ -220,9 +220,10 @@ class PipelineWorker:
             self._failed = error
         if not isinstance(error, JaxinferError):
             error = self._cause(part) or error
+        goes_on = self.lost_lenders  # Once it is told, it may have, in another thread.
         for each in [*self._there, *self._lenders]:
             each.fail(type(error)(*error.args))
-        if not self.lost_lenders:
+        if not goes_on:
             self.give_up(error)
 
     def give_up(self, why: Exception) -> None:

@@ -358,9 +358,9 @@ class RemoteWorker:
 
     def on_move(self, answer: Moved) -> None:
         """Pass on when KV heads have moved."""
-        if answer.move not in self._moves:
+        hear, _ = self._moves.pop(answer.move, (None, None))
+        if hear is None:
             return  # Of a worker that has failed.
-        hear, _ = self._moves.pop(answer.move)
         ahead = self.process.peer.clock_offset
         hear(answer._replace(start=answer.start - ahead, end=answer.end - ahead))
 

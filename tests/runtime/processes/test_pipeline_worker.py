@@ -303,6 +303,18 @@ def test_stages_go_on_without_what_is_lent_by_a_process_that_is_lost() -> None:
     assert process.given_up == ["instance x: killed"]
 
 
+def test_who_goes_on_at_once_is_not_given_up_meanwhile() -> None:
+    """Whoever hears of the failure may have gone on before all have been told of it."""
+    process = FakeProcess()
+    worker = spread_worker(process, lenders=("a",))
+    a = worker.processes[1]
+    worker.launch(batch(), 0.0, lambda failed: worker.go_on())
+    a.lost = "killed"
+    a.workers["x"].on_loss(ProcessLost("killed"))
+    assert worker.processes == [process]
+    assert process.given_up == []
+
+
 def test_a_process_that_is_lost_while_it_forgets_is_not_overlooked() -> None:
     """It is taken for part of the failure that came before."""
     process = FakeProcess()
