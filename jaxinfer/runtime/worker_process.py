@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -96,6 +96,10 @@ class WorkerProcess:
         self._say(Hello.here())
         while True:
             message = self._inbox.get()
+            if isinstance(message, Forget):
+                # Steps and moves before it may wait for them.
+                for spread, number in self._borrowed(message):
+                    spread.elsewhere[number].close()
             if lane := self._lane_of(message):
                 lane.put(message)
             else:
@@ -230,12 +234,17 @@ class WorkerProcess:
         """Begin anew, without pools of processes that are lost."""
         worker = self._worker(message.instance)
         worker.settle()
-        for stage, number in message.pools:
-            spread = worker.stages[stage]
-            assert isinstance(spread, SpreadStage)
-            spread.elsewhere.pop(number + 1).close()
+        for spread, number in self._borrowed(message):
+            del spread.elsewhere[number]
         self._decoders[message.instance] = _decoder(worker.stages)
         self._say(Left("pools", 0))
+
+    def _borrowed(self, message: Forget) -> Iterator[tuple[SpreadStage, int]]:
+        """The pools that are to be forgotten: each one's stage, and its number there."""
+        for stage, number in message.pools:
+            spread = self._worker(message.instance).stages[stage]
+            assert isinstance(spread, SpreadStage)
+            yield spread, number + 1
 
     def _move(self, message: Move) -> None:
         instance, number, copies = message

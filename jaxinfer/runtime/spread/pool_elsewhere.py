@@ -4,10 +4,13 @@ What a step asks of it goes by the hosts' memory and a socket, from process to p
 a step; each layer's pairs, and what attention finds.
 """
 
+import os
 import threading
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from socket import SHUT_RDWR, socket
 from typing import Any, NamedTuple
 
 import jax
@@ -91,8 +94,12 @@ class PoolElsewhere:
         return self._ask(Put(jax.tree.map(np.asarray, pages), page_C))
 
     def close(self) -> None:
-        """Ask for nothing any more."""
-        self._connection.close()
+        """Ask for nothing any more; in any thread. Who waits for an answer hears of it.
+
+        A host that has vanished, or a process that is stopped, would have them wait for long.
+        """
+        with suppress(OSError), socket(fileno=os.dup(self._connection.fileno())) as there:
+            there.shutdown(SHUT_RDWR)
 
     def _ask(self, message: Any) -> "Future[Any]":
         future: Future[Any] = Future()

@@ -74,3 +74,15 @@ def test_who_waits_for_a_process_that_has_gone_hears_of_it() -> None:
     with pytest.raises((EOFError, OSError)):
         pool.take(page_C)
     pool.close()
+
+
+def test_who_waits_for_one_that_is_silent_hears_when_it_is_given_up() -> None:
+    """As of a host that has vanished: nothing breaks off by itself."""
+    lender = Lender(breaks=True)
+    pool = PoolElsewhere(lender.address)
+    waits = pool.take(np.zeros(2, np.int32))
+    pool.close()
+    with pytest.raises(EOFError):  # A timeout is an OSError.
+        waits.result(20)
+    pool.close()
+    lender.go.set()
