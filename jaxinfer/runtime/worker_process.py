@@ -30,6 +30,7 @@ from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd
 from jaxinfer.runtime.processes.batch_delta import BatchDecoder
 from jaxinfer.runtime.processes.messages import (
     Borrow,
+    BreakOff,
     EmulateSteps,
     FollowOn,
     Forget,
@@ -96,10 +97,6 @@ class WorkerProcess:
         self._say(Hello.here())
         while True:
             message = self._inbox.get()
-            if isinstance(message, Forget):
-                # Steps and moves before it may wait for them.
-                for spread, number in self._borrowed(message):
-                    spread.elsewhere[number].close()
             if lane := self._lane_of(message):
                 lane.put(message)
             else:
@@ -185,6 +182,9 @@ class WorkerProcess:
                 assert isinstance(spread, SpreadStage)
                 spread.elsewhere[number + 1] = PoolElsewhere(address)
                 self._say(Left("pools", 0))
+            case BreakOff():
+                for spread, number in self._borrowed(message):
+                    spread.elsewhere[number].close()
             case Move():
                 self._move(message)
             case Measure(instance, measure):
@@ -239,8 +239,8 @@ class WorkerProcess:
         self._decoders[message.instance] = _decoder(worker.stages)
         self._say(Left("pools", 0))
 
-    def _borrowed(self, message: Forget) -> Iterator[tuple[SpreadStage, int]]:
-        """The pools that are to be forgotten: each one's stage, and its number there."""
+    def _borrowed(self, message: BreakOff | Forget) -> Iterator[tuple[SpreadStage, int]]:
+        """The pools of a message: each one's stage, and its number there."""
         for stage, number in message.pools:
             spread = self._worker(message.instance).stages[stage]
             assert isinstance(spread, SpreadStage)

@@ -63,6 +63,7 @@ class Process:
         lost: why it is no more, or None.
         workers: of its instances, by name; ``ends``: who gets the answers of each end.
         on_loss: called, in a thread, when it is no more.
+        asking: held by who asks for something while others may: answers come to whoever listens.
     """
 
     def __init__(self, name: str, peer: Peer) -> None:
@@ -71,6 +72,7 @@ class Process:
         self.workers: dict[str, RemoteWorker] = {}
         self.ends: dict[int, Callable[[SlabAnswer], None]] = {}
         self.on_loss: list[Callable[[str], None]] = []
+        self.asking = threading.Lock()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
         self._given_up: str | None = None
@@ -303,10 +305,11 @@ class RemoteWorker:
 
     def prepare_on(self, process: Process) -> Iterator[int]:
         """The same in a process that is to have these stages, with the sampler asked for last."""
-        for answer in process.ask(Prepare(self.instance, self.sampler)):
-            yield answer.parts
-            if not answer.parts:
-                return
+        with process.asking:
+            for answer in process.ask(Prepare(self.instance, self.sampler)):
+                yield answer.parts
+                if not answer.parts:
+                    return
 
     def emulate_on(self, process: Process) -> None:
         """Have steps there take as long as here."""
