@@ -180,7 +180,8 @@ class WorkerProcess:
             case Borrow(instance, stage, number, address):
                 spread = self._worker(instance).stages[stage]
                 assert isinstance(spread, SpreadStage)
-                spread.elsewhere[number + 1] = PoolElsewhere(address)
+                group = spread.plan.attention[number].group
+                spread.elsewhere[number + 1] = PoolElsewhere(address, group)
                 self._say(Left("pools", 0))
             case BreakOff():
                 for spread, number in self._borrowed(message):
