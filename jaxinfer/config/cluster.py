@@ -190,7 +190,8 @@ class ClusterConfig(Options):
                     f"{where}: group {home} has a process of its own, must {min(groups - homes)} "
                     "have, too: all parts stand in one process, or all groups have their own"
                 )
-            if len([*groupby(stage.group for stage in instance.stages)]) > len(groups):
+            runs = [group for group, _ in groupby(stage.group for stage in instance.stages)]
+            if len(runs) > len(set(runs)):
                 raise JaxinferError(
                     f"{where}: those on one group must follow one another, since each group has a "
                     "process of its own"

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd
 from jaxinfer.runtime.processes.batch_delta import BatchDecoder
 from jaxinfer.runtime.processes.messages import (
     Borrow,
+    BreakOff,
     EmulateSteps,
     FollowOn,
     Forget,
@@ -179,8 +180,12 @@ class WorkerProcess:
             case Borrow(instance, stage, number, address):
                 spread = self._worker(instance).stages[stage]
                 assert isinstance(spread, SpreadStage)
-                spread.elsewhere[number + 1] = PoolElsewhere(address)
+                group = spread.plan.attention[number].group
+                spread.elsewhere[number + 1] = PoolElsewhere(address, group)
                 self._say(Left("pools", 0))
+            case BreakOff():
+                for spread, number in self._borrowed(message):
+                    spread.elsewhere[number].close()
             case Move():
                 self._move(message)
             case Measure(instance, measure):
@@ -230,12 +235,17 @@ class WorkerProcess:
         """Begin anew, without pools of processes that are lost."""
         worker = self._worker(message.instance)
         worker.settle()
-        for stage, number in message.pools:
-            spread = worker.stages[stage]
-            assert isinstance(spread, SpreadStage)
-            spread.elsewhere.pop(number + 1).close()
+        for spread, number in self._borrowed(message):
+            del spread.elsewhere[number]
         self._decoders[message.instance] = _decoder(worker.stages)
         self._say(Left("pools", 0))
+
+    def _borrowed(self, message: BreakOff | Forget) -> Iterator[tuple[SpreadStage, int]]:
+        """The pools of a message: each one's stage, and its number there."""
+        for stage, number in message.pools:
+            spread = self._worker(message.instance).stages[stage]
+            assert isinstance(spread, SpreadStage)
+            yield spread, number + 1
 
     def _move(self, message: Move) -> None:
         instance, number, copies = message

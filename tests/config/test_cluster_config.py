@@ -182,18 +182,26 @@ def test_what_may_be_started_again_has_a_process_of_its_own() -> None:
     assert made.part("g").groups["g"] == GroupConfig()
 
 
-def divided(*groups: str, restart: int = 0, here: str = "", **options: Any) -> ClusterConfig:
-    """Return a pipeline over groups that have a process each, but those ``here``."""
-    stages = tuple(StageConfig(group=name, layers=n) for n, name in enumerate(groups, 1))
+def divided(
+    *groups: str, restart: int = 0, here: str = "", lends: Any = (), **options: Any
+) -> ClusterConfig:
+    """Return a pipeline over groups that have a process each, but those ``here``.
+
+    Args:
+        lends: attention groups of all stages.
+    """
+    stages = tuple(
+        StageConfig(group=name, layers=n, attention=lends) for n, name in enumerate(groups, 1)
+    )
     return ClusterConfig(
         groups={
             name: GroupConfig(
-                devices=4,
+                devices=1 if name in lends else 4,
                 tensor_parallel_size=1,
                 process=None if name in here else "own",
                 restart=restart if name == groups[-1] else 0,
             )
-            for name in groups
+            for name in (*groups, *lends)
         },
         instances={"x": InstanceConfig(stages=stages, **options)},
     )
@@ -219,6 +227,11 @@ def test_each_process_has_its_stages_of_a_pipeline() -> None:
     [
         ("ab", {"here": "b"}, r"^instances\.x\.stages: group a has .* own, must b have, too: "),
         ("aba", {}, r"^instances\.x\.stages: those on one group must follow one another"),
+        (
+            "aba",
+            {"lends": ["c"], "enable_prefix_caching": False},
+            r"^instances\.x\.stages: those on one group must follow one another",
+        ),
         ("ab", {"restart": 2}, r"^groups\.b\.restart is 2, must be 0: instances\.x has parts"),
     ],
 )

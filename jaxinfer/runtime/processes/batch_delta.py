@@ -65,17 +65,18 @@ class BatchEncoder:
             told.tokens = len(outputs)
         if told.hold is not hold:
             told.hold, told.pages = hold, 0
-        tables = hold.tables[self._shards]
         if hold.kv.is_spread:
-            slices = [pages for table in tables for pages in table.values()]
+            slices = [p for table in hold.tables[self._shards] for p in table.values()]
             if len(slices) != len(told.slices) or any(map(is_not, slices, told.slices)):
                 told.slices, told.pages = slices, 0  # Some have moved.
         known, told.pages = told.pages, hold.num_pages
         pages: Sequence[NewPages] = []
-        if known < told.pages and hold.kv.is_spread:
-            pages = [{piece: p[known:] for piece, p in table.items()} for table in tables]
-        elif known < told.pages:
-            pages = [table[0][known:] for table in tables]
+        if known < told.pages:  # Seldom: all the rest is done for each row of each step.
+            tables = hold.tables[self._shards]
+            if hold.kv.is_spread:
+                pages = [{piece: p[known:] for piece, p in table.items()} for table in tables]
+            else:
+                pages = [table[0][known:] for table in tables]
         return (
             told.number,
             row.start,

@@ -68,6 +68,13 @@ class Borrow(NamedTuple):
     address: Address
 
 
+class BreakOff(NamedTuple):
+    """Wait no more for the processes that lend these pools, in no step or move; see ``Forget``."""
+
+    instance: str
+    pools: Sequence[tuple[int, int]]
+
+
 class Forget(NamedTuple):
     """Go on without some pools, and know of no request. Answered with Left, after all failures.
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -16,6 +17,7 @@ from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
 from jaxinfer.runtime.processes.messages import (
+    BreakOff,
     FollowOn,
     Forget,
     Loaded,
@@ -153,12 +155,15 @@ class PipelineWorker:
         """
         self.sampler = sampler
         # All at once, and heard one after the other.
-        asked = [part.process.ask(Prepare(self.instance, sampler)) for part in self._there]
-        for answers in asked:
-            for answer in answers:
-                if not answer.parts:
-                    break
-                yield answer.parts
+        with ExitStack() as alone:
+            for part in self._there:
+                alone.enter_context(part.process.asking)
+            asked = [part.process.ask(Prepare(self.instance, sampler)) for part in self._there]
+            for answers in asked:
+                for answer in answers:
+                    if not answer.parts:
+                        break
+                    yield answer.parts
         yield 0
 
     def measure(self, measure: Callable[[Any], T]) -> Iterator[T]:
@@ -220,9 +225,14 @@ class PipelineWorker:
             self._failed = error
         if not isinstance(error, JaxinferError):
             error = self._cause(part) or error
+        goes_on = self.lost_lenders  # Once it is told, it may have, in another thread.
+        if goes_on:
+            # A host that has vanished would be waited for, and so would all that comes after.
+            with suppress(ProcessLost):
+                self._there[0].process.send(BreakOff(self.instance, self._pools_of(goes_on)))
         for each in [*self._there, *self._lenders]:
             each.fail(type(error)(*error.args))
-        if not self.lost_lenders:
+        if not goes_on:
             self.give_up(error)
 
     def give_up(self, why: Exception) -> None:
@@ -238,6 +248,15 @@ class PipelineWorker:
             return []
         return [part.process.name for part in self._lenders if part.process.lost]
 
+    def _pools_of(self, groups: Sequence[str]) -> list[tuple[int, int]]:
+        """Pools that groups lend to the stages of one process, as in ``Forget``."""
+        return [
+            (stage.number, number)
+            for stage in self.stages
+            for number, place in enumerate(stage.plan.attention)
+            if place.group in groups
+        ]
+
     def go_on(self) -> None:
         """Have the stages' process forget all requests, and the pools of lost processes.
 
@@ -246,19 +265,19 @@ class PipelineWorker:
         """
         (part,), gone = self._there, self.lost_lenders
         self._lenders = [each for each in self._lenders if each.process.name not in gone]
-        pools, shard = [], 0
-        for stage in part.stages:
-            for number, place in enumerate(stage.plan.attention):
-                if place.group in gone:
-                    pools.append((stage.number, number))
-                    self.without.append(shard + number + 1)
-            shard += len(stage.plan.pool_pages)
-        next(part.process.ask(Forget(self.instance, pools)))
+        pools = self._pools_of(gone)
+        first = [0, *accumulate(len(stage.plan.pool_pages) for stage in part.stages)]
+        self.without += [first[stage] + number + 1 for stage, number in pools]
+        with part.process.asking:
+            next(part.process.ask(Forget(self.instance, pools)))
         part.begin_again()
         with self._lock:
             self._failed = None
         if part.process.lost:  # Whoever was told of it took it for the same failure.
             raise JaxinferError(part.process.lost)
+        for each in self._lenders:
+            if each.process.lost:
+                self._fail(each, ProcessLost(each.process.lost))
 
     def _cause(self, part: _Part) -> Exception | None:
         """A process that has ended is missed by its neighbours."""

@@ -63,6 +63,7 @@ class Process:
         lost: why it is no more, or None.
         workers: of its instances, by name; ``ends``: who gets the answers of each end.
         on_loss: called, in a thread, when it is no more.
+        asking: held by who asks for something while others may: answers come to whoever listens.
     """
 
     def __init__(self, name: str, peer: Peer) -> None:
@@ -71,6 +72,7 @@ class Process:
         self.workers: dict[str, RemoteWorker] = {}
         self.ends: dict[int, Callable[[SlabAnswer], None]] = {}
         self.on_loss: list[Callable[[str], None]] = []
+        self.asking = threading.Lock()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
         self._given_up: str | None = None
@@ -303,10 +305,11 @@ class RemoteWorker:
 
     def prepare_on(self, process: Process) -> Iterator[int]:
         """The same in a process that is to have these stages, with the sampler asked for last."""
-        for answer in process.ask(Prepare(self.instance, self.sampler)):
-            yield answer.parts
-            if not answer.parts:
-                return
+        with process.asking:
+            for answer in process.ask(Prepare(self.instance, self.sampler)):
+                yield answer.parts
+                if not answer.parts:
+                    return
 
     def emulate_on(self, process: Process) -> None:
         """Have steps there take as long as here."""
@@ -358,9 +361,9 @@ class RemoteWorker:
 
     def on_move(self, answer: Moved) -> None:
         """Pass on when KV heads have moved."""
-        if answer.move not in self._moves:
+        hear, _ = self._moves.pop(answer.move, (None, None))
+        if hear is None:
             return  # Of a worker that has failed.
-        hear, _ = self._moves.pop(answer.move)
         ahead = self.process.peer.clock_offset
         hear(answer._replace(start=answer.start - ahead, end=answer.end - ahead))
 

@@ -167,9 +167,12 @@ class Restarts:
         with self._lock:
             if rest.why or rest.news:
                 return True
-            if not (groups := rest.worker.lost_lenders):
-                return False
-            rest.why = why
+            if groups := rest.worker.lost_lenders:
+                rest.why = why
+        if not groups:
+            # It may have lost the rest after it was told that it could go on.
+            rest.worker.give_up(ProcessLost(why))
+            return False
         begin = time.perf_counter()
 
         def go_on() -> None:

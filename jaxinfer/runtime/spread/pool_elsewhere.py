@@ -4,16 +4,20 @@ What a step asks of it goes by the hosts' memory and a socket, from process to p
 a step; each layer's pairs, and what attention finds.
 """
 
+import os
 import threading
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from socket import SHUT_RDWR, socket
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxinfer.sockets import Address, call
+from jaxinfer.errors import JaxinferError
+from jaxinfer.sockets import Address, call, join_address
 from jaxinfer.steps.shapes import StepShape
 
 # Steps, or halves of steps, that are under way at once, and a few more.
@@ -60,22 +64,30 @@ class PoolElsewhere:
 
     One thread asks; another one hears the answers.
 
+    Args:
+        group: the one whose process that is.
+
     Raises:
-        OSError: that process cannot be reached.
+        JaxinferError: that process cannot be reached.
     """
 
-    def __init__(self, address: Address) -> None:
-        self._connection: Connection[Any, Any] = Connection(call(*address).detach())
+    def __init__(self, address: Address, group: str) -> None:
+        self._who = f"attention group {group}"
+        try:
+            self._connection: Connection[Any, Any] = Connection(call(*address).detach())
+        except OSError as error:
+            where = join_address(address.host, address.port)
+            raise JaxinferError(f"{self._who} cannot be reached at {where}: {error}") from None
         self._asked: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
-        self._lost: Exception | None = None
+        self._lost: str | None = None
         self._steps = 0
         threading.Thread(target=self._hear, daemon=True).start()
 
     def begin(self, pairs: StepShape, tables: np.ndarray) -> int:
         """Tell a step's tables; the number that it has from here on."""
         self._steps += 1
-        self._connection.send(Begin(self._steps, pairs, tables))
+        self._send(Begin(self._steps, pairs, tables))
         return self._steps
 
     def attend(self, step: int, layer: int, piece_RXH: jax.Array) -> "Future[np.ndarray]":
@@ -91,17 +103,27 @@ class PoolElsewhere:
         return self._ask(Put(jax.tree.map(np.asarray, pages), page_C))
 
     def close(self) -> None:
-        """Ask for nothing any more."""
-        self._connection.close()
+        """Ask for nothing any more; in any thread. Who waits for an answer hears of it.
+
+        A host that has vanished, or a process that is stopped, would have them wait for long.
+        """
+        with suppress(OSError), socket(fileno=os.dup(self._connection.fileno())) as there:
+            there.shutdown(SHUT_RDWR)
 
     def _ask(self, message: Any) -> "Future[Any]":
         future: Future[Any] = Future()
         with self._lock:
             if self._lost:
-                raise type(self._lost)(*self._lost.args)
+                raise EOFError(self._lost)
             self._asked.append(future)
-        self._connection.send(message)
+        self._send(message)
         return future
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            self.close()  # The thread that hears learns of it, and tells.
 
     def _hear(self) -> None:
         try:
@@ -109,12 +131,12 @@ class PoolElsewhere:
                 answer = self._connection.recv()
                 future = self._asked.popleft()
                 if isinstance(answer, PoolFailed):
-                    future.set_exception(RuntimeError(answer.line))
+                    future.set_exception(RuntimeError(f"{self._who}: {answer.line}"))
                 else:
                     future.set_result(answer)
                 del answer, future
         except Exception as error:
             with self._lock:
-                self._lost = error
+                self._lost = why = f"{self._who} has broken off: {type(error).__name__}: {error}"
         for future in self._asked:
-            future.set_exception(type(self._lost)(*self._lost.args))
+            future.set_exception(EOFError(why))

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from cluster_cases import free_executables, load, roomy
 from cluster_checks import Done, Ran, serve
+from host_cases import KEY, jobs, listening
 from process_cases import (
     check_nothing_left,
     children,
@@ -176,6 +178,40 @@ def test_who_loses_the_stage_loses_the_instance(
     del llm
     gc.collect()
     wait_until(lambda: not children() - before)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_host_that_vanishes_is_not_waited_for(
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All processes of a worker are stopped, so that no connection to them breaks off."""
+    monkeypatch.setenv("JAXINFER_KEY", KEY)
+    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    with listening() as (address, server):
+        sections = apart([None, None])
+        sections["groups"]["a0"] |= {"process": None, "host": address}
+        llm = load(models["two"], tmp_path, **sections)
+        there = [server, *jobs(server)]
+
+        def let_all(go_on: bool) -> None:
+            for process in there:
+                with suppress(psutil.Error):
+                    process.resume() if go_on else process.suspend()
+
+        too_late = Timer(100, let_all, [True])
+        too_late.start()
+        found, run = serve_until(llm, 9, lambda: let_all(False), tmp_path / "runs")
+        assert too_late.is_alive()
+        too_late.cancel()
+        let_all(True)
+        assert (found, run["lost"]) == (expected["two"], {})
+        assert [each["without"] for each in run["restarts"]] == [[1]]
+        check_nothing_left(llm)
+        wait_until(lambda: not jobs(server))
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """One instance's stages in several processes: steps put together, and whose failure it is."""
 
+import queue
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +20,7 @@ from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.kv_messages import Drop, OpenEnd
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost, StepEnd
 from jaxinfer.runtime.processes.messages import (
+    BreakOff,
     FollowOn,
     Forget,
     Launch,
@@ -53,6 +56,7 @@ class FakeProcess:
         self.sent: list[Any] = []
         self.given_up: list[str] = []
         self.lost: str | None = None
+        self.asking = threading.Lock()
 
     def send(self, message: Any) -> None:
         if self.lost:
@@ -291,7 +295,7 @@ def test_stages_go_on_without_what_is_lent_by_a_process_that_is_lost() -> None:
     with pytest.raises(ProcessLost, match=r"^killed$"):
         worker.launch(given, 0.0, posted.append)
     worker.go_on()
-    assert process.sent[-1] == Forget("x", [(0, 0)])
+    assert process.sent[-2:] == [BreakOff("x", [(0, 0)]), Forget("x", [(0, 0)])]
     assert (worker.without, worker.lost_lenders, worker.processes) == ([1], [], [process, b])
     assert process.given_up == b.given_up == []  # type: ignore[attr-defined]
     worker.launch(given, 0.0, posted.append)
@@ -301,6 +305,70 @@ def test_stages_go_on_without_what_is_lent_by_a_process_that_is_lost() -> None:
     process.workers["x"].on_loss(ProcessLost("killed"))
     assert worker.lost_lenders == []
     assert process.given_up == ["instance x: killed"]
+
+
+def test_who_goes_on_at_once_is_not_given_up_meanwhile() -> None:
+    """Whoever hears of the failure may have gone on before all have been told of it."""
+    process = FakeProcess()
+    worker = spread_worker(process, lenders=("a",))
+    a = worker.processes[1]
+    worker.launch(batch(), 0.0, lambda failed: worker.go_on())
+    a.lost = "killed"
+    a.workers["x"].on_loss(ProcessLost("killed"))
+    assert worker.processes == [process]
+    assert process.given_up == []
+
+
+def test_a_sampler_asked_for_while_stages_are_to_forget_gets_its_own_answers() -> None:
+    process = FakeProcess()
+    worker = spread_worker(process, lenders=("a",))
+    a = worker.processes[1]
+    a.lost = "killed"
+    a.workers["x"].on_loss(ProcessLost("killed"))
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    got: list[tuple[type, str]] = []
+
+    def ask(message: Any) -> Any:
+        process.send(message)
+        while True:
+            answer = answers.get(timeout=5)
+            got.append((type(message), answer.what))
+            yield answer
+
+    process.ask = ask  # type: ignore[method-assign]
+    answers.put(Left("samplers", 1))
+    left = worker.prepare()
+    assert next(left) == 1
+    thread = threading.Thread(target=worker.go_on, daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    answers.put(Left("samplers", 0))
+    time.sleep(0.05)
+    answers.put(Left("pools", 0))
+    assert [*left] == [0]
+    thread.join(20)
+    assert set(got) == {(Prepare, "samplers"), (Forget, "pools")}
+
+
+def test_a_lender_that_is_lost_while_stages_forget_another_is_not_overlooked() -> None:
+    process = FakeProcess()
+    worker = spread_worker(process, lenders=("a", "b"))
+    _, a, b = worker.processes
+    a.lost = "killed"
+    a.workers["x"].on_loss(ProcessLost("killed"))
+
+    def ask(message: Any) -> Any:
+        b.lost = "vanished"
+        b.workers["x"].on_loss(ProcessLost("vanished"))
+        return iter([Left("pools", 0)])
+
+    process.ask = ask  # type: ignore[method-assign]
+    worker.go_on()
+    assert process.sent[-1] == BreakOff("x", [(0, 1)])
+    with pytest.raises(ProcessLost, match=r"^vanished$"):
+        worker.launch(batch(), 0.0, lambda failed: None)
+    worker.go_on()
+    assert (worker.without, worker.processes) == ([1, 2], [process])
 
 
 def test_a_process_that_is_lost_while_it_forgets_is_not_overlooked() -> None:

@@ -509,4 +509,7 @@ def test_a_run_that_begins_while_an_instance_is_to_go_on_hears_of_it(fails: str 
 
 
 def test_an_instance_that_has_lost_more_than_that_does_not_return() -> None:
-    assert not lone(FakePipeline([]), print).expect("x", "killed")
+    """Nor are its other processes left behind."""
+    worker = FakePipeline([])
+    assert not lone(worker, print).expect("x", "killed")
+    assert worker.given_up == ["killed"]

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxinfer import JaxinferError
 from jaxinfer.runtime.spread.lent_pool import LentPool
 from jaxinfer.runtime.spread.pool_elsewhere import Attend, Begin, PoolElsewhere, Put, Take
 from jaxinfer.sockets import LOOPBACK, Address, call, listen
 from jaxinfer.steps.shapes import StepShape
+
+GONE = r"^attention group a has broken off: (EOF|ConnectionReset)Error: "
 
 
 class Lender(LentPool):
@@ -43,7 +46,7 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
     lender = Lender()
     with pytest.raises(PermissionError):
         call(*lender.address._replace(key=b"another"))
-    pool = PoolElsewhere(lender.address)
+    pool = PoolElsewhere(lender.address, "a")
     pairs, tables, page_C = StepShape(1, 2, 0), np.arange(3), np.zeros(2, np.int32)
     one, two = pool.begin(pairs, tables), pool.begin(pairs, tables)
     assert one != two
@@ -53,7 +56,7 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
     taken, put = pool.take(page_C), pool.put([piece], page_C)
     assert [answer.result(20)[0] for answer in found] == [0, 0, 1, 1]
     assert put.result(20) == 0
-    with pytest.raises(RuntimeError, match=r"^ValueError: no such page$"):
+    with pytest.raises(RuntimeError, match=r"^attention group a: ValueError: no such page$"):
         taken.result(20)
     assert [type(each) for each in lender.done] == [Begin] * 2 + [Attend] * 4 + [Take, Put]
     begun = [each.step for each in lender.done[:2]]
@@ -64,13 +67,34 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
 
 def test_who_waits_for_a_process_that_has_gone_hears_of_it() -> None:
     lender = Lender(breaks=True)
-    pool = PoolElsewhere(lender.address)
+    pool = PoolElsewhere(lender.address, "a")
     page_C = np.zeros(2, np.int32)
     waits = [pool.put([page_C], page_C), pool.take(page_C)]
     lender.go.set()
     for each in waits:
-        with pytest.raises((EOFError, OSError)):
+        with pytest.raises(EOFError, match=GONE):
             each.result(20)
-    with pytest.raises((EOFError, OSError)):
+    with pytest.raises(EOFError, match=GONE):
         pool.take(page_C)
     pool.close()
+
+
+def test_who_waits_for_one_that_is_silent_hears_when_it_is_given_up() -> None:
+    """As of a host that has vanished: nothing breaks off by itself."""
+    lender = Lender(breaks=True)
+    pool = PoolElsewhere(lender.address, "a")
+    waits = pool.take(np.zeros(2, np.int32))
+    pool.close()
+    with pytest.raises(EOFError, match=GONE):
+        waits.result(20)
+    pool.close()
+    lender.go.set()
+
+
+def test_who_cannot_be_reached_is_named() -> None:
+    with listen(LOOPBACK, 0) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(
+        JaxinferError, match=rf"^attention group a cannot be .* 127\.0\.0\.1:{port}: "
+    ):
+        PoolElsewhere(Address(LOOPBACK, port, b"key"), "a")

@@ -87,7 +87,7 @@ class Spread:
         for number, pool in enumerate(self.lent, 1):
             left = [*pool.compile_ahead()]
             assert left == [*range(len(left) - 1, -1, -1)]
-            self.stage.elsewhere[number] = PoolElsewhere(pool.address)
+            self.stage.elsewhere[number] = PoolElsewhere(pool.address, "lent")
         self.moves = SliceMoves([self.stage])
         self.moves.compile_ahead()
 
