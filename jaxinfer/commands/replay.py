@@ -34,11 +34,12 @@ def replay(run_dir: str, check: bool, out: str | None, pictures: str | None) -> 
 def _check(run_dir: str) -> None:
     from jaxinfer.simulate.same_decisions import check_decisions
 
-    difference, entries, found = check_decisions(Path(run_dir))
-    if difference:
-        click.echo(f"{run_dir}: the simulator decides differently: {difference}")
+    found = check_decisions(Path(run_dir))
+    if found.difference:
+        click.echo(f"{run_dir}: the simulator decides differently: {found.difference}")
         sys.exit(1)
-    click.echo(f"{run_dir}: the same {entries:,} entries in both worlds, hash {found}")
+    said = f"{run_dir}: the same {found.entries:,} entries in both worlds, hash {found.hash}"
+    click.echo(said if found.finished else f"{said}; the run had not finished")
 
 
 def _replay(real: Path, out: Path, pictures: str | None) -> None:

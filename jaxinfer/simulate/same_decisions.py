@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.resolve import Resolved, resolve
@@ -22,11 +22,23 @@ from jaxinfer.simulate.replay import profile_of
 from jaxinfer.steps.profile import Profile
 
 
-def check_decisions(folder: Path) -> tuple[str | None, int, str]:
-    """Have the simulator decide on what a real run was told, and compare the two ledgers.
+class Checked(NamedTuple):
+    """A comparison of two ledgers: of a real run, and of the simulator on what that run was told.
 
-    Returns:
-        The first difference in words, or None; how many entries the real ledger has; its hash.
+    Args:
+        difference: the first one in words, or None.
+        entries: how many the real ledger has; ``hash``: its hash.
+        finished: whether the real run was; if not, both ledgers end where it was given up.
+    """
+
+    difference: str | None
+    entries: int
+    hash: str
+    finished: bool
+
+
+def check_decisions(folder: Path) -> Checked:
+    """Have the simulator decide on what a real run was told, and compare the two ledgers.
 
     Raises:
         JaxinferError: the run kept no ledger, or cannot be decided upon again.
@@ -36,7 +48,8 @@ def check_decisions(folder: Path) -> tuple[str | None, int, str]:
     if "measured_gb_s" not in run:
         raise JaxinferError(f"{folder}: not a real run, or one of an older version")
     kept = {"hash": found, "entries": len(real)}
-    if run["status"] == "finished" and run.get("ledger") != kept:
+    finished = run["status"] == "finished"
+    if finished and run.get("ledger") != kept:
         raise JaxinferError(
             f"{folder / NAME}: not what the run wrote: {kept}, run.json has {run.get('ledger')}"
         )
@@ -49,9 +62,9 @@ def check_decisions(folder: Path) -> tuple[str | None, int, str]:
             "tokens are not known: reset_prefix_cache before the run, or check the first one"
         )
     simulated = decide_again(run, given)
-    if run["status"] != "finished":  # It was given up, and its ledger ends there.
+    if not finished:
         del simulated[len(real) :]
-    return first_difference(real, simulated), len(real), found
+    return Checked(first_difference(real, simulated), len(real), found, finished)
 
 
 def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:

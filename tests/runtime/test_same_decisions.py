@@ -109,7 +109,8 @@ class Runs:
     def same(self) -> None:
         self.count += 1
         folder = self.folder / str(self.count)
-        difference, entries, found = check_decisions(folder)
+        difference, entries, found, finished = check_decisions(folder)
+        assert finished
         assert difference is None, difference
         kept = read_json(folder / "run.json")["ledger"]
         assert kept == {"hash": found, "entries": entries}
@@ -222,7 +223,8 @@ def test_a_run_that_is_given_up(tiny_folder: Path, tmp_path: Path) -> None:
     next(outputs)
     outputs.close()
     assert read_json(tmp_path / "1" / "run.json")["status"] == "running"
-    difference, entries, _ = check_decisions(tmp_path / "1")
+    difference, entries, _, finished = check_decisions(tmp_path / "1")
+    assert not finished
     assert difference is None
     assert entries > 20
 

@@ -141,7 +141,7 @@ class SpreadStage(Stage):
     def attend_here(
         self, number: int, layer: int, pairs: StepShape, piece: jax.Array, tables: jax.Array
     ) -> jax.Array:
-        """The same where this process has the device."""
+        """Launch a layer's attention on a device of this process; see ``attend``."""
         run = self.step.of(("attend", number, pairs, self.step.windows[layer]))
         self.kv[number][layer], out = run(self.kv[number][layer], piece, tables)
         found: jax.Array = out
