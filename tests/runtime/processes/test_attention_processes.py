@@ -215,7 +215,8 @@ def test_a_host_that_vanishes_is_not_waited_for(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", [1, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("draws", [1, 20])
 def test_attention_processes_die_at_any_moment(
     draws: int,
     models: dict[str, Path],
