@@ -146,9 +146,8 @@ def test_an_instance_goes_on_without_its_attention_groups(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "by", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_who_loses_the_stage_loses_the_instance(
     by: signal.Signals,
     models: dict[str, Path],
