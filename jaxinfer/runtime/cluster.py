@@ -82,7 +82,7 @@ class Engine:
                 dense = self.dense[len(shards)] if self.dense else None
                 shards.append(Shard(pool, slices, number, where, fit, layers, dense))
                 slices = ()
-        for number in getattr(self.worker, "without", ()):
+        for number in self.worker.without:
             shards[number].pool.close()
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 

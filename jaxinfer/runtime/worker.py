@@ -57,7 +57,10 @@ class Worker:
         parts: numbers of the stages, those that follow one another on one mesh together.
         hidden: the ways to and from the processes that have the stages before and after these.
         moves: copies KV heads between the stages' pools, where these are several.
+        without: numbers of the shards of KV that are lost: none, but see ``PipelineWorker``.
     """
+
+    without: Sequence[int] = ()
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = stages

@@ -109,7 +109,7 @@ class Instance:
         self.waiting = Waiting()
         self.importing: dict[str, RequestState] = {}
         self.num_exported = self.in_flight = self.num_preemptions = 0
-        self.watermark_pages = math.ceil(self.options.watermark * kv.num_pages)
+        self.go_without(())
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
         self.on_preempt: Callable[[RequestState], None] = lambda request: None
@@ -120,6 +120,12 @@ class Instance:
         self._admitted_imports: list[RequestState] = []
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
+
+    def go_without(self, shards: Sequence[int]) -> None:
+        """Give up shards of the KV, by their numbers, which are lost for good."""
+        for number in shards:
+            self.kv.shards[number].pool.close()
+        self.watermark_pages = math.ceil(self.options.watermark * self.kv.num_pages)
 
     @property
     def running(self) -> Mapping[str, RequestState]:

@@ -160,8 +160,7 @@ class ServingLoop:
             case InstanceBack():
                 assert self._renew
                 instance = self._renew(event.instance)
-                for number in event.without:
-                    instance.kv.shards[number].pool.close()
+                instance.go_without(event.without)
                 self.assignments.take_back(instance)
                 self._on_event(event)
 

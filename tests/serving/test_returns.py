@@ -41,7 +41,7 @@ def test_who_has_nowhere_else_to_go_waits() -> None:
 
 def test_one_that_is_back_without_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """r0's two slices lay in two shards, and both lie in the one that is left."""
-    opts = pool("A").options
+    opts = replace(pool("A").options, watermark=0.1)
     instances = [new_instance("A", make_kv(20, 1, ((0,), (1,), ())), opts) for _ in "ab"]
     back = FakeWorld._return
     monkeypatch.setattr(FakeWorld, "_return", lambda *who: replace(back(*who), without=(1, 2)))
@@ -54,6 +54,8 @@ def test_one_that_is_back_without_a_shard(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert outcome.ended == {"r0": 8.5}
     assert [shard.num_pages for shard in instances[1].kv.shards] == [20, 0, 0]
+    # Two slices of 20 pages each, then of 10 each.
+    assert [each.watermark_pages for each in instances] == [2, 1]
 
 
 def test_one_that_cannot_be_started_fails_who_has_waited() -> None:

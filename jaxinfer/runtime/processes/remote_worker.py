@@ -277,6 +277,8 @@ class RemoteWorker:
         sampler: the one that was asked for last.
     """
 
+    without: Sequence[int] = ()
+
     def __init__(
         self,
         process: Process,
