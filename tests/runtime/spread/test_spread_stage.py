@@ -45,7 +45,7 @@ CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
 # Chunks, and a decode. No edge but the last is one of pages.
 PIECES = [33, 2, 1, 39]
 POOL = {"page_size": 5, "num_pages": 40, "max_model_len": 100}
-NOTHING: Any = None
+WHOLE: Any = SimpleNamespace(without=())
 
 
 class Spread:
@@ -83,7 +83,7 @@ class Spread:
             self.plan = replace(self.plan, attention=places)
         (self.parameters,) = load_parameters(checkpoint, [self.plan])
         self.stage = (SpreadStage if attention else Stage)(self.plan, self.parameters)
-        self.kv = Engine("x", NOTHING, [self.plan], ["p"]).new_kv()
+        self.kv = Engine("x", WHOLE, [self.plan], ["p"]).new_kv()
         for number, pool in enumerate(self.lent, 1):
             left = [*pool.compile_ahead()]
             assert left == [*range(len(left) - 1, -1, -1)]
