@@ -62,7 +62,7 @@ def copy(name: str, destination: str) -> None:
 
 
 def _listed() -> dict[str, str]:
-    """What is told of each file by its name; tables of operators are told by their card."""
+    """The line told of each file, by its name; tables of operators are told by their card."""
     listed: dict[str, str] = {}
     tables: dict[str, set[str]] = {}
     for name in shipped_files():

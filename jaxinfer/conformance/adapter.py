@@ -26,7 +26,7 @@ class HandOffEngine(Protocol):
         """Set all pages of the engine, keys and values of each layer and device."""
 
     def read(self) -> Pools:
-        """All pages as they are now."""
+        """The pages as they are now."""
 
     def reserve(self, request: int, length: int) -> list[int]:
         """The pages that the engine gives to a request of that length."""

@@ -28,7 +28,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """What a check is to call it."""
+        """The name that a check is to give it."""
         return self.mistake.name
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class _Faulty(Mover):
 
 
 def all_faults(pairs: Sequence[tuple[Layout, Layout, GoldenModel]] = PAIRS) -> list[Fault]:
-    """Every production of the grammar on each pair of layouts."""
+    """The faults that the grammar has on each pair of layouts."""
     return [
         Fault(each, source, dest, model)
         for source, dest, model in pairs

@@ -83,7 +83,7 @@ class RunFolder:
         self._write_transfers(self._hidden.add_transfer(done, instances))
 
     def lose_instance(self, name: str) -> None:
-        """No step of this instance ends any more."""
+        """Notes that no step of this instance ends any more."""
         self._write_transfers(self._hidden.lose(name))
 
     def add_request(

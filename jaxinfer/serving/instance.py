@@ -149,7 +149,7 @@ class Instance:
 
     @property
     def counts(self) -> Counts:
-        """What is here, counted in one pass."""
+        """Counts of what is here, taken in one pass."""
         to_come = self.waiting.prompt_tokens_left
         for request in self.importing.values():
             to_come += request.prompt_tokens_left

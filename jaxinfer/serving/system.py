@@ -115,7 +115,7 @@ class ShardView(Protocol):
 
 
 class Counts(NamedTuple):
-    """What is on an instance.
+    """Counts of what is on an instance.
 
     Attributes:
         decodes: requests that run and whose prompts have all of their KV.
@@ -175,7 +175,7 @@ class InstanceView(Protocol):
 
     @property
     def counts(self) -> Counts:
-        """What is here, counted in one pass."""
+        """Counts of what is here, taken in one pass."""
 
     def longest_decodes(self, count: int, but: Container[str] = ()) -> Sequence[tuple[str, int]]:
         """Ids and KV entries of the ``count`` decodes that have the most, the longest first.
@@ -231,7 +231,7 @@ class StepView(Protocol):
 
 @dataclass(frozen=True)
 class ClusterView:
-    """All instances by name, but for those that were lost, at one time in seconds.
+    """The instances by name, but for those that were lost, at one time in seconds.
 
     It holds for one call: what a system keeps of it, requests too, may be out of date in the next.
 

@@ -93,7 +93,7 @@ class World(Protocol):
         """The time."""
 
     def due_events(self) -> Sequence[Event]:
-        """All events that are due, in order; waits for the first.
+        """The events that are due, in order; waits for the first.
 
         Empty only where nothing is outstanding: no arrival, step, transfer, tick or return.
         """

@@ -54,7 +54,7 @@ class DataParallel(System):
             raise OptionError(f"shares: instance {left[0]!r} has none")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """No pairs: KV stays where it is."""
+        """An empty sequence: KV stays where it is."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

@@ -56,7 +56,7 @@ class LeastLoaded(System):
         self._turn = 0
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """No pairs: KV stays where it is."""
+        """An empty sequence: KV stays where it is."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

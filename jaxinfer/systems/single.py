@@ -15,7 +15,7 @@ class Single(System):
             raise JaxinferError(f"needs one instance, there are {', '.join(instances)}")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """No pairs: there is one instance."""
+        """An empty sequence: there is one instance."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

@@ -114,11 +114,11 @@ class NoTokenizer(Tokenizer):
         return self.encode("")
 
     def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """No text."""
+        """The empty text."""
         return ""
 
     def token(self, token_id: int) -> tuple[str, bytes]:
-        """No text."""
+        """The empty text."""
         return "", b""
 
     def open_stream(self, after: Sequence[int] = ()) -> Stream:

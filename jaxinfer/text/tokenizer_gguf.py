@@ -189,7 +189,7 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any], path: P
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, the best token first.
+    """The ways to make a token of two others, the best token first.
 
     SentencePiece joins the neighbours that make the token of the highest score, and the leftmost
     of equals. Only tokens of ordinary text take part.

@@ -50,7 +50,7 @@ def run_file(model: str, process: str | None, transport: str = "host") -> dict[s
 
 
 def spread_file(model: str, process: str | None) -> dict[str, Any]:
-    """One stage and its attention group, likewise."""
+    """A run file of one stage and its attention group, likewise."""
     found = run_file(model, process)
     stages = [{"group": "a", "attention": ["b"]}]
     options = {"stages": stages, "enable_prefix_caching": False}
@@ -101,7 +101,7 @@ def main(model: str, rounds: int, attention: bool) -> None:
 
 
 def launches(model: str, rounds: int) -> tuple[Table, Table]:
-    """What launching takes, and the rate of KV."""
+    """Times of launches, and the rate of KV."""
     launches = Table("process", *(f"{rows} rows: median, p90 (us)" for rows in ROWS))
     rates = Table("from a to b", "GB/s")
     cases = (("this one", None, "host"), ("own", "own", "host"), ("own", "own", "transfer_server"))
@@ -117,7 +117,7 @@ def launches(model: str, rounds: int) -> tuple[Table, Table]:
 
 
 def layers(model: str, rounds: int) -> Table:
-    """What a layer of a decode step takes whose attention is all on another device."""
+    """Seconds of a decode step's layer whose attention is all on another device."""
     found = Table("process of the group", *(f"{rows} rows: least, median (us)" for rows in ROWS))
     for name, process in (("this one", None), ("own", "own")):
         llm = LLM.from_config(as_run_file(spread_file(model, process)))

@@ -116,7 +116,7 @@ def ledger_cost() -> tuple[float, list[float], int]:
 
 
 def batched_pairs(values: list[float]) -> list[tuple[float, float]]:
-    """Each two that follow each other."""
+    """Pairs of neighbours."""
     return list(zip(values[::2], values[1::2], strict=True))
 
 

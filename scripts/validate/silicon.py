@@ -238,7 +238,7 @@ def groups(name: str, out: Path) -> list[Row]:
 
 
 def row(out: Path) -> Row:
-    """All points of a run as one row."""
+    """A row of the points of a run."""
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return _columns(summary["all"])
 

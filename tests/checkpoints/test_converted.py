@@ -372,7 +372,7 @@ class TestDamage:
     def test_config_that_does_not_fit_the_arrays(
         self, tiny_converted: Path, tmp_path: Path, devices: int
     ) -> None:
-        """Neither cut nor filled up with zeros."""
+        """Arrays are neither cut nor filled up with zeros."""
         for size in (63, 66):
             folder = shutil.copytree(tiny_converted, tmp_path / str(size))
             manifest = json.loads((folder / "jaxinfer.json").read_text())

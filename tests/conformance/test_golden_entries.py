@@ -90,7 +90,7 @@ def test_models_that_cannot_be(options: dict[str, object], message: str) -> None
 
 
 def test_the_kit_needs_numpy_alone() -> None:
-    """Neither the runtime nor JAX, nor anything else that numpy and Python have not."""
+    """The kit imports neither the runtime nor JAX, but Python and numpy alone."""
     code = """
 import sys, importlib, importlib.abc
 class Only(importlib.abc.MetaPathFinder):

@@ -32,7 +32,7 @@ SENT = np.random.default_rng(0).integers(0, 2**32, (4, 40), dtype=np.uint32)
     ],
 )
 def test_where_sums_came_from(found: np.ndarray, name: str) -> None:
-    """Of a slab whose first layer is 2, and whose first token is 100."""
+    """The slab begins at layer 2 and token 100."""
     assert name_by_sums(SENT, found, 8, 2, 100) == name
 
 

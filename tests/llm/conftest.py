@@ -1,4 +1,4 @@
-"""What runs leave behind."""
+"""Fixtures of what runs leave behind."""
 
 from typing import Any
 

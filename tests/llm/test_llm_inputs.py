@@ -192,7 +192,7 @@ def test_a_model_that_is_no_name(model: Any) -> None:
 
 
 def test_threads_are_served_one_after_the_other(tiny: LLM) -> None:
-    """Each gets what it asked for, though they all ask at once."""
+    """Threads get what they asked for, though they all ask at once."""
     prompts = [f"prompt {number}" for number in range(4)]
     expected = [tokens(tiny.generate(prompt, GREEDY, progress=False)) for prompt in prompts]
     tiny.reset_prefix_cache()

@@ -47,7 +47,7 @@ def test_a_run_leaves_its_files(tiny: LLM, tmp_path: Path) -> None:
 def test_a_run_tells_what_is_its_own(
     tiny: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Neither compilations nor delays of the runs before it, nor time that was spent twice."""
+    """Compilations and delays of the runs before it are not told, nor time twice."""
     late = [{"engine": [9.0]}, {"engine": [0.25, 0.5]}]
     monkeypatch.setattr(Cluster, "take_overruns", lambda cluster: late.pop(0))
     monkeypatch.setattr(tiny.engine.worker.stages[0].step, "late_compiles", 5)
@@ -156,7 +156,7 @@ def test_a_users_predictor_is_asked_as_requests_come_in(
 def test_each_run_has_a_predictor_of_its_own(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that counts begins anew, as it does in simulations."""
+    """A predictor that counts begins anew, as it does in simulations."""
     (tmp_path / "predictor_that_counts.py").write_text(
         "class Counts:\n    asked = 0\n\n    def __call__(self, request):\n"
         "        self.asked += 1\n        return 0, self.asked\n"

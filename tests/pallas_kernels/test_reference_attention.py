@@ -103,7 +103,7 @@ def test_decode_of_a_page_with_two_readers(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("S", [1, 3, 8])
 def test_decode_of_sequences_that_fill_their_tables(S: int) -> None:
-    """Every item that there can be: the last block of them is whole, or it is not."""
+    """Items are as many as there can be: the last block of them is whole, or it is not."""
     rng = np.random.default_rng(S)
     cache = Cache(rng, S, 4, 2, 8, "float32")
     q = rng.normal(size=(S, 6, 8)).astype(np.float32)

@@ -80,7 +80,7 @@ def test_axes_that_are_called_as_columns_stay(carries: Carries) -> None:
 
 
 def test_equal_axes_are_two_candidates_if_all_else_is_not(carries: Carries) -> None:
-    """Both are simulated, and have a row each; what is equal in all is looked at once."""
+    """The two are simulated, and have a row each; what is equal in all is looked at once."""
     carries.rate = lambda config: float(of_gpus(config))
     search = DrivenSearch(problem({"maximise": "cluster"}))
     two, one = (Candidate({"a": 1}, cluster("A10", gpus, 8).part) for gpus in (2, 1))

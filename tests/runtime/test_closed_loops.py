@@ -42,7 +42,7 @@ def test_one_comes_when_one_ends(
 
 
 def test_continuations_of_a_prompt_end_together(tiny: LLM) -> None:
-    """One that waits for an end waits for all of a prompt's, and brings its own continuations."""
+    """A prompt that waits for an end waits for all of another, and brings its own continuations."""
     order: list[str] = []
     requests = []
     for name, after, n in (("a", 0, 2), ("b", 1, 3), ("c", 2, 1)):

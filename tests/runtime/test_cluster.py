@@ -1,6 +1,6 @@
 """Every way of serving yields the tokens of one instance on one device, and moves what it should.
 
-All in float32, where the likeliest token stands out by more than rounding can change.
+Models are in float32, where the likeliest token stands out by more than rounding changes.
 """
 
 import random

@@ -51,7 +51,7 @@ HUNG: set[str] = set()
 
 @pytest.fixture(autouse=True)
 def quick_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who hangs has done so for long at once; who is slow, on a busy machine, is waited for."""
+    """A process that hangs is given up at once; a slow one, on a busy machine, is waited for."""
     HUNG.clear()
     quiet_since, patience = RealWorld._quiet_since, RealWorld._patience
 
@@ -163,7 +163,7 @@ def test_a_model_that_nobody_has_any_more_is_freed(tiny_folder: Path) -> None:
 def test_a_load_that_fails_late_leaves_nothing(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    """Neither threads, which would keep all they know, nor weights and pages."""
+    """No threads are left, which would keep all they know, nor weights and pages."""
     prepared = iter(("steps of the first instance", "steps of the second instance"))
 
     def prepare(worker: Worker) -> Iterator[int]:

@@ -49,7 +49,7 @@ def cronus(partial: str, chunked: str, cut: float, rule: str = "on_demand") -> d
 def test_instances_whose_stages_lie_on_the_same_two_groups(
     loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
-    """Each stage with as many devices as its group gives it: layers go from one to two."""
+    """Stages have as many devices as their groups give them: layers go from one to two."""
     x = [{"group": "g", "layers": 1}, {"group": "h", "layers": 3}]
     y = [{"group": "h", "layers": 2}, {"group": "g", "layers": 2}]
     instances = {"x": {"stages": x} | roomy(16), "y": {"stages": y} | roomy(8)}

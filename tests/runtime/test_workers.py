@@ -119,7 +119,7 @@ def test_parts_are_the_stages_that_follow_each_other_on_one_mesh() -> None:
 
 
 def test_what_is_left_to_compile_counts_down_over_all_stages() -> None:
-    """Each stage says first how many there are."""
+    """Stages say first how many there are."""
     first, second = Stage("a", []), Stage("b", [])
     first.left, second.left = [2, 1, 0], [1, 0]
     worker = worker_of(first, second)
@@ -212,7 +212,7 @@ def test_log_probabilities_of_tokens() -> None:
 
 
 def test_log_probabilities_of_prompts() -> None:
-    """Each position but the last, whose next token is drawn, gives those of the next token."""
+    """Positions but the last, whose next token is drawn, give those of the next token."""
     stage = Stage("a", [1.0])
     stage.prompt = samples(16)
     worker = worker_of(stage)

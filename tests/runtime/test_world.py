@@ -152,7 +152,7 @@ def test_a_mistake_at_launch_is_raised_and_a_failure_is_a_loss(
 
 
 def test_nothing_is_heard_of_a_lost_instance() -> None:
-    """Neither its steps nor that it failed once more; the other one goes on."""
+    """The lost instance's steps and another failure of it are not told; the other one goes on."""
     world, workers = silent("a", "b")
     for name in ("a", "a", "b"):
         world.launch(step(name))
@@ -262,7 +262,7 @@ def move_of(name: str) -> Transfer:
 
 
 def test_moves_of_heads_are_waited_for_and_watched(clock: Clock) -> None:
-    """One that is reported keeps its instance going; one that is not is its end, like a step."""
+    """A reported move keeps its instance going; one that is not is its end, like a step."""
     world, workers = silent("a", "b", watchdog_s=10)
     world.start_transfer(move_of("a"))
     assert not world.is_idle

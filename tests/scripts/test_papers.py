@@ -150,7 +150,7 @@ def test_hexgen2_counts_classes(tmp_path: Path) -> None:
 
 
 def test_cronus_stages_are_full(tmp_path: Path) -> None:
-    """No stage is used beyond what it alone carries, and one of both is nearly full."""
+    """Stages are used up to what each alone carries, and one of both is nearly full."""
     out = make("cronus", "table3", tmp_path)
     shares = [float(row["ours"]) for row in rows(out / "table3.csv")]
     assert len(shares) == 16

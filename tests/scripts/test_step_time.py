@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Stage:
-    """Each launch takes a while, and what was launched another, all at the end."""
+    """A stage whose launches take a while, and what was launched another, all at the end."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

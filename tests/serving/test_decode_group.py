@@ -145,7 +145,7 @@ def test_who_joined_and_left_has_no_rows_of_earlier_steps() -> None:
 
 
 def test_entries_are_counted_from_the_first_step_that_has_ended() -> None:
-    """Until then they are the member's own: r's prompt is on its way."""
+    """Entries are the member's own until then: r's prompt is on its way."""
     group, r, s = new_group(), member("r", 4, 0), member("s", 6, 3)
     r.computed, r.pending = 0, 1
     group.join(r)
@@ -166,7 +166,7 @@ def test_entries_are_counted_from_the_first_step_that_has_ended() -> None:
 
 
 def test_the_longest_but_some() -> None:
-    """Who is left out once stays out, and is there again after it has left and joined."""
+    """A member left out once stays out, and is there again after it has left and joined."""
     group, r, s = new_group(), member("r", 4, 3), member("s", 6, 3)
     for each in (r, s):
         group.join(each)

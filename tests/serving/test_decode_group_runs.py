@@ -218,7 +218,7 @@ def test_ends_that_only_the_world_knows(
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_long_decodes_are_together_and_their_times_are_kept(ahead: bool) -> None:
-    """One request lives through more steps than the group keeps the times of."""
+    """A request lives through more steps than the group keeps the times of."""
     requests = make_requests(
         [(5, 30_000), *[(7, 100)] * 40], [0.0, *(i * 900.0 for i in range(40))]
     )

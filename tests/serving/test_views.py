@@ -48,7 +48,7 @@ def todo(request: RequestView) -> int:
 
 
 def counted(instance: InstanceView) -> Counts:
-    """One by one, groups settled."""
+    """Counts one by one, groups settled."""
     running = instance.running.values()
     here = [*instance.waiting, *instance.importing.values(), *running]
     assert isinstance(instance, Instance)

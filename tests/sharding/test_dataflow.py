@@ -87,7 +87,7 @@ def test_one_device_moves_nothing_and_computes_all(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_devices_share_flops(layout: str) -> None:
-    """No device computes twice, but for keys and values of tokens that attention needs whole."""
+    """Devices compute nothing twice, but for keys and values that attention needs whole."""
     flow = layer_flow(DENSE, LAYOUTS[layout], {"x": 4, "y": 2}, 64)
     twice = {"attention_dp": {"k_DKH", "v_DKH"}, "context_parallel": {"k_DKH", "v_DKH"}}
     twice["weight_gathered"] = {"k_DKH", "v_DKH"}

@@ -193,7 +193,7 @@ def test_a_hopeless_run_ends_early(targets: Any, tmp_path: Path) -> None:
 def test_the_rate_is_the_largest_that_meets_the_targets(
     at_once: int, seed: int, target: float, tmp_path: Path
 ) -> None:
-    """Every rate tried is as Lindley's recursion has it on the very arrivals."""
+    """Rates tried are as Lindley's recursion has them on the very arrivals."""
     config, work = prefills(tmp_path), WORK[:300]
     d, loads = alone(config), list[TriedRate]()
     targets = RequestTargets({"ttft": 2 * d}, target)
@@ -251,7 +251,7 @@ def test_with_one_process_the_search_is_by_bisection(
 def test_a_rate_that_does_well_above_one_that_does_not_is_left_out(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All up to 3, from 5 to 6 and at 16 requests/s meet their targets; 3 is what can be had."""
+    """Rates up to 3, from 5 to 6 and of 16 requests/s meet their targets; 3 is what can be had."""
     tried = scripted(monkeypatch, lambda rate: rate <= 3 or 5 <= rate <= 6 or rate == 16)
     pools: list[list[float]] = []
 

@@ -1,4 +1,4 @@
-"""Any run is decided alike again by what its ledger has measured; a broken simulator is not."""
+"""Runs are decided alike again by what their ledgers measured; broken simulators are not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

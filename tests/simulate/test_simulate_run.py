@@ -123,7 +123,7 @@ def test_what_opening_a_folder_takes_is_not_of_the_loop(
 
 
 def test_pages_and_preemptions_are_of_all_instances() -> None:
-    """Each of two instances has 3 pages of 4 for two requests that grow to 11 entries."""
+    """Two instances have 3 pages of 4 each for two requests that grow to 11 entries."""
     engine = {"num_pages": 4}
     config = seconds("ab", engine, system=in_turns("ab"))
     alone, _ = served(seconds("a", engine), [job(4, 8)] * 2)

@@ -16,7 +16,7 @@ from jaxinfer.simulate.spread import ModelledSpreadStage
 
 
 def halved(rows: list[tuple[int, int]], *heads: int) -> Work:
-    """Every other row in either half."""
+    """Halves of every other row."""
     halves = [work_with(rows[first::2], *heads) for first in (0, 1)]
     return replace(work_with(rows, *heads), halves=halves)
 

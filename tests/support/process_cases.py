@@ -50,7 +50,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 def serve_until(
     llm: LLM, step: int, do: Callable[[], None], folder: Path
 ) -> tuple[list[Done], dict[str, Any]]:
-    """All requests, with something done when so many steps have ended."""
+    """The requests, with something done when so many steps have ended."""
     steps = 0
 
     def on_step(done: StepDone) -> None:
@@ -67,7 +67,7 @@ def serve_until(
 def serve_once(
     llm: LLM, folder: Path, on_step: Callable[[StepDone], None] = lambda done: None
 ) -> tuple[list[Done], dict[str, Any]]:
-    """All requests, each of which ends once, and what ``run.json`` says."""
+    """The requests, each of which ends once, and what ``run.json`` says."""
     made = [
         request
         for number, r in enumerate(REQUESTS)
@@ -157,7 +157,7 @@ def told(hear: Callable[[type], None]) -> Iterator[None]:
 
 
 def check_nothing_left(llm: LLM, lost: Collection[str] = ()) -> None:
-    """No page, where steps that use it may still end; no slab on its way, no offer."""
+    """Checks that no page is left where steps that use it may end; no slab on its way, no offer."""
     for name, kv in llm._runs.kv.items():
         for shard in kv.shards if name not in lost else ():
             assert shard.pool.num_free == shard.pool.num_usable

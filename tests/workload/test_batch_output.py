@@ -177,7 +177,7 @@ def test_tokens_and_bytes_together_are_the_text(text, drawn, pieces, content):
 
 
 def test_tokens_of_one_text_are_told_apart():
-    """Such as ``A`` and ``<0x41>``, and a model's tokens that its tokenizer does not know."""
+    """Tokens such as ``A`` and ``<0x41>``, and those that the tokenizer does not know."""
     position = {
         1: logprob(-1.0, 1, "A"),
         2: logprob(-2.0, 2, "A"),

@@ -227,7 +227,7 @@ class Space:
 
 
 class DistServeHigh:
-    """Each phase's best instance by GPUs, and as many of both as the rate takes (Algorithm 1).
+    """The best instance of each phase by GPUs, as many of both as the rate takes (Algorithm 1).
 
     For nodes between which KV may go anywhere.
     """

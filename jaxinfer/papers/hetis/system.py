@@ -86,7 +86,7 @@ class Hetis(System):
         self._prompts: set[str] = set()
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """No KV goes from instance to instance."""
+        """An empty sequence: KV goes from no instance to another."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:

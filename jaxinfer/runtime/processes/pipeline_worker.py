@@ -167,7 +167,7 @@ class PipelineWorker:
         yield 0
 
     def measure(self, measure: Callable[[Any], T]) -> Iterator[T]:
-        """What a function finds of the ``Engine`` in each process with stages, one by one."""
+        """Results of a function of the ``Engine`` in each process with stages, one by one."""
         for part in self._there:
             yield next(part.process.ask(Measure(self.instance, measure))).found
 

@@ -1,4 +1,4 @@
-"""Every side with every other: does a prompt's KV arrive, how is it rounded, what follows?"""
+"""Hand-offs of every side to every other: does a prompt's KV arrive, how rounded, what follows?"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,7 +81,7 @@ class _Prompt:
 
 
 class Conformance:
-    """All sides as instances of one model, each on devices of its own.
+    """The sides as instances of one model, each on devices of its own.
 
     Args:
         sides: by name; the first one is the reference, whose own tokens all others are held to.

@@ -225,7 +225,7 @@ class Chain:
             self._outs[number] = out if isinstance(out, Future) else put_whole(out, stage.plan)
 
     def _found(self) -> list[jax.Array]:
-        """What attention has found, on the stage's mesh; other processes are waited for."""
+        """Results of attention, on the stage's mesh; other processes are waited for."""
         whole = self._stage.plan.whole
         return [
             jax.device_put(out.result(), whole) if isinstance(out, Future) else out

@@ -52,7 +52,7 @@ class Cut:
     def pieces(
         self, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, layout: jax.Array
     ) -> list[jax.Array]:
-        """Each device's pairs [R, X, H]: a key, a value, and the queries, scaled."""
+        """Pairs [R, X, H] of each device: a key, a value, and the queries, scaled."""
         q_TKGH = (q_TNH * self.scale).reshape(len(q_TNH), self.K, self.G, self.H)
         x_TKXH = jnp.concatenate([k_TKH[:, :, None], v_TKH[:, :, None], q_TKGH], 2)
         x_PXH = x_TKXH.reshape(-1, self.G + 2, self.H).astype(self.dtype)

@@ -18,7 +18,7 @@ from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
 def plan_cluster(
     model: ModelConfig, config: ClusterConfig, layers: Mapping[str, Sequence[Layers]] | None = None
 ) -> dict[str, list[StagePlan]]:
-    """Each instance's stages, before anything is loaded.
+    """Plans of each instance's stages, before anything is loaded.
 
     Args:
         layers: of each stage, for instances that have others in other processes.

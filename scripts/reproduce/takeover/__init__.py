@@ -25,7 +25,7 @@ def _map(cluster: str, seeds: Sequence[int]) -> Callable[[Inputs], Part]:
 
 
 def picture(inputs: Inputs) -> Part:
-    """All maps as a picture."""
+    """A picture of the maps."""
     made = {pair: inputs.rows(part) for part, pair in PAIRS.items()}
     return Part(pictures={"map": maps.draw(made)})
 

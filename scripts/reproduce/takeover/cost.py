@@ -1,4 +1,4 @@
-"""What takeover's decisions cost, and what simulating it costs beside data parallelism."""
+"""Costs of takeover's decisions, and of simulating it beside data parallelism."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

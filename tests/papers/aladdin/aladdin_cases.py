@@ -117,6 +117,6 @@ class Checked(Aladdin):
 
 
 def burst() -> list[RequestState]:
-    """One now and then, six at once, and one now and then."""
+    """Arrivals now and then, six at once, and again now and then."""
     times = [0.0, 20.0, *[40.0] * 6, 80.0, 110.0]
     return make_requests([(8, 4)] * len(times), times)

@@ -71,7 +71,7 @@ def test_the_history_tells_lengths() -> None:
 
 
 def test_where_nobody_has_room_requests_wait_while_they_may() -> None:
-    """One worker: three prompts fit at once, the others wait at the system, and come in order."""
+    """Three prompts fit on the worker at once, the others wait at the system, and come in order."""
     system = make(Checked, ttft_s=6.0)
     requests = make_requests([(8, 3)] * 4)
     outcome = serve(system, [instance("a")], requests)

@@ -39,7 +39,7 @@ def test_without_heartbeats_nobody_is_off() -> None:
 
 
 def test_all_may_be_off() -> None:
-    """One opens at the first look, for what nobody would take, too."""
+    """A worker opens at the first look, for what nobody would take, too."""
     for prompt in (3, 60):
         system = make(Checked, heartbeat_s=2)
         pool = [instance(name, role="off") for name in "ab"]

@@ -168,7 +168,7 @@ def test_a_unit_that_has_room_for_it_gets_it() -> None:
 
 
 def test_a_prefill_pool_is_to_hold_the_prompt_alone() -> None:
-    """Neither holds all 24 tokens, and the first unit, whose queue is as short, cannot decode."""
+    """No pool holds all 24 tokens, and the first unit, with as short a queue, cannot decode."""
     pool = [instance("p", 9), instance("q", 9), instance("d", 20), instance("e", 50)]
     outcome = serve(make(TWO), [(5, 20)], pool)
     assert outcome.route_of("r0") == [("q", 5), ("e", 19)]

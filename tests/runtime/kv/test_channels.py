@@ -120,7 +120,7 @@ def test_the_probe_finds_copies_that_lose_data(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Array:
-    """One that a device is still to compute."""
+    """An array that a device is still to compute."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.block_until_ready = wait

@@ -191,7 +191,7 @@ def test_ways_that_want_the_same_share_what_is_compiled() -> None:
 
 
 def page_extremes(kv: KVPages) -> KVPages:
-    """Each page and head with its largest value somewhere, and a scale that no other has."""
+    """Pages whose heads have their largest value somewhere, and a scale that no other has."""
 
     def scaled(entries: jax.Array, factor: float) -> tuple[jax.Array, jax.Array]:
         rng, largest = np.random.default_rng(entries.size), LARGEST[entries.dtype.name]

@@ -47,7 +47,7 @@ def apart(attention: list[int | None], primary: int = 1, **options: Any) -> dict
 
 
 def two_stages() -> dict[str, Any]:
-    """Each in a process, which share an attention group."""
+    """A cluster of two stages in a process each, which share an attention group."""
     sections = apart([None])
     sections["groups"]["q"] = {"process": "own"}
     sections["instances"]["x"]["stages"] = [
@@ -115,7 +115,7 @@ def test_an_instance_goes_on_without_its_attention_groups(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One is lost in a run, the other one between that and the next; all is computed anew."""
+    """A group is lost in a run, the other between that and the next; all is computed anew."""
     monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
     before = children()
     llm = load(models["two"], tmp_path, **apart([None, None]))
@@ -187,7 +187,7 @@ def test_a_host_that_vanishes_is_not_waited_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All processes of a worker are stopped, so that no connection to them breaks off."""
+    """A worker's processes are all stopped, so that no connection to them breaks off."""
     monkeypatch.setenv("JAXINFER_KEY", KEY)
     monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
     with listening() as (address, server):
@@ -223,7 +223,7 @@ def test_attention_processes_die_at_any_moment(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Within a hundredth of a second after some step or move was asked for; then the other one."""
+    """Kills come within 10 ms after some step or move was asked for; the other process is next."""
     monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
     before, rng = children(), random.Random(0)
     for number in range(draws):

@@ -57,7 +57,7 @@ class Told:
 def test_a_mirror_shows_each_batch(
     scenario: Scenario, seed: int, actions: int, layout: tuple[Any, ...]
 ) -> None:
-    """In a real instance, stages that have all their slices together have but one."""
+    """Stages of a real instance that have all their slices together have but one."""
     if layout == ((0, 1), (2, 3)):
         layout = ((0,),)
     instances = [(name, pages, size, layout, o) for name, pages, size, _, o in scenario.instances]

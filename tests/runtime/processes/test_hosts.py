@@ -70,7 +70,7 @@ def test_tokens_are_those_of_one_instance(
 def test_a_worker_on_a_clock_of_its_own(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
-    """All times of the run are by the loop's clock: what they are wrong by is far less."""
+    """Times of the run are all by the loop's clock: what they are wrong by is far less."""
     with listening(command=SHIFTED) as (address, _):
         llm = load(models["two"], tmp_path, **elsewhere(PAIR, {"a": address}))
         assert llm.cluster.engines["a"].worker.process.peer.clock_offset == pytest.approx(
@@ -120,7 +120,7 @@ def test_slabs_go_from_host_to_host(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each process offers its own where it is reached itself: two workers, or this one and one."""
+    """Processes offer slabs where they are reached themselves: two workers, or this one and one."""
     monkeypatch.setattr(peers, "is_loopback", lambda host: False)
     offered: set[tuple[str, str]] = set()
     hear = Channel._hear

@@ -1,4 +1,4 @@
-"""One instance's stages in several processes: steps put together, and whose failure it is."""
+"""Stages of one instance in several processes: steps put together, and whose failure it is."""
 
 import queue
 import threading
@@ -105,7 +105,7 @@ def answer(step: int, tokens: list[int], *stages: tuple[float, float]) -> StepEn
 
 
 def test_a_step_is_what_all_of_them_tell_of_it() -> None:
-    """Each is told of its own pages alone, by its own clock; ends are named as it counts them."""
+    """Stages are told of their own pages alone, by their own clocks; ends as they count them."""
     one, two = FakeProcess(), FakeProcess(ahead=5.0)
     worker = pipeline(one, two)
     assert worker.parts == [[0], [1, 2]]
@@ -135,7 +135,7 @@ def test_a_step_is_what_all_of_them_tell_of_it() -> None:
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_who_misses_another_s_process_is_not_to_blame(ended: bool) -> None:
-    """Every step fails once, the next cannot be launched, and no process is left with its KV."""
+    """Steps fail once each, the next cannot be launched, and no process is left with its KV."""
     one, two = FakeProcess(), FakeProcess()
     worker = pipeline(one, two)
     two.workers["other"] = SimpleNamespace()
@@ -209,7 +209,7 @@ def test_layers_of_stages_in_several_processes_are_stated() -> None:
 
 
 def test_hidden_states_come_in_the_order_of_the_steps() -> None:
-    """Who asks before they are offered waits; who is left alone by the other side hears of it."""
+    """A side that asks before they are offered waits; one left alone by the other hears of it."""
     one, two = HiddenStates("127.0.0.1"), HiddenStates("127.0.0.1")
     two.before = one.address
     given = [np.arange(6, dtype=np.float32).reshape(3, 2) + 10 * n for n in range(3)]
@@ -279,7 +279,7 @@ def test_heads_move_in_the_process_of_their_stage() -> None:
 
 
 def test_stages_go_on_without_what_is_lent_by_a_process_that_is_lost() -> None:
-    """Their process forgets all, and is told all anew; once it is lost itself, that is the end."""
+    """The process of the stages forgets all, and is told anew; its own loss is the end."""
     process = FakeProcess()
     worker = spread_worker(process, lenders=("a", "b"))
     _, a, b = worker.processes
@@ -372,7 +372,7 @@ def test_a_lender_that_is_lost_while_stages_forget_another_is_not_overlooked() -
 
 
 def test_a_process_that_is_lost_while_it_forgets_is_not_overlooked() -> None:
-    """It is taken for part of the failure that came before."""
+    """The loss is taken for part of the failure that came before."""
     process = FakeProcess()
     worker = spread_worker(process, lenders=("a",))
     a = worker.processes[1]

@@ -125,7 +125,7 @@ def test_samplers_are_compiled_when_new_options_come(
 def test_stages_and_links_that_are_slowed_down(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
-    """Each stage begins when the hidden states would have come by the link."""
+    """Stages begin when the hidden states would have come by the link."""
     sections = pipeline((1, 2), (1, 2), max_num_seqs=2)
     for group in sections["groups"].values():
         group |= {"platform": "cpu", "emulate": {"slowdown": 3}}
@@ -143,7 +143,7 @@ def test_a_stage_on_another_host(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its times are by the loop's clock, its own being another; hidden states come by its name."""
+    """The stage's times are by the loop's clock, not its own; hidden states come by its name."""
     monkeypatch.setenv("JAXINFER_KEY", KEY)
     sections = pipeline((1, 2), (1, 2))
     with listening(command=SHIFTED) as (address, server):

@@ -49,7 +49,7 @@ class Moment:
 
 
 def moments(victim: str, count: int) -> list[Moment]:
-    """Each kind, rule and signal; now the other instance is in a process too, now it is here."""
+    """Kinds, rules and signals in all pairs; the other instance is in a process too, or here."""
     rng = random.Random(victim + str(count))
     return [
         Moment(
@@ -122,7 +122,7 @@ def test_at_any_moment(
 
 @dataclass
 class Blow:
-    """After so many messages of the moment's kind; the victim is back so many steps later.
+    """A kill after so many messages of the moment's kind; the victim is back some steps later.
 
     ``steps_after`` counts those of the victim that have ended since; ``waiting``: prompt tokens of
     the requests of which no step had ended by then.
@@ -172,7 +172,7 @@ def test_at_any_moment_and_back_at_any_other(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One cluster, which loses the same process in each of its runs."""
+    """The cluster is one, and loses the same process in each of its runs."""
     call_silent_who_is_stopped(monkeypatch)
     gc.collect()
     before = children(), threading.active_count(), open_files()

@@ -42,7 +42,7 @@ BOTH_APART = Pair("three", Side(2, 16, (1, 3)), Side(2, 8, (2, 2), segments=2), 
 
 
 def ways() -> list[Way]:
-    """Each rule of handing KV off in both directions, a shortage on either side, a warm cache."""
+    """Rules of handing KV off in both directions, a shortage on either side, a warm cache."""
     chosen = [
         ("cronus_a_b", 31, "at_end", "", "twice"),
         ("cronus_b_a", 32, "per_chunk", "b", "off"),

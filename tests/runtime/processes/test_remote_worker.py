@@ -227,7 +227,7 @@ def test_an_answer_that_cannot_be_read_ends_the_process(monkeypatch: pytest.Monk
 
 
 def test_a_process_that_starts_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may say nothing for longer before its first word than after it."""
+    """A process may say nothing for longer before its first word than after it."""
     script = (
         "import sys, time; from multiprocessing.connection import Connection;"
         "time.sleep(0.8); Connection(int(sys.argv[-1])); sys.exit(3)"

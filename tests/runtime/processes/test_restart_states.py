@@ -439,7 +439,7 @@ def test_whoever_drains_a_world_does_not_wait_for_a_return() -> None:
 
 
 class FakePipeline(PipelineWorker):
-    """One that has lost an attention group's process, and waits before it goes on without."""
+    """A pipeline that has lost an attention group's process and waits before it goes on."""
 
     def __init__(self, lost: Sequence[str] = ("a",), fails: str | None = None) -> None:
         self._gone, self._fails = list(lost), fails
@@ -489,7 +489,7 @@ def test_an_instance_goes_on_in_the_world_without_some_shards() -> None:
 
 @pytest.mark.parametrize("fails", [None, "gone, too"])
 def test_a_run_that_begins_while_an_instance_is_to_go_on_hears_of_it(fails: str | None) -> None:
-    """Nothing is begun twice, and what comes of it is told once."""
+    """Going on is begun once, and what comes of it is told once."""
     worker = FakePipeline(fails=fails)
     heard: list[Any] = []
     restarts = lone(worker, lambda news: None)

@@ -47,7 +47,7 @@ def wait_for_news(restarts: Restarts) -> None:
 def serve_with(
     llm: LLM, folder: Path, acts: dict[int, Callable[[], object]]
 ) -> tuple[list[Done], dict[str, Any], list[str]]:
-    """All requests, with something done when so many steps have ended; whose steps they were."""
+    """The requests, with something done when so many steps have ended; whose steps they were."""
     instances: list[str] = []
 
     def on_step(done: StepDone) -> None:

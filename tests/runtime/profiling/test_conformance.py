@@ -1,4 +1,4 @@
-"""Every side with every other: what arrives, by the number formats and in bytes, and refusals."""
+"""Hand-offs of all sides: what arrives, by the number formats and in bytes, and refusals."""
 
 from collections.abc import Iterator
 from itertools import combinations, product
@@ -309,7 +309,7 @@ def test_a_fault_of_our_own_is_named(
 def test_a_token_that_is_left_out_is_named(
     conformance: Conformance, monkeypatch: pytest.MonkeyPatch, pair: str
 ) -> None:
-    """In pools of one's own, too, what the destination's pages held is told from the source's."""
+    """What the destination's own pages held is told from the source's."""
     place = SlabDest.place
     monkeypatch.setattr(
         SlabDest,

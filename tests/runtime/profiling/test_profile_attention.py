@@ -91,7 +91,7 @@ def test_each_stage_is_measured_on_its_own_devices(loader: Loader, own_profiles:
 def test_what_other_processes_lend_is_measured_with_the_way_there(
     models: dict[str, Path], tmp_path: Path, own_profiles: Path
 ) -> None:
-    """From there, by the process that has the stage, which waits for what comes back."""
+    """The process with the stage measures, and waits for what comes back."""
     sections = spread([None, None], **roomy(16))
     for group in sections["groups"].values():
         group["process"] = "own"

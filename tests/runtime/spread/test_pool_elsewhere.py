@@ -1,4 +1,4 @@
-"""What goes to a process that lends a pool and comes back: in order, and when it breaks off."""
+"""Messages to and from a process that lends a pool: their order, and when they break off."""
 
 import secrets
 import threading
@@ -80,7 +80,7 @@ def test_who_waits_for_a_process_that_has_gone_hears_of_it() -> None:
 
 
 def test_who_waits_for_one_that_is_silent_hears_when_it_is_given_up() -> None:
-    """As of a host that has vanished: nothing breaks off by itself."""
+    """The other side is as silent as a vanished host: nothing breaks off by itself."""
     lender = Lender(breaks=True)
     pool = PoolElsewhere(lender.address, "a")
     waits = pool.take(np.zeros(2, np.int32))

@@ -101,7 +101,7 @@ def test_each_pair_is_where_its_head_lies(data: st.DataObject) -> None:
 
 
 def check_pairs(spread: Spread, batch: Batch, inputs: SpreadInputs, padded: int) -> None:
-    """Every token's heads come out where they went in, and attention sees their own pages."""
+    """Checks that heads of tokens come out where they went in, and see their own pages."""
     R = inputs.pairs.tokens
     cut_WR = inputs.layout[: spread.devices * R].reshape(-1, R)
     place_TK = inputs.layout[cut_WR.size :].reshape(-1, padded)

@@ -247,7 +247,7 @@ def test_logits_of_halves_in_turn(lends: bool) -> None:
 
 @pytest.mark.slow
 def test_logits_on_devices_that_divide_neither_heads_nor_columns() -> None:
-    """One of four devices that share the layers has KV heads, as have two others."""
+    """The devices that share the layers are four; one has KV heads, as have two others."""
     tokens, logits = expected("qwen3")
     model = Spread("qwen3", attention=2, primary=4)
     assert model.plan.config.num_key_value_heads > model.plan.num_kv_heads

@@ -62,7 +62,7 @@ def waiting(instance: Instance, name: str, prompt_len: int = 4, *legs: Leg) -> R
 
 
 def exported_at(place: str, instance: Instance, request: RequestState, computed: int = 4) -> None:
-    """Its KV waits at another instance, or here."""
+    """A request whose KV waits at another instance, or here."""
     kv = instance.kv if place == "A" else make_kv(20, 2)
     hold = kv.reserve(computed)
     assert hold

@@ -1,4 +1,4 @@
-"""One instance by itself: what it counts, the roles it has, and the rows of its batches."""
+"""An instance by itself: what it counts, the roles it has, and the rows of its batches."""
 
 import pytest
 from instance_cases import add, make, names, running, waiting

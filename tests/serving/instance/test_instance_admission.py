@@ -1,4 +1,4 @@
-"""Whom an instance takes in, with which pages of its own or of a prefix cache."""
+"""Admission at an instance: of whom, with which pages of its own or of a prefix cache."""
 
 import pytest
 from instance_cases import exported_at, make, names, remove, running, waiting

@@ -151,7 +151,7 @@ def test_who_leaves_the_group_keeps_its_place() -> None:
 
 
 def test_of_groups_that_are_back_the_largest_goes_on() -> None:
-    """One of one request and one of two, each of a step in flight; all go together from then on."""
+    """The groups have one request and two, each a step in flight; all go together from then on."""
     instance = counted(99, max_in_flight=3, launch_ahead=False)
     first = running(instance, "a")
     assert group(instance).grouped == 1

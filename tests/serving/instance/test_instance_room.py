@@ -1,4 +1,4 @@
-"""Who makes room at an instance, for whom, and what is waited for."""
+"""Room at an instance: who makes it, for whom, and what is waited for."""
 
 from typing import Any
 

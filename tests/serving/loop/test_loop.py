@@ -203,7 +203,7 @@ def test_heads_move_while_a_chunk_is_on_its_way(after: int, leave: bool) -> None
 
 
 def test_tokens_are_drawn_while_full_pages_move() -> None:
-    """None while the rest does, which is less than a page and what has been drawn meanwhile."""
+    """Tokens wait while the rest moves: less than a page, and what has been drawn meanwhile."""
     move = MoveSlices("r0", ((0, 1, (1,)),))
     kv, opts = make_kv(30, 4, [(0, 1), (2,)]), InstanceOptions(2, 16, launch_ahead=False)
     timing = Timing(transfers={"A": 10})

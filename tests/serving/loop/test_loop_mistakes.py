@@ -1,4 +1,4 @@
-"""What systems do amiss: errors of one line, and stalls."""
+"""Mistakes of systems: errors of one line, and stalls."""
 
 from typing import Any
 

@@ -68,7 +68,7 @@ def test_systems_that_know_nothing_of_losses_come_to_an_end(
 
 @st.composite
 def outages(draw: st.DrawFn, all_return: bool = False) -> Scenario:
-    """Each instance is lost up to three times, and back in between, or at last as well."""
+    """Losses of each instance, up to three, and returns in between, or at last as well."""
     scenario = draw(scenarios())
     lost, fail = {}, []
     for name, *_ in scenario.instances:

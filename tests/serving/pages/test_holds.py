@@ -98,7 +98,7 @@ def test_the_latest_reservation_is_given_back() -> None:
 
 
 def test_a_hold_that_begins_with_cached_pages() -> None:
-    """They count as taken where nobody has them; they are nobody's to free."""
+    """Cached pages count as taken where nobody has them; they are nobody's to free."""
     kv = make_kv(9, 4, [(0, 1), (2,)], caching=True)
     first = kv.reserve(12)
     assert first
@@ -140,7 +140,7 @@ def test_who_waits_hears_of_cached_pages_that_come_free() -> None:
 
 
 def test_the_last_pages_become_idle_first() -> None:
-    """Without those before them, they would not be found."""
+    """Later pages would not be found without those before them."""
     kv = make_kv(4, 4, caching=True)
     hold = kv.reserve(12)
     assert hold

@@ -150,7 +150,7 @@ POOLS = st.lists(st.tuples(st.integers(2, 9), st.integers(0, 3)), min_size=1, ma
     st.lists(POOLS.filter(lambda stage: any(count for _, count in stage)), max_size=2, min_size=1)
 )
 def test_the_largest_request_with_room(stages: list[list[tuple[int, int]]]) -> None:
-    """Against all ways to place the slices, stage by stage."""
+    """The size is the best of all ways to place the slices, stage by stage."""
 
     def most(stage: list[tuple[int, int]]) -> int:
         pools = [pages - 1 for pages, _ in stage]
@@ -187,7 +187,7 @@ def test_with_one_shard_for_each_stage_the_smallest_decides(pools: list[tuple[in
 
 
 class Pools(RuleBasedStateMachine):
-    """Any order of reserving, growing, pinning, releasing and moving slices."""
+    """A state machine that reserves, grows, pins, releases and moves slices in any order."""
 
     def __init__(self) -> None:
         super().__init__()

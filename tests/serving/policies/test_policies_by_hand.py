@@ -1,4 +1,4 @@
-"""What named policies do in single steps, by hand."""
+"""Single steps of named policies, by hand."""
 
 from typing import Any
 

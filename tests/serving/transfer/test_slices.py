@@ -69,7 +69,7 @@ def test_one_move_of_a_request_at_a_time() -> None:
 
 
 def test_a_leg_that_ends_gives_up_the_slices_on_their_way() -> None:
-    """Their pages come free once nobody writes there; the request may be back by then."""
+    """The pages come free once nobody writes there; the request may be back by then."""
     place = Place()
     request = place.request(Leg("A", 5), Leg("A"), computed=5)
     hold, shards = request.hold, place.pools["A"].kv.shards
@@ -152,7 +152,7 @@ def test_slices_that_cannot_move(caching: bool) -> None:
 
 @pytest.mark.parametrize(("lost", "started"), [("A", [None]), ("B", [None, MOVE])])
 def test_slices_that_wait_for_a_chunk_to_a_lost_instance(lost: str, started: list[Any]) -> None:
-    """They move at once, unless they were lost themselves."""
+    """Such slices move at once, unless they were lost themselves."""
     place = Place()
     request = place.request(*CHUNKS, computed=1)
     place.hand_offs.send_chunk(request)

@@ -38,7 +38,7 @@ class Place:
         self.hand_offs = HandOffs(self.world, self.pools)  # type: ignore[arg-type]
 
     def request(self, *legs: Leg, computed: int = 6, output: int = 0, name: str = "r") -> Any:
-        """One that runs in its first leg's instance: 8 prompt tokens and at most 5 others."""
+        """A request that runs in its first leg's instance: 8 prompt tokens and at most 5 others."""
         request = RequestState(name, 8, 5)
         request.output_token_ids = [0] * output
         request.legs = list(legs)

@@ -60,7 +60,7 @@ def test_the_slowest_sets_the_pace_and_experts_see_all_tokens() -> None:
 
 
 def test_the_slower_of_unlike_sharers_at_each_size() -> None:
-    """One starts in 20 us and takes 1 us a token, the other 2 us a token: they cross at 20."""
+    """Kernels that start in 20 us and take 1 us a token, and 2 us a token, cross at 20."""
     curves = ({0.0: 20.0, 100.0: 120.0}, {0.0: 0.0, 100.0: 200.0})
     experts = [JointExperts(PiecewiseLinear(c), Exchange(0.0, 0.0), 10) for c in curves]
     steps = JointSteps({"a": OwnCost(), "b": OwnCost()}, experts, 0)
@@ -70,7 +70,7 @@ def test_the_slower_of_unlike_sharers_at_each_size() -> None:
 
 
 def test_an_exchange_gathers_and_scatters_hidden_states() -> None:
-    """Each of two has half of the bytes, which go over the link twice."""
+    """Two devices have half of the bytes each, which go over the link twice."""
     gpu = find_gpu("RTX-PRO-6000")
     gb_s, each_s = gpu.collective
     found = Exchange.of(gpu, MODEL, 2, 2)
@@ -96,7 +96,7 @@ def test_rounds_take_one_batch_of_each() -> None:
 
 
 def test_experts_by_tokens_of_all_devices() -> None:
-    """Each of two devices has half of the experts, and half of the products in the mean."""
+    """Two devices have half of the experts each, and half of the products in the mean."""
     points = {(t, e): 10 * e + t for t in (1.0, 64.0, 512.0) for e in (1.0, 2.0, 4.0)}
     curve = PiecewiseLinear(experts_curve(points, MODEL, 2))
     for tokens in (2, 8, 128, 1024):
