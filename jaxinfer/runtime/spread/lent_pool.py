@@ -44,8 +44,9 @@ class LentPool:
         self._plan, self._pool = plan, lent_pool(plan, number)
         self._windows = plan.config.windows[plan.layers.start : plan.layers.stop]
         self._attend: dict[tuple[StepShape, int | None], jax.stages.Compiled] = {}
-        self._begun: dict[int, tuple[StepShape, jax.Array]] = {}
-        self._kv = allocate(self._pool.pages)
+        self._begun: dict[int, tuple[StepShape, jax.Array] | Exception] = {}
+        # There when this returns: whoever asks next for memory of this host is not to get it, too.
+        self._kv = jax.block_until_ready(allocate(self._pool.pages))
         self._listener = listen(host, 0)
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
 
@@ -85,8 +86,9 @@ class LentPool:
         self._listener.close()
         with suppress(EOFError, OSError), connection:
             while True:
+                message = connection.recv()
                 try:
-                    answer = self._do(connection.recv())
+                    answer = self._do(message)
                 except (EOFError, OSError):
                     raise
                 except Exception as error:
@@ -97,11 +99,16 @@ class LentPool:
     def _do(self, message: Any) -> Any:
         match message:
             case Begin(step, pairs, tables):
-                self._begun[step] = pairs, jax.device_put(tables, self._pool.sharding)
                 self._begun.pop(step - BEGUN, None)
+                try:
+                    self._begun[step] = pairs, jax.device_put(tables, self._pool.sharding)
+                except Exception as error:
+                    self._begun[step] = error  # For its layers: nobody waits for an answer here.
                 return None
             case Attend(step, layer, piece_RXH):
-                pairs, tables_there = self._begun[step]
+                if isinstance(begun := self._begun[step], Exception):
+                    raise begun
+                pairs, tables_there = begun
                 run = self._attend[pairs, self._windows[layer]]
                 piece = jax.device_put(piece_RXH, self._pool.sharding)
                 self._kv[layer], out = run(self._kv[layer], piece, tables_there)

@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,19 @@ class Lender(LentPool):
         self._listener = listen(LOOPBACK, 0)
         self.address = Address(LOOPBACK, self._listener.getsockname()[1], secrets.token_bytes(9))
         self.done: list[Any] = []
+        self._begun = {}
+        self._pool: Any = SimpleNamespace(sharding=None)
         self.go = threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _do(self, message: Any) -> Any:
         self.done.append(message)
         match message:
-            case Attend(_, layer):
+            case Begin():
+                return super()._do(message)
+            case Attend(step, layer):
+                if isinstance(self._begun[step], Exception):
+                    return super()._do(message)
                 return np.full(2, layer)
             case Take():
                 assert self.go.wait(20)
@@ -63,6 +70,26 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
     assert [(each.step, each.layer) for each in lender.done[2:6]] == [
         (step, layer) for layer in (0, 1) for step in begun
     ]
+
+
+def test_tables_that_cannot_be_had_are_told_of_by_their_step() -> None:
+    """``begin`` is not answered: an answer to it would be taken for one to what comes next."""
+    lender = Lender()
+    pool = PoolElsewhere(lender.address, "a")
+    pairs, page_C = StepShape(1, 2, 0), np.zeros(2, np.int32)
+    bad, good = (pool.begin(pairs, np.array([each])) for each in (object(), 1))
+    piece: Any = np.zeros((2, 3, 4))
+    asked = [(step, pool.attend(step, layer, piece)) for layer in (5, 6) for step in (bad, good)]
+    put = pool.put([piece], page_C)
+    found = []
+    for step, answer in asked:
+        if step == good:
+            found.append(answer.result(20)[0])
+            continue
+        with pytest.raises(RuntimeError, match=r"^attention group a: TypeError: .*object"):
+            answer.result(20)
+    assert found == [5, 6]
+    assert put.result(20) == 0
 
 
 def test_who_waits_for_a_process_that_has_gone_hears_of_it() -> None:
