@@ -46,6 +46,7 @@ from jaxinfer.runtime.processes.messages import (
     Measured,
     Move,
     Moved,
+    OpenPools,
     Prepare,
     Refused,
     StepEnded,
@@ -85,6 +86,7 @@ class WorkerProcess:
         self._cluster: Cluster
         self._groups: Mapping[str, GroupConfig]
         self._endpoint: KVEndpoint
+        self._lent: list[LentPool] = []
         self._decoders: dict[str, BatchDecoder] = {}
         self._ends: dict[tuple[str, int], list[Future[None]]] = {}
         self._lanes: dict[str, queue.SimpleQueue[Any]] = {}
@@ -177,6 +179,10 @@ class WorkerProcess:
                 self._say(Left("stages", 0))
             case Lend():
                 self._lend(message)
+            case OpenPools():
+                while self._lent:
+                    for left in self._lent.pop().compile_ahead():
+                        self._say(Left("compiling attention", left + len(self._lent)))
             case Borrow(instance, stage, number, address):
                 spread = self._worker(instance).stages[stage]
                 assert isinstance(spread, SpreadStage)
@@ -218,7 +224,7 @@ class WorkerProcess:
         self._say(Loaded(plans, parts, addresses))
 
     def _lend(self, message: Lend) -> None:
-        """Get a pool ready for a stage in another process."""
+        """Take a pool's memory, for a stage in another process."""
         plan, number = message.plan, message.number
         asked = plan.attention[number]
         (device,) = open_groups(self._groups)[asked.group]
@@ -226,8 +232,7 @@ class WorkerProcess:
         pool = plan_pool(plan, asked.group, asked.num_pages, device, repeats)
         places = [*plan.attention[:number], pool, *plan.attention[number + 1 :]]
         lent = LentPool(replace(plan, attention=places), number, message.host)
-        for left in lent.compile_ahead():
-            self._say(Left("compiling attention", left))
+        self._lent.append(lent)
         known = DeviceFacts(device.platform, device.id, device.device_kind)
         self._say(Lent(replace(pool, device=known), lent.address))
 

@@ -46,7 +46,7 @@ class FollowOn(NamedTuple):
 
 
 class Lend(NamedTuple):
-    """Give a stage in another process a pool of KV heads. Answered with Lent.
+    """Take memory for KV heads of a stage in another process. Answered with Lent.
 
     Attributes:
         plan: the stage's; ``number``: of the attention group in it whose device has the pool.
@@ -57,6 +57,10 @@ class Lend(NamedTuple):
     plan: StageFacts
     number: int
     host: str
+
+
+class OpenPools(NamedTuple):
+    """Compile what is done with pools that were lent, and let in who asks. Answered with Left."""
 
 
 class Borrow(NamedTuple):

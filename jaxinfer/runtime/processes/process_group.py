@@ -9,10 +9,17 @@ from itertools import pairwise
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers
-from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
+from jaxinfer.runtime.kv.kv_endpoint import Hear
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import ProcessLost
-from jaxinfer.runtime.processes.messages import Borrow, Lend, Lent, Loaded, LoadInstances
+from jaxinfer.runtime.processes.messages import (
+    Borrow,
+    Lend,
+    Lent,
+    Loaded,
+    LoadInstances,
+    OpenPools,
+)
 from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineSide, PipelineWorker
 from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
@@ -200,19 +207,24 @@ class OtherProcesses:
     ) -> tuple[Process, Loaded]:
         """Have attention groups give pools to a process's stages, whose plans then show them."""
         plans = list(loaded.plans[instance])
-        asked = []
-        # All at once, and heard one after the other.
+        lent: list[tuple[int, int, Lent]] = []
+        lenders: dict[str, Process] = {}
+        # One after the other: those on one host have one memory.
         for stage, plan in enumerate(plans):
             for number, place in enumerate(plan.attention):
-                lender = self._processes[place.group]
+                lenders[place.group] = lender = self._processes[place.group]
                 lend = Lend(instance, plan, number, self._host_of(lender))
-                asked.append((stage, number, place.group, lender.ask(lend)))
-        for stage, number, of, answers in asked:
-            while not isinstance(lent := next(answers), Lent):
-                progress(f"{of}: {lent.what}", lent.parts)
-            next(process.ask(Borrow(instance, stage, number, lent.address)))
+                lent.append((stage, number, next(lender.ask(lend))))
+        # All at once, and heard one after the other.
+        for of, answers in [(of, lender.ask(OpenPools())) for of, lender in lenders.items()]:
+            for left in answers:
+                progress(f"{of}: {left.what}", left.parts)
+                if not left.parts:
+                    break
+        for stage, number, pool in lent:
+            next(process.ask(Borrow(instance, stage, number, pool.address)))
             places = list(plans[stage].attention)
-            places[number] = lent.plan
+            places[number] = pool.plan
             plans[stage] = replace(plans[stage], attention=places)
         return process, loaded._replace(plans={**loaded.plans, instance: plans})
 
