@@ -196,12 +196,30 @@ class ClusterConfig(Options):
                     f"{where}: those on one group must follow one another, since each group has a "
                     "process of its own"
                 )
-            for group in sorted(homes):
-                if self.groups[group].restart:
+            times = {group: self.groups[group].restart for group in sorted(homes)}
+            most, lends = max(times, key=times.__getitem__), self.attention_of(name)
+            for group, restart in times.items():
+                if lends and restart:
                     raise JaxinferError(
-                        f"groups.{group}.restart is {self.groups[group].restart}, must be 0: "
-                        f"instances.{name} has parts in other processes"
+                        f"groups.{group}.restart is {restart}, must be 0: instances.{name} has "
+                        "attention groups in other processes"
                     )
+                if restart != times[most]:
+                    raise JaxinferError(
+                        f"groups.{group}.restart is {restart}, must be {times[most]} as that of "
+                        f"{most}: instances.{name} has stages on both, which are started again "
+                        "together"
+                    )
+
+    def started_together(self) -> list[list[str]]:
+        """Groups that may be started again: each alone, or all that share a pipeline."""
+        found = [[name] for name, group in self.groups.items() if group.restart]
+        for name in self.instances:
+            of_it = {group for group in self.processes_of(name) if group}
+            joined = [groups for groups in found if of_it & {*groups}]
+            found = [groups for groups in found if groups not in joined]
+            found += [[group for groups in joined for group in groups]] if joined else []
+        return found
 
     def attention_of(self, instance: str) -> list[str]:
         """The attention groups of an instance's stages."""

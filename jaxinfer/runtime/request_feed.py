@@ -94,10 +94,11 @@ class RequestFeed:
         if self._sampler is not None:
             wanted = self._sampler.widened(wanted)
         if wanted != self._sampler:
-            self._sampler = wanted
+            # Before a run there is nothing to hold up; within one, steps wait for what they need.
+            wait, self._sampler = self._sampler is None, wanted
             for engine in self._cluster.engines.values():
                 with suppress(NobodyThere):  # The first step for it will show it.
-                    left = engine.worker.prepare(wanted)
+                    left = engine.worker.prepare(wanted, wait)
                     if total := next(left):
                         progress("compiling samplers", total)
                         for count in left:

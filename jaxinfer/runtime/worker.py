@@ -83,10 +83,13 @@ class Worker:
         for thread in self._threads:
             thread.start()
 
-    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER) -> Iterator[int]:
+    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True) -> Iterator[int]:
         """Compile all steps with this sampler, which those launched from now on have.
 
         Yields how many are left, their number first.
+
+        Args:
+            wait: see ``RemoteWorker``; in this process, it is done here in any case.
         """
         self._sampler = sampler
         parts = [stage.compile_ahead(sampler) for stage in self.stages]

@@ -152,7 +152,7 @@ class WorkerProcess:
         mistake, line = _told(error)
         # Refused is for what somebody waits for.
         match message:
-            case Launch() | Move() | EmulateSteps():
+            case Launch() | Move() | EmulateSteps() | Prepare(wait=False):
                 return WorkerFailed(message.instance, mistake, line)
             case Offer() | Pull() | Place() | Drop():
                 return SlabFailed(message.end, message.slab, isinstance(message, Offer), line)
@@ -198,11 +198,12 @@ class WorkerProcess:
                 self._say(Measured(measure(self._cluster.engines[instance])))
             case Forget():
                 self._forget(message)
-            case Prepare(instance, sampler):
+            case Prepare(instance, sampler, wait):
                 for left in self._worker(instance).prepare(sampler):
-                    if left:
+                    if left and wait:
                         self._say(Left("samplers", left))
-                self._say(Left("samplers", 0))  # After the last one, there is still some to do.
+                if wait:
+                    self._say(Left("samplers", 0))  # After the last one, there is some to do.
             case EmulateSteps(instance, stage, seconds):
                 self._worker(instance).stages[stage].emulate = seconds
 

@@ -232,7 +232,12 @@ def test_each_process_has_its_stages_of_a_pipeline() -> None:
             {"lends": ["c"], "enable_prefix_caching": False},
             r"^instances\.x\.stages: those on one group must follow one another",
         ),
-        ("ab", {"restart": 2}, r"^groups\.b\.restart is 2, must be 0: instances\.x has parts"),
+        ("ab", {"restart": 2}, r"^groups\.a\.restart is 0, must be 2 as that of b: instances\.x"),
+        (
+            "a",
+            {"restart": 2, "lends": ["c"], "enable_prefix_caching": False},
+            r"^groups\.a\.restart is 2, must be 0: instances\.x has attention groups in other",
+        ),
     ],
 )
 def test_pipelines_that_no_processes_can_have(
@@ -240,6 +245,23 @@ def test_pipelines_that_no_processes_can_have(
 ) -> None:
     with pytest.raises(JaxinferError, match=message):
         divided(*groups, **options)
+
+
+def test_who_shares_a_pipeline_is_started_again_together() -> None:
+    """Also by another instance's: c is a's by way of b; d is alone, and e is never."""
+    times = {"a": 1, "b": 1, "c": 1, "d": 2, "e": 0}
+    one = {"x": "ab", "y": "cb", "z": "d", "v": "e", "w": "d"}
+    made = ClusterConfig(
+        groups={
+            name: GroupConfig(devices=2, tensor_parallel_size=1, process="own", restart=count)
+            for name, count in times.items()
+        },
+        instances={
+            name: InstanceConfig(stages=tuple(StageConfig(group=g, layers=1) for g in groups))
+            for name, groups in one.items()
+        },
+    )
+    assert sorted(map(sorted, made.started_together())) == [["a", "b", "c"], ["d"]]
 
 
 def test_attention_groups_stand_in_one_process_with_their_stage() -> None:

@@ -125,10 +125,12 @@ def test_samplers_grow_with_what_comes_in_and_each_is_told_of() -> None:
         greedy,
     )
     compiled: list[tuple[str, Sequence[int]]] = []
+    waits: list[bool] = []
 
     def engine(name: str) -> Any:
-        def prepare(shape: Sequence[int]) -> Iterator[int]:
+        def prepare(shape: Sequence[int], wait: bool) -> Iterator[int]:
             compiled.append((name, tuple(shape)))
+            waits.append(wait)
             # All that there is to do, then what is left; one has all that it needs.
             yield from (2, 1, 0) if name == "a" else (0,)
 
@@ -154,6 +156,7 @@ def test_samplers_grow_with_what_comes_in_and_each_is_told_of() -> None:
     ]
     assert compiled == [(name, shape) for shape in shapes for name in "ab"]
     assert found == [2, 2, 4, 6, 6, 6]
+    assert waits == [True] * 2 + [False] * 4  # A run that has begun is not held up.
     assert told == [("compiling samplers", left) for _ in shapes for left in (2, 1, 0)]
     assert feed.read(lambda *left: None) == []
 

@@ -91,10 +91,11 @@ class Forget(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Compile what steps with this sampler need. Answered with Left."""
+    """Compile what steps with this sampler need. Answered with Left, if somebody may ``wait``."""
 
     instance: str
     sampler: SamplerShape
+    wait: bool = True
 
 
 class NewRequest(NamedTuple):

@@ -120,8 +120,13 @@ class PipelineWorker:
             for numbers in part.parts
         ]
         self._check_shapes()
-        for ((_, before), (process, _)), link in zip(pairwise(loaded), links, strict=True):
-            next(process.ask(FollowOn(instance, before.addresses[instance], link)))
+        self._links = links
+        self.follow_on(loaded)
+
+    def follow_on(self, loaded: Sequence[tuple[Process, Loaded]]) -> None:
+        """Have each process take hidden states from the one before it."""
+        for ((_, before), (process, _)), link in zip(pairwise(loaded), self._links, strict=True):
+            next(process.ask(FollowOn(self.instance, before.addresses[self.instance], link)))
 
     def _check_shapes(self) -> None:
         """Raise JaxinferError where a step's tokens would be padded to several numbers."""
@@ -139,6 +144,15 @@ class PipelineWorker:
         return [stage for part in self._there for stage in part.stages]
 
     @property
+    def pieces(self) -> Sequence[RemoteWorker]:
+        """What is in each process with stages."""
+        return self._there
+
+    def begin_again(self) -> None:
+        """Go on where all of its processes are new."""
+        self._failed = None
+
+    @property
     def processes(self) -> list[Process]:
         """The processes that have stages, in their order, and those of attention groups."""
         return [part.process for part in [*self._there, *self._lenders]]
@@ -148,12 +162,13 @@ class PipelineWorker:
         """The number of each process's first stage."""
         return self._first[:-1]
 
-    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER) -> Iterator[int]:
-        """Compile all steps with this sampler, which those launched from now on have.
-
-        Yields how many are left, their number first.
-        """
+    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True) -> Iterator[int]:
+        """Compile all steps with this sampler; see ``RemoteWorker``."""
         self.sampler = sampler
+        if not wait:
+            for part in self._there:
+                yield from part.prepare(sampler, wait)
+            return
         # All at once, and heard one after the other.
         with ExitStack() as alone:
             for part in self._there:
@@ -307,8 +322,9 @@ class PipelineSide:
 
     waits_for: Mapping[int, tuple[str, float]] = {}
 
-    def __init__(self, sides: Sequence[KVProcess], first_stages: Sequence[int]) -> None:
-        self._sides, self._first = sides, first_stages
+    def __init__(self, sides: Sequence[Any], first_stages: Sequence[int]) -> None:
+        self.pieces = self._sides = sides
+        self._first = first_stages
         self._of: dict[int, KVProcess] = {}
 
     def open(self, message: OpenEnd, hear: Hear) -> None:

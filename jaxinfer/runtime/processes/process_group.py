@@ -41,6 +41,16 @@ class AnotherProcess:
         self._ends: list[tuple[OpenEnd, Hear]] = []
         self._on_loss: list[Callable[[str], None]] = []
 
+    @property
+    def pieces(self) -> "list[AnotherProcess]":
+        """See ``PipelineSide``."""
+        return [self]
+
+    @property
+    def group(self) -> str:
+        """The one whose process it is."""
+        return self._process.name
+
     def open(self, message: OpenEnd, hear: Hear) -> None:
         """See KVProcess."""
         self._ends.append((message, hear))
@@ -228,11 +238,7 @@ class OtherProcesses:
             plans[stage] = replace(plans[stage], attention=places)
         return process, loaded._replace(plans={**loaded.plans, instance: plans})
 
-    def there(self, instance: str) -> AnotherProcess:
-        """The process other than this one that has an instance alone."""
-        return self._there[instance]
-
-    def side_of(self, instance: str) -> KVProcess:
+    def side_of(self, instance: str) -> AnotherProcess | PipelineSide:
         """The process other than this one that has an instance, or those that do."""
         return self._pipelines.get(instance) or self._there[instance]
 

@@ -297,18 +297,30 @@ class RemoteWorker:
         self._lost: Exception | None = None
         process.workers[instance] = self
 
-    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER) -> Iterator[int]:
+    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True) -> Iterator[int]:
         """Compile all steps with this sampler, which those launched from now on have.
 
         Yields how many are left, their number first.
+
+        Args:
+            wait: until it is done. A process that is stopped would hold up whoever does.
         """
         self.sampler = sampler
-        yield from self.prepare_on(self.process)
+        if wait:
+            yield from self.prepare_on(self.process, sampler)
+        else:
+            self.process.ask(Prepare(self.instance, sampler, wait))
+            yield 0
 
-    def prepare_on(self, process: Process) -> Iterator[int]:
-        """The same in a process that is to have these stages, with the sampler asked for last."""
+    @property
+    def pieces(self) -> "Sequence[RemoteWorker]":
+        """See ``PipelineWorker``."""
+        return [self]
+
+    def prepare_on(self, process: Process, sampler: SamplerShape) -> Iterator[int]:
+        """The same in a process that is to have these stages."""
         with process.asking:
-            for answer in process.ask(Prepare(self.instance, self.sampler)):
+            for answer in process.ask(Prepare(self.instance, sampler)):
                 yield answer.parts
                 if not answer.parts:
                     return
@@ -321,6 +333,7 @@ class RemoteWorker:
 
     def move_to(self, process: Process) -> None:
         """Go on in a process that has these stages, and has heard of no request."""
+        self.process.workers.pop(self.instance, None)  # It may still have to tell of its end.
         self.process = process
         self.begin_again()
         for stage in self.stages:

@@ -11,7 +11,8 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
+from jaxinfer.runtime.processes.peers import END_S
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineSide, PipelineWorker
 from jaxinfer.runtime.processes.process_group import (
     AnotherProcess,
     OtherProcesses,
@@ -51,21 +52,23 @@ class RestartResult:
 
 @dataclass
 class _Home:
-    """The process of a group that may be started again.
+    """Processes that are started again together: a group's, or those that share a pipeline.
 
     Attributes:
-        left: how often it may be.
-        starting: whether a thread is about it, and ``why``: as the one before was lost.
-        prepared: of each instance, the sampler that the process has.
+        name: of its groups.
+        parts: of the cluster, by group; ``processes``: those that have them.
+        left: how often they may be started.
+        starting: whether a thread is about it, and ``why``: as one before was lost.
+        prepared: of each instance, the sampler that the processes have.
         news: an outcome that nobody has taken.
     """
 
-    group: str
-    part: ClusterConfig
+    name: str
+    parts: Mapping[str, ClusterConfig]
     left: int
-    process: Process
-    workers: Mapping[str, RemoteWorker]
-    sides: Mapping[str, AnotherProcess]
+    processes: Mapping[str, Process]
+    workers: Mapping[str, AnyRemote]
+    sides: Mapping[str, AnotherProcess | PipelineSide]
     starting: bool = False
     why: str = ""
     prepared: Mapping[str, SamplerShape] | None = None
@@ -101,28 +104,31 @@ class Restarts:
         self, config: ClusterConfig, others: OtherProcesses, remotes: Mapping[str, AnyRemote]
     ) -> None:
         self._rests: dict[str, _Rest] = {}
-        workers: dict[str, RemoteWorker] = {}
-        for name, worker in remotes.items():
-            if isinstance(worker, PipelineWorker):
-                self._rests[name] = _Rest(worker)
-            else:
-                workers[name] = worker
         self._others = others
         self._hear: Callable[[Restarted | Failed], object] = lambda news: None
         self._lock = threading.Lock()
         self._closed = False
         self._homes: dict[str, _Home] = {}
         self._of: dict[str, _Home] = {}
-        for name, group in config.groups.items():
-            if group.restart:
-                here = {n: worker for n, worker in workers.items() if config.process_of(n) == name}
-                sides = {instance: others.there(instance) for instance in here}
-                part = _as_planned(config.part(name), here)
-                process = next(iter(here.values())).process
-                home = _Home(name, part, group.restart, process, here, sides)
-                self._homes[name] = home
-                self._of |= dict.fromkeys(here, home)
-                self._watch(home)
+        for groups in config.started_together():
+            here = {n: w for n, w in remotes.items() if w.pieces[0].process.name in groups}
+            sides = {instance: others.side_of(instance) for instance in here}
+            pieces = [(n, piece) for n, worker in here.items() for piece in worker.pieces]
+            parts = {
+                group: _as_planned(
+                    config.part(group), {n: p for n, p in pieces if p.process.name == group}
+                )
+                for group in groups
+            }
+            processes = {piece.process.name: piece.process for _, piece in pieces}
+            left = config.groups[groups[0]].restart
+            home = _Home(" and ".join(groups), parts, left, processes, here, sides)
+            self._homes[home.name] = home
+            self._of |= dict.fromkeys(here, home)
+            self._watch(home)
+        for name, worker in remotes.items():
+            if isinstance(worker, PipelineWorker) and name not in self._of:
+                self._rests[name] = _Rest(worker)
 
     def listen(self, hear: Callable[[Restarted | Failed], object]) -> None:
         """Have a run told of news, by any thread, and of those that nobody has taken.
@@ -154,12 +160,14 @@ class Restarts:
         home = self._of.get(instance)
         if home is None:
             return False
-        if home.process.lost:  # Its thread may have still to tell of it.
-            self._lose(home, home.process, home.process.lost)
+        for process in home.processes.values():
+            if process.lost:  # Its thread may have still to tell of it.
+                self._lose(home, process, process.lost)
         with self._lock:
             is_on_its_way = home.starting or home.news is not None
             if not is_on_its_way and home.left:
-                home.process.give_up(f"instance {instance}: {why}")
+                for process in home.processes.values():
+                    process.give_up(f"instance {instance}: {why}")
             return is_on_its_way or home.left > 0
 
     def _go_on(self, instance: str, rest: _Rest, why: str) -> bool:
@@ -206,12 +214,14 @@ class Restarts:
             return outcome
         assert home.prepared is not None
         for name, worker in home.workers.items():
-            home.sides[name].move_to(home.process)
-            worker.move_to(home.process)
+            for side in home.sides[name].pieces:
+                side.move_to(home.processes[side.group])
+            for piece in worker.pieces:
+                piece.move_to(home.processes[piece.process.name])
+            worker.begin_again()
             if home.prepared[name] != worker.sampler:  # Asked for when it was ready.
                 with suppress(NobodyThere):  # The first step for it will show it.
-                    for _ in worker.prepare(worker.sampler):
-                        pass
+                    next(worker.prepare(worker.sampler, wait=False))
         return outcome
 
     def close(self) -> None:
@@ -219,15 +229,15 @@ class Restarts:
         self._closed = True
 
     def _watch(self, home: _Home) -> None:
-        process = home.process
-        # After the workers and the ways, which are told of the loss first.
-        process.on_loss.append(partial(self._lose, home, process))
-        if process.lost:
-            self._lose(home, process, process.lost)
+        for process in home.processes.values():
+            # After the workers and the ways, which are told of the loss first.
+            process.on_loss.append(partial(self._lose, home, process))
+            if process.lost:
+                self._lose(home, process, process.lost)
 
     def _lose(self, home: _Home, process: Process, why: str) -> None:
         with self._lock:
-            if home.process is not process or home.starting or self._closed:
+            if process not in home.processes.values() or home.starting or self._closed:
                 return
             if home.news.error if home.news else not home.left:
                 return  # Its instances are lost for good, as those of any process.
@@ -237,6 +247,10 @@ class Restarts:
 
     def _start_again(self, home: _Home, why: str) -> None:
         begin = time.perf_counter()
+        for process in home.processes.values():  # What they have is needed.
+            if not process.lost:
+                process.give_up(why)
+                process.why_lost(2 * END_S)
         error: str | None = why
         while error and home.left and not self._closed:
             home.left -= 1
@@ -244,42 +258,54 @@ class Restarts:
         seconds = time.perf_counter() - begin
         with self._lock:
             home.starting = False
-            home.news = RestartResult(home.group, [*home.workers], why, seconds, error)
+            home.news = RestartResult(home.name, [*home.workers], why, seconds, error)
         if not error:
             self._watch(home)
-        self._hear(Restarted(home.group))
+        self._hear(Restarted(home.name))
 
     def _attempt(self, home: _Home) -> str | None:
-        """Start the process once; return why that failed, or None when it is ready."""
-        process: Process | None = None
+        """Start the processes once; return why that failed, or None when they are ready."""
+        processes: dict[str, Process] = {}
         try:
-            # From here on, whoever closes the others closes this one, too.
-            process = self._others.begin_again(home.group, home.part)
-            if self._closed:
-                raise JaxinferError("closed")
-            home.prepared = _get_ready(home, process)
+            for group, part in home.parts.items():
+                # From here on, whoever closes the others closes this one, too.
+                processes[group] = self._others.begin_again(group, part)
+                if self._closed:
+                    raise JaxinferError("closed")
+            home.prepared = _get_ready(home, processes)
         except Exception as error:
-            if process:
+            for process in processes.values():
                 process.close()
             is_mistake = isinstance(error, JaxinferError)
             return str(error) if is_mistake else f"{type(error).__name__}: {one_line(error)}"
-        home.process = process
+        home.processes = processes
         return None
 
 
-def _get_ready(home: _Home, process: Process) -> dict[str, SamplerShape]:
-    """Have a new process load, compile and open all that the lost one had; what samplers it has."""
-    loaded = wait_until_loaded(process)
+def _get_ready(home: _Home, processes: Mapping[str, Process]) -> dict[str, SamplerShape]:
+    """Have new processes load, compile and open all that the lost ones had; their samplers.
+
+    Args:
+        processes: by group.
+    """
+    loaded = {group: wait_until_loaded(process) for group, process in processes.items()}
     prepared: dict[str, SamplerShape] = {}
     for name, worker in home.workers.items():
-        for stage, plan in zip(worker.stages, loaded.plans[name], strict=True):
-            _check_same(name, stage.plan, plan)
+        there = [(piece, piece.process.name) for piece in worker.pieces]
+        for piece, group in there:
+            for stage, plan in zip(piece.stages, loaded[group].plans[name], strict=True):
+                _check_same(name, stage.plan, plan)
+        if isinstance(worker, PipelineWorker):
+            worker.follow_on([(processes[group], loaded[group]) for _, group in there])
         while prepared.get(name) != (wanted := worker.sampler):
             prepared[name] = wanted
-            for _ in worker.prepare_on(process):
-                pass
-        home.sides[name].open_on(process)
-        worker.emulate_on(process)
+            for piece, group in there:
+                for _ in piece.prepare_on(processes[group], wanted):
+                    pass
+        for side in home.sides[name].pieces:
+            side.open_on(processes[side.group])
+        for piece, group in there:
+            piece.emulate_on(processes[group])
     return prepared
 
 

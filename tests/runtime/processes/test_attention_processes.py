@@ -4,7 +4,9 @@ import gc
 import os
 import random
 import signal
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
@@ -13,22 +15,30 @@ from typing import Any
 import psutil
 import pytest
 from cluster_cases import free_executables, load, roomy
-from cluster_checks import Done, Ran, serve
+from cluster_checks import REQUESTS, Done, Ran, serve
 from host_cases import KEY, jobs, listening
 from process_cases import (
+    SILENT,
+    call_silent_who_is_stopped,
     check_nothing_left,
     children,
     serve_once,
+    serve_struck,
     serve_until,
     told,
     wait_until,
 )
 from scatter import spread
+from waiting import HANG_S
 
 from jaxinfer import LLM, JaxinferError
+from jaxinfer.runtime.cluster import Cluster
 from jaxinfer.runtime.processes import remote_worker
-from jaxinfer.runtime.processes.messages import Launch, Move
+from jaxinfer.runtime.processes.messages import Launch, Move, Prepare
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+from jaxinfer.runtime.processes.remote_worker import Process
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import StepDone
 
 # Of Hetis' placement: attention elsewhere takes less time, so that heads are handed out.
 SECONDS = {
@@ -54,6 +64,16 @@ def two_stages() -> dict[str, Any]:
         {"group": "p", "layers": 3, "attention": ["a0"]},
         {"group": "q", "layers": 1, "attention": [{"group": "a0", "num_pages": 12}]},
     ]
+    return sections
+
+
+def beside_another() -> dict[str, Any]:
+    """An instance with attention groups, and one in this process."""
+    sections = apart([None, None])
+    sections["groups"]["q"] = {}
+    sections["instances"]["y"] = {"group": "q", "enable_prefix_caching": False} | roomy(16)
+    shares = {name: {"weight": 1, "max_waiting": 2} for name in "xy"}
+    sections["system"] = {"name": "data_parallel", "shares": shares}
     return sections
 
 
@@ -158,12 +178,7 @@ def test_who_loses_the_stage_loses_the_instance(
     """Another instance computes all of its requests anew, and none of its processes is left."""
     monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
     before = children()
-    sections = apart([None, None])
-    sections["groups"]["q"] = {}
-    sections["instances"]["y"] = {"group": "q", "enable_prefix_caching": False} | roomy(16)
-    shares = {name: {"weight": 1, "max_waiting": 2} for name in "xy"}
-    sections["system"] = {"name": "data_parallel", "shares": shares}
-    llm = load(models["two"], tmp_path, **sections)
+    llm = load(models["two"], tmp_path, **beside_another())
     pids = pids_of(llm)
     assert set(pids) == {"p", "a0", "a1"}
     found, run = serve_until(llm, 9, lambda: os.kill(pids["p"], by), tmp_path / "runs")
@@ -177,6 +192,70 @@ def test_who_loses_the_stage_loses_the_instance(
     del llm
     gc.collect()
     wait_until(lambda: not children() - before)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_new_sampler_is_not_waited_for_where_a_lender_is_stopped(
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loss is noticed only when the other instance has gone on beside it."""
+    noticed, waits = threading.Event(), []
+
+    def says_something(process: Process, patience: float) -> bool:
+        while not process._connection.poll(0.1):
+            if noticed.is_set() and process.peer.pid == stopped:  # type: ignore[attr-defined]
+                return False
+        return True
+
+    monkeypatch.setattr(Process, "_says_something", says_something)
+    monkeypatch.setattr(Cluster, "read_ahead", 4)
+    llm = load(models["two"], tmp_path, **beside_another())
+    stopped = pids_of(llm)["a0"]
+    made = [
+        request
+        for number, r in enumerate(REQUESTS)
+        for request in llm.make_requests(str(number), list(r.prompt), r.params)
+    ]
+    greedy, drawn = made[::2], made[1::2]
+    steps = Counter[str]()
+
+    def stream() -> Iterator[RequestState]:
+        yield from greedy
+        os.kill(stopped, signal.SIGSTOP)
+        yield from drawn
+
+    def on_step(done: StepDone) -> None:
+        steps[done.instance] += len(waits) > 1
+        if steps["y"] == 5:
+            noticed.set()
+
+    send = Process.send
+
+    def send_and_note(process: Process, message: Any) -> None:
+        send(process, message)
+        if isinstance(message, Prepare):
+            waits.append(message.wait)
+
+    monkeypatch.setattr(Process, "send", send_and_note)
+    too_late = Timer(HANG_S, noticed.set)
+    too_late.start()
+    found: dict[str, Any] = {}
+
+    def take(output: Any) -> None:
+        found[output.request_id] = output.outputs[0].token_ids
+
+    llm.run(stream(), take, progress=False, run_dir=tmp_path / "runs", on_step=on_step)
+    assert too_late.is_alive()
+    too_late.cancel()
+    assert waits == [True, False]
+    run = Ran.last(tmp_path / "runs").record.run
+    assert [each["without"] for each in run["restarts"]] == [[1]]
+    assert [found[str(i)] for i in range(len(REQUESTS))] == [d.tokens for d in expected["two"]]
+    check_nothing_left(llm)
 
 
 @pytest.mark.slow
@@ -256,6 +335,39 @@ def test_attention_processes_die_at_any_moment(
         wait_until(lambda: not children() - before)
 
 
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("draws", [1, 40])
+def test_a_stage_with_attention_groups_dies_at_any_moment(
+    draws: int,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Within a hundredth of a second after some step or move was asked for."""
+    call_silent_who_is_stopped(monkeypatch)
+    before, rng, noticed = children(), random.Random(1), 0
+    for number in range(draws):
+        llm = load(models["two"], tmp_path, **beside_another())
+        pids = pids_of(llm)
+        by = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
+        kill = Timer(rng.uniform(0, 0.01), os.kill, (pids["p"], by))
+        kind, share = rng.choice((Launch, Move)), rng.uniform(0, 0.8)
+        run = serve_struck(llm, tmp_path / "runs", expected["two"], kind, share, kill.start)
+        why = "was ended by signal 9" if by == signal.SIGKILL else SILENT
+        lost = f"ProcessLost: process of group p (pid {pids['p']}) {why}"
+        assert run["lost"] in ({}, {"x": lost})
+        noticed += bool(run["lost"])
+        check_nothing_left(llm, run["lost"])
+        if run["lost"]:
+            wait_until(lambda pids=pids: not any(map(psutil.pid_exists, pids.values())))
+        del llm
+        free_executables()
+        wait_until(lambda: not children() - before)
+    assert noticed or draws == 1
+
+
 def test_what_cannot_be_run_is_refused_before_a_process_is_started(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -263,7 +375,7 @@ def test_what_cannot_be_run_is_refused_before_a_process_is_started(
     for group, options, message in (
         ("a0", {"devices": 2}, r"groups\.a0\.devices is 2, an attention group runs on 1"),
         ("a0", {"process": None}, r"group p has a process of its own, must a0 have, too"),
-        ("a0", {"restart": 1}, r"groups\.a0\.restart is 1, must be 0: instances\.x has parts in"),
+        ("a0", {"restart": 1}, r"a0\.restart is 1, must be 0: instances\.x has attention groups"),
     ):
         sections = apart([None])
         sections["groups"][group] |= options

@@ -36,6 +36,7 @@ from jaxinfer.runtime.processes.pipeline_worker import (
     PipelineWorker,
     divided_layers,
 )
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
@@ -131,6 +132,24 @@ def test_a_step_is_what_all_of_them_tell_of_it() -> None:
     stages = ((0.0, 0.2), (0.3, 0.4), (0.4, 0.6))
     assert posted == [StepDone(given, [7], 0.0, 0.6, [-0.5], stages=[*stages])]
     assert [*worker.prepare()] == [2, 2, 0]
+
+
+def test_a_sampler_that_is_waited_for_by_nobody() -> None:
+    """Processes that say nothing, as when they are stopped, or what they wait for is."""
+    wanted = PLAIN_SAMPLER._replace(top=3)
+
+    def silent(message: Any) -> Any:
+        one.sent.append(message)
+        return iter(lambda: pytest.fail("is waited for"), None)
+
+    one, two = FakeProcess(), FakeProcess()
+    worker = pipeline(one, two)
+    one.ask = silent  # type: ignore[method-assign]
+    with one.asking, two.asking:
+        assert not any(worker.prepare(wanted, wait=False))
+    message = Prepare("x", wanted, wait=False)
+    assert worker.sampler == wanted
+    assert [one.sent[-1], two.sent[-1]] == [message] * 2
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -225,6 +225,43 @@ def test_who_loses_a_stage_loses_the_instance(
     wait_until(lambda: not children() - before)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_a_pipeline_whose_stage_is_lost_is_started_again(
+    stage: int, models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """All of its processes are new; KV comes to them, and hidden states go between them."""
+    before = children()
+    pair = Divided("two", Side(1, 8), Side(1, 16, (2, 2)), devices=(1, 1))
+    sections = pair.sections | {"system": SYSTEMS["disaggregated"], "verify_transfers": True}
+    for name in ("s0", "s1"):
+        sections["groups"][name]["restart"] = 1
+    llm = load(models["two"], tmp_path, **sections)
+    assert llm.cluster.restarts
+    home = llm.cluster.restarts._homes["s0 and s1"]
+    pids = [process.peer.pid for process in home.processes.values()]  # type: ignore[attr-defined]
+
+    def kill_and_wait() -> None:
+        os.kill(pids[stage], signal.SIGKILL)
+        wait_until(lambda: home.news)
+
+    found, run = serve_until(llm, 9, kill_and_wait, tmp_path / "runs")
+    assert found == expected["two"]
+    assert run["lost"] == {}
+    (restart,) = run["restarts"]
+    assert (restart["group"], restart["instances"]) == ("s0 and s1", ["b"])
+    assert (restart["error"], run["metrics"]["late_compiles"]) == (None, 0)
+    why = f"process of group s{stage} (pid {pids[stage]}) was ended by signal 9"
+    assert restart["why"].endswith(why)  # Or by way of the other, which ends with it.
+    check_nothing_left(llm)
+    assert not {*pids} & children()
+    assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
+    assert Ran.last(tmp_path / "runs").instances == {"a", "b"}
+    del llm
+    free_executables()
+    wait_until(lambda: not children() - before)
+
+
 def moments(stage: int, count: int) -> list[Any]:
     """Right after so large a share of the messages of one kind that a run takes; the hand-off."""
     rng = random.Random(stage)

@@ -23,9 +23,18 @@ from jaxinfer.runtime import worker_process
 from jaxinfer.runtime.kv.kv_messages import Pulled
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes import peers, remote_worker
-from jaxinfer.runtime.processes.messages import Heartbeat, Hello, StepEnded
+from jaxinfer.runtime.processes.messages import (
+    Heartbeat,
+    Hello,
+    Left,
+    Prepare,
+    Refused,
+    StepEnded,
+    WorkerFailed,
+)
 from jaxinfer.runtime.processes.peers import Child
 from jaxinfer.runtime.processes.remote_worker import CompileCounts, Process, RemoteWorker
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import KVShards
@@ -199,6 +208,25 @@ def test_a_process_with_nothing_to_do_says_that_it_is_alive(
     with pytest.raises(Said) as said:
         worker_process.WorkerProcess(end, os.getppid())._say_alive()
     assert said.value.args == (Heartbeat(),)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_sampler_is_told_of_to_whoever_waits(monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+    """If nobody does, nobody would take an answer; that it fails is the loss of the instance."""
+    said: list[Any] = []
+    nowhere: Any = None
+    process = worker_process.WorkerProcess(nowhere, 0)
+    monkeypatch.setattr(process, "_say", said.append)
+    worker = SimpleNamespace(prepare=lambda sampler: iter([2, 1, 0]))
+    monkeypatch.setattr(process, "_worker", lambda instance: worker)
+    message = Prepare("x", PLAIN_SAMPLER, wait)
+    process._attempt(message)
+    assert said == ([Left("samplers", left) for left in (2, 1, 0)] if wait else [])
+    said.clear()
+    worker.prepare = lambda sampler: {}[sampler.top]  # type: ignore[attr-defined]
+    process._attempt(message)
+    why = "KeyError: 0"
+    assert said == [Refused(why) if wait else WorkerFailed("x", False, why)]
 
 
 @pytest.mark.parametrize("more", ["", "c._write(c._handle, bytes([0, 0, 0, 99, 1]));"])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from waiting import HANG_S, wait_until
@@ -16,9 +16,12 @@ from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.stage import Layers
+from jaxinfer.runtime.kv.kv_messages import Drop, OpenEnd
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes import restarts as module
-from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+from jaxinfer.runtime.processes.messages import FollowOn, Launch, Left, Loaded, Prepare
+from jaxinfer.runtime.processes.pipeline_worker import PipelineSide, PipelineWorker
+from jaxinfer.runtime.processes.process_group import AnotherProcess
 from jaxinfer.runtime.processes.remote_worker import NobodyThere
 from jaxinfer.runtime.processes.restarts import (
     Restarted,
@@ -37,17 +40,36 @@ from jaxinfer.serving.world import InstanceBack, InstanceLost
 
 
 class FakeProcess:
-    def __init__(self, lost: str | None = None) -> None:
+    def __init__(self, lost: str | None = None, name: str = "g") -> None:
         self.lost, self.given_up, self.closed = lost, [], False
+        self.name, self.asking = name, threading.Lock()
+        self.peer = SimpleNamespace(clock_offset=0.0)
+        self.workers: dict[str, Any] = {}
+        self.ends: dict[int, Any] = {}
+        self.sent: list[Any] = []
         self.on_loss: list[Callable[[str], None]] = []
 
     def die(self, why: str) -> None:
         self.lost = why
+        for worker in self.workers.values():
+            worker.on_loss(ProcessLost(why))
         for hear in list(self.on_loss):
             hear(why)
 
+    def send(self, message: Any) -> None:
+        if self.lost:
+            raise ProcessLost(self.lost)
+        self.sent.append(message)
+
     def give_up(self, why: str) -> None:
         self.given_up.append(why)
+
+    def why_lost(self, seconds: float) -> str | None:
+        return self.lost
+
+    def ask(self, message: Any) -> Any:
+        self.send(message)
+        return iter([Left("", 0)])
 
     def close(self) -> None:
         self.closed = True
@@ -60,9 +82,13 @@ class FakeWorker:
         self.process, self.sampler = process, PLAIN_SAMPLER
         self.prepared: list[Any] = []
         self.stages: list[Any] = []
+        self.pieces = [self]
 
-    def prepare(self, sampler: Any) -> Any:
-        self.prepared.append(sampler)
+    def begin_again(self) -> None:
+        pass
+
+    def prepare(self, sampler: Any, wait: bool) -> Any:
+        self.prepared.append((sampler, wait))
         raise NobodyThere("gone again")
         yield
 
@@ -97,7 +123,7 @@ class Cluster:
         monkeypatch.setattr(module, "_get_ready", self._get_ready)
         others: Any = SimpleNamespace(
             begin_again=self._begin,
-            there=lambda name: SimpleNamespace(move_to=lambda process: None),
+            side_of=lambda name: SimpleNamespace(pieces=()),
         )
         workers: Any = self.workers
         self.restarts = Restarts(config, others, workers)
@@ -226,7 +252,7 @@ def test_a_sampler_that_is_asked_for_when_it_is_ready(monkeypatch: pytest.Monkey
     wanted = PLAIN_SAMPLER._replace(top=3)
     cluster.workers["y"].sampler = wanted
     assert cluster.restarts.take("g")
-    assert [worker.prepared for worker in cluster.workers.values()] == [[], [wanted]]
+    assert [worker.prepared for worker in cluster.workers.values()] == [[], [(wanted, False)]]
 
 
 def test_a_run_that_begins_while_one_is_started_is_told_of_the_loss(
@@ -279,7 +305,11 @@ def test_what_is_closed_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(cluster.started) == 1
 
 
-# Plans.
+class Limits(NamedTuple):
+    token_buckets: Sequence[int]
+
+
+LIMITS = Limits((8,))
 
 
 @dataclass(frozen=True)
@@ -292,6 +322,69 @@ class Facts:
     kv_bytes: int = 400
     memory_bytes: int = 10**6
     devices: tuple[str, ...] = ("H100",)
+    pool_pages: tuple[int, ...] = (40,)
+    attention: tuple[Any, ...] = ()
+    limits: Limits = LIMITS
+
+
+def test_a_pipeline_is_started_again_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage that has lost its neighbour ends, too; both get what the lost ones had."""
+    layers = {"s0": Layers(0, 3, 8), "s1": Layers(3, 8, 8)}
+    loaded = {
+        name: Loaded({"x": [Facts("", piece)]}, {"x": [[0]]}, {"x": f"address of {name}"})  # type: ignore[list-item]
+        for name, piece in layers.items()
+    }
+    old: dict[str, Any] = {name: FakeProcess(name=name) for name in layers}
+    new: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
+
+    def begin(group: str, part: Any) -> Any:
+        assert group not in new
+        parts[group], new[group] = part, FakeProcess(name=group)
+        return new[group]
+
+    monkeypatch.setattr(module, "wait_until_loaded", lambda process: loaded[process.name])
+    groups = {name: GroupConfig(process="own", restart=1) for name in layers}
+    stages = tuple(StageConfig(group=name, layers=p.stop - p.start) for name, p in layers.items())
+    config = ClusterConfig(groups=groups, instances={"x": InstanceConfig(stages=stages)})
+    worker = PipelineWorker("x", [(old[name], loaded[name]) for name in layers], [None])
+    side = PipelineSide([AnotherProcess(process) for process in old.values()], worker.first_stages)
+    form: Any = "form"
+    for stage in (0, 1):
+        side.open(OpenEnd(7 + stage, "x", stage, form, True, False), print)
+    others: Any = SimpleNamespace(begin_again=begin, side_of=lambda name: side)
+    restarts = Restarts(config, others, {"x": worker})
+    heard: list[Any] = []
+    restarts.listen(heard.append)
+    posted: list[Any] = []
+    worker.launch(Batch("x", [], 0, 0, 0), 0.0, posted.append)
+    worker.sampler = PLAIN_SAMPLER._replace(top=3)
+    old["s1"].die("killed")
+    assert {str(failed.error) for failed in posted} == {"killed"}
+    assert old["s0"].given_up
+    assert restarts.expect("x", "killed")
+    wait_until(lambda: Restarted("s0 and s1") in heard)
+    with pytest.raises(ProcessLost, match="killed"):
+        worker.launch(Batch("x", [], 0, 0, 0), 0.0, posted.append)
+    told = restarts.take("s0 and s1")
+    assert told
+    assert told == RestartResult("s0 and s1", ["x"], "killed", told.seconds)
+    assert [part.instances["x"].stages[0].layers for part in parts.values()] == [3, 5]
+    ahead = [Prepare("x", worker.sampler)]
+    ends = [OpenEnd(7 + stage, "x", 0, form, True, False) for stage in (0, 1)]
+    assert new["s0"].sent == [*ahead, ends[0]]
+    assert new["s1"].sent == [FollowOn("x", "address of s0", None), *ahead, ends[1]]
+    worker.launch(Batch("x", [], 0, 0, 0), 0.0, posted.append)
+    assert [type(process.sent[-1]) for process in new.values()] == [Launch] * 2
+    side.do(Drop(8, 1, "host"))
+    assert new["s1"].sent[-1] == Drop(8, 1, "host")
+    old["s0"].die("late")
+    assert worker.pieces[0].process is new["s0"]
+    new["s0"].die("killed again")
+    assert not restarts.expect("x", "killed again")
+
+
+# Plans.
 
 
 def test_what_went_by_memory_and_speed_is_as_it_was() -> None:
@@ -461,7 +554,7 @@ class FakePipeline(PipelineWorker):
 
 
 def lone(worker: FakePipeline, hear: Callable[[Any], None]) -> Restarts:
-    config: Any = SimpleNamespace(groups={})
+    config: Any = SimpleNamespace(started_together=list)
     none: Any = None
     restarts = Restarts(config, none, {"x": worker})
     restarts.listen(hear)
