@@ -52,14 +52,17 @@ def start(command: list[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def write_job(folder: Path, model: Path, **groups: Any) -> Path:
+CRONUS = {"name": "cronus", "partial": "weak", "chunked": "strong", "cut_share": 0.5}
+
+
+def write_job(folder: Path, model: Path, system: Any = CRONUS, **groups: Any) -> Path:
     instance = {"page_size": TINY_OPTIONS["page_size"], "num_pages": TINY_OPTIONS["num_pages"]}
     config = {
         "model": str(model),
         "engine": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
         "groups": {name: {"platform": "cpu"} | group for name, group in groups.items()},
         "instances": {name: {"group": name} | instance for name in groups},
-        "system": {"name": "cronus", "partial": "weak", "chunked": "strong", "cut_share": 0.5},
+        "system": system,
         "verify_transfers": True,
     }
     path = folder / "run.yaml"
@@ -170,3 +173,30 @@ def test_cronus_over_two_nodes_of_which_one_is_lost(
     refused = subprocess.run([*placed, "--force"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2
     assert refused.stderr.startswith("jaxinfer: groups.weak.ray: no node has CPU 1, x 1; ")
+
+
+@pytest.mark.slow
+def test_one_that_is_lost_is_placed_again(
+    nodes: tuple[str, Any, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """All requests wait for it; its node has room for one alone, so that the lost one is let go."""
+    mark = uuid4().hex
+    group = {"ray": {"resources": {"x": 1}}, "environment": {"MARK": mark}, "restart": 1}
+    source, whole, out = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
+    write_lines(source)
+    alone = command(write_job(tmp_path, tiny_folder, "single", a={}), source, whole)
+    subprocess.run(alone, check=True, capture_output=True)
+    run_file = write_job(tmp_path, tiny_folder, "single", a=group)
+    with start(command(run_file, source, out, "--ray", nodes[0])) as job:
+        wait_for_lines(job, out, 1)
+        (lost,) = processes(mark)
+        lost.kill()
+        said, _ = job.communicate(timeout=200)
+    assert job.returncode == 0, said
+    assert choices(out) == choices(whole)
+    run = json.loads((tmp_path / "out.jsonl.runs" / "1" / "run.json").read_text())
+    assert run["lost"] == {}
+    (restart,) = run["restarts"]
+    assert (restart["group"], restart["error"]) == ("a", None)
+    assert restart["why"].endswith("was ended by signal 9")
+    wait_until(lambda: not processes(mark))
