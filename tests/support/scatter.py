@@ -10,6 +10,7 @@ from jaxinfer.serving.system import (
     Assignment,
     ClusterView,
     InstanceView,
+    Leg,
     MoveSlices,
     RequestView,
     StepView,
@@ -61,6 +62,21 @@ class Scatter(Single):
         gone = {(dest, piece) for _, dest, (piece,) in moves}
         there = {(n, piece) for n, pieces in enumerate(request.slices) for piece in pieces}
         return [MoveSlices(request.id, tuple(moves))] if moves and not gone & there else ()
+
+
+class ScatterFirst(Scatter):
+    """The same on the first of several instances, and plainly on others once that is lost."""
+
+    def check(self, instances: Collection[str]) -> None:
+        pass
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> list[Assignment]:
+        first = next(iter(cluster.instances))
+        return [Assignment(request.id, (Leg(first),)) for request in waiting]
+
+    def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
+        several = len(cluster.instances[step.instance].shards) > 1
+        return super().on_step(step, cluster) if several else ()
 
 
 def spread(attention: Sequence[int | None], primary: int = 1, **more: Any) -> dict[str, Any]:

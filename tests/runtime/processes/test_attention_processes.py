@@ -136,14 +136,14 @@ def test_an_instance_goes_on_without_its_attention_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A group is lost in a run, the other between that and the next; all is computed anew."""
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    call_silent_who_is_stopped(monkeypatch)
     before = children()
     llm = load(models["two"], tmp_path, **apart([None, None]))
     pids = pids_of(llm)
     assert children() - before == set(pids.values())
     found, run = serve_until(llm, 9, lambda: os.kill(pids["a0"], by), tmp_path / "runs")
     assert found == expected["two"]
-    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else SILENT
     lost = f"ProcessLost: process of group a0 (pid {pids['a0']}) {why}"
     (rest,) = run["restarts"]
     assert run["lost"] == {}
@@ -176,14 +176,14 @@ def test_who_loses_the_stage_loses_the_instance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another instance computes all of its requests anew, and none of its processes is left."""
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    call_silent_who_is_stopped(monkeypatch)
     before = children()
     llm = load(models["two"], tmp_path, **beside_another())
     pids = pids_of(llm)
     assert set(pids) == {"p", "a0", "a1"}
     found, run = serve_until(llm, 9, lambda: os.kill(pids["p"], by), tmp_path / "runs")
     assert found == expected["two"]
-    why = f"was ended by signal {by}" if by == signal.SIGKILL else "has said nothing for 4 s"
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else SILENT
     assert run["lost"] == {"x": f"ProcessLost: process of group p (pid {pids['p']}) {why}"}
     check_nothing_left(llm, ["x"])
     wait_until(lambda: not any(map(psutil.pid_exists, pids.values())))
@@ -303,7 +303,7 @@ def test_attention_processes_die_at_any_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kills come within 10 ms after some step or move was asked for; the other process is next."""
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    call_silent_who_is_stopped(monkeypatch)
     before, rng = children(), random.Random(0)
     for number in range(draws):
         llm = load(models["two"], tmp_path, **apart([None, None]))
@@ -348,12 +348,13 @@ def test_a_stage_with_attention_groups_dies_at_any_moment(
     """Within a hundredth of a second after some step or move was asked for."""
     call_silent_who_is_stopped(monkeypatch)
     before, rng, noticed = children(), random.Random(1), 0
+    sections = beside_another() | {"system": "scatter:ScatterFirst"}
     for number in range(draws):
-        llm = load(models["two"], tmp_path, **beside_another())
+        llm = load(models["two"], tmp_path, **sections)
         pids = pids_of(llm)
         by = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
         kill = Timer(rng.uniform(0, 0.01), os.kill, (pids["p"], by))
-        kind, share = rng.choice((Launch, Move)), rng.uniform(0, 0.8)
+        kind, share = rng.choice((Launch, Move)), rng.uniform(0, 0.5)
         run = serve_struck(llm, tmp_path / "runs", expected["two"], kind, share, kill.start)
         why = "was ended by signal 9" if by == signal.SIGKILL else SILENT
         lost = f"ProcessLost: process of group p (pid {pids['p']}) {why}"
