@@ -11,6 +11,8 @@ import pytest
 from jaxinfer.pallas_kernels import grouped
 from jaxinfer.pallas_kernels.choice import grouped as choose
 
+# On a GPU the kernels run as they are.
+INTERPRET = jax.default_backend() != "gpu"
 RNG = np.random.default_rng(0)
 E = 6
 # Of the largest value: weights' dtype -> what float32 sums, and then a result of that dtype, lose.
@@ -55,6 +57,7 @@ def close(found: jax.Array, expected: np.ndarray, error: float) -> None:
     assert off.max(initial=0) <= error * np.abs(expected).max(initial=1)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "case"), CASES)
 def test_each_row_by_its_experts_weights(dtype: str, case: tuple[list[int], int, int, int]) -> None:
     counts, D, F, more = case
@@ -64,10 +67,10 @@ def test_each_row_by_its_experts_weights(dtype: str, case: tuple[list[int], int,
     gate, up = (by_expert(x_RD, weight, counts) for weight in (gate_EDF, up_EDF))
     # Rows in float32, as the layer gives them.
     rows = x_RD.astype(jnp.float32)
-    found = grouped.matmul(rows, gate_EDF, count_E, interpret=True)
+    found = grouped.matmul(rows, gate_EDF, count_E, interpret=INTERPRET)
     assert found.dtype == jnp.float32
     close(found, gate, ROUNDED[dtype][0])
-    found = grouped.gated(rows, gate_EDF, up_EDF, count_E, interpret=True)
+    found = grouped.gated(rows, gate_EDF, up_EDF, count_E, interpret=INTERPRET)
     assert found.dtype == dtype
     close(found, gate / (1 + np.exp(-gate)) * up, ROUNDED[dtype][1])
 
