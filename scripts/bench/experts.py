@@ -73,9 +73,9 @@ def layers(
     ours = grouped(kernels, dtype, *sizes)
     assert ours
     if layout:
-        both = {"all experts": all_experts, "ours": partial(experts_on_mesh, products=ours)}
-        laid = {name: partial(run, layout=LAYOUTS[layout]) for name, run in both.items()}
-        return {name: jax.jit(run) for name, run in laid.items()}
+        laid = LAYOUTS[layout]
+        on_mesh = partial(experts_on_mesh, products=ours, layout=laid)
+        return {"all experts": jax.jit(partial(all_experts, layout=laid)), "ours": jax.jit(on_mesh)}
     found: dict[str, Callable[..., jax.Array]] = {"all experts": jax.jit(all_experts)}
     for name, products in {"ours": ours, "ragged_dot": RAGGED}.items():
         if ragged or products is ours:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +71,9 @@ def test_all_ways_add_up_to_the_same(kernels: str) -> None:
 
 
 def module(kernels: str, layout: str = "megatron", sizes: Sequence[int] = (D, F, E)) -> Experts:
-    names = "hidden_size", "intermediate_size", "num_experts"
+    D, F, E = sizes
     config = ModelConfig(
-        **dict(zip(names, sizes, strict=True)), num_experts_per_tok=X, architecture="",
+        hidden_size=D, intermediate_size=F, num_experts=E, num_experts_per_tok=X, architecture="",
         vocab_size=1, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         head_dim=1, max_position_embeddings=1, norm_eps=1, tie_word_embeddings=True,
         bos_token_id=None, eos_token_ids=(), windows=(None,), kernels=kernels,
@@ -106,9 +107,9 @@ def test_devices_compute_their_part_of_the_rows(kernels: str, layout: str) -> No
     split, state = nnx.split(module(kernels, layout, WIDE))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
 
-    def run(state: nnx.State, x_TD: jax.Array) -> jax.Array:
+    def run(state: Any, x_TD: jax.Array) -> jax.Array:
         used = [
-            (path, nnx.Param(for_use("layers.0.mlp." + path[-1], leaf[...], LAYOUTS[layout])))
+            (path, nnx.Param(for_use(f"layers.0.mlp.{path[-1]}", leaf[...], LAYOUTS[layout])))
             for path, leaf in nnx.to_flat_state(state)
         ]
         return nnx.merge(split, nnx.from_flat_state(used))(x_TD)
