@@ -149,9 +149,14 @@ def experts_on_mesh(
     places = {**cuts, "T": tuple(axis for axis in tokens if axis not in of_weights)}
 
     def here(
-        x_TD: jax.Array, share_TX: jax.Array, expert_TX: jax.Array, *weights: jax.Array
+        x_TD: jax.Array,
+        share_TX: jax.Array,
+        expert_TX: jax.Array,
+        gate_EDF: jax.Array,
+        up_EDF: jax.Array,
+        down_EFD: jax.Array,
     ) -> jax.Array:
-        E = len(weights[0])
+        E, weights = len(gate_EDF), (gate_EDF, up_EDF, down_EFD)
         if cuts["E"]:
             expert_TX -= jax.lax.axis_index(cuts["E"]) * E
             expert_TX = jnp.where(expert_TX < 0, E, jnp.minimum(expert_TX, E))

@@ -181,12 +181,9 @@ def collective(mesh: Mesh, kind: str, numbers: int, chain: int = 1) -> Callable[
             part = out[:here] + 1
         return out
 
-    specs = {
-        "in_specs": spec,
-        "out_specs": spec if kind == "all-to-all" else PartitionSpec(),
-        "check_vma": False,
-    }
-    compiled = jax.jit(jax.shard_map(run, mesh=mesh, **specs))
+    to = spec if kind == "all-to-all" else PartitionSpec()
+    on_mesh = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=to, check_vma=False)
+    compiled = jax.jit(on_mesh)
     return lambda: compiled(x)
 
 

@@ -43,11 +43,10 @@ CASES = [
 
 def by_expert(x_RD: jax.Array, weight_EDF: jax.Array, counts: Sequence[int]) -> np.ndarray:
     """Expert by expert, in float64."""
-    x_RD, weight_EDF = np.asarray(x_RD, np.float64), np.asarray(weight_EDF, np.float64)
+    rows, weights = np.asarray(x_RD, np.float64), np.asarray(weight_EDF, np.float64)
     ends = np.cumsum(counts)
     parts = [
-        x_RD[end - n : end] @ weight
-        for end, n, weight in zip(ends, counts, weight_EDF, strict=True)
+        rows[end - n : end] @ weight for end, n, weight in zip(ends, counts, weights, strict=True)
     ]
     return np.concatenate(parts)
 
