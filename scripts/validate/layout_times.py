@@ -48,7 +48,7 @@ CONTEXT = 128
 SIZES = {"prefill": (256, 1024), "decode": (32, 128)}
 # Without experts, expert_parallel is megatron.
 NAMES = [name for name in LAYOUTS if name != "expert_parallel"]
-ROUNDS = 9
+ROUNDS = 5
 
 
 def seconds_of(run: Callable[[], Any]) -> float:

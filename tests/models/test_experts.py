@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.experts import Experts, all_experts, likeliest, sorted_experts
-from jaxinfer.models.layouts import LAYOUTS
+from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.models.sharding import for_use, shard
 from jaxinfer.pallas_kernels.choice import grouped
 
@@ -77,14 +77,17 @@ def module(kernels: str, layout: str = "megatron", sizes: Sequence[int] = (D, F,
         vocab_size=1, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         head_dim=1, max_position_embeddings=1, norm_eps=1, tie_word_embeddings=True,
         bos_token_id=None, eos_token_ids=(), windows=(None,), kernels=kernels,
-        layout=LAYOUTS[layout],
+        layout=CASES[layout],
     )  # fmt: skip
     return Experts(config, nnx.Rngs(0))
 
 
 # All layouts and whole tiles of both kernels on a mesh of 2 x 4.
 WIDE = (32, 512, 8)
-FAST = ("megatron", "expert_parallel", "weight_stationary_2d", "weight_gathered")
+FAST = ("megatron", "expert_parallel", "weight_stationary_2d", "weight_gathered", "alike")
+# With one of one's own, whose tokens and columns lie on the same axis.
+ALIKE = Layout((Rule("*", {"F": ALL}),), {"ffn_inputs": {"T": ALL}})
+CASES = {**LAYOUTS, "alike": ALIKE}
 
 
 @pytest.mark.parametrize(
@@ -93,10 +96,10 @@ FAST = ("megatron", "expert_parallel", "weight_stationary_2d", "weight_gathered"
         pytest.param(
             kernels,
             layout,
-            marks=[] if layout in FAST[: 4 if kernels == "numba" else 2] else pytest.mark.slow,
+            marks=[] if layout in FAST[: None if kernels == "numba" else 2] else pytest.mark.slow,
         )
         for kernels in ("numba", "interpret")
-        for layout in (*FAST, *(name for name in LAYOUTS if name not in FAST))
+        for layout in (*FAST, *(name for name in CASES if name not in FAST))
     ],
 )
 def test_devices_compute_their_part_of_the_rows(kernels: str, layout: str) -> None:
@@ -109,7 +112,7 @@ def test_devices_compute_their_part_of_the_rows(kernels: str, layout: str) -> No
 
     def run(state: Any, x_TD: jax.Array) -> jax.Array:
         used = [
-            (path, nnx.Param(for_use(f"layers.0.mlp.{path[-1]}", leaf[...], LAYOUTS[layout])))
+            (path, nnx.Param(for_use(f"layers.0.mlp.{path[-1]}", leaf[...], CASES[layout])))
             for path, leaf in nnx.to_flat_state(state)
         ]
         return nnx.merge(split, nnx.from_flat_state(used))(x_TD)
@@ -118,7 +121,7 @@ def test_devices_compute_their_part_of_the_rows(kernels: str, layout: str) -> No
     with jax.set_mesh(mesh):
         laid = jax.tree.map_with_path(
             lambda path, x: jax.device_put(
-                x, shard(f"layers.0.mlp.{path[0].key}", x.shape, mesh, LAYOUTS[layout])
+                x, shard(f"layers.0.mlp.{path[0].key}", x.shape, mesh, CASES[layout])
             ),
             state,
         )
