@@ -75,11 +75,10 @@ def test_each_row_by_its_experts_weights(dtype: str, case: tuple[list[int], int,
 
 
 def test_only_rows_and_experts_that_are_asked_for_are_read() -> None:
-    """NaN in a weight without rows, or behind the last row, reaches nobody; nothing is written."""
+    """NaN in a weight without rows reaches nobody; nothing is written behind the last row."""
     counts = jnp.asarray([0, 3, 0, 0, 17, 0], jnp.int32)
     weight_EDF = jnp.ones((E, 16, 16)).at[jnp.array([0, 2, 3, 5])].set(jnp.nan)
-    x_RD = jnp.ones((24, 16)).at[20:].set(jnp.nan)
-    found = grouped.matmul(x_RD, weight_EDF, counts, interpret=True)
+    found = grouped.matmul(jnp.ones((24, 16)), weight_EDF, counts, interpret=True)
     np.testing.assert_array_equal(found[:20], 16)
     assert np.isnan(found[20:]).all(), "the interpreter's memory is NaN"
 
