@@ -68,7 +68,8 @@ class Layout:
             layer; ``attention_inputs`` and ``ffn_inputs``, normalised; ``queries`` and ``new_kv``
             as they are made; ``heads`` of queries and of results, and ``kv``, as they attend and
             are kept; ``ffn`` between its products; ``attention_outputs`` and ``ffn_outputs`` as
-            they are multiplied; ``experts``; ``logits``. XLA decides for names that are not there.
+            they are multiplied; ``experts``, where all compute all tokens; ``logits``. XLA decides
+            for names that are not there.
         kv: of KV pages: K, heads.
         gathered: axes of the mesh over which a layer's weights are gathered before they are used.
     """

@@ -87,24 +87,36 @@ def scaled_products(kernels: str, dtype: jnp.dtype) -> ScaledProducts | None:
 
 
 class Grouped(NamedTuple):
-    """Products of rows with the weights of their experts; see ``numba_grouped``."""
+    """Products of rows with the weights of their experts; see ``numba_grouped``.
+
+    ``gated`` may round its results to the weights' dtype, as ``matmul`` does what it is given.
+    """
 
     matmul: Callable[..., jax.Array]
     gated: Callable[..., jax.Array]
 
 
-def grouped(kernels: str, dtype: jnp.dtype) -> Grouped | None:
-    """Return the grouped products of that name for weights of this dtype; None where all experts
-    have to compute all rows.
+def grouped(kernels: str, dtype: jnp.dtype, D: int, F: int) -> Grouped | None:
+    """Return the grouped products of that name for weights of this dtype, of D x F for an expert
+    on one device; None where all experts have to compute all rows.
 
     XLA's own, ``jax.lax.ragged_dot``, are none: on CPUs and GPUs alike, XLA multiplies each row by
     every expert and masks, so that all experts take a token's number of experts times less.
     """
-    if kernels != "numba" or dtype not in (jnp.float32, jnp.bfloat16):
-        return None
-    from jaxinfer.pallas_kernels import numba_grouped
+    if kernels == "numba" and dtype in (jnp.float32, jnp.bfloat16):
+        from jaxinfer.pallas_kernels import numba_grouped
 
-    return Grouped(numba_grouped.matmul, numba_grouped.gated)
+        return Grouped(numba_grouped.matmul, numba_grouped.gated)
+    if kernels in ("plain", "numba"):
+        return None
+    from jaxinfer.pallas_kernels import grouped
+
+    if grouped.why_not(D, F):
+        return None
+    interpret = kernels == "interpret"
+    return Grouped(
+        partial(grouped.matmul, interpret=interpret), partial(grouped.gated, interpret=interpret)
+    )
 
 
 def keys_by_token(kernels: str) -> bool:

@@ -1,29 +1,44 @@
-"""Experts on a CPU: grouped products beside all experts for all tokens, and beside ragged_dot.
+"""Experts on a CPU or a GPU: grouped products beside all experts for all tokens, and ragged_dot.
 
     python -m scripts.bench.experts
     python -m scripts.bench.experts --tokens 1,8 --ragged
+    python -m scripts.bench.experts --devices 8 --layouts expert_parallel,megatron
+    python -m scripts.bench.experts --model qwen3-30b-a3b --json experts.json
 
-One layer of 64 experts of 1,024 x 512, 8 per token. Medians of rounds in which the functions take
-turns, in milliseconds; results are compared, and the machine's load stands beside them.
-``--ragged`` has ``jax.lax.ragged_dot`` take part, which takes seconds for many tokens.
+One layer, by default of 64 experts of 1,024 x 512, 8 per token. Medians of rounds in which the
+functions take turns, in milliseconds; results are compared. Beside them: what our products read of
+weights and multiply per second, and the machine's load. ``--ragged`` has ``jax.lax.ragged_dot``
+take part, which takes seconds for many tokens on a CPU. ``--devices`` are a CPU's, as one axis.
 """
 
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import click
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxinfer.models.experts import all_experts, likeliest, sorted_experts
+from jaxinfer.models.experts import all_experts, experts_on_mesh, likeliest, sorted_experts
+from jaxinfer.models.layouts import LAYOUTS
+from jaxinfer.models.sharding import shard
 from jaxinfer.pallas_kernels.choice import Grouped, grouped
-from scripts.tables import show_table
+from scripts.tables import Row, show_table
 
-E, D, F, PER_TOKEN = 64, 1024, 512, 8
+# Experts, their sizes, and how many of them a token is sent to.
+MODELS = {
+    "small": (64, 1024, 512, 8),
+    "qwen3-30b-a3b": (128, 2048, 768, 8),
+    "mixtral-8x7b": (8, 4096, 14336, 2),
+}
+WEIGHTS = "gate_EDF", "up_EDF", "down_EFD"
 # Of the largest value, by the dtype of weights: all experts round their rows to it.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
@@ -45,27 +60,45 @@ def ragged_gated(
 RAGGED = Grouped(ragged_matmul, ragged_gated)
 
 
-def layers(ragged: bool, dtype: jnp.dtype) -> dict[str, Callable[..., jax.Array]]:
-    """The layers by name, compiled when they are called: of x, shares, experts, weights."""
-    found: dict[str, Callable[..., jax.Array]] = {"all experts": jax.jit(all_experts)}
-    ours = grouped("numba", dtype)
+def layers(
+    ragged: bool, dtype: jnp.dtype, sizes: tuple[int, int], layout: str | None
+) -> dict[str, Callable[..., jax.Array]]:
+    """The layers by name, compiled when they are called: of x, shares, experts, weights.
+
+    Args:
+        sizes: D and F of an expert on one device.
+        layout: of the mesh in use; None without one.
+    """
+    kernels = "numba" if jax.default_backend() == "cpu" else "generic"
+    ours = grouped(kernels, dtype, *sizes)
     assert ours
+    if layout:
+        laid = LAYOUTS[layout]
+        on_mesh = partial(experts_on_mesh, products=ours, layout=laid)
+        return {"all experts": jax.jit(partial(all_experts, layout=laid)), "ours": jax.jit(on_mesh)}
+    found: dict[str, Callable[..., jax.Array]] = {"all experts": jax.jit(all_experts)}
     for name, products in {"ours": ours, "ragged_dot": RAGGED}.items():
         if ragged or products is ours:
             found[name] = jax.jit(partial(sorted_experts, products=products))
     return found
 
 
-def inputs(tokens: int, dtype: jnp.dtype) -> tuple[jax.Array, ...]:
-    """Rows, their shares and experts, and weights, all random."""
+def inputs(
+    tokens: int, dtype: jnp.dtype, model: str, mesh: Mesh | None, layout: str | None
+) -> tuple[jax.Array, ...]:
+    """Rows, their shares and experts, and weights where the layout has them, all random."""
+    E, D, F, per_token = MODELS[model]
     keys = jax.random.split(jax.random.key(0), 5)
     x_TD = jax.random.normal(keys[0], (tokens, D))
-    routed = likeliest(jax.random.normal(keys[1], (tokens, E)), PER_TOKEN, True)
-    sizes = (E, D, F), (E, D, F), (E, F, D)
-    weights = (
-        (jax.random.normal(key, size) * size[1] ** -0.5).astype(dtype)
-        for key, size in zip(keys[2:], sizes, strict=True)
-    )
+    routed = likeliest(jax.random.normal(keys[1], (tokens, E)), per_token, True)
+    weights = []
+    for key, name in zip(keys[2:], WEIGHTS, strict=True):
+        size = (E, D, F) if name != "down_EFD" else (E, F, D)
+        weight = (jax.random.normal(key, size, dtype) * size[1] ** -0.5).astype(dtype)
+        if mesh and layout:
+            where = shard(f"layers.0.mlp.{name}", size, mesh, LAYOUTS[layout])
+            weight = jax.device_put(weight, where)
+        weights.append(weight)
     return (x_TD, *routed, *weights)
 
 
@@ -95,21 +128,63 @@ def check(found: Mapping[str, jax.Array], dtype: str) -> None:
 @click.option("--tokens", default="1,8,64,512", help="Tokens of a step, several with commas.")
 @click.option("--rounds", default=7)
 @click.option("--ragged", is_flag=True)
-def main(tokens: str, rounds: int, ragged: bool) -> None:
+@click.option("--model", type=click.Choice(list(MODELS)), default="small")
+@click.option("--dtypes", default=",".join(TOLERANCE), help="Of weights, several with commas.")
+@click.option("--devices", default=1, help="Of a CPU, as a mesh of one axis.")
+@click.option("--layouts", default="expert_parallel,megatron", help="Of the mesh.")
+@click.option("--json", "json_path", help="File for the figures.")
+def main(
+    tokens: str,
+    rounds: int,
+    ragged: bool,
+    model: str,
+    dtypes: str,
+    devices: int,
+    layouts: str,
+    json_path: str | None,
+) -> None:
     """Print a table."""
-    rows = []
-    for dtype in TOLERANCE:
-        for count in map(int, tokens.split(",")):
-            runs, given = layers(ragged, jnp.dtype(dtype)), inputs(count, jnp.dtype(dtype))
-            check({name: run(*given) for name, run in runs.items()}, dtype)
-            took = milliseconds(runs, given, rounds)
-            rows.append(
-                {"weights": dtype, "tokens": count}
-                | {f"{name}, ms": round(ms, 1) for name, ms in took.items()}
-                | {"all / ours": round(took["all experts"] / took["ours"], 1)}
-                | {"load": round(os.getloadavg()[0], 1)}
-            )
+    if devices > 1:
+        jax.config.update("jax_num_cpu_devices", devices)
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",)) if devices > 1 else None
+    rows: list[Row] = []
+    for layout in layouts.split(",") if mesh else [None]:
+        for dtype in dtypes.split(","):
+            for count in map(int, tokens.split(",")):
+                with jax.set_mesh(mesh) if mesh else nullcontext():
+                    rows.append(measured(count, dtype, model, rounds, ragged, mesh, layout))
     show_table(rows)
+    if json_path:
+        Path(json_path).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+def measured(
+    count: int,
+    dtype: str,
+    model: str,
+    rounds: int,
+    ragged: bool,
+    mesh: Mesh | None,
+    layout: str | None,
+) -> Row:
+    """A row of the table, for so many tokens."""
+    given = inputs(count, jnp.dtype(dtype), model, mesh, layout)
+    _, D, F, per_token = MODELS[model]
+    columns = given[3].sharding.shard_shape(given[3].shape)[2]
+    runs = layers(ragged, jnp.dtype(dtype), (D, columns), layout)
+    check({name: run(*given) for name, run in runs.items()}, dtype)
+    took = milliseconds(runs, given, rounds)
+    touched = len(np.unique(given[2])) * 3 * D * F * given[3].dtype.itemsize
+    return (
+        {"layout": layout or "one device", "weights": dtype, "tokens": count}
+        | {f"{name}, ms": round(ms, 2) for name, ms in took.items()}
+        | {
+            "all / ours": round(took["all experts"] / took["ours"], 1),
+            "GB/s": round(touched / took["ours"] / 1e6, 1),
+            "TFLOP/s": round(6 * count * per_token * D * F / took["ours"] / 1e9, 3),
+            "load": round(os.getloadavg()[0], 1),
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@
 #   scripts/bench/gpu_suite.sh --rehearse --out DIR            # on a CPU: tiny, kernels interpreted
 #
 # Part 1: tests, a memory checker, kernels beside peers. 2: the engine. 3: counters of kernels,
-# torch's flex_attention, tables of operators. extra: Cronus over the GPU and the host's CPU, in one
-# process and in two. Without --part: 1, 2 and 3; --only STAGE,... runs some stages.
+# torch's flex_attention, tables of operators. extra: experts; Cronus over the GPU and the host's
+# CPU, in one process and in two. Without --part: 1, 2 and 3; --only STAGE,... runs some stages.
 #
 # The machine with the GPU has Python 3.12 ($PYTHON, by default python3) with JAX for CUDA, flax and
 # transformers; what else the project needs comes as wheels. Without --wheels, that Python must have
@@ -26,7 +26,7 @@ declare -A parts=(
     [1]=device,tests,pools,memory,kernels
     [2]=device,engine
     [3]=device,counters,flex,operators
-    [extra]=device,cronus,processes
+    [extra]=device,experts,cronus,processes
 )
 # Seconds for the wheels of a part to be installed.
 environment_limit=40
@@ -241,7 +241,12 @@ stage operators 160 env --chdir="$results" "$python" -m jaxinfer profile configs
     --operators --tensor-parallel 1,2 --out operators \
     --set "model=$(realpath "$model")" "${operators[@]}"
 
-# Extra. Cronus over the GPU and the host's CPU, and the GPU alone. Paths are relative, since the
+# Extra. A layer of experts, whose grouped products stand beside all for all tokens and ragged_dot.
+stage experts 75 "$python" -m scripts.bench.experts --json "$results/experts.json" --ragged \
+    --model "$([[ -n $rehearse ]] && echo small || echo qwen3-30b-a3b)" --dtypes bfloat16 \
+    --tokens "$([[ -n $rehearse ]] && echo 8 || echo 16,512,4096)"
+
+# Cronus over the GPU and the host's CPU, and the GPU alone. Paths are relative, since the
 # results quote the command.
 compare=("$python" -m jaxinfer compare configs/gpu/cronus.yaml --rounds 1 --set "model=$model"
     "${settings[@]}")

@@ -1,1 +1,1 @@
-"""Lowers and compiles the attention kernels without a GPU."""
+"""Lowers and compiles the kernels for GPUs without a GPU."""

@@ -94,7 +94,8 @@ class Assembled(NamedTuple):
     """The assembler's and the disassembler's words on a variant's kernels.
 
     Attributes:
-        registers: of each kernel named paged_*, with spilled bytes, or the error's first line.
+        registers: of each kernel named paged_* or grouped_*, with spilled bytes, or the error's
+            first line.
         loops: instructions of the loop over tiles by kind, of each kernel that has one.
     """
 
@@ -114,7 +115,7 @@ def assembled(compile_it: Callable[[], object]) -> Assembled:
     logs = {log: log.read_text() for log in (SCRATCH / "logs").glob("[0-9]*[0-9]")}
     # What joins the parts of decodes comes last.
     for log, text in sorted(logs.items(), key=lambda item: "'paged_join" in item[1]):
-        if "'paged_" not in text:
+        if not re.search(r"'(paged|grouped)_", text):
             continue
         registers = re.findall(r"Used (\d+) registers", text)
         spills = re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxinfer.pallas_kernels import generic, hopper, write
+from jaxinfer.pallas_kernels import generic, grouped, hopper, write
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
@@ -35,6 +35,8 @@ SHAPES = (
     (5, 192, 16),
 )
 S, C, T, M, P = 8, 4, 256, 64, 600
+# Experts, their sizes and rows: Mixtral's and Qwen 3's, decodes and prompts; none divides.
+EXPERTS = ((8, 4096, 14336, 16), (128, 2048, 768, 256), (128, 2048, 768, 32768), (6, 80, 48, 200))
 
 
 class Variant(NamedTuple):
@@ -76,6 +78,20 @@ def variants() -> Iterator[Variant]:
             yield Variant(
                 f"hopper {what}: {name}", partial(run, window=window), arguments, ("H100",)
             )
+
+    yield from _grouped()
+
+
+def _grouped() -> Iterator[Variant]:
+    for (E, D, F, R), dtype in product(EXPERTS, ("bfloat16", "float32")):
+        x_RD, count_E = jax.ShapeDtypeStruct((R, D), dtype), jax.ShapeDtypeStruct((E,), "int32")
+        weight_EDF = jax.ShapeDtypeStruct((E, D, F), dtype)
+        name = f"{R} rows of {E} experts of {D} x {F}, {dtype}"
+        for what, run, weights in (
+            ("matmul", grouped.matmul, [weight_EDF]),
+            ("gated", grouped.gated, [weight_EDF, weight_EDF]),
+        ):
+            yield Variant(f"grouped {what}: {name}", run, (x_RD, *weights, count_E), tuple(GPUS))
 
 
 def _arguments(K: int, G: int, H: int, B: int, dtype: str) -> tuple[Any, Any, Any]:

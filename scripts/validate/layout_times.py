@@ -3,9 +3,10 @@
     python -m scripts.validate.layout_times OUT.csv
 
 One layer of a small model, with weights, under each layout, in both phases and two sizes; medians
-of rounds in turns. What is predicted goes by rates that are measured first: a matrix product, reads
-of a weight, and all-reduces of two sizes. Prints Kendall's tau of all cases, and of the layouts of
-each phase and size. Nothing else should run meanwhile.
+of rounds in turns. What is predicted goes by rates that are measured in the same rounds: matrix
+products, reads of a weight, passes over memory that is there and over memory that is new, and
+collectives. Prints Kendall's tau of all cases, and of the layouts of each phase and size. Nothing
+else should run meanwhile.
 """
 
 import math
@@ -32,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from jaxinfer.hardware.catalogue import ModelShape  # noqa: E402
 from jaxinfer.models.layouts import LAYOUTS, Layout, ways  # noqa: E402
-from jaxinfer.sharding.collectives import moved, without_reduce_scatter  # noqa: E402
+from jaxinfer.sharding.collectives import Collective, moved, without_reduce_scatter  # noqa: E402
 from jaxinfer.sharding.costs import LayoutFlow  # noqa: E402
 from jaxinfer.sharding.layer import Program  # noqa: E402
 from scripts.tables import Row, show_table, write_csv  # noqa: E402
@@ -47,7 +48,7 @@ CONTEXT = 128
 SIZES = {"prefill": (256, 1024), "decode": (32, 128)}
 # Without experts, expert_parallel is megatron.
 NAMES = [name for name in LAYOUTS if name != "expert_parallel"]
-ROUNDS = 9
+ROUNDS = 5
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
@@ -57,57 +58,93 @@ def seconds_of(run: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def timed(run: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """The median of some runs, after one that does not count."""
-    seconds_of(run)
-    return median(seconds_of(run) for _ in range(rounds))
-
-
 @dataclass(frozen=True)
 class Rates:
     """Rates of one of the devices while the others do the same.
 
     Attributes:
-        flops: per second; ``memory``: bytes per second of a weight that is read; ``stream``: those
-            that sums and norms read and write.
+        launch: seconds of a program that does nothing.
+        flops: per second; ``product``: seconds of a product per number of its weight, by rows.
+        stream: bytes per second that sums and norms read and write.
+        fresh: bytes per second of memory that the system gives anew, in pages that it clears.
         each: kind of collective -> bytes that a device sends per second, and seconds besides.
         last: bytes per second of an all-gather along an array's last axis, whose pieces are rows
             that lie apart.
     """
 
+    launch: float
     flops: float
-    memory: float
+    product: Mapping[int, float]
     stream: float
+    fresh: float
     each: Mapping[str, tuple[float, float]]
     last: float
 
 
-def measured(mesh: Mesh) -> Rates:
-    """Measure products, reads of weights, and collectives over all devices in two sizes."""
+# Rows of a square product, and of products by a weight; numbers that a device has of other arrays.
+SQUARE, ROWS = 512, (1, 4, 16, 64, 256)
+NUMBERS, LARGE, SMALL = 1 << 21, 1 << 24, 1 << 12
+CHAIN = 9
+# Bytes from which on malloc of glibc has a buffer's pages from the system, and returns them.
+FRESH = 32 << 20
+
+
+def calibration(mesh: Mesh) -> dict[str, Callable[[], Any]]:
+    """Runs whose seconds give the rates."""
     cut = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    n = 512
-    x = jax.device_put(np.ones((DEVICES, n, n), np.float32), cut)
-    flops = 2 * n**3 / timed(lambda: multiply(x, x))
-    numbers = 4 << 20
-    row = jax.device_put(np.ones((DEVICES, 1, 1024), np.float32), cut)
-    weight = jax.device_put(np.ones((DEVICES, 1024, numbers // 1024), np.float32), cut)
-    memory = 4 * numbers / timed(lambda: multiply(row, weight))
-    stream = 2 * 4 * numbers / timed(lambda: increase(weight))
-    each = {}
-    for kind, one in COLLECTIVES.items():
-        small, large = (
-            (4 * numbers * moved(kind, DEVICES), timed(collective(mesh, kind, one, numbers)))
-            for numbers in (1 << 12, 1 << 21)
-        )
-        per_byte = (large[1] - small[1]) / (large[0] - small[0])
-        each[kind] = 1 / per_byte, max(small[1] - small[0] * per_byte, 0.0)
+
+    def ones(*shape: int) -> jax.Array:
+        return jax.device_put(np.ones((DEVICES, *shape), np.float32), cut)
+
+    one, x = ones(1), ones(SQUARE, SQUARE)
+    weight, large = ones(1024, NUMBERS // 1024), ones(LARGE)
     apart = jax.device_put(
-        np.ones((4096, numbers // 4096), np.float32),
+        np.ones((NUMBERS // 1024, 1024), np.float32),
         NamedSharding(mesh, PartitionSpec(None, mesh.axis_names)),
     )
     whole = jax.jit(lambda x: x + 0, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    last = 4 * numbers * moved("all-gather", DEVICES) / timed(lambda: whole(apart))
-    return Rates(flops, memory, stream, each, last)
+    runs: dict[str, Callable[[], Any]] = {
+        "launch": lambda: increase(one),
+        "flops": lambda: multiply(x, x),
+        "stream": lambda: increase(weight),
+        "last": lambda: whole(apart),
+    }
+    for rows in ROWS:
+        runs[f"{rows} rows"] = partial(multiply, ones(rows, 1024), weight)
+    for kind in COLLECTIVES:
+        runs[kind] = collective(mesh, kind, NUMBERS)
+        runs[f"{kind}, small"] = collective(mesh, kind, SMALL)
+        runs[f"{kind}, chain"] = collective(mesh, kind, SMALL, CHAIN)
+    runs["fresh"] = lambda: increase(large)
+    return runs
+
+
+def rates(seconds: Mapping[str, float]) -> Rates:
+    """The rates by the seconds of those runs.
+
+    A collective's own seconds are those that one more of a program takes; its rate is that of a
+    large one without them.
+    """
+    launch = seconds["launch"]
+
+    def rate(amount: float, name: str, besides: float = 0.0) -> float:
+        return amount / max(seconds[name] - launch - besides, 1e-6)
+
+    stream = rate(2 * 4 * NUMBERS, "stream")
+    each = {}
+    for kind in COLLECTIVES:
+        fixed = (seconds[f"{kind}, chain"] - seconds[f"{kind}, small"]) / (CHAIN - 1)
+        fixed = max(fixed, 0.0)
+        each[kind] = rate(4 * NUMBERS * moved(kind, DEVICES), kind, fixed), fixed
+    return Rates(
+        launch,
+        rate(2 * SQUARE**3, "flops"),
+        {rows: 1 / rate(NUMBERS, f"{rows} rows") for rows in ROWS},
+        stream,
+        rate(4 * LARGE, "fresh", 2 * 4 * LARGE / stream),
+        each,
+        rate(4 * NUMBERS * moved("all-gather", DEVICES), "last", each["all-gather"][1]),
+    )
 
 
 # As functions of a device's part, of which all have the same size, and the mesh's axes.
@@ -130,22 +167,23 @@ def increase(x: jax.Array) -> jax.Array:
     return x + 1
 
 
-def collective(
-    mesh: Mesh, kind: str, one: Callable[[jax.Array, Any], jax.Array], numbers: int
-) -> Callable[[], jax.Array]:
-    """A collective of an array of so many numbers, as ``dataflow.Collective`` counts them."""
+def collective(mesh: Mesh, kind: str, numbers: int, chain: int = 1) -> Callable[[], jax.Array]:
+    """Collectives, one after the other, of an array of so many numbers, as ``dataflow.Collective``
+    counts them.
+    """
     here = numbers // DEVICES if kind == "all-gather" else numbers
     spec = PartitionSpec(mesh.axis_names)
     x = jax.device_put(np.ones(DEVICES * here, np.float32), NamedSharding(mesh, spec))
-    compiled = jax.jit(
-        jax.shard_map(
-            lambda part: one(part, mesh.axis_names),
-            mesh=mesh,
-            in_specs=spec,
-            out_specs=spec if kind == "all-to-all" else PartitionSpec(),
-            check_vma=False,
-        )
-    )
+
+    def run(part: jax.Array) -> jax.Array:
+        for _ in range(chain):
+            out = COLLECTIVES[kind](part, mesh.axis_names)
+            part = out[:here] + 1
+        return out
+
+    to = spec if kind == "all-to-all" else PartitionSpec()
+    on_mesh = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=to, check_vma=False)
+    compiled = jax.jit(on_mesh)
     return lambda: compiled(x)
 
 
@@ -170,38 +208,66 @@ def layer(layout: Layout, mesh: Mesh, phase: str, tokens: int) -> Callable[[], A
 
 
 def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
-    """Seconds of a layer by what its flow multiplies, reads and sends.
+    """Seconds of a layer by what its flow multiplies, reads and sends, and the memory it needs.
 
-    On these devices a product takes what its multiplications take and what its weight's reading
-    takes, one after the other (1 to 256 rows of 1,024 by 4,096, within 15 %). A reduce-scatter is
-    an all-reduce here.
+    On these devices products of few rows are far from the rate of many (16 rows take five times as
+    long as one, 256 twenty times), so each takes what those with rows beside its own do. A
+    reduce-scatter is an all-reduce here.
     """
     flow = LayoutFlow(MODEL, layout, MESH)
     part = flow.layer.attention
     assert part
-    flops = tokens * sum(each.flops for each in flow.layer.products)
-    read = sum(each.weights for each in flow.layer.products)
+    multiplied = sum(
+        each.weights * product_s(tokens * each.rows, rates) for each in flow.layer.products
+    )
+    # A prompt's scores are all computed, and then masked.
     pairs, entries = (
-        (tokens * (tokens + 1) / 2, tokens)
+        (tokens * tokens, tokens)
         if phase == "prefill"
         else (tokens * CONTEXT, tokens * CONTEXT * part.tokens)
     )
     H = flow.model.head_size
-    flops += 4 * pairs * part.tokens * part.heads * H
-    read += 2 * entries * part.kv_heads * H
+    flops = 4 * pairs * part.tokens * part.heads * H
+    # A row by a weight takes as long as the weight's reading.
+    read_s = 2 * entries * part.kv_heads * H * rates.product[1]
     # Each half of a layer has a norm, which reads its input twice and writes, and a sum of two:
-    # six passes over the residual stream, where it lies.
+    # six passes over the residual stream, where it lies. Scores are written, read for their
+    # largest, read and written as shares, and read for the sum and the product.
     places = flow.layout.activations.get("residual", {})
     pieces = math.prod(ways(place, MESH) for place in places.values())
     passes = 2 * 6 * tokens * MODEL.hidden_size / pieces
-    seconds = flops / rates.flops + 4 * read / rates.memory
-    seconds += 4 * passes / rates.stream
+    passes += 6 * pairs * part.tokens * part.heads
+    seconds = rates.launch + multiplied + flops / rates.flops + read_s
+    seconds += 4 * passes / rates.stream + fresh_bytes(flow) / rates.fresh
     for each in without_reduce_scatter(flow.layer.collectives):
         rate, fixed = rates.each[each.kind]
-        if "T" not in each.letters and each.letters.endswith("D"):
+        if is_apart(each):
             rate = rates.last
         seconds += 4 * each.moved * (tokens if "T" in each.letters else 1) / rate + fixed
     return seconds
+
+
+def product_s(rows: float, rates: Rates) -> float:
+    """Seconds of a product per number of its weight; of more rows than measured, in proportion."""
+    most = max(ROWS)
+    found = np.interp(min(rows, most), ROWS, [rates.product[each] for each in ROWS])
+    return float(found) * max(rows / most, 1.0)
+
+
+def is_apart(each: Collective) -> bool:
+    """True of a weight that is gathered along its last axis."""
+    return "T" not in each.letters and each.letters.endswith("D")
+
+
+def fresh_bytes(flow: LayoutFlow) -> float:
+    """Bytes of gathered weights that a device has new memory for in each run.
+
+    One buffer has them all, and those that are gathered along their last axis twice: as they come,
+    and in order.
+    """
+    weights = [each for each in flow.layer.collectives if "T" not in each.letters]
+    needed = 4 * sum(each.numbers * (1 + is_apart(each)) for each in weights)
+    return needed if needed > FRESH else 0.0
 
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -210,41 +276,55 @@ def tau(pairs: Sequence[tuple[float, float]]) -> float:
     return float(np.mean(signs))
 
 
+def in_turns(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Medians of seconds in rounds in which the runs take turns, after one that does not count."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(1 + ROUNDS):
+        for name, run in runs.items():
+            if name in NAMES:
+                # The one before may have left memory that is returned meanwhile.
+                seconds_of(run)
+            seconds = seconds_of(run)
+            if number:
+                taken[name].append(seconds)
+    return {name: median(found) for name, found in taken.items()}
+
+
+def said(rates: Rates) -> str:
+    """The rates in a line."""
+    products = ", ".join(f"{rows}: {1e9 * s:.2f}" for rows, s in rates.product.items())
+    each = ", ".join(f"{k} {r / 1e9:.2f}, {s * 1e6:.0f}" for k, (r, s) in rates.each.items())
+    return (
+        f"launch {rates.launch * 1e6:.0f} us, {rates.flops / 1e9:.1f} GFLOP/s; ns per number of "
+        f"weights by rows: {products}; GB/s {rates.stream / 1e9:.2f} of sums, "
+        f"{rates.fresh / 1e9:.2f} of new memory; GB/s and us of collectives: {each}; along a last "
+        f"axis {rates.last / 1e9:.2f}"
+    )
+
+
 @click.command()
 @click.argument("out")
 def main(out: str) -> None:
     """Measure, predict, and write both."""
     mesh = Mesh(np.array(jax.devices()).reshape(*MESH.values()), tuple(MESH))
-    rates = measured(mesh)
-    print(
-        f"one of {DEVICES} devices: {rates.flops / 1e9:.1f} GFLOP/s, {rates.memory / 1e9:.2f} "
-        f"GB/s of weights, {rates.stream / 1e9:.2f} of sums; GB/s and us of collectives: "
-        + ", ".join(f"{k} {r / 1e9:.2f}, {s * 1e6:.0f}" for k, (r, s) in rates.each.items())
-        + f"; along a last axis {rates.last / 1e9:.2f}"
-    )
+    runs = calibration(mesh)
     rows: list[Row] = []
     for phase, sizes in SIZES.items():
         for tokens in sizes:
-            runs = {name: layer(LAYOUTS[name], mesh, phase, tokens) for name in NAMES}
-            for run in runs.values():
-                seconds_of(run)
-            taken: dict[str, list[float]] = {name: [] for name in NAMES}
-            for _ in range(ROUNDS):
-                for name, run in runs.items():
-                    # The one before may have left memory that is returned meanwhile.
-                    seconds_of(run)
-                    taken[name].append(seconds_of(run))
-            for name in NAMES:
-                ms = 1e3 * predicted(LAYOUTS[name], rates, phase, tokens)
-                rows.append(
-                    {
-                        "phase": phase,
-                        "tokens": tokens,
-                        "layout": name,
-                        "measured_ms": round(1e3 * median(taken[name]), 3),
-                        "predicted_ms": round(ms, 3),
-                    }
-                )
+            layers = {name: layer(LAYOUTS[name], mesh, phase, tokens) for name in NAMES}
+            taken = in_turns({**runs, **layers})
+            found = rates(taken)
+            print(f"{phase}, {tokens} tokens, one of {DEVICES} devices: {said(found)}")
+            rows += [
+                {
+                    "phase": phase,
+                    "tokens": tokens,
+                    "layout": name,
+                    "measured_ms": round(1e3 * taken[name], 3),
+                    "predicted_ms": round(1e3 * predicted(LAYOUTS[name], found, phase, tokens), 3),
+                }
+                for name in NAMES
+            ]
     show_table(rows)
     print(f"\nKendall's tau of all {len(rows)} cases: {tau(_pairs(rows)):.2f}")
     for phase, sizes in SIZES.items():

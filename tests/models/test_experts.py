@@ -1,6 +1,8 @@
 """Mixtures of experts against a loop over tokens and their experts, in float64."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ from jax.sharding import Mesh
 
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.experts import Experts, all_experts, likeliest, sorted_experts
+from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
+from jaxinfer.models.sharding import for_use, shard
 from jaxinfer.pallas_kernels.choice import grouped
 
 T, X, E, D, F = 9, 3, 5, 17, 100
@@ -58,7 +62,7 @@ def test_the_likeliest_and_their_shares(normalised: bool) -> None:
 def test_all_ways_add_up_to_the_same(kernels: str) -> None:
     if kernels == "numba":
         pytest.importorskip("numba")
-    found = grouped(kernels, jnp.dtype("float32"))
+    found = grouped(kernels, jnp.dtype("float32"), D, F)
     layer = partial(sorted_experts, products=found) if found else all_experts
     shares, experts = routed(True)
     given = *floats(X_TD, shares), jnp.asarray(experts), *floats(*WEIGHTS)
@@ -66,30 +70,80 @@ def test_all_ways_add_up_to_the_same(kernels: str) -> None:
         np.testing.assert_allclose(jax.jit(layer)(*given), by_loops(True), rtol=0, atol=1e-4)
 
 
-def module(kernels: str) -> Experts:
-    sizes = {"hidden_size": D, "intermediate_size": F, "num_experts": E, "num_experts_per_tok": X}
+def module(kernels: str, layout: str = "megatron", sizes: Sequence[int] = (D, F, E)) -> Experts:
+    D, F, E = sizes
     config = ModelConfig(
-        **sizes, architecture="", vocab_size=1, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=1, max_position_embeddings=1, norm_eps=1,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_ids=(), windows=(None,),
-        kernels=kernels,
+        hidden_size=D, intermediate_size=F, num_experts=E, num_experts_per_tok=X, architecture="",
+        vocab_size=1, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=1, max_position_embeddings=1, norm_eps=1, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_ids=(), windows=(None,), kernels=kernels,
+        layout=CASES[layout],
     )  # fmt: skip
     return Experts(config, nnx.Rngs(0))
 
 
-def test_several_devices_compute_all_experts() -> None:
-    """Grouped products know one device's memory alone."""
+# All layouts and whole tiles of both kernels on a mesh of 2 x 4.
+WIDE = (32, 512, 8)
+FAST = ("megatron", "expert_parallel", "weight_stationary_2d", "weight_gathered", "alike")
+# With one of one's own, whose tokens and columns lie on the same axis.
+ALIKE = Layout((Rule("*", {"F": ALL}),), {"ffn_inputs": {"T": ALL}})
+CASES = {**LAYOUTS, "alike": ALIKE}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "layout"),
+    [
+        pytest.param(
+            kernels,
+            layout,
+            marks=[] if layout in FAST[: None if kernels == "numba" else 2] else pytest.mark.slow,
+        )
+        for kernels in ("numba", "interpret")
+        for layout in (*FAST, *(name for name in CASES if name not in FAST))
+    ],
+)
+def test_devices_compute_their_part_of_the_rows(kernels: str, layout: str) -> None:
+    """On a mesh, by grouped products, as one device with all experts for all tokens."""
+    if kernels == "numba":
+        pytest.importorskip("numba")
+    x_TD = jnp.asarray(RNG.normal(size=(16, WIDE[0])), jnp.float32)
+    split, state = nnx.split(module(kernels, layout, WIDE))
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
+
+    def run(state: Any, x_TD: jax.Array) -> jax.Array:
+        used = [
+            (path, nnx.Param(for_use(f"layers.0.mlp.{path[-1]}", leaf[...], CASES[layout])))
+            for path, leaf in nnx.to_flat_state(state)
+        ]
+        return nnx.merge(split, nnx.from_flat_state(used))(x_TD)
+
+    expected = module("plain", sizes=WIDE)(x_TD)
+    with jax.set_mesh(mesh):
+        laid = jax.tree.map_with_path(
+            lambda path, x: jax.device_put(
+                x, shard(f"layers.0.mlp.{path[0].key}", x.shape, mesh, CASES[layout])
+            ),
+            state,
+        )
+        traced = jax.jit(run).trace(laid, x_TD)
+        text = traced.lower().as_text()
+        found = traced.lower().compile()(laid, x_TD)
+    largest = jnp.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(largest))
+    if kernels == "numba":
+        # Sums over a cut D are whole before they are multiplied: two products of their own.
+        assert text.count("@jaxinfer_grouped") == 2 + (layout == "weight_stationary_2d")
+
+
+def test_one_device_needs_no_mesh() -> None:
     pytest.importorskip("numba")
     (x_TD,) = floats(X_TD)
     layer = module("numba")
-    for devices, calls in ((0, 2), (1, 2), (2, 0)):
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("tp",))
-        if devices:
-            with jax.set_mesh(mesh):
-                text = jax.jit(lambda x: layer(x)).lower(x_TD).as_text()
-        else:
-            text = jax.jit(lambda x: layer(x)).lower(x_TD).as_text()
-        assert text.count("@jaxinfer_grouped") == calls
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:1]), ("tp",))):
+        on_one = jax.jit(lambda x: layer(x)).lower(x_TD).as_text()
+    for text in (on_one, jax.jit(lambda x: layer(x)).lower(x_TD).as_text()):
+        assert text.count("@jaxinfer_grouped") == 2
+        assert "shard_map" not in text
 
 
 def test_shares_follow_the_configuration() -> None:
