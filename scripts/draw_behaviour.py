@@ -4,7 +4,7 @@
 
 RUN: a run's folder, such as ``runs/splitwise/1``; each instance gets a panel. Pages that are
 in use stand beside those that there are; grey: the time in which an instance that a system moves
-(Splitwise's pools, TetriInfer's flips) has another part than at the start.
+(Splitwise's pools, TetriInfer's flips) has another role than at the start.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ def kind_of(step: Mapping[str, Any]) -> str:
 
 
 def moves(report: Mapping[str, Any], name: str) -> list[tuple[float, str]]:
-    """Return when each part of an instance began, by the system's report; empty if it has one."""
+    """Return when each role of an instance began, by the system's report; empty if it has one."""
     if name in report.get("pools", {}):
         return [(time, where) for time, where in report["pools"][name]]
     flips = [(f["asked"], f["role"]) for f in report.get("flips", ()) if f["instance"] == name]
@@ -37,11 +37,11 @@ def moves(report: Mapping[str, Any], name: str) -> list[tuple[float, str]]:
 
 
 def away(found: list[tuple[float, str]], end: float) -> Iterator[tuple[float, float, str]]:
-    """Yield the spans in which it had another part than at the start, and that part."""
+    """Yield the spans in which it had another role than at the start, and that role."""
     ends = [*(time for time, _ in found[1:]), end][: len(found)]
-    for (start, part), stop in zip(found, ends, strict=True):
-        if part != found[0][1] and stop > start:
-            yield start, stop, part
+    for (start, role), stop in zip(found, ends, strict=True):
+        if role != found[0][1] and stop > start:
+            yield start, stop, role
 
 
 def draw(folder: Path, path: Path) -> None:
@@ -65,10 +65,10 @@ def draw(folder: Path, path: Path) -> None:
             color="black",
             lw=1,
         )
-        for start, stop, part in away(moves(lines.run["system_report"], name), wall):
+        for start, stop, role in away(moves(lines.run["system_report"], name), wall):
             ax.axvspan(start, stop, color="0.85", lw=0, zorder=0)
-            ax.text(start, 1.02, part, fontsize=7, va="bottom")
-            shown["part"] = Patch(color="0.85", label="has another part")
+            ax.text(start, 1.02, role, fontsize=7, va="bottom")
+            shown["role"] = Patch(color="0.85", label="has another role")
         ax.set(xlim=(0, wall), ylim=(-0.4, 1.05), yticks=(0, 1))
         ax.set_ylabel(name, rotation=0, ha="right", va="center")
         ax.spines[["top", "right"]].set_visible(False)

@@ -61,10 +61,23 @@ def write_trace(run: RunRecord, path: str | Path) -> None:
     Path(path).write_text(json.dumps(trace, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
+def part_names(run: RunRecord, name: str) -> list[str]:
+    """Words for an instance's stages or, in a real run, their segments; the only one needs none."""
+    parts = len(run.groups[name])
+    described = run.run.get("run_file", {}).get("instances", {}).get(name)
+    stages = parts if described is None else len(described.get("stages") or [name])
+    each = parts // stages
+    found = []
+    for number in range(parts):
+        stage = [f"stage {number // each + 1}"] if stages > 1 else []
+        segment = [f"segment {number % each + 1}"] if each > 1 else []
+        found.append(", ".join(stage + segment))
+    return found
+
+
 def _instance(run: RunRecord, name: str) -> Iterator[Event]:
-    groups = run.groups[name]
-    for stage, group in enumerate(groups, 1):
-        yield from _thread(stage, f"stage {stage} on {group}" if len(groups) > 1 else f"on {group}")
+    for number, part in enumerate(part_names(run, name)):
+        yield from _thread(number + 1, f"{part} on {run.groups[name][number]}".lstrip())
     for step in run.steps:
         if step.instance == name:
             args = {"prefill_tokens": step.prefill_tokens, "decode_tokens": step.decode_tokens}

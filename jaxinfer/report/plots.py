@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.report.perfetto import step_kind, transfer_lanes
+from jaxinfer.report.perfetto import part_names, step_kind, transfer_lanes
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.records import RunRecord
 from jaxinfer.report.summary import Runs, emulation, figures, finished, median_round, number_text
@@ -179,8 +179,8 @@ def _lanes(run: RunRecord) -> list[_Lane]:
     for group, name, number in sorted(places, key=lambda place: order.index(place[0])):
         if number == 0:
             lanes += arriving.get(name, [])
-        stage = f", stage {number + 1}" if len(run.groups[name]) > 1 else ""
-        lanes.append(_Lane(f"{group}: {name}{stage}", [blocks.get((name, number), [])]))
+        words = ", ".join(filter(None, [name, part_names(run, name)[number]]))
+        lanes.append(_Lane(f"{group}: {words}", [blocks.get((name, number), [])]))
     return lanes
 
 

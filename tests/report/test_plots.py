@@ -94,6 +94,24 @@ def test_lanes_go_by_groups_as_instances_name_them(small_run: RunRecord, tmp_pat
     ]
 
 
+def test_a_stage_of_segments_has_a_lane_for_each(small_run: RunRecord, tmp_path: Path) -> None:
+    """A real run times each segment, a simulation the stage as a whole."""
+    groups = {"a": ("w", "w"), "b": ("w", "w", "z", "z"), "c": ("z",)}
+    stages = [{"group": "w"}, {"group": "z"}]
+    files = {"a": {"segments": 2}, "b": {"segments": 2, "stages": stages}, "c": {"segments": 2}}
+    run = {"run_file": {"instances": files}}
+    record = replace(small_run, groups=groups, steps=(), transfers=(), run=run)
+    assert lanes(timeline(record, tmp_path / "t.png")) == [
+        "w: a, segment 1",
+        "w: a, segment 2",
+        "w: b, stage 1, segment 1",
+        "w: b, stage 1, segment 2",
+        "z: b, stage 2, segment 1",
+        "z: b, stage 2, segment 2",
+        "z: c",
+    ]
+
+
 def test_timeline_shows_the_window_alone(small_run: RunRecord, tmp_path: Path) -> None:
     figure = timeline(small_run, tmp_path / "t.png", start=3.75, stop=5.5)
     assert figure.axes[0].get_xlim() == (3.75, 5.5)

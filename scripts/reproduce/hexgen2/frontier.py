@@ -146,12 +146,12 @@ def draw(rows: Sequence[Row]) -> Figure:
         up = place % 2 == 0
         top = max(float(row["planned"]), float(row["requests/s"]))
         ax.annotate(
-            row["GPUs"].split("_", 1)[-1],
+            row["GPUs"].split("_")[-1],
             (row["$/h"], top if up else row["planned"]),
-            fontsize=7,
-            rotation=60 if up else -60,
-            xytext=(-3, 4 if up else -4),
+            fontsize=8,
+            xytext=(0, 5 if up else -5),
             textcoords="offset points",
+            ha="center",
             va="bottom" if up else "top",
         )
     ax.set_xlabel("dollars per hour")

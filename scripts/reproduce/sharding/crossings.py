@@ -75,7 +75,10 @@ def _draw(seconds: dict[str, list[float]], best: list[str]) -> Figure:
         axes.plot(TOKENS, [s / T * 1e6 for s, T in zip(found, TOKENS, strict=True)], label=name)
     for i in range(1, len(TOKENS)):
         if best[i] != best[i - 1]:
-            axes.axvline((TOKENS[i] * TOKENS[i - 1]) ** 0.5, color="grey", linestyle=":")
+            before, after = (seconds[best[i]][j] - seconds[best[i - 1]][j] for j in (i - 1, i))
+            share = before / (before - after)  # Seconds rise nearly in proportion to tokens here.
+            at = TOKENS[i - 1] + share * (TOKENS[i] - TOKENS[i - 1])
+            axes.axvline(at, color="grey", linestyle=":")
     axes.set(xscale="log", yscale="log", xlabel="tokens of a step", ylabel="microseconds per token")
     axes.legend()
     return figure
