@@ -78,7 +78,8 @@ def main() -> None:
                 if name.startswith("jaxinfer"):
                     command = ours(python, options.workload, options.dtype, out, options.settings)
                 else:
-                    command = [python, str(SCRIPTS / "bench" / "peer.py"), name, str(model)]
+                    # -P: not this folder's modules where a peer looks for a package, `kernels`.
+                    command = [python, "-P", str(SCRIPTS / "bench" / "peer.py"), name, str(model)]
                     command += [options.dtype, options.workload, str(out)]
                 peaks[name].append(run(command))
                 figures = json.loads(out.read_text())
