@@ -71,7 +71,7 @@ def products(kernels: str, dtype: jnp.dtype) -> Products | None:
 
 
 class ScaledProducts(NamedTuple):
-    """Products of rows with weights of 8 bits and their scales; see ``numba_scaled``."""
+    """Products of rows with weights of 8 bits and their scales; see ``numba_matmul``."""
 
     matmul: Callable[..., jax.Array]
     gated: Callable[..., jax.Array]
@@ -81,9 +81,9 @@ def scaled_products(kernels: str, dtype: jnp.dtype) -> ScaledProducts | None:
     """Return the products of that name for weights of this dtype; None for XLA's own."""
     if kernels != "numba":
         return None
-    from jaxinfer.pallas_kernels import numba_scaled
+    from jaxinfer.pallas_kernels import numba_matmul
 
-    return ScaledProducts(numba_scaled.matmul, numba_scaled.gated)
+    return ScaledProducts(numba_matmul.matmul, numba_matmul.gated)
 
 
 class Grouped(NamedTuple):
@@ -209,13 +209,12 @@ def _why_numba_fails() -> str | None:
             numba_cpu,
             numba_grouped,
             numba_matmul,
-            numba_scaled,
             numba_write,
             xla_call,
         )
     except Exception as error:
         return f"numba cannot be imported: {type(error).__name__}: {one_line(error)}"
-    del numba_cpu, numba_grouped, numba_matmul, numba_scaled, numba_write
+    del numba_cpu, numba_grouped, numba_matmul, numba_write
     return xla_call.why_not()
 
 

@@ -18,7 +18,7 @@ import numba as nb
 import numpy as np
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.pallas_kernels.numba_vectors import RowProduct, exp, has_avx512
+from jaxinfer.pallas_kernels.numba_vectors import RowProduct, exp, tiles
 from jaxinfer.pallas_kernels.xla_call import (
     NativeCode,
     compiled_once,
@@ -50,7 +50,7 @@ class AttentionSizes(NamedTuple):
     @property
     def block(self) -> int:
         """Query rows whose scores of a page are computed at once."""
-        return min(self.rows * self.G, 8 if has_avx512() else 4)
+        return min(self.rows * self.G, tiles().attention)
 
     @property
     def padded(self) -> int:

@@ -8,7 +8,6 @@ are taken in blocks, in the order of the weight's rows, whatever the other rows 
 Suffixes are those of ``models/layers.py``.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numba as nb
 import numpy as np
 
-from jaxinfer.pallas_kernels.numba_vectors import RowProduct, has_avx512, lanes, silu
+from jaxinfer.pallas_kernels.numba_vectors import FP8_UNIT, RowProduct, silu, tiles
 from jaxinfer.pallas_kernels.xla_call import (
     NativeCode,
     compiled_once,
@@ -30,30 +29,35 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Registers of a row of a tile. A tile's sums are three quarters of the registers.
-VECTORS = 3
 # Tokens of the vocabulary that are looked at together: their logits fill a cache line.
 TOKENS = 16
 # Products that are summed by themselves: one sum of thousands would round more than XLA's do.
 BLOCK = 768
+# Columns of a tile of weights of 8 bits: a cache line.
+SCALED_COLUMNS = 64
 
 
 class MatmulSizes(NamedTuple):
-    """Sizes that a kernel is compiled for: rows and columns of a tile."""
+    """Sizes that a kernel is compiled for.
+
+    Attributes:
+        rows, columns: of a tile.
+        dtype: of the weights: float32, int8 or float8_e4m3fn.
+        gated: two products in one pass.
+        packed: the columns of a unit are copied side by side first, as float32.
+    """
 
     rows: int
     columns: int
+    dtype: str
+    gated: bool
+    packed: bool
 
 
-def _sizes(x_TD: jax.Array, weight_DF: jax.Array) -> MatmulSizes:
-    T, F = len(x_TD), weight_DF.shape[1]
-    return MatmulSizes(min(8 if has_avx512() else 4, T), min(VECTORS * lanes(), F))
-
-
-def in_blocks(product: RowProduct) -> Any:
+def _in_blocks(product: RowProduct) -> Any:
     """``run(x, weight, D, row_bytes, sums, ahead)``: the product over D, summed in blocks."""
     columns = product.columns
-    first, more = (product._replace(add=add, prefetch=True).intrinsic() for add in (False, True))
+    first, more = (product._replace(add=add).intrinsic() for add in (False, True))
 
     @part
     def run(x: int, weight: int, D: int, row_bytes: int, sums: int, ahead: int) -> None:
@@ -65,84 +69,92 @@ def in_blocks(product: RowProduct) -> Any:
     return run
 
 
-def _register(name: str, sizes: MatmulSizes, tile: Callable[..., None]) -> NativeCode:
-    """A kernel whose units are columns of the weights, for all rows.
+@compiled_once
+def _matmul(sizes: MatmulSizes) -> NativeCode:
+    """Compile a kernel whose units are some tiles of columns, for all rows.
 
-    Args:
-        tile: of the lists of arguments and results, its first row and column, the columns that
-            follow, the tile's number, and scratch memory.
+    Its arguments are the rows, each weight, followed by its scales where it has 8 bits, and the
+    number of tiles of a unit.
     """
-    rows, columns = sizes
+    rows, columns, dtype, gated, packed = sizes
+    weights, scaled, is_float = 1 + gated, dtype != "float32", dtype == "float8_e4m3fn"
+    each, size, unit = 1 + scaled, 1 if scaled else 4, np.float32(FP8_UNIT if is_float else 1)
+    kept = RowProduct(rows, columns, 8 * size, prefetch=True, is_float=is_float)
+    product = _in_blocks(RowProduct(rows, columns, 32) if packed else kept)
+    as_floats = kept.floats()
+    # Cache lines of a row of the tile's columns; each tile of rows fetches one.
+    lines = -(-columns * size // 64)
+
+    @part
+    def tiles_of(args: int) -> int:
+        return nb.carray(pointer(data(args, 1 + weights * each), np.int32(0)), (1,))[0]
 
     @part
     def units(args: int) -> int:
-        return -(-dim(args, 1, 1) // columns)
+        return -(-dim(args, 1, 1) // (columns * tiles_of(args)))
 
     def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
-        T, F = dim(args, 0, 0), dim(args, 1, 1)
+        T, D, F, count = dim(args, 0, 0), dim(args, 1, 0), dim(args, 1, 1), tiles_of(args)
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
+        panels = scratch + 4 * weights * rows * columns
+        found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
+        out = nb.carray(pointer(data(rets, 0), np.float32(0)), (T, F))
+        scale = nb.carray(pointer(data(args, each), np.float32(0)), (F,))
+        other = nb.carray(pointer(data(args, weights * each), np.float32(0)), (F,))
         while True:
-            # The last columns, and the last rows, may be some that were computed already.
-            column = min(mine * columns, F - columns)
-            following = min((mine + dim(rets, 1, 0)) * columns, F - columns)
+            first = mine * count
+            last = min(first + count, (F + columns - 1) // columns)
+            if packed:
+                for d in range(D):
+                    for g in range(weights):
+                        weight = data(args, 1 + each * g) + size * F * d
+                        for j in range(first, last):
+                            to = panels + 4 * columns * (((j - first) * weights + g) * D + d)
+                            as_floats(weight + size * min(j * columns, F - columns), to)
             for i in range((T + rows - 1) // rows):
-                tile(args, rets, min(i * rows, T - rows), column, following, i, scratch)
+                # The last rows, and the last columns, may be some that were computed already.
+                row = min(i * rows, T - rows)
+                x = data(args, 0) + 4 * D * row
+                for j in range(first, last):
+                    column = min(j * columns, F - columns)
+                    for g in range(weights):
+                        sums = scratch + 4 * g * rows * columns
+                        if packed:
+                            panel = panels + 4 * columns * D * ((j - first) * weights + g)
+                            product(x, panel, D, 4 * columns, sums, 0)
+                        else:
+                            weight = data(args, 1 + each * g)
+                            following = min((j + dim(rets, 1, 0)) * columns, F - columns)
+                            ahead = weight + size * following + 64 * min(i, lines - 1)
+                            product(x, weight + size * column, D, size * F, sums, ahead)
+                    # All at once: another core may be at some of these columns, too.
+                    for r in range(rows):
+                        for c in range(columns):
+                            y = found[0, r, c]
+                            if scaled:
+                                y *= scale[column + c] * unit
+                            if gated:
+                                z = found[1, r, c]
+                                if scaled:
+                                    z *= other[column + c] * unit
+                                y = silu(y) * z
+                            out[row + r, column + c] = y
             mine = take_after(shared)
             if is_past(shared, mine):
                 return 0
 
-    return register_target(f"{name}_" + "_".join(map(str, sizes)), units, work)
+    return register_target(("gated_" if gated else "matmul_") + "_".join(map(str, sizes)), units, work)
+
+
+class LogitsSizes(NamedTuple):
+    """Sizes that a kernel is compiled for: tokens of the vocabulary and rows of a tile."""
+
+    rows: int
+    columns: int
 
 
 @compiled_once
-def _matmul(sizes: MatmulSizes) -> NativeCode:
-    (rows, columns), product = sizes, in_blocks(RowProduct(*sizes, 32))
-    # Cache lines of a row of the tile's columns; each tile of rows fetches one.
-    lines = -(-columns * 4 // 64)
-
-    @part
-    def tile(
-        args: int, rets: int, row: int, column: int, following: int, i: int, scratch: int
-    ) -> None:
-        D, F, weight = dim(args, 1, 0), dim(args, 1, 1), data(args, 1)
-        ahead = weight + 4 * following + 64 * min(i, lines - 1)
-        x = data(args, 0) + 4 * D * row
-        product(x, weight + 4 * column, D, 4 * F, scratch, ahead)
-        # All at once: another core may be at some of these columns, too.
-        found = nb.carray(pointer(scratch, np.float32(0)), (rows, columns))
-        out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
-        for r in range(rows):
-            for c in range(columns):
-                out[row + r, column + c] = found[r, c]
-
-    return _register("matmul", sizes, tile)
-
-
-@compiled_once
-def _gated(sizes: MatmulSizes) -> NativeCode:
-    (rows, columns), product = sizes, in_blocks(RowProduct(*sizes, 32))
-    lines = -(-columns * 4 // 64)
-
-    @part
-    def tile(
-        args: int, rets: int, row: int, column: int, following: int, i: int, scratch: int
-    ) -> None:
-        D, F = dim(args, 1, 0), dim(args, 1, 1)
-        x, line = data(args, 0) + 4 * D * row, 4 * following + 64 * min(i, lines - 1)
-        for g in range(2):
-            weight, sums = data(args, 1 + g), scratch + 4 * g * rows * columns
-            product(x, weight + 4 * column, D, 4 * F, sums, weight + line)
-        found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
-        out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
-        for r in range(rows):
-            for c in range(columns):
-                out[row + r, column + c] = silu(found[0, r, c]) * found[1, r, c]
-
-    return _register("gated", sizes, tile)
-
-
-@compiled_once
-def _logits(sizes: MatmulSizes) -> NativeCode:
+def _logits(sizes: LogitsSizes) -> NativeCode:
     """Compile logits with weights and rows swapped: the vocabulary's lie one after the other."""
     rows, columns = sizes
     product = RowProduct(rows, columns, 32).intrinsic()
@@ -186,18 +198,34 @@ def _call(target: NativeCode, shape: tuple[int, int], scratch: int, *args: jax.A
     return out
 
 
-def matmul(x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:
-    """``x_TD @ weight_DF``, all in float32."""
-    sizes = _sizes(x_TD, weight_DF)
-    shape = len(x_TD), weight_DF.shape[1]
-    return _call(_matmul(sizes), shape, sizes.rows * sizes.columns, x_TD, weight_DF)
+def matmul(x_TD: jax.Array, *weight: jax.Array) -> jax.Array:
+    """``x_TD @ weight_DF`` in float32; a weight of 8 bits is followed by its columns' scales."""
+    return _product(x_TD, weight, 1)
 
 
-def gated(x_TD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array) -> jax.Array:
+def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
     """``silu(x_TD @ gate_DF) * (x_TD @ up_DF)``, as ``matmul`` has its products."""
-    sizes = _sizes(x_TD, gate_DF)
-    shape, scratch = (len(x_TD), gate_DF.shape[1]), 2 * sizes.rows * sizes.columns
-    return _call(_gated(sizes), shape, scratch, x_TD, gate_DF, up_DF)
+    return _product(x_TD, weights, 2)
+
+
+def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax.Array:
+    (T, D), F, dtype, tile = x_TD.shape, weights[0].shape[1], weights[0].dtype, tiles()
+    scaled = dtype != jnp.float32
+    packed = T > (tile.scaled if scaled else tile.matmul) and tile.panel > 0
+    rows, columns = tile.matmul, tile.vectors * tile.lanes
+    if scaled and not packed:
+        rows, columns = tile.scaled, SCALED_COLUMNS
+    sizes = MatmulSizes(min(rows, T), min(columns, F), dtype.name, count == 2, packed)
+    floats = count * D * sizes.columns
+    each = _tiles_of_unit(-(-F // sizes.columns), floats) if packed else 1
+    scratch = count * sizes.rows * sizes.columns + packed * each * floats
+    return _call(_matmul(sizes), (T, F), scratch, x_TD, *weights, np.array([each], np.int32))
+
+
+def _tiles_of_unit(count: int, floats: int) -> int:
+    """Tiles of columns that a unit packs: no more than a panel has, of units that share evenly."""
+    units = -(-count // max(tiles().panel // floats, 1))
+    return -(-count // (-(-units // threads()) * threads()))
 
 
 def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
@@ -205,5 +233,5 @@ def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
     S, V = len(x_SD), len(head_VD)
     x_DS = jnp.pad(x_SD.T, ((0, 0), (0, -S % TOKENS)))
     columns = next(c for c in (64, 48, 32, TOKENS) if x_DS.shape[1] % c == 0)
-    sizes = MatmulSizes(8 if has_avx512() else 4, columns)
+    sizes = LogitsSizes(tiles().logits, columns)
     return _call(_logits(sizes), (S, V), TOKENS * x_DS.shape[1], x_DS, head_VD)

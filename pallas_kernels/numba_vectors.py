@@ -29,9 +29,40 @@ def has_avx512() -> bool:
         return False
 
 
+class Tiles(NamedTuple):
+    """Sizes of kernels' tiles, by a processor's registers.
+
+    Attributes:
+        lanes: floats of a register.
+        sums: registers of sums at most, three quarters of all.
+        attention: query rows whose scores of a page are computed at once.
+        matmul, logits, scaled: rows of a product's tile, by what is multiplied.
+        vectors: registers of a row of a product's tile.
+        panel: floats of weights that are put side by side for all rows of a step; 0 is none.
+    """
+
+    lanes: int
+    sums: int
+    attention: int
+    matmul: int
+    logits: int
+    scaled: int
+    vectors: int
+    panel: int
+
+
+@functools.cache
+def tiles() -> Tiles:
+    """This processor's."""
+    if has_avx512():
+        return Tiles(16, 24, attention=8, matmul=8, logits=8, scaled=6, vectors=3, panel=0)
+    # A panel is half of a second cache of 512 KiB.
+    return Tiles(8, 12, attention=4, matmul=6, logits=4, scaled=3, vectors=2, panel=2**16)
+
+
 def lanes() -> int:
     """Floats of a register."""
-    return 16 if has_avx512() else 8
+    return tiles().lanes
 
 
 class RowProduct(NamedTuple):
@@ -61,7 +92,7 @@ class RowProduct(NamedTuple):
     @property
     def vectors(self) -> int:
         """Vectors of a row that are summed at once: three quarters of the registers at most."""
-        most = max((24 if has_avx512() else 12) // self.rows, 1)
+        most = max(tiles().sums // self.rows, 1)
         whole = self.columns // self.width
         return max(v for v in range(1, min(most, whole) + 1) if whole % v == 0)
 
@@ -93,6 +124,24 @@ class RowProduct(NamedTuple):
                 return context.get_dummy_value()
 
             return types.void(*(types.int64,) * 8), codegen
+
+        return run
+
+
+    def floats(self) -> Any:
+        """``run(matrix, to)``: one row of the matrix, copied as float32."""
+
+        @intrinsic
+        def run(typingctx: Any, matrix: Any, to: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                loop, vector = _Loop(builder, self, *[None] * 4), ir.VectorType(F32, self.width)
+                for c in range(0, self.columns, self.width):
+                    x = loop.floats(_plus(builder, args[0], c * self.bits // 8), self.bits)
+                    at = builder.inttoptr(_plus(builder, args[1], 4 * c), vector.as_pointer())
+                    builder.store(x, at, align=4)
+                return context.get_dummy_value()
+
+            return types.void(types.int64, types.int64), codegen
 
         return run
 
@@ -136,7 +185,7 @@ class _Loop(NamedTuple):
                 phi.add_incoming(new[cell], loop)
         for total, where in zip(found, at, strict=True):
             # Last, so that what is there rounds once.
-            out = b.fadd(total, self._floats(where, 32), flags=_FAST) if self.of.add else total
+            out = b.fadd(total, self.floats(where, 32), flags=_FAST) if self.of.add else total
             b.store(out, b.inttoptr(where, floats.as_pointer()), align=4)
 
     def _sum_at(self, sums: Any, sum_bytes: Any, cell: int) -> Any:
@@ -151,7 +200,7 @@ class _Loop(NamedTuple):
         if of.prefetch:
             self._prefetch(b.add(self.ahead, down))
         at, each = b.add(matrix, down), of.width * of.bits // 8
-        row = [self._floats(_plus(b, at, each * v), of.bits) for v in range(of.vectors)]
+        row = [self.floats(_plus(b, at, each * v), of.bits) for v in range(of.vectors)]
         weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
         for r in range(of.rows):
             weight_at = b.add(weights_at, b.mul(self.weight_bytes, ir.Constant(I64, r)))
@@ -169,7 +218,7 @@ class _Loop(NamedTuple):
         at = self.builder.inttoptr(address, pointer)
         self.builder.call(prefetch, [at, *(ir.Constant(I32, x) for x in (0, 2, 1))])
 
-    def _floats(self, address: Any, bits: int) -> Any:
+    def floats(self, address: Any, bits: int) -> Any:
         """A vector, kept there in 32 bits, in 16 as bfloat16, or in 8."""
         b, width = self.builder, self.of.width
         if bits == 8:

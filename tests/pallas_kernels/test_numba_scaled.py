@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("numba")
-from jaxinfer.pallas_kernels import numba_matmul, numba_scaled
-from jaxinfer.pallas_kernels.numba_scaled import gated, matmul
+from jaxinfer.pallas_kernels import numba_matmul
+from jaxinfer.pallas_kernels.numba_matmul import gated, matmul
 
 DTYPES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -87,7 +87,7 @@ def test_any_number_of_threads_finds_the_same_bits(
 ) -> None:
     given = operands((37, 17, 200), DTYPES["int8"])
     expected = np.asarray(jax.jit(matmul)(*given))
-    monkeypatch.setattr(numba_scaled, "threads", lambda: threads)
+    monkeypatch.setattr(numba_matmul, "threads", lambda: threads)
     np.testing.assert_array_equal(jax.jit(lambda *args: matmul(*args))(*given), expected)
 
 
