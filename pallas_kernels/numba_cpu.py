@@ -104,7 +104,7 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
                 if last < 0 or (window > 0 and first + b // G - window - j * B >= B - 1):
                     continue
                 query_ = scratch + 4 * H * b
-                scores_of(query_, 4 * H, keys + at, B * bits // 8, scores_, 4 * B, H, 0)
+                scores_of(query_, 4 * H, keys + at, B * bits // 8, scores_, 4 * B, H, 0, 0)
                 for i in range(block):
                     # Entries from `low` to `high` of this page are seen.
                     high = first + min(b + i, used - 1) // G - j * B + 1
@@ -136,6 +136,7 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
                     sums_ + 4 * H * b,
                     4 * H,
                     min(B, last + 1),
+                    0,
                     0,
                 )
         for v in range(used):

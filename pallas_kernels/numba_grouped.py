@@ -15,7 +15,7 @@ import numba as nb
 import numpy as np
 
 from jaxinfer.pallas_kernels.numba_matmul import BLOCK
-from jaxinfer.pallas_kernels.numba_vectors import RowProduct, has_avx512, lanes, silu
+from jaxinfer.pallas_kernels.numba_vectors import RowProduct, lanes, silu, tiles
 from jaxinfer.pallas_kernels.xla_call import (
     NativeCode,
     compiled_once,
@@ -46,11 +46,6 @@ def _columns(F: int) -> int:
     return min(VECTORS, F // lanes()) * lanes() or F
 
 
-def _row_counts() -> tuple[int, ...]:
-    """Rows of tiles: the most that registers can sum, and what an expert's last ones are cut to."""
-    return (6, 3, 2, 1) if has_avx512() else (3, 2, 1)
-
-
 def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
     """``run(rows, x, D, weight, row_bytes, sums, count, ahead)``: ``RowProduct``'s, of one of the
     counts of rows, added to the sums.
@@ -64,7 +59,7 @@ def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
     def last(
         rows: int, x: int, D: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
     ) -> None:
-        product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead)
+        product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, row_bytes)
 
     if rest is None:
         return last
@@ -74,7 +69,7 @@ def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
         rows: int, x: int, D: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
     ) -> None:
         if rows == most:
-            product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead)
+            product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, row_bytes)
         else:
             rest(rows, x, D, weight, row_bytes, sums, count, ahead)
 
@@ -88,7 +83,7 @@ def _tile(sizes: GroupedSizes) -> Any:
     behind it those to prefetch begin.
     """
     columns, bits, gated = sizes
-    size, most, product = bits // 8, _row_counts()[0], _product(sizes, _row_counts())
+    size, most, product = bits // 8, tiles().grouped[0], _product(sizes, tiles().grouped)
     weights = 1 + gated
 
     @part
@@ -127,7 +122,7 @@ def _tile(sizes: GroupedSizes) -> Any:
 def _grouped(sizes: GroupedSizes) -> NativeCode:
     """Compile a kernel whose units are some columns of one expert, for all of its rows."""
     columns, bits, gated = sizes
-    weights, size, counts, tile = 1 + gated, bits // 8, _row_counts(), _tile(sizes)
+    weights, size, counts, tile = 1 + gated, bits // 8, tiles().grouped, _tile(sizes)
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-columns * size // 64)
 
@@ -166,7 +161,7 @@ def _call(x_RD: jax.Array, count_E: jax.Array, *weights: jax.Array) -> jax.Array
     R, F = len(x_RD), weights[0].shape[2]
     bits, gated = 8 * weights[0].dtype.itemsize, len(weights) > 1
     sizes = GroupedSizes(_columns(F), bits, gated)
-    scratch = threads(), 2 * _row_counts()[0] * sizes.columns
+    scratch = threads(), 2 * tiles().grouped[0] * sizes.columns
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((R, F), scratch)]
     row_E1 = jnp.pad(jnp.cumsum(count_E, dtype=jnp.int32), (1, 0))
     out_RF, _ = jax.ffi.ffi_call(_grouped(sizes).name, shapes)(x_RD, *weights, row_E1)

@@ -1,9 +1,13 @@
 """Products of a step's rows with weights on a CPU, compiled by numba and called by XLA.
 
-A weight is read where it lies, some columns at a time, which then stay in the core's second cache
-for all of the rows; those that the core takes next are fetched meanwhile. XLA's own products copy a
-weight into another order first, each time, which costs most where there are few rows. A row's sums
-are taken in blocks, in the order of the weight's rows, whatever the other rows are.
+A weight is read some columns at a time, which then stay in the core's second cache for all of the
+rows; those that the core takes next are fetched meanwhile. They are read where they lie or, on
+processors of 16 registers and where there are many rows, packed first: the rows of a weight are
+thousands of bytes apart, so that many share few sets of a cache and push each other out. Weights
+of 8 bits, int8 or fp8 (e4m3), become float32 in the core's registers, or once as they are packed.
+XLA's own products copy a whole weight into another order first, each time, which costs most where
+there are few rows. A row's sums are taken in blocks, in the order of the weight's rows, whatever
+the other rows are.
 
 Suffixes are those of ``models/layers.py``.
 """
@@ -33,8 +37,10 @@ from jaxinfer.pallas_kernels.xla_call import (
 TOKENS = 16
 # Products that are summed by themselves: one sum of thousands would round more than XLA's do.
 BLOCK = 768
-# Columns of a tile of weights of 8 bits: a cache line.
-SCALED_COLUMNS = 64
+# Columns of a tile of weights of 8 bits: a cache line. Registers of a row of other tiles, at most.
+SCALED_COLUMNS, VECTORS = 64, 3
+# Rows up to which float32 weights are read where they lie: packing them would take longer.
+IN_PLACE = 64
 
 
 class MatmulSizes(NamedTuple):
@@ -55,16 +61,19 @@ class MatmulSizes(NamedTuple):
 
 
 def _in_blocks(product: RowProduct) -> Any:
-    """``run(x, weight, D, row_bytes, sums, ahead)``: the product over D, summed in blocks."""
+    """``run(x, weight, D, row_bytes, sums, ahead, ahead_bytes)``: over D, summed in blocks."""
     columns = product.columns
     first, more = (product._replace(add=add).intrinsic() for add in (False, True))
 
     @part
-    def run(x: int, weight: int, D: int, row_bytes: int, sums: int, ahead: int) -> None:
-        first(x, 4 * D, weight, row_bytes, sums, 4 * columns, min(BLOCK, D), ahead)
+    def run(
+        x: int, weight: int, D: int, row_bytes: int, sums: int, ahead: int, ahead_bytes: int
+    ) -> None:
+        count, by = min(BLOCK, D), ahead_bytes
+        first(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, by)
         for d in range(BLOCK, D, BLOCK):
-            at, far, count = weight + row_bytes * d, ahead + row_bytes * d, min(BLOCK, D - d)
-            more(x + 4 * d, 4 * D, at, row_bytes, sums, 4 * columns, count, far)
+            at, far, count = weight + row_bytes * d, ahead + by * d, min(BLOCK, D - d)
+            more(x + 4 * d, 4 * D, at, row_bytes, sums, 4 * columns, count, far, by)
 
     return run
 
@@ -80,7 +89,8 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     weights, scaled, is_float = 1 + gated, dtype != "float32", dtype == "float8_e4m3fn"
     each, size, unit = 1 + scaled, 1 if scaled else 4, np.float32(FP8_UNIT if is_float else 1)
     kept = RowProduct(rows, columns, 8 * size, prefetch=True, is_float=is_float)
-    product = _in_blocks(RowProduct(rows, columns, 32) if packed else kept)
+    fetching = _in_blocks(RowProduct(rows, columns, 32, prefetch=True) if packed else kept)
+    product = _in_blocks(RowProduct(rows, columns, 32)) if packed else fetching
     as_floats = kept.floats()
     # Cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-columns * size // 64)
@@ -117,16 +127,19 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                 x = data(args, 0) + 4 * D * row
                 for j in range(first, last):
                     column = min(j * columns, F - columns)
+                    following = min((j + count * dim(rets, 1, 0)) * columns, F - columns)
                     for g in range(weights):
-                        sums = scratch + 4 * g * rows * columns
+                        sums, weight = scratch + 4 * g * rows * columns, data(args, 1 + each * g)
+                        ahead = weight + size * following + 64 * min(i, lines - 1)
                         if packed:
                             panel = panels + 4 * columns * D * ((j - first) * weights + g)
-                            product(x, panel, D, 4 * columns, sums, 0)
+                            if i == 0:
+                                fetching(x, panel, D, 4 * columns, sums, ahead, size * F)
+                            else:
+                                product(x, panel, D, 4 * columns, sums, 0, 0)
                         else:
-                            weight = data(args, 1 + each * g)
-                            following = min((j + dim(rets, 1, 0)) * columns, F - columns)
-                            ahead = weight + size * following + 64 * min(i, lines - 1)
-                            product(x, weight + size * column, D, size * F, sums, ahead)
+                            at = weight + size * column
+                            fetching(x, at, D, size * F, sums, ahead, size * F)
                     # All at once: another core may be at some of these columns, too.
                     for r in range(rows):
                         for c in range(columns):
@@ -143,7 +156,9 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
             if is_past(shared, mine):
                 return 0
 
-    return register_target(("gated_" if gated else "matmul_") + "_".join(map(str, sizes)), units, work)
+    return register_target(
+        ("gated_" if gated else "matmul_") + "_".join(map(str, sizes)), units, work
+    )
 
 
 class LogitsSizes(NamedTuple):
@@ -181,6 +196,7 @@ def _logits(sizes: LogitsSizes) -> NativeCode:
                         4 * padded,
                         D,
                         0,
+                        0,
                     )
             for s in range(S):
                 for v in range(TOKENS):
@@ -211,11 +227,16 @@ def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
 def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax.Array:
     (T, D), F, dtype, tile = x_TD.shape, weights[0].shape[1], weights[0].dtype, tiles()
     scaled = dtype != jnp.float32
-    packed = T > (tile.scaled if scaled else tile.matmul) and tile.panel > 0
-    rows, columns = tile.matmul, tile.vectors * tile.lanes
+    in_place = tile.scaled if scaled else IN_PLACE
+    packed = tile.panel > 0 and in_place < T
+    most, columns = tile.matmul, SCALED_COLUMNS
     if scaled and not packed:
-        rows, columns = tile.scaled, SCALED_COLUMNS
-    sizes = MatmulSizes(min(rows, T), min(columns, F), dtype.name, count == 2, packed)
+        most = tile.scaled
+    # As few tiles of rows as there can be, of as few rows as they can have.
+    rows = -(-T // -(-T // most))
+    if packed or not scaled:
+        columns = min(VECTORS, tile.sums // rows) * tile.lanes
+    sizes = MatmulSizes(rows, min(columns, F), dtype.name, count == 2, packed)
     floats = count * D * sizes.columns
     each = _tiles_of_unit(-(-F // sizes.columns), floats) if packed else 1
     scratch = count * sizes.rows * sizes.columns + packed * each * floats

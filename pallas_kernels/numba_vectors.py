@@ -36,9 +36,9 @@ class Tiles(NamedTuple):
         lanes: floats of a register.
         sums: registers of sums at most, three quarters of all.
         attention: query rows whose scores of a page are computed at once.
-        matmul, logits, scaled: rows of a product's tile, by what is multiplied.
-        vectors: registers of a row of a product's tile.
-        panel: floats of weights that are put side by side for all rows of a step; 0 is none.
+        matmul, logits, scaled: rows at most of a product's tile; scaled weights read in place.
+        grouped: rows of tiles of experts' products, the most first.
+        panel: floats of a weight that a product packs; 0 is none.
     """
 
     lanes: int
@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
     matmul: int
     logits: int
     scaled: int
-    vectors: int
+    grouped: tuple[int, ...]
     panel: int
 
 
@@ -55,9 +55,9 @@ class Tiles(NamedTuple):
 def tiles() -> Tiles:
     """This processor's."""
     if has_avx512():
-        return Tiles(16, 24, attention=8, matmul=8, logits=8, scaled=6, vectors=3, panel=0)
+        return Tiles(16, 24, 8, 8, 8, scaled=6, grouped=(6, 3, 2, 1), panel=0)
     # A panel is half of a second cache of 512 KiB.
-    return Tiles(8, 12, attention=4, matmul=6, logits=4, scaled=3, vectors=2, panel=2**16)
+    return Tiles(8, 12, 4, 6, 4, scaled=3, grouped=(3, 2, 1), panel=2**16)
 
 
 def lanes() -> int:
@@ -97,10 +97,11 @@ class RowProduct(NamedTuple):
         return max(v for v in range(1, min(most, whole) + 1) if whole % v == 0)
 
     def intrinsic(self) -> Any:
-        """``run(weights, weight_bytes, matrix, row_bytes, sums, sum_bytes, count, ahead)``.
+        """``run(weights, weight_bytes, matrix, row_bytes, sums, sum_bytes, count, ahead,
+        ahead_bytes)``.
 
         Over ``count`` rows of the matrix, by addresses and by bytes from one row to the next;
-        ``ahead`` is that of the first 64 bytes to prefetch, whose rows lie as the matrix' do.
+        ``ahead`` is that of the first 64 bytes to prefetch.
         """
 
         @intrinsic
@@ -114,19 +115,19 @@ class RowProduct(NamedTuple):
             sum_bytes: Any,
             count: Any,
             ahead: Any,
+            ahead_bytes: Any,
         ) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                w, weight_by, m, by, s, sum_by, n, far = args
+                w, weight_by, m, by, s, sum_by, n, far, far_by = args
                 for c in range(0, self.columns, self.vectors * self.width):
                     at = _plus(builder, m, c * self.bits // 8)
-                    loop = _Loop(builder, self, weight_by, by, n, far)
+                    loop = _Loop(builder, self, weight_by, by, n, far, far_by)
                     loop.run(w, at, _plus(builder, s, 4 * c), sum_by)
                 return context.get_dummy_value()
 
-            return types.void(*(types.int64,) * 8), codegen
+            return types.void(*(types.int64,) * 9), codegen
 
         return run
-
 
     def floats(self) -> Any:
         """``run(matrix, to)``: one row of the matrix, copied as float32."""
@@ -134,7 +135,7 @@ class RowProduct(NamedTuple):
         @intrinsic
         def run(typingctx: Any, matrix: Any, to: Any) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                loop, vector = _Loop(builder, self, *[None] * 4), ir.VectorType(F32, self.width)
+                loop, vector = _Loop(builder, self, *[None] * 5), ir.VectorType(F32, self.width)
                 for c in range(0, self.columns, self.width):
                     x = loop.floats(_plus(builder, args[0], c * self.bits // 8), self.bits)
                     at = builder.inttoptr(_plus(builder, args[1], 4 * c), vector.as_pointer())
@@ -159,6 +160,7 @@ class _Loop(NamedTuple):
     row_bytes: Any
     count: Any
     ahead: Any
+    ahead_bytes: Any
 
     def run(self, weights: Any, matrix: Any, sums: Any, sum_bytes: Any) -> None:
         """Compute all sums, once."""
@@ -198,7 +200,7 @@ class _Loop(NamedTuple):
         b, of = self.builder, self.of
         down = b.mul(i, self.row_bytes)
         if of.prefetch:
-            self._prefetch(b.add(self.ahead, down))
+            self._prefetch(b.add(self.ahead, b.mul(i, self.ahead_bytes)))
         at, each = b.add(matrix, down), of.width * of.bits // 8
         row = [self.floats(_plus(b, at, each * v), of.bits) for v in range(of.vectors)]
         weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
