@@ -1,5 +1,7 @@
 """The CPU's products beside numpy's in 64 bits."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +14,8 @@ from jaxinfer.pallas_kernels import numba_matmul
 from jaxinfer.pallas_kernels.numba_matmul import gated, logits, matmul
 
 Shape = tuple[int, int, int]
-# T, D, F. The first have one kernel: whole tiles, and some more rows and columns.
-SHAPES = [(9, 17, 49), (37, 17, 100)]
+# T, D, F: whole tiles, and some more rows and columns; in place and, on some processors, packed.
+SHAPES = [(17, 17, 49), (67, 17, 100)]
 # Less than a tile, and a model's.
 OTHERS = [(1, 5, 1), (3, 20, 7), (8, 16, 48), (64, 576, 192)]
 shapes = pytest.mark.parametrize(
@@ -51,17 +53,47 @@ def test_long_sums_round_about_as_little_as_xlas() -> None:
 def test_any_number_of_threads_finds_the_same_bits(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x_TD, weight_DF = operands(37, 17, 200)
+    x_TD, weight_DF = operands(67, 17, 200)
     expected = np.asarray(jax.jit(matmul)(x_TD, weight_DF))
     monkeypatch.setattr(numba_matmul, "threads", lambda: threads)
     np.testing.assert_array_equal(jax.jit(lambda x, w: matmul(x, w))(x_TD, weight_DF), expected)
 
 
 def test_a_row_is_the_same_whatever_stands_beside_it() -> None:
-    x_TD, weight_DF = operands(37, 17, 100)
+    x_TD, weight_DF = operands(67, 17, 100)
     whole = np.asarray(jax.jit(matmul)(x_TD, weight_DF))
-    for rows in (slice(0, 1), slice(28, 37), slice(5, 25)):
+    for rows in (slice(0, 1), slice(50, 67), slice(5, 25)):
         np.testing.assert_array_equal(jax.jit(matmul)(x_TD[rows], weight_DF), whole[rows])
+
+
+@pytest.mark.parametrize(
+    ("multiply", "dtype"),
+    [
+        (matmul, np.float32),
+        pytest.param(gated, np.float32, marks=pytest.mark.slow),
+        pytest.param(matmul, np.int8, marks=pytest.mark.slow),
+        pytest.param(gated, np.int8, marks=pytest.mark.slow),
+    ],
+)
+def test_packed_weights_give_the_bits_of_weights_in_place(
+    multiply: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several units of several tiles, whichever tiles this processor would take."""
+    T, D, F = 67, numba_matmul.BLOCK + 5, 100
+    random = np.random.default_rng(0)
+    x_TD = random.normal(size=(T, D)).astype(np.float32)
+    weights: list[np.ndarray] = []
+    for _ in range(2 if multiply is gated else 1):
+        weights.append(random.integers(-9, 10, (D, F)).astype(dtype))
+        if dtype == np.int8:
+            weights.append(random.uniform(0.5, 2, F).astype(np.float32))
+    found = []
+    for panel in (0, 2 * 48 * D * 2):
+        own = numba_matmul.tiles()._replace(panel=panel)
+        with monkeypatch.context() as patch:
+            patch.setattr(numba_matmul, "tiles", lambda own=own: own)
+            found.append(jax.jit(lambda *given: multiply(*given))(x_TD, *weights))
+    np.testing.assert_array_equal(*found)
 
 
 @shapes
