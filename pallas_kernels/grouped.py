@@ -51,10 +51,10 @@ def row_tiles(count_E: jax.Array, R: int, rows: int) -> RowTiles:
     """
     most = pl.cdiv(R, rows) + min(R, len(count_E))
     most = pl.cdiv(most, TOGETHER) * TOGETHER
-    expert_I, index_I, count = work_items(pl.cdiv(count_E, rows), most)
+    expert_I, index_I, _ = work_items(pl.cdiv(count_E, rows), most)
+    # Padding is the last expert's, behind its rows.
     size_I = jnp.clip(count_E[expert_I] - index_I * rows, 0, rows)
     row_E = jnp.cumsum(count_E) - count_E
-    size_I = jnp.where(jnp.arange(most) < count, size_I, 0)
     return RowTiles(expert_I, row_E[expert_I] + index_I * rows, size_I)
 
 
