@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxinfer.ledger.ledger_file import Entries, as_text, group_of, text_of_group
 from jaxinfer.serving.batch import Batch, Transfer
-from jaxinfer.serving.kv_shards import HeldPages
+from jaxinfer.serving.kv_shards import HeldPages, KVShards
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.page_pool import CountedPages
 from jaxinfer.serving.request_state import RequestState
@@ -62,7 +62,8 @@ class Ledger:
         instances = assignments.instances.values()
         self.keeps_tokens = any(each.kv.cache is not None for each in instances)
         cached = sum(shard.pool.num_idle for each in instances for shard in each.kv.shards)
-        self.keep("start", [], [loop.world.now(), self.keeps_tokens, cached])
+        without = {each.name: gone for each in instances if (gone := _closed(each.kv))}
+        self.keep("start", [], [loop.world.now(), self.keeps_tokens, cached, without])
         assignments.on_legs = self._legs
         assignments.on_preempt = lambda name, request: self.keep("victim", [name, request.id])
         assignments.on_role = lambda name, role: self.keep("role", [name, role])
@@ -140,16 +141,27 @@ class ObservedWorld(DecidedWorld):
         return self._kv_token_s[way]
 
 
+def _closed(kv: KVShards) -> list[int]:
+    """Numbers of the shards that are lost for good."""
+    return [number for number, shard in enumerate(kv.shards) if not shard.num_pages]
+
+
 def _batch(batch: Batch) -> str:
-    """A step of rows: beside what one of grouped decodes has, rows, their pages, and transfers."""
+    """A step of rows: beside what one of grouped decodes has, rows, their pages, and transfers.
+
+    Where it is computed as two halves, numbers of the rows of the first one follow.
+    """
     rows = [
         f"[{quoted(row.request.id)},{row.start},{row.count},{_BOOL[row.samples]}]"
         for row in batch.rows
     ]
     pages = [_pages(row.hold, row.start, row.start + row.count) for row in batch.rows]
     found = [rows, pages]
-    if batch.transfers:
+    if batch.transfers or batch.halves:
         found.append([box_of(transfer) for transfer in batch.transfers])
+    if batch.halves:
+        first = {id(row) for row in batch.halves[0]}
+        found.append([str(number) for number, row in enumerate(batch.rows) if id(row) in first])
     rest = "".join([f",[{','.join(texts)}]" for texts in found])
     return text_of_group(group_of(batch), rest)
 
