@@ -170,7 +170,9 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
                         rows.append(row)
                         write_csv(Path(out), rows)
                 except Exception as error:
-                    click.echo(f"{system}: {type(error).__name__}: {one_line(error)}")
+                    why = f"{type(error).__name__}: {one_line(error)}"
+                    click.echo(f"{system}: {why}", err=True)
+                    rows.append({"seed": seed, "system": system, "workload": "", "difference": why})
     click.echo("\n".join(summary(Path(out))))
 
 
