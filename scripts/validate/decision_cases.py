@@ -151,7 +151,8 @@ def _pipeline(groups: Sections, cluster: str, engine: dict[str, Any]) -> tuple[S
 
 def _as_meshes(groups: Sections, instances: Sections) -> None:
     """The first instance on two devices; the last one, with larger pages, of two stages."""
-    first, *_, last = instances
+    names = [*instances]
+    first, last = names[0], names[-1]
     groups[first] = {"devices": 2, "tensor_parallel_size": 2}
     if last == first:
         stages = [{"group": first, "layers": 1}, {"group": "q", "layers": 1}]
