@@ -109,7 +109,7 @@ def sections(system: str, cluster: str, seed: int) -> dict[str, Any]:
     return {
         "groups": groups,
         "instances": instances,
-        "system": {"name": system} | {name: v for name, v in options.items() if v is not None},
+        "system": {"name": system} | options,
         "ledger": True,
     }
 
@@ -125,8 +125,9 @@ def _spread(
     rng: random.Random, groups: Sections, cluster: str, engine: dict[str, Any]
 ) -> tuple[Sections, Sections]:
     """An instance whose heads may lie on two more groups; or with two stages that share one."""
-    own = {"num_pages": {"small": 12}.get(cluster, 30)}
-    pools = [{"group": "d", "num_pages": 14}, {"group": "e", "num_pages": 12}]
+    # A request of 19 pages for each of two heads just fits the small ones.
+    own, near, far = (12, 11, 8) if cluster == "small" else (30, 14, 12)
+    pools = [{"group": "d", "num_pages": near}, {"group": "e", "num_pages": far}]
     halves = rng.choice(["never", "by_time", "always"])
     stages = [{"group": "p", "attention": pools}]
     if cluster == "meshes":
@@ -135,7 +136,8 @@ def _spread(
             {"group": "p", "layers": 1, "attention": pools},
             {"group": "q", "layers": 1, "attention": pools[1:]},
         ]
-    return groups, {"x": engine | own | {"stages": stages, "half_batches": halves}}
+    more = {"num_pages": own, "stages": stages, "half_batches": halves}
+    return groups, {"x": engine | more}
 
 
 def _pipeline(groups: Sections, cluster: str, engine: dict[str, Any]) -> tuple[Sections, Sections]:
@@ -144,7 +146,7 @@ def _pipeline(groups: Sections, cluster: str, engine: dict[str, Any]) -> tuple[S
     if cluster == "meshes":
         groups = {name: {"devices": 2, "tensor_parallel_size": 2} for name in names}
     elif cluster == "processes":
-        groups, names = {"p": {"devices": 2}}, ["p", "p"]
+        groups, names = {"p": {"devices": 2, "tensor_parallel_size": 1}}, ["p", "p"]
     stages = [{"group": name, "layers": 1} for name in names]
     return groups, {"x": engine | {"stages": stages}}
 
