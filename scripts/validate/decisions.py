@@ -16,11 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-
-# Before JAX counts the devices; most of the time goes into compilation, little into what it makes.
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-
 import jax
 
 from jaxinfer import LLM
@@ -159,6 +154,9 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
 
     By default, all systems and all workloads.
     """
+    # Most of the time goes into compilation, little into what it makes.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    jax.config.update("jax_num_cpu_devices", 8)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         profile.FOLDER = Path(temporary, "profiles")  # What is measured here is nobody else's.
