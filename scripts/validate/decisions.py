@@ -8,10 +8,12 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,25 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import one_line
 from jaxinfer.ledger.ledger_file import NAME, read_ledger
 from jaxinfer.report.records import read_run_json
+from jaxinfer.runtime.processes import remote_worker
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.same_decisions import check_decisions
 from jaxinfer.steps import profile
 from scripts.tables import Row, read_csv, write_csv
-from scripts.validate.decision_cases import MODEL, SYSTEMS, WORKLOADS, asked, sections, wait_for
+from scripts.validate.decision_cases import (
+    CLUSTERS,
+    MODEL,
+    SYSTEMS,
+    WORKLOADS,
+    asked,
+    sections,
+    wait_for,
+)
+
+COUNTS = "entries", "preemptions", "transfers", "slice_moves", "cached_tokens"
+COLUMNS = "seed", "system", "workload", *COUNTS, "lost", "back", "finished", "difference"
 
 
 def ledgers(system: str, workloads: Sequence[str], seed: int, folder: Path) -> Iterator[Row]:
@@ -135,10 +149,9 @@ def summary(path: Path) -> list[str]:
         for row in here:
             sums.update({key: value for key, value in row.items() if isinstance(value, int)})
         equal = sum(not row["difference"] for row in here)
-        counts = ("entries", "preemptions", "transfers", "slice_moves", "cached_tokens")
         lines.append(
             f"| {name} | {len(here)} | {equal} | "
-            + " | ".join(f"{sums[count]:,}" for count in counts)
+            + " | ".join(f"{sums[count]:,}" for count in COUNTS)
             + f" | {sums['lost']}, {sums['back']} |"
         )
     return lines
@@ -157,21 +170,28 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
     # Most of the time goes into compilation, little into what it makes.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     jax.config.update("jax_num_cpu_devices", 8)
+    remote_worker.SILENCE_S = 600.0  # Whoever is killed breaks off; a busy machine may be silent.
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         profile.FOLDER = Path(temporary, "profiles")  # What is measured here is nobody else's.
-        for seed in seeds:
-            for system in systems or SYSTEMS:
-                try:
-                    for row in ledgers(system, workloads or [*WORKLOADS], seed, Path(temporary)):
-                        click.echo(f"{row['system']}, {row['workload']}: {row}")
-                        rows.append(row)
-                        write_csv(Path(out), rows)
-                except Exception as error:
-                    why = f"{type(error).__name__}: {one_line(error)}"
-                    click.echo(f"{system}: {why}", err=True)
-                    rows.append({"seed": seed, "system": system, "workload": "", "difference": why})
+        for seed, system, cluster in product(seeds, systems or SYSTEMS, CLUSTERS):
+            names = [n for n in workloads or WORKLOADS if WORKLOADS[n][0] == cluster]
+            here: list[Row] = []
+            try:
+                for row in ledgers(system, names, seed, Path(temporary)):
+                    click.echo(f"{system}, {row['workload']}: {row['difference'] or 'equal'}")
+                    here.append(row)
+            except Exception as error:  # The others of the matrix are of use without it.
+                why = f"{type(error).__name__}: {one_line(error)}"
+                click.echo(f"{system}, {names[len(here)]}: {why}", err=True)
+                failed = {"seed": seed, "system": system, "difference": why}
+                here += [dict.fromkeys(COLUMNS, 0) | failed | {"workload": name}
+                         for name in names[len(here) :]]  # fmt: skip
+            rows += here
+            if rows:
+                write_csv(Path(out), rows)
     click.echo("\n".join(summary(Path(out))))
+    sys.exit(any(row["difference"] for row in rows))
 
 
 if __name__ == "__main__":
