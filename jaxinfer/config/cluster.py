@@ -172,8 +172,11 @@ class ClusterConfig(Options):
 
     @property
     def load_format(self) -> str:
-        """The ``load_format`` of all instances: see ``EngineOptions``."""
-        return next((i.load_format for i in self.instances.values()), "auto")
+        """The ``load_format`` of all instances: see ``EngineOptions``.
+
+        A process that has attention groups alone takes no weights.
+        """
+        return next((i.load_format for i in self.instances.values()), "dummy")
 
     def _check_processes(self) -> None:
         """Refuse instances in several processes, but for those whose groups all have their own."""

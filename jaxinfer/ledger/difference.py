@@ -64,7 +64,7 @@ def describe(entry: Entry | None) -> str:
 
 def _parts(decided: list[Any]) -> tuple[int, list[Any], list[Any], list[Any]]:
     """Grouped decodes, rows, the pages that each writes, and what is sent along."""
-    rows, pages, transfers = [*decided[4:], [], [], []][:3]
+    rows, pages, transfers = [*decided[4:7], [], [], []][:3]
     return decided[2], rows, pages, transfers
 
 
@@ -91,4 +91,6 @@ def _where(one: Entry | None, two: Entry | None) -> str:
         return " (the rows are alike, their pages differ)"
     if one[1][1] != two[1][1]:
         return f" (pages in use: {one[1][1]} and {two[1][1]})"
+    if one[1][7:] != two[1][7:]:
+        return f" (rows of the first half: {one[1][7:]} and {two[1][7:]})"
     return " (what is sent along differs)"

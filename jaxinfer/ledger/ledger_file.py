@@ -6,10 +6,8 @@ same.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from json.encoder import encode_basestring_ascii as quoted
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +21,17 @@ Entry = tuple[str, list[Any], Any]
 as_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
-# Of a step: instance, pages in use, grouped decodes, and the KV entries that these see.
-Group = tuple[str, int, int, int]
-group_of: Callable[[object], Group] = attrgetter(
-    "instance", "pages_in_use", "grouped", "grouped_context"
-)
-
-
-def text_of_group(group: Group, rest: str = "") -> str:
-    """A step's entry as JSON, with what else it has."""
-    name, pages, decodes, context = group
-    return f'["batch",[{quoted(name)},{pages},{decodes},{context}{rest}]]'
-
-
 class Entries:
     """Entries as they come, in memory.
 
     Attributes:
-        decided: of each, ``[kind, [...]]`` as JSON without blanks; or, of a step of grouped
-            decodes, of which simulations have most, what becomes text at once with many others.
-            Whoever observes appends to it.
+        decided: of each, ``[kind, [...]]`` as JSON without blanks, to which whoever observes
+            appends: of what a collector of garbage looks at, a simulation would make much.
         count: those that ``decided`` has no more.
     """
 
     def __init__(self) -> None:
-        self.decided: list[str | Group] = []
+        self.decided: list[str] = []
         self.count = 0
         self._measured: dict[int, str] = {}
 
@@ -60,15 +44,13 @@ class Entries:
 
     def take(self, count: int) -> tuple[str, str]:
         """Take out the first entries: what was decided, and what was measured, as JSON arrays."""
-        texts = [
-            each if isinstance(each, str) else text_of_group(each) for each in self.decided[:count]
-        ]
+        texts = ",".join(self.decided[:count])
         del self.decided[:count]
         measured = ["null"] * count
         for number in [n for n in self._measured if n < self.count + count]:
             measured[number - self.count] = self._measured.pop(number)
         self.count += count
-        return f"[{','.join(texts)}]", f"[{','.join(measured)}]"
+        return f"[{texts}]", f"[{','.join(measured)}]"
 
     def parsed(self) -> list[Entry]:
         """Take all that are left."""

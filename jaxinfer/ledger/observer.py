@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from jaxinfer.ledger.ledger_file import Entries, as_text, group_of, text_of_group
+from jaxinfer.ledger.ledger_file import Entries, as_text
 from jaxinfer.serving.batch import Batch, Transfer
-from jaxinfer.serving.kv_shards import HeldPages
+from jaxinfer.serving.kv_shards import HeldPages, KVShards
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.page_pool import CountedPages
 from jaxinfer.serving.request_state import RequestState
@@ -62,7 +62,8 @@ class Ledger:
         instances = assignments.instances.values()
         self.keeps_tokens = any(each.kv.cache is not None for each in instances)
         cached = sum(shard.pool.num_idle for each in instances for shard in each.kv.shards)
-        self.keep("start", [], [loop.world.now(), self.keeps_tokens, cached])
+        without = {each.name: gone for each in instances if (gone := _closed(each.kv))}
+        self.keep("start", [], [loop.world.now(), self.keeps_tokens, cached, without])
         assignments.on_legs = self._legs
         assignments.on_preempt = lambda name, request: self.keep("victim", [name, request.id])
         assignments.on_role = lambda name, role: self.keep("role", [name, role])
@@ -98,7 +99,11 @@ class DecidedWorld:
 
     def launch(self, batch: Batch) -> None:
         """Note a step, and start it."""
-        self._add(_batch(batch) if batch.rows else group_of(batch))
+        rest = _rows(batch) if batch.rows else ""
+        self._add(
+            f'["batch",[{quoted(batch.instance)},{batch.pages_in_use},{batch.grouped},'
+            f"{batch.grouped_context}{rest}]]"
+        )
         self._launch(batch)
 
     def start_transfer(self, transfer: Transfer) -> None:
@@ -140,29 +145,42 @@ class ObservedWorld(DecidedWorld):
         return self._kv_token_s[way]
 
 
-def _batch(batch: Batch) -> str:
-    """A step of rows: beside what one of grouped decodes has, rows, their pages, and transfers."""
+def _closed(kv: KVShards) -> list[int]:
+    """Numbers of the shards that are lost for good."""
+    return [number for number, shard in enumerate(kv.shards) if not shard.num_pages]
+
+
+def _rows(batch: Batch) -> str:
+    """What a step of rows has besides: these, their pages, and transfers.
+
+    Where it is computed as two halves, numbers of the rows of the first one follow.
+    """
     rows = [
         f"[{quoted(row.request.id)},{row.start},{row.count},{_BOOL[row.samples]}]"
         for row in batch.rows
     ]
     pages = [_pages(row.hold, row.start, row.start + row.count) for row in batch.rows]
     found = [rows, pages]
-    if batch.transfers:
+    if batch.transfers or batch.halves:
         found.append([box_of(transfer) for transfer in batch.transfers])
-    rest = "".join([f",[{','.join(texts)}]" for texts in found])
-    return text_of_group(group_of(batch), rest)
+    if batch.halves:
+        first = {id(row) for row in batch.halves[0]}
+        found.append([str(number) for number, row in enumerate(batch.rows) if id(row) in first])
+    return "".join([f",[{','.join(texts)}]" for texts in found])
 
 
 def _pages(hold: HeldPages, start: int, stop: int) -> str:
-    """Pages of some tokens: of each slice of each shard or, where there is one, of that."""
+    """Pages of some tokens: of each slice of each shard or, where there is one, of that.
+
+    Where pages have no numbers, and lie in one place, their count.
+    """
     size = hold.kv.page_size
     first, last = start // size, -(-stop // size)
     found: list[Any]
     if len(hold.tables) == 1 and len(hold.tables[0]) == 1:
         (pages,) = hold.tables[0].values()
         if type(hold.kv.shards[0].pool) is CountedPages:
-            return f"[{('0,' * (min(last, len(pages)) - first))[:-1]}]"
+            return str(min(last, len(pages)) - first)
         found = pages[first:last]
     else:
         found = [

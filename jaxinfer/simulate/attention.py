@@ -10,7 +10,8 @@ from itertools import permutations
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.nodes import NetworkPath
 from jaxinfer.config.site import SiteStage
-from jaxinfer.serving.page_pool import CountedPages, Shard
+from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
+from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost
 from jaxinfer.simulate.kv_capacity import AttentionGroup, count_attention_pages
 from jaxinfer.simulate.spread import ModelledSpreadStage, ShardCost, Visit
@@ -22,11 +23,13 @@ class ModelledShard:
     """A place where KV heads of a stage may lie.
 
     Attributes:
-        layers: number in the stage; ``heads``: in the model. A page of the pool is of one of them.
+        layers: number in the stage.
+        heads: KV heads that may lie here, a page of the pool being of one of them; 0 where the
+            stage has no other shard, and its heads lie together.
         is_own: whether it is the stage's own group, where all heads lie by default.
         num_pages: pages as if all heads lay here, the padding page included.
-        cost: cost of its attention; None where the stage has no other shard.
-        dense: see ``Shard``.
+        fit, dense: see ``Shard``.
+        cost: cost of its attention, where that is modelled.
     """
 
     stage: int
@@ -35,21 +38,21 @@ class ModelledShard:
     heads: int
     is_own: bool
     num_pages: int
-    cost: ShardCost | None
+    fit: AttentionFit | None
     dense: Callable[[float], float] | None = None
+    cost: ShardCost | None = None
 
     @property
     def num_head_pages(self) -> int:
         """Pages of the pool, the padding page included."""
-        return (self.num_pages - 1) * self.heads + 1
+        return (self.num_pages - 1) * max(self.heads, 1) + 1
 
-    def new(self, page_size: int) -> Shard:
+    def new(self, page_size: int, pool: type[PagePool] = CountedPages) -> Shard:
         """The scheduling side, empty."""
         first = self.stage * self.heads
-        slices = tuple(range(first, first + self.heads)) if self.is_own else ()
-        pool = CountedPages(self.num_head_pages, page_size)
-        fit = self.cost.fit if self.cost else None
-        return Shard(pool, slices, self.stage, self.group, fit, self.layers, self.dense)
+        slices = tuple(range(first, first + max(self.heads, 1))) if self.is_own else ()
+        pages = pool(self.num_head_pages, page_size)
+        return Shard(pages, slices, self.stage, self.group, self.fit, self.layers, self.dense)
 
 
 def spread_stage(place: SiteStage, first: int) -> ModelledSpreadStage:
@@ -94,13 +97,15 @@ def spread_shards(
         for group, cost in zip(place.groups, costs, strict=True):
             is_own, name = group is place.group, group.name
             count = pages[number] if is_own else others[number, name]
-            heads = part.model.num_key_value_heads
+            heads = part.model.num_key_value_heads if place.attention else 0
             dense = (
                 stage.dense
                 if is_own and halves and isinstance(stage, ModelledSpreadStage)
                 else None
             )
-            shard = ModelledShard(number, name, part.layers, heads, is_own, count, cost, dense)
+            # As profiled: a stage that has no other shard takes no time that its placement decides.
+            fit = cost.fit if cost else AttentionFit(0.0, 0.0, 0.0)
+            shard = ModelledShard(number, name, part.layers, heads, is_own, count, fit, dense, cost)
             found.append(shard)
     return tuple(found)
 

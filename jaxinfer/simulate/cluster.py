@@ -123,7 +123,7 @@ class ModelledInstance:
         pool = PagePool if caching or numbers_pages else CountedPages
         shards = [Shard(pool(count, size), stage=i) for i, count in enumerate(self.num_pages)]
         if self.shards:
-            shards = [shard.new(size) for shard in self.shards]
+            shards = [shard.new(size, pool) for shard in self.shards]
         kv = KVShards(shards, caching)
         options = instance_options(self.config, len(self.config.places))
         grouped = groups_decodes and not caching

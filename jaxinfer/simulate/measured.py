@@ -42,6 +42,7 @@ class Measured:
         start: the time at which the loop began.
         cached: pages that prefix caches had by then.
         keeps_tokens: whether prompts and sampled tokens are there.
+        without: by instance, numbers of the shards that it had lost for good by then.
     """
 
     steps: dict[tuple[str, int], deque[tuple[When, Any]]] = field(
@@ -59,6 +60,7 @@ class Measured:
     start: float = 0.0
     cached: int = 0
     keeps_tokens: bool = False
+    without: dict[str, list[int]] = field(default_factory=dict)
 
     def predict(self, request: RequestState) -> tuple[int, int] | None:
         """Predict what was predicted for the real one."""
@@ -78,7 +80,7 @@ def measured(entries: Sequence[Entry]) -> Measured:
         when = now, number
         match kind:
             case "start":
-                found.start, found.keeps_tokens, found.cached = given
+                found.start, found.keeps_tokens, found.cached, found.without = given
             case "round":
                 now = given
             case "arrival":

@@ -1,7 +1,7 @@
 """A finished real run once more, in virtual time: how far the simulator is from the truth."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -120,13 +120,27 @@ def profile_of(name: str, described: Mapping[str, Any]) -> Profile:
     Raises:
         JaxinferError: it is not there any more.
     """
-    path = profile_folder() / f"{described['profile']}.json"
+    return read_profile(profile_file(name, described))
+
+
+def profile_file(
+    name: str, described: Mapping[str, Any], kept: Callable[[Path], Path] = lambda path: path
+) -> Path:
+    """Return the file of the profile by which an instance of a real run went.
+
+    Args:
+        kept: what is read, from the path of the profile of whole steps.
+
+    Raises:
+        JaxinferError: it is not there any more.
+    """
+    path = kept(profile_folder() / f"{described['profile']}.json")
     if not path.is_file():
         raise JaxinferError(
             f"instance {name}: no profile {path}, by which its run went; jaxinfer profile RUNFILE "
             "makes one for runs from then on"
         )
-    return read_profile(path)
+    return path
 
 
 def _instance(

@@ -11,14 +11,17 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.ledger.difference import first_difference
 from jaxinfer.ledger.ledger_file import NAME, Entries, Entry, ledger_hash, read_ledger
 from jaxinfer.ledger.observer import Ledger
-from jaxinfer.report.records import read_run_json
+from jaxinfer.report.records import read_run_json, reporting_damage
+from jaxinfer.serving.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.simulate.attention import ModelledShard
 from jaxinfer.simulate.cluster import ModelledInstance
 from jaxinfer.simulate.measured import Measured, MeasuredWorld, measured
-from jaxinfer.simulate.replay import profile_of
+from jaxinfer.simulate.replay import profile_file, profile_of
+from jaxinfer.steps.attention_profile import attention_path, read_attention
 from jaxinfer.steps.profile import Profile
 
 
@@ -47,6 +50,10 @@ def check_decisions(folder: Path) -> Checked:
     found = ledger_hash(real)
     if "measured_gb_s" not in run:
         raise JaxinferError(f"{folder}: not a real run, or one of an older version")
+    if missing := [name for name in ("status", "run_file", "instances") if name not in run]:
+        raise JaxinferError(
+            f"{folder / 'run.json'}: {missing[0]} is missing: give the folder as the run left it"
+        )
     kept = {"hash": found, "entries": len(real)}
     finished = run["status"] == "finished"
     if finished and run.get("ledger") != kept:
@@ -55,7 +62,8 @@ def check_decisions(folder: Path) -> Checked:
         )
     if not real:
         raise JaxinferError(f"{folder / NAME}: no entries; the run was killed before it wrote some")
-    given = measured(real)
+    with reporting_damage(folder / NAME):
+        given = measured(real)
     if given.cached:
         raise JaxinferError(
             f"{folder}: {given.cached} pages were cached by earlier runs when it began, and their "
@@ -75,17 +83,20 @@ def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:
     """
     site = resolve(as_run_file(run["run_file"]).model_copy(update={"ledger": False}))
     modelled = {
-        name: _modelled(site.cluster.instances[name], described)
-        for name, described in run["instances"].items()
+        name: _modelled(name, site, described) for name, described in run["instances"].items()
     }
     fits = _fits(site, run)
     ledger = Ledger(Entries())
     world = MeasuredWorld(given)
 
     def new(name: str) -> Instance:
-        return modelled[name].new_instance(
+        instance = modelled[name].new_instance(
             name, fits.get(name), False, given.keeps_tokens, _max_tokens, numbers_pages=True
         )
+        # Not by the costs of a model, which there are none of.
+        pays = by_fits(instance.shards)
+        instance.halves_pay = choice(modelled[name].config.half_batches, pays)
+        return instance
 
     def renew(name: str) -> Instance:
         instance = new(name)
@@ -94,6 +105,8 @@ def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:
         return instance
 
     instances = {name: new(name) for name in modelled}
+    for name, closed in given.without.items():
+        instances[name].go_without(closed)
     loop = ServingLoop(
         ledger.around(world),
         list(instances.values()),
@@ -120,12 +133,9 @@ def _max_tokens(request: RequestState) -> int:
     return request.max_tokens
 
 
-def _modelled(config: InstanceConfig, described: Mapping[str, Any]) -> ModelledInstance:
+def _modelled(name: str, site: Resolved, described: Mapping[str, Any]) -> ModelledInstance:
     """Model an instance's side of scheduling: its limits and its pools, as they were."""
-    if config.is_spread:
-        raise JaxinferError(
-            "an instance has attention groups: what moves within it is not compared as yet"
-        )
+    config = site.cluster.instances[name]
     # What the run has worked out, such as limits by the memory there was.
     found = {
         name: value
@@ -143,7 +153,37 @@ def _modelled(config: InstanceConfig, described: Mapping[str, Any]) -> ModelledI
         _NO_COST,
         segments=1,
         devices=[],
+        shards=_shards(name, site, described) if config.is_spread else (),
     )
+
+
+def _shards(name: str, site: Resolved, described: Mapping[str, Any]) -> list[ModelledShard]:
+    """Model where KV heads of the stages may lie, with the fits that the run had to go by."""
+    heads, _ = described["kv_heads"]
+    halves = described["engine"]["half_batches"] == "by_time"
+    slowdowns = {
+        stage["group"]: site.cluster.groups[stage["group"]].slowdown
+        for stage in described["stages"]
+    }
+    profile = None
+    if halves or site.needs_attention_fits:
+        profile = read_attention(profile_file(name, described, attention_path))
+    fits = iter(profile.fits(slowdowns) if profile else ())
+    dense = iter(profile.dense(slowdowns) if profile and halves else ())
+    return [
+        ModelledShard(
+            number,
+            place["group"],
+            stage["layers"],
+            heads if "attention" in stage else 0,
+            place is stage,
+            place["num_pages"],
+            next(fits, None),
+            next(dense, None),
+        )
+        for number, stage in enumerate(described["stages"])
+        for place in (stage, *stage.get("attention", ()))
+    ]
 
 
 class _NoCost:

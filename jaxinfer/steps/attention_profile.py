@@ -4,7 +4,7 @@ Kept beside the profiles of whole steps, by what decides the times.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -87,30 +87,33 @@ class AttentionProfile:
     key: dict[str, Any]
     shards: Sequence[ShardPoints]
 
-    def fits(self, slowdowns: Sequence[float]) -> list[AttentionFit]:
+    def fits(self, slowdowns: Mapping[str, float]) -> list[AttentionFit]:
         """Return the fit of each shard.
 
         Args:
-            slowdowns: one for each shard, see ``ShardPoints.fit``.
+            slowdowns: of the stages' own groups, see ``ShardPoints.fit``; attention groups were
+                measured as slow as they are.
         """
-        return [shard.fit(slowdown) for shard, slowdown in zip(self.shards, slowdowns, strict=True)]
+        return [shard.fit(slowdowns.get(shard.group, 1.0)) for shard in self.shards]
 
-    def dense(self, slowdowns: Sequence[float]) -> list[Callable[[float], float]]:
+    def dense(self, slowdowns: Mapping[str, float]) -> list[Callable[[float], float]]:
         """Return the dense times of each shard; see ``Shard``."""
         return [
-            partial(shard.dense_seconds, slowdown)
-            for shard, slowdown in zip(self.shards, slowdowns, strict=True)
+            partial(shard.dense_seconds, slowdowns.get(shard.group, 1.0)) for shard in self.shards
         ]
 
 
 def load_attention(key: dict[str, Any]) -> AttentionProfile | None:
     """The stored profile, if there is one."""
-    path = _path(key)
-    if not path.is_file():
-        return None
+    path = attention_path(profile_path(key))
+    return read_attention(path) if path.is_file() else None
+
+
+def read_attention(path: Path) -> AttentionProfile | None:
+    """Read a profile from its file; None if an older version wrote it."""
     stored = json.loads(path.read_text(encoding="utf-8"))
     if any("dense" not in shard for shard in stored["shards"]):
-        return None  # Of an older version.
+        return None
     shards = [
         ShardPoints(
             shard["group"],
@@ -125,12 +128,11 @@ def load_attention(key: dict[str, Any]) -> AttentionProfile | None:
 
 def store_attention(profile: AttentionProfile) -> Path:
     """Keep it for later runs."""
-    path = _path(profile.key)
+    path = attention_path(profile_path(profile.key))
     write_record(path, asdict(profile))
     return path
 
 
-def _path(key: dict[str, Any]) -> Path:
-    """Not that of the profile of whole steps, which has the same key."""
-    path = profile_path(key)
+def attention_path(path: Path) -> Path:
+    """Where it is kept, beside the profile of whole steps with the same key."""
     return path.with_name(f"{path.stem}.attention.json")

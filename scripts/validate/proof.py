@@ -1,5 +1,6 @@
-"""The page of results of docs/proof.md: faults of hand-offs, clean pairs, and what checks cost.
+"""The page of results of docs/proof.md: ledgers, faults of hand-offs, clean pairs, costs of checks.
 
+python -m scripts.validate.decisions docs/results/proof/decisions.csv --seed 1
 python -m scripts.validate.proof docs/results/proof.md
 """
 
@@ -30,6 +31,7 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.simulate.run import simulate
 from jaxinfer.text.prompts import TokensPrompt
 from scripts.tables import write_csv
+from scripts.validate.decisions import summary
 
 # Pairs of layouts drawn besides those that ship, for faults and for clean hand-offs.
 DRAWN_FAULTS, DRAWN_CLEAN = 15, 60
@@ -222,6 +224,12 @@ def page(tables: Path) -> str:
     lines = [
         "# Proof: results",
         "[What they mean](../proof.md). `python -m scripts.validate.proof FILE.md` makes it.",
+        "",
+        "## Ledgers",
+        f"Real runs of a tiny model, each in [decisions.csv]({tables.name}/decisions.csv), which",
+        "`python -m scripts.validate.decisions FILE.csv --seed N` makes by any seed.",
+        "",
+        *summary(tables / "decisions.csv"),
         "",
         "## Faults of hand-offs",
         "| between | faults | rightly named | different names |",

@@ -218,6 +218,7 @@ def test_each_process_has_its_stages_of_a_pipeline() -> None:
         assert not part.groups[process].is_apart
         assert part.instances["x"].page_size == 32
     assert made.part(None).instances == {}
+    assert (made.part("a").load_format, made.part(None).load_format) == ("auto", "dummy")
     assert not divided("a", "a").is_divided("x")
     assert not divided("a", "b", here="ab").is_divided("x")
 

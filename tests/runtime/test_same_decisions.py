@@ -1,48 +1,29 @@
 """The simulator decides as real runs did, by the times that these have measured."""
 
 import json
-import os
 import random
-import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_cases import free_executables
 from failure_cases import break_device
-from process_cases import pid_of
-from waiting import wait_until
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.ledger.ledger_file import NAME, ledger_hash, read_ledger
 from jaxinfer.options.validation import read_json
-from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.same_decisions import check_decisions
 from jaxinfer.steps import profile as stored
+from scripts.validate.decision_cases import SYSTEMS, WORKLOADS
+from scripts.validate.decisions import ledgers
 
-FLOWS = {"p": {"d": 3.0, "e": 1.0}, "q": {"e": 2.0}}
-SHARES = {name: {"weight": number + 1, "max_waiting": 2} for number, name in enumerate("pqde")}
-UNITS = [{"prefill": ["p"], "decode": ["d"]}, {"prefill": ["q"], "decode": ["e"]}]
 # By name: the system's options, and its instances.
-SYSTEMS: dict[str, tuple[dict[str, Any], str]] = {
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "single": ({}, "p"),
-    "pipeline_parallel": ({}, "x"),
-    "data_parallel": ({"shares": SHARES}, "pqde"),
     "least_loaded": ({"choose": "power_of_two", "load": "tokens"}, "pqde"),
-    "disaggregated": ({"prefill": ["p", "q"], "decode": ["d", "e"], "hand_off": "per_chunk"},
-                      "pqde"),
     "cronus": ({"partial": "p", "chunked": "d", "cut_share": 0.6}, "pd"),
-    "distserve": ({"units": UNITS}, "pqde"),
-    "splitwise": ({"prompt": ["p", "q"], "token": ["d", "e"], "max_pending_tokens": 60,
-                   "layerwise_from": 33}, "pqde"),
-    "tetriinfer": ({"prefill": ["p", "q"], "decode": ["d", "e"], "prefill_batch": 3,
-                    "heavy_decode": 30, "report_s": 0.002, "flip_after_s": 0.004}, "pqde"),
-    "hexgen2": ({"flows": FLOWS, "max_in_prefill": 100}, "pqde"),
-    "takeover": ({}, "pqde"),
-    "aladdin": ({"ttft_s": 60.0, "atgt_s": 2.0, "heartbeat_s": 0.002}, "pqde"),
-}  # fmt: skip
+}
 INSTANCE: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
@@ -55,19 +36,11 @@ DRAWN = {"temperature": 0.9, "top_p": 0.9}
 
 
 def sections(model: Path, system: str, **more: Any) -> dict[str, Any]:
-    options, names = SYSTEMS[system]
-    if system in ("aladdin", "takeover"):  # It goes by fits, which take so many to be measured.
-        more |= {"max_num_seqs": 16}
-    groups: dict[str, Any] = {name: {} for name in names}
-    instances: dict[str, Any] = {name: {"group": name, **INSTANCE, **more} for name in names}
-    if names == "x":
-        groups = {"p": {}, "q": {}}
-        stages = [{"group": "p", "layers": 1}, {"group": "q", "layers": 1}]
-        instances = {"x": {"stages": stages, **INSTANCE, **more}}
+    options, names = OPTIONS[system]
     return {
         "model": str(model),
-        "groups": groups,
-        "instances": instances,
+        "groups": {name: {} for name in names},
+        "instances": {name: {"group": name, **INSTANCE, **more} for name in names},
         "system": {"name": system, **options},
         "ledger": True,
     }
@@ -143,38 +116,32 @@ def test_a_run_is_decided_alike_again(tiny_folder: Path, tmp_path: Path) -> None
     (tmp_path / "1" / "run.json").write_text(json.dumps(run))
     with pytest.raises(JaxinferError, match=r"ledger\.jsonl: no entries; the run was killed befor"):
         check_decisions(tmp_path / "1")
+    del run["status"]
+    (tmp_path / "1" / "run.json").write_text(json.dumps(run))
+    with pytest.raises(JaxinferError, match=r"run\.json: status is missing: give the folder as t"):
+        check_decisions(tmp_path / "1")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize(
-    "more",
+    "clusters",
     [
-        {"num_pages": 20},
-        {"enable_prefix_caching": True, "num_pages": 40},
-        pytest.param({}, marks=pytest.mark.long),
-        pytest.param({"page_size": 16}, marks=pytest.mark.long),
+        pytest.param(("small", "cached"), id="small, cached"),
+        pytest.param(("roomy", "meshes"), id="roomy, meshes", marks=pytest.mark.long),
+        pytest.param(("processes",), id="processes", marks=pytest.mark.long),
     ],
-    ids=["small", "cached", "roomy", "pages"],
 )
-def test_every_system(system: str, more: dict[str, Any], tiny_folder: Path, tmp_path: Path) -> None:
-    runs = Runs(sections(tiny_folder, system, **more), tmp_path)
-    runs.check(1, **GREEDY)
-    runs.check(3, **DRAWN, n=3)
-    del runs
-    free_executables()
-
-
-@pytest.mark.slow
-def test_meshes_and_stages(tiny_folder: Path, tmp_path: Path) -> None:
-    config = sections(tiny_folder, "disaggregated")
-    config["groups"]["p"] = {"devices": 2, "tensor_parallel_size": 2}
-    config["groups"]["d2"] = {}
-    stages = [{"group": "d", "layers": 1}, {"group": "d2", "layers": 1}]
-    config["instances"]["d"] = {"stages": stages, **INSTANCE, "page_size": 16}
-    runs = Runs(config, tmp_path)
-    runs.check(1, **GREEDY)
-    runs.check(2, **DRAWN)
+def test_every_system(system: str, clusters: Sequence[str], tmp_path: Path) -> None:
+    """Those of another seed are for ``python -m scripts.validate.decisions``."""
+    names = [name for name, (cluster, *_) in WORKLOADS.items() if cluster in clusters]
+    rows = list(ledgers(system, names, 1, tmp_path))
+    assert [(row["workload"], row["difference"]) for row in rows] == [(name, "") for name in names]
+    for row in rows:
+        assert row["entries"] > 20
+        assert (row["cached_tokens"] > 0) == (row["workload"] == "prefix cache")
+        assert row["finished"] == (row["workload"] != "cancelled")
+        assert row["lost"] == row["back"] == (row["workload"] == "lost and back")
 
 
 @pytest.mark.slow
@@ -187,46 +154,14 @@ def test_an_instance_is_lost(system: str, lost: str, tiny_folder: Path, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", ["disaggregated", "least_loaded"])
-def test_an_instance_in_a_process_is_lost_and_back(
-    system: str, tiny_folder: Path, tmp_path: Path
-) -> None:
-    config = sections(tiny_folder, system)
-    config["groups"]["d"] = {"process": "own", "restart": 1}
-    runs = Runs(config, tmp_path)
-    steps = iter(range(10**6))
-
-    def kill(done: StepDone) -> None:
-        if next(steps) == 9:
-            os.kill(pid_of(runs.llm, "d"), signal.SIGKILL)
-            restarts = runs.llm.cluster.restarts
-            wait_until(lambda: restarts._homes["d"].news is not None)
-
-    made = [
-        request
-        for number, prompt in enumerate(prompts(1))
-        for request in runs.llm.make_requests(
-            str(number), prompt["prompt_token_ids"], SamplingParams(temperature=0, max_tokens=30)
-        )
-    ]
-    runs.llm.run(made, lambda output: None, progress=False, run_dir=tmp_path, on_step=kill)
-    runs.same()
-    kinds = [kind for kind, *_ in read_ledger(tmp_path / "1" / NAME)]
-    assert kinds.count("lost") == kinds.count("back") == 1
-
-
-@pytest.mark.slow
-def test_a_run_that_is_given_up(tiny_folder: Path, tmp_path: Path) -> None:
-    runs = Runs(sections(tiny_folder, "cronus"), tmp_path)
-    given = prompts(1), params(1, GREEDY)
-    outputs = runs.llm.generate_iter(*given, progress=False, run_dir=tmp_path)
-    next(outputs)
-    outputs.close()
-    assert read_json(tmp_path / "1" / "run.json")["status"] == "running"
-    difference, entries, _, finished = check_decisions(tmp_path / "1")
-    assert not finished
-    assert difference is None
-    assert entries > 20
+@pytest.mark.parametrize(
+    ("system", "workload"), [("disaggregated", "lost and back"), ("cronus", "cancelled")]
+)
+def test_what_happens_to_a_run(system: str, workload: str, tmp_path: Path) -> None:
+    (row,) = ledgers(system, [workload], 1, tmp_path)
+    assert row["difference"] == ""
+    assert row["lost"] == row["back"] == (workload == "lost and back")
+    assert row["finished"] == (workload != "cancelled")
 
 
 def test_ledgers_of_unlike_runs_differ(tiny_folder: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
+from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.kv_capacity import level
 
@@ -111,6 +112,16 @@ def test_what_the_scheduler_sees_is_what_fits() -> None:
     assert min(sums) * instance.config.page_size == instance.num_tokens
     # One request has each KV head whole in one shard: at most two of eight heads lie apart.
     assert 0.5 * min(sums) < kv.num_pages <= min(sums)
+
+
+def test_a_stage_without_attention_groups_has_its_heads_together() -> None:
+    """As a real one: one slice, and pages of all its KV heads."""
+    plain = {name: value for name, value in PRIMARIES[2].items() if name != "attention"}
+    engine = {"page_size": 16, "num_pages": 1001}
+    instance = modelled("llama-2-70b", *ON_P100[:2], plain, engine=engine)
+    *_, last = instance.new_instance("x", None, False, False, len).kv.shards
+    assert (last.stage, last.slices, last.num_pages) == (2, (0,), 1000)
+    assert last.fit == AttentionFit(0.0, 0.0, 0.0)
 
 
 def test_given_pages_are_taken_and_the_rest_is_levelled() -> None:

@@ -64,10 +64,10 @@ def test_a_profile_is_kept_beside_that_of_steps(
     store_attention(profile)
     assert load_attention(profile.key) == profile
     assert load_attention({"model": "other"}) is None
-    first, second = profile.fits([2.0, 1.0])
+    first, second = profile.fits({"p": 2.0})
     assert first.constant == pytest.approx(2 * own.constant)
     assert second.per_entry == pytest.approx(far.per_entry)
-    slow, none = profile.dense([2.0, 1.0])
+    slow, none = profile.dense({"p": 2.0})
     # Of the smallest bucket with so many tokens; beyond all of them, of the largest.
     assert [slow(n) for n in (1, 4, 4.5, 17, 99)] == [2e-4, 2e-4, 4e-4, 1e-3, 1e-3]
     assert none(4) == 0.0

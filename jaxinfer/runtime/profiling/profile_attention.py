@@ -46,10 +46,7 @@ def prepare_attention(needs: Mapping[str, Needs], progress: Progress) -> None:
                 if profile is None:
                     profile = profile_attention(name, engine, need.model, progress)
                     store_attention(profile)
-                slowdowns = []
-                for stage, slowdown in zip(engine.plans, need.cluster.slowdowns(name), strict=True):
-                    # Attention groups were measured as slow as they are.
-                    slowdowns += [slowdown, *(1.0 for _ in stage.attention)]
+                slowdowns = dict(zip(engine.groups, need.cluster.slowdowns(name), strict=True))
                 engine.attention[:] = profile.fits(slowdowns)
                 engine.dense[:] = profile.dense(slowdowns) if halves else []
 

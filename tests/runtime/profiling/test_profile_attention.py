@@ -11,9 +11,11 @@ from scatter import spread
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.ledger.ledger_file import NAME, read_ledger
 from jaxinfer.runtime.profiling import profile_attention as measuring
 from jaxinfer.runtime.profiling.profile import Needs, profile_key
 from jaxinfer.runtime.profiling.profile_attention import prepare_attention, profile_attention
+from jaxinfer.simulate.same_decisions import check_decisions
 from jaxinfer.steps import profile as stored
 
 
@@ -34,9 +36,10 @@ def test_heads_are_placed_by_what_was_measured(
     loader: Loader,
     expected: dict[str, list[Done]],
     own_profiles: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    llm = loader.load("two", **slow())
+    llm = loader.load("two", **slow(), ledger=True)
     own, far = [shard.fit for shard in llm.engine.new_kv().shards]
     assert own is not None
     assert far is not None
@@ -45,7 +48,10 @@ def test_heads_are_placed_by_what_was_measured(
     # All its attention 20 times, on the same cores; whatever else they do.
     ratio = far.seconds(4, 400) / own.seconds(4, 400)
     assert ratio > 3
-    assert serve(llm) == expected["two"]
+    assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
+    found = check_decisions(tmp_path / "runs" / "1")
+    assert found.difference is None
+    assert {"send", "landed"} <= {k for k, *_ in read_ledger(tmp_path / "runs" / "1" / NAME)}
     (path,) = own_profiles.glob("*.attention.json")
     shards = json.loads(path.read_text())["shards"]
     assert [shard["group"] for shard in shards] == ["p", "a0"]

@@ -1,0 +1,198 @@
+"""Ledgers of real runs beside the simulator's decisions on what they were told: docs/proof.md.
+
+python -m scripts.validate.decisions docs/results/proof/decisions.csv --seed 1
+"""
+
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+import jax
+
+from jaxinfer import LLM
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import one_line
+from jaxinfer.ledger.ledger_file import NAME, read_ledger
+from jaxinfer.report.records import read_run_json
+from jaxinfer.runtime.processes import remote_worker
+from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import StepDone
+from jaxinfer.simulate.same_decisions import check_decisions
+from jaxinfer.steps import profile
+from scripts.tables import Row, read_csv, write_csv
+from scripts.validate.decision_cases import (
+    CLUSTERS,
+    MODEL,
+    SYSTEMS,
+    WORKLOADS,
+    asked,
+    sections,
+    wait_for,
+)
+
+COUNTS = "entries", "preemptions", "transfers", "slice_moves", "cached_tokens"
+COLUMNS = "seed", "system", "workload", *COUNTS, "lost", "back", "finished", "difference"
+
+
+def ledgers(system: str, workloads: Sequence[str], seed: int, folder: Path) -> Iterator[Row]:
+    """Run workloads on a system, those of one cluster on one that is loaded once."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    by_cluster: dict[str, list[str]] = {}
+    for name in workloads:
+        by_cluster.setdefault(WORKLOADS[name][0], []).append(name)
+    for cluster, names in by_cluster.items():
+        data = {"model": str(model)} | sections(system, cluster, seed)
+        llm = LLM.from_config(as_run_file(data), progress=False)
+        for number, name in enumerate(names, 1):
+            runs = folder / f"{seed} {system} {cluster}"
+            serve(llm, random.Random(f"{seed} {system} {name}"), name, runs)
+            yield {"seed": seed, "system": system, "workload": name} | outcome(runs / str(number))
+        del llm
+        gc.collect()
+        jax.clear_caches()
+
+
+def serve(llm: LLM, rng: random.Random, workload: str, runs: Path) -> None:
+    """Serve a workload's requests into the next folder of its runs."""
+    _, drawn, happens = WORKLOADS[workload]
+    llm.reset_prefix_cache()
+    given = asked(rng, drawn)
+    if happens == "cancelled":
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in given]
+        outputs = llm.generate_iter(
+            prompts, [params for _, params in given], progress=False, run_dir=runs
+        )
+        for _ in range(rng.randint(1, 4)):
+            next(outputs)
+        outputs.close()
+        return
+    requests: list[RequestState] = []
+    for number, (prompt, params) in enumerate(given):
+        made = llm.make_requests(str(number), prompt, params)
+        for request in made:
+            if happens == "over time":
+                request.arrival = rng.random() / 4
+                request.after_ends = max(number - 5, 0)
+        requests += made
+    on_step = losing(llm, rng) if happens == "lost" else lambda done: None
+    llm.run(requests, lambda output: None, progress=False, run_dir=runs, on_step=on_step)
+
+
+def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
+    """Kill a process after some steps, and wait for it to be back after some more."""
+    restarts = llm.cluster.restarts
+    assert restarts
+    name = rng.choice([*llm.cluster.engines])
+    worker = llm.cluster.engines[name].worker
+    if isinstance(worker, PipelineWorker):  # An attention group, without which it goes on.
+        (at,) = [each for each in worker.processes if each.name == "d"]
+        home: Any = restarts._rests[name]
+    else:
+        at, home = worker.process, restarts._of[name]  # type: ignore[union-attr]
+    steps, first, more = 0, rng.randint(3, 9), rng.choice([0, 0, 2, 5])
+
+    def on_step(done: StepDone) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == first:
+            os.kill(at.peer.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        if steps == first + more:
+            wait_for(lambda: home.news, time.sleep)
+
+    return on_step
+
+
+def outcome(folder: Path) -> Row:
+    """Whether the two ledgers of a run are equal, and what has happened in it."""
+    found = check_decisions(folder)
+    kinds = Counter(kind for kind, *_ in read_ledger(folder / NAME))
+    run = read_run_json(folder)
+    moves = run.get("metrics", {}).get("slice_moves") or {}
+    return {
+        "entries": found.entries,
+        "preemptions": kinds["victim"],
+        "transfers": kinds["send"],
+        "slice_moves": moves.get("begun", 0),
+        "cached_tokens": run.get("metrics", {}).get("cached_tokens", 0),
+        "lost": kinds["lost"],
+        "back": kinds["back"],
+        "finished": found.finished,
+        "difference": found.difference or "",
+    }
+
+
+def summary(path: Path) -> list[str]:
+    """Lines of a table: of each workload, its runs, and how many ledgers are equal."""
+    lines = [
+        "| workload | runs | equal | entries | preemptions | transfers | moves of heads | "
+        "cached tokens | lost, back |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    rows = read_csv(path)
+    for name in WORKLOADS:
+        here = [row for row in rows if row["workload"] == name]
+        sums = Counter[str]()
+        for row in here:
+            sums.update({key: value for key, value in row.items() if isinstance(value, int)})
+        equal = sum(not row["difference"] for row in here)
+        lines.append(
+            f"| {name} | {len(here)} | {equal} | "
+            + " | ".join(f"{sums[count]:,}" for count in COUNTS)
+            + f" | {sums['lost']}, {sums['back']} |"
+        )
+    return lines
+
+
+@click.command()
+@click.argument("out")
+@click.option("--seed", "seeds", multiple=True, type=int, default=(1,), help="Of a whole matrix.")
+@click.option("--system", "systems", multiple=True, type=click.Choice([*SYSTEMS]))
+@click.option("--workload", "workloads", multiple=True, type=click.Choice([*WORKLOADS]))
+def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequence[str]) -> None:
+    """Run systems over workloads, and write to OUT, a CSV file, which ledgers are equal.
+
+    By default, all systems and all workloads.
+    """
+    # Most of the time goes into compilation, little into what it makes.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    jax.config.update("jax_num_cpu_devices", 8)
+    remote_worker.SILENCE_S = 600.0  # Whoever is killed breaks off; a busy machine may be silent.
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        profile.FOLDER = Path(temporary, "profiles")  # What is measured here is nobody else's.
+        for seed, system, cluster in product(seeds, systems or SYSTEMS, CLUSTERS):
+            names = [n for n in workloads or WORKLOADS if WORKLOADS[n][0] == cluster]
+            here: list[Row] = []
+            try:
+                for row in ledgers(system, names, seed, Path(temporary)):
+                    click.echo(f"{system}, {row['workload']}: {row['difference'] or 'equal'}")
+                    here.append(row)
+            except Exception as error:  # The others of the matrix are of use without it.
+                why = f"{type(error).__name__}: {one_line(error)}"
+                click.echo(f"{system}, {names[len(here)]}: {why}", err=True)
+                failed = {"seed": seed, "system": system, "difference": why}
+                here += [dict.fromkeys(COLUMNS, 0) | failed | {"workload": name}
+                         for name in names[len(here) :]]  # fmt: skip
+            rows += here
+            if rows:
+                write_csv(Path(out), rows)
+    click.echo("\n".join(summary(Path(out))))
+    sys.exit(any(row["difference"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
