@@ -113,7 +113,8 @@ class Book:
         stay: requests there whose decodes are taken no more.
         longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
             without one, None if nobody has looked since.
-        step_s: seconds of a step: of a full one while prompts are to be computed.
+        step_s: seconds of a step: of a full one while prompts are to be computed;
+            ``token_s``: of a prompt's token among the decodes that run now.
         is_open: a prompt may begin here, unless it is too long; ``has_room``: it could take a
             decode, unless that is long.
         busy: share of its time in which it computed prompts.
@@ -138,10 +139,17 @@ class Book:
     stay: int = 0
     longest: int | None = 0
     step_s: float = 0.0
+    token_s: float = 0.0
     is_open: bool = True
     has_room: bool = True
     busy: float = 1.0
     seen: float = 0.0
+
+    def of(self, kind: Kind) -> "Book":
+        """Count among others alike from now on, and for nothing until it is renewed."""
+        self.kind = kind
+        self.decodes = self.entries = self.due = self.seats = self.room = 0
+        return self
 
     def pages_for(self, entries: int) -> int:
         """Pages of so many KV entries."""
@@ -179,10 +187,12 @@ class Book:
     def conclude(self) -> None:
         """Bring up to date what follows from the rest."""
         seat, backlog, speeds = self.seats > 0, self.backlog, self.kind.speeds
+        full_s = speeds.full_s + speeds.full_entry_s * self.entries
         self.has_room = seat and self.room > 0
         self.is_open = self.idle or (seat and backlog < _STEPS_AHEAD * self.budget)
+        self.token_s = max(full_s / max(self.budget - self.decodes, 1), speeds.token_s)
         if backlog:
-            self.step_s = speeds.full_s + speeds.full_entry_s * self.entries
+            self.step_s = full_s
         else:
             rows = speeds.sequence_s * self.decodes + speeds.entry_s * self.entries
             self.step_s = speeds.step_s + rows
@@ -213,12 +223,6 @@ class Book:
         self.kind.decodes -= 1
         self.entries -= entries
         self.kind.entries -= entries
-
-    def token_s(self) -> float:
-        """Seconds of a prompt's token among the decodes that run now."""
-        speeds = self.kind.speeds
-        seconds = speeds.full_s + speeds.full_entry_s * self.entries
-        return max(seconds / max(self.budget - self.decodes, 1), speeds.token_s)
 
 
 class Books:
@@ -259,17 +263,16 @@ class Books:
             held, budget = capacity(view), view.max_num_batched_tokens
             key = view.fit, held, budget, view.max_num_seqs
             kind = kinds.setdefault(key, Kind(Speeds.of(view.fit), held))
-            spared = int(self._spared * view.num_pages)
-            seats, size, pages = view.max_num_seqs, view.page_size, view.num_pages
-            book = Book(name, kind, budget, size, seats, pages, spared)
-            if name in before:
-                old = before[name]
-                book.coming, book.busy, book.seen = old.coming, old.busy, old.seen
-                book.stay = old.stay if seen[name] is view else 0
-                kind.with_time += book.busy < _BUSY
+            if seen.get(name) is view:
+                book = before[name].of(kind)
+            else:
+                spared = int(self._spared * view.num_pages)
+                seats, size, pages = view.max_num_seqs, view.page_size, view.num_pages
+                book = Book(name, kind, budget, size, seats, pages, spared)
+            kind.with_time += book.busy < _BUSY
             kind.books.append(book)
-            kind.all_seats += seats
-            kind.all_room += pages * size
+            kind.all_seats += book.most_seats
+            kind.all_room += book.pages * book.page_size
             self.by_name[name] = book
             book.renew(view)
         self.kinds = list(kinds.values())

@@ -1,6 +1,6 @@
 """Takeover: where requests begin and who takes them over, on the fake executor with losses."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,14 @@ from serving_checks import Outcome, Run, make_requests
 
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
-from jaxinfer.serving.system import Action, ClusterView, Reassign, StepView
+from jaxinfer.serving.system import (
+    Action,
+    Assignment,
+    ClusterView,
+    Reassign,
+    RequestView,
+    StepView,
+)
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.takeover import Takeover, TakeoverOptions
 from jaxinfer.systems.takeover_books import Speeds
@@ -60,6 +67,37 @@ class Checked(Takeover):
 
     taken = 0
 
+    def agree(self, cluster: ClusterView, decided: Collection[str]) -> None:
+        """Assert that books are of who is there, and have each request where it is.
+
+        Args:
+            decided: requests of which something has been decided that is still to be done.
+        """
+        books, bound, fixed = self._books.by_name, self._bound_for, self._fixed
+        assert self._books.views == cluster.instances
+        assert bound.keys() <= fixed.keys()
+        assert all(moves > 0 for moves in map(self._moves.__getitem__, bound))
+        for book in books.values():
+            assert book.coming.keys() == {name for name, to in bound.items() if to is book}
+            assert book.stay == sum(here is book for here in fixed.values())
+        at = {
+            request.id: (view.name, request)
+            for view in cluster.instances.values()
+            for request in [*view.waiting, *view.importing.values(), *view.running.values()]
+        }
+        for name in fixed.keys() - decided:
+            if self._changed and name not in at:
+                continue  # A lost instance had it: of this, the system hears as it is routed.
+            here, request = at[name]
+            assert fixed[name] is books[here]
+            if name in bound:
+                assert [leg.instance for leg in request.legs[1:]] == [bound[name].name]
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        assignments = super().route(waiting, cluster)
+        self.agree(cluster, {each.request for each in assignments})
+        return assignments
+
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         actions = super().on_step(step, cluster)
         for kind in self._books.kinds:
@@ -71,9 +109,10 @@ class Checked(Takeover):
         if (book := self._books.by_name.get(step.instance)) and book.longest == 0:
             running = cluster.instances[book.name].running.values()
             decodes = {r.id for r in running if r.computed >= r.prompt_len}
-            assert decodes <= self._fixed  # Nobody looks at what may still be taken.
+            assert decodes <= self._fixed.keys()  # Nobody looks at what may still be taken.
         taken = [action.request for action in actions if isinstance(action, Reassign)]
         assert len(taken) == len(set(taken)) == len(actions)
+        self.agree(cluster, taken)
         for action in actions:
             assert isinstance(action, Reassign)
             here = [i for i in cluster.instances.values() if action.request in i.running]
@@ -139,7 +178,9 @@ def test_losses(
     there = {name for name, *_ in scenario.instances}
     kept = {name: times for name, times in lost.items() if name in there}
     scenario = replace(scenario, timing=replace(scenario.timing, lost=kept))
-    outcome = run(scenario, Checked(options), fits)
+    system = Checked(options)
+    outcome = run(scenario, system, fits)
+    assert not system._moves
     if len(there) > 1 or not kept:
         assert all(r.finish_reason in ("stop", "length") for r in outcome.finished.values())
 
