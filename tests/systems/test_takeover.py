@@ -1,6 +1,6 @@
 """Takeover: where requests begin and who takes them over, on the fake executor with losses."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -186,13 +186,26 @@ def test_losses(
 
 
 # By hand: A is slow and small, B fast and large.
+AHEAD = {"max_in_flight": 2, "launch_ahead": True}
 
 
-def pair(system: Takeover, lengths: Sequence[tuple[int, int]], **timing: Any) -> Outcome:
+def pair(
+    system: Takeover,
+    lengths: Sequence[tuple[int, int]],
+    options: Mapping[str, Any] | None = None,
+    arrivals: Sequence[float] | None = None,
+    **timing: Any,
+) -> Outcome:
     """Requests that are there at once, on a pair; steps of the slow one take as long as others."""
-    slow, fast = pool("A", 20, max_num_seqs=4), pool("B", 200, max_num_seqs=8)
-    slow.fit, fast.fit = SLOW, FAST
-    made = Run(system, [slow, fast], make_requests(lengths), unit(**timing))
+
+    def made_of(name: str) -> Instance:
+        pages, seats = {"A": (20, 4), "B": (200, 8)}[name]
+        instance = pool(name, pages, max_num_seqs=seats, **options or {})
+        instance.fit = SLOW if name == "A" else FAST
+        return instance
+
+    both = [made_of("A"), made_of("B")]
+    made = Run(system, both, make_requests(lengths, arrivals), unit(**timing), renew=made_of)
     made.greedy = False
     return made.verify()
 
@@ -230,6 +243,18 @@ def test_the_taker_is_lost_while_kv_is_on_its_way() -> None:
     assert system.taken > 0
 
 
+@pytest.mark.parametrize("back", [(), (0.5,)])
+def test_the_taker_is_lost_before_the_move(back: tuple[float, ...]) -> None:
+    """A step of those that are taken is still under way; they may be taken again."""
+    lengths, once = [(8, 9)] * 8, TakeoverOptions(most_moves=1)
+    first = min(t.requested for t in pair(Checked(once), lengths, AHEAD).world.transfers)
+    times = [first - 0.75, *(first - each for each in back)]
+    system = Checked(once)
+    outcome = pair(system, lengths, AHEAD, lost={"B": times})
+    assert all(r.finish_reason == "length" for r in outcome.finished.values())
+    assert system.taken == len(moves(outcome)) + 1
+
+
 def test_a_prompt_that_cannot_end_in_a_small_pool_is_computed_there_all_the_same() -> None:
     """Twenty entries: a prompt of 16, whose answer needs 30."""
     outcome = pair(Checked(), [(16, 15)] * 4)
@@ -238,9 +263,20 @@ def test_a_prompt_that_cannot_end_in_a_small_pool_is_computed_there_all_the_same
     assert all(r.finish_reason == "length" for r in outcome.finished.values())
 
 
-def test_one_that_fits_nowhere_is_refused() -> None:
-    (request,) = pair(Checked(), [(16, 300)]).finished.values()
-    assert request.finish_reason == "error"
+def test_one_that_fits_nowhere_is_refused_and_takes_no_room() -> None:
+    outcome = pair(Checked(), [(16, 300), *[(8, 9)] * 8])
+    assert outcome.finished.pop("r0").finish_reason == "error"
+    assert all(r.finish_reason == "length" for r in outcome.finished.values())
+    assert "B" in {step.batch.instance for step in outcome.world.steps if step.start == 0}
+
+
+def test_a_take_that_does_not_come_about_leaves_an_idle_instance_its_room() -> None:
+    """The one taken ends with the step under way; the next needs all of the large pool."""
+    lengths, system = [(8, 1), (8, 2), (195, 5)], Checked()
+    outcome = pair(system, lengths, AHEAD, arrivals=[0, 0, 9])
+    assert system.taken == 1
+    assert not moves(outcome)
+    assert all(r.finish_reason == "length" for r in outcome.finished.values())
 
 
 def test_a_prompt_too_long_for_a_small_pool_does_not_leave_the_large_one_idle() -> None:
