@@ -7,7 +7,7 @@ While none waits, decodes go from slower instances to faster ones. ``docs/result
 what comes of it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pydantic import Field
 
@@ -218,18 +218,19 @@ class Takeover(System):
     def _worse(self, book: Book) -> list[Book]:
         """The instances whose decodes this one takes, the worst first."""
         if not self._waits:
-            most, every = _SHORTER * book.step_s, self._books.by_name.values()
-            givers = [each for each in every if each.longest != 0 and each.step_s > most]
-            return sorted(givers, key=lambda each: -each.step_s) if givers else givers
-        if not book.kind.inlets:
-            return []
-        context = self._books.mean_context
-        kinds = [kind for kind in book.kind.inlets if self._gives(kind, book.kind, context)]
-        if len(kinds) > 1:
+            most, kinds = _SHORTER * book.step_s, self._books.kinds
+            givers = [each for kind in kinds for each in kind.givers if each.step_s > most]
+            return sorted(givers, key=lambda each: (-each.step_s, each.number))
+        kinds = [kind for kind in book.kind.inlets if kind.givers]
+        if kinds:
+            context = self._books.mean_context
+            kinds = [kind for kind in kinds if self._gives(kind, book.kind, context)]
             kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
-        return [each for kind in kinds for each in kind.books if each.longest != 0]
+        return [
+            each for kind in kinds for each in sorted(kind.givers, key=lambda each: each.number)
+        ]
 
-    def _better(self, book: Book) -> list[Book]:
+    def _better(self, book: Book) -> Iterable[Book]:
         """The instances that take this one's decodes, the best first."""
         if not self._waits:
             own, every = book.step_s, self._books.by_name.values()
@@ -241,7 +242,7 @@ class Takeover(System):
         kinds = [kind for kind in book.kind.outlets if self._gives(book.kind, kind, context)]
         if len(kinds) > 1:
             kinds.sort(key=lambda kind: kind.speeds.displaced(context))
-        return [each for kind in kinds for each in kind.books if each.has_room]
+        return (each for kind in kinds for each in kind.books if each.has_room)
 
     def _make_room(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
         """Hand decodes on to a larger pool, so that the next prompt may begin here."""
@@ -277,7 +278,7 @@ class Takeover(System):
         if book.longest and to.room < to.pages_for(book.longest + 1):
             return  # As it was when it was last looked for.
         before = self._taken
-        book.longest = self._take_longest(to, book, cluster, actions, wanted)
+        book.look(self._take_longest(to, book, cluster, actions, wanted))
         if self._taken > before:
             to.conclude()
             book.conclude()

@@ -70,7 +70,8 @@ class Kind:
             their prompts are computed.
         seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
         all_seats, all_room: seats and KV entries of all of them, whoever has them.
-        with_time: how many of them could compute more prompts.
+        with_time: how many of them could compute more prompts; ``givers``: which may have a decode
+            that may be taken.
         below: others with small pools beside these; ``is_below``: others have them there;
             ``outlets``, ``inlets``: others that may take
             decodes of these, and whose decodes these may take, by their pools.
@@ -87,6 +88,7 @@ class Kind:
     all_seats: int = 0
     all_room: int = 0
     with_time: int = 0
+    givers: set["Book"] = field(default_factory=set)
     below: list["Kind"] = field(default_factory=list)
     is_below: bool = False
     outlets: list["Kind"] = field(default_factory=list)
@@ -102,7 +104,7 @@ class Book:
     """An instance as it last was.
 
     Attributes:
-        budget: tokens of a step; ``most_seats``: requests at once.
+        number: in their order; ``budget``: tokens of a step; ``most_seats``: requests at once.
         pages: of its pool; ``spared``: those that are to stay free, however few decodes run there.
         decodes, entries: that run there, and their KV entries.
         backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
@@ -122,6 +124,7 @@ class Book:
     """
 
     name: str
+    number: int
     kind: Kind
     budget: int
     page_size: int
@@ -145,9 +148,9 @@ class Book:
     busy: float = 1.0
     seen: float = 0.0
 
-    def of(self, kind: Kind) -> "Book":
+    def of(self, kind: Kind, number: int) -> "Book":
         """Count among others alike from now on, and for nothing until it is renewed."""
-        self.kind = kind
+        self.kind, self.number = kind, number
         self.decodes = self.entries = self.due = self.seats = self.room = 0
         return self
 
@@ -181,8 +184,16 @@ class Book:
         self.seats, self.room = seats, room
         self.idle = not there and not coming
         # Of those who stay, some may not run as yet.
-        self.longest = None if decodes and decodes > self.stay - pending else 0
+        self.look(None if decodes and decodes > self.stay - pending else 0)
         self.conclude()
+
+    def look(self, longest: int | None) -> None:
+        """Note the longest decode that may be taken."""
+        self.longest = longest
+        if longest == 0:
+            self.kind.givers.discard(self)
+        else:
+            self.kind.givers.add(self)
 
     def conclude(self) -> None:
         """Bring up to date what follows from the rest."""
@@ -264,11 +275,11 @@ class Books:
             key = view.fit, held, budget, view.max_num_seqs
             kind = kinds.setdefault(key, Kind(Speeds.of(view.fit), held))
             if seen.get(name) is view:
-                book = before[name].of(kind)
+                book = before[name].of(kind, len(self.by_name))
             else:
                 spared = int(self._spared * view.num_pages)
                 seats, size, pages = view.max_num_seqs, view.page_size, view.num_pages
-                book = Book(name, kind, budget, size, seats, pages, spared)
+                book = Book(name, len(self.by_name), kind, budget, size, seats, pages, spared)
             kind.with_time += book.busy < _BUSY
             kind.books.append(book)
             kind.all_seats += book.most_seats

@@ -12,6 +12,7 @@ from scenarios import Scenario, scenarios
 from schedules import pool, unit
 from serving_checks import Outcome, Run, make_requests
 
+from jaxinfer.plan.bound import bound_of
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import (
@@ -22,7 +23,7 @@ from jaxinfer.serving.system import (
     RequestView,
     StepView,
 )
-from jaxinfer.simulate.run import simulate
+from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.systems.takeover import Takeover, TakeoverOptions
 from jaxinfer.systems.takeover_books import Speeds
 from jaxinfer.workload.lengths import BenchRequest
@@ -302,3 +303,19 @@ def test_a_large_pool_that_is_mostly_free_begins_prompts_too() -> None:
     assert kept is not None
     assert let_go is not None
     assert kept < 1.1 * let_go
+
+
+def test_shares_of_all_systems_are_of_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A10s that compute prompts alone bound what a cluster can do at 9.02 / 10.54 of it."""
+    monkeypatch.setattr(cases.Cell, "count", 40)
+    cell = cases.Cell("A100+A10", 256, 512)
+    runs = {
+        system: cases.Run(cell, *next(iter(cases.SYSTEMS[system].values())), 0)
+        for system in (cases.OURS, "L-H")
+    }
+    work = cell.work(0, 40)
+    ours, theirs = (bound_of(prepare(each.config())[1], work).rate for each in runs.values())
+    assert theirs < 0.9 * ours
+    made = cases.shares(runs["L-H"])
+    assert made is not None
+    assert made[1] == 40 / simulate(runs["L-H"].config(), work).wall_s / ours
