@@ -8,6 +8,8 @@ what comes of it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from pydantic import Field
 
@@ -144,7 +146,7 @@ class Takeover(System):
     def _place(self, request: RequestView, open_to: Sequence[Book]) -> Book | None:
         """Choose the instance that is to compute a request; None if it has to wait."""
         known = request.num_known
-        rest, best, least = known - request.computed, None, float("inf")
+        rest, best, least = known - request.computed, None, inf
         for book in open_to:
             room = book.pages if book.idle else book.room
             if book.is_open and room * book.page_size >= known:
@@ -193,10 +195,8 @@ class Takeover(System):
             return ()
         actions: list[Action] = []
         if book.has_room:
-            for other in self._worse(book):
-                if not book.has_room:
-                    break
-                self._take(book, other, cluster, actions)
+            for others in self._worse(book):
+                self._take_longest_of(others, book, cluster, actions)
         if book.longest != 0:
             for other in self._better(book):
                 if book.longest == 0:
@@ -215,20 +215,18 @@ class Takeover(System):
             return ratio < _LESS
         return ratio < _LITTLE_MORE or self._is_scarce(to, [kind])
 
-    def _worse(self, book: Book) -> list[Book]:
-        """The instances whose decodes this one takes, the worst first."""
+    def _worse(self, book: Book) -> list[Collection[Book]]:
+        """The instances whose decodes this one takes, the worst first, those alike together."""
         if not self._waits:
             most, kinds = _SHORTER * book.step_s, self._books.kinds
             givers = [each for kind in kinds for each in kind.givers if each.step_s > most]
-            return sorted(givers, key=lambda each: (-each.step_s, each.number))
+            return [[each] for each in sorted(givers, key=lambda each: (-each.step_s, each.number))]
         kinds = [kind for kind in book.kind.inlets if kind.givers]
         if kinds:
             context = self._books.mean_context
             kinds = [kind for kind in kinds if self._gives(kind, book.kind, context)]
             kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
-        return [
-            each for kind in kinds for each in sorted(kind.givers, key=lambda each: each.number)
-        ]
+        return [kind.givers for kind in kinds]
 
     def _better(self, book: Book) -> Iterable[Book]:
         """The instances that take this one's decodes, the best first."""
@@ -262,13 +260,29 @@ class Takeover(System):
             most = max(larger, key=lambda each: each.room)
             self._take(most, book, cluster, actions, lacking)
 
+    def _take_longest_of(
+        self, books: Collection[Book], to: Book, cluster: ClusterView, actions: list[Action]
+    ) -> None:
+        """Have one instance take the longest decodes that any of these has, while it has room."""
+        left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
+        by_number = {each.number: each for each in books}
+        heapify(left)
+        while left and to.has_room:
+            book = by_number[heappop(left)[1]]
+            # The only one gives all that it may; of others, one is looked at or taken.
+            wanted = inf if not left else 0 if book.longest is None else 1
+            before = self._taken
+            self._take(to, book, cluster, actions, wanted)
+            if book.longest and (wanted == 0 or self._taken > before):
+                heappush(left, (-book.longest, book.number))
+
     def _take(
         self,
         to: Book,
         book: Book,
         cluster: ClusterView,
         actions: list[Action],
-        wanted: float = float("inf"),
+        wanted: float = inf,
     ) -> None:
         """Have one instance take the longest decodes of another, while it has room.
 

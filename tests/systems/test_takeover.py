@@ -110,7 +110,9 @@ class Checked(Takeover):
         if (book := self._books.by_name.get(step.instance)) and book.longest == 0:
             running = cluster.instances[book.name].running.values()
             decodes = {r.id for r in running if r.computed >= r.prompt_len}
-            assert decodes <= self._fixed.keys()  # Nobody looks at what may still be taken.
+            again = {r.id for r in running} - decodes
+            # Nobody looks at what may still be taken; but while one that stays is recomputed.
+            assert decodes <= self._fixed.keys() or again & self._fixed.keys()
         taken = [action.request for action in actions if isinstance(action, Reassign)]
         assert len(taken) == len(set(taken)) == len(actions)
         self.agree(cluster, taken)
@@ -223,6 +225,17 @@ def test_prompts_go_where_they_are_computed_first_and_decodes_to_the_faster() ->
     assert system.taken == len(moves(outcome)) > 0
     assert {(source, dest) for _, source, dest in moves(outcome)} == {("A", "B")}
     assert system.report() == {"decodes_taken": system.taken}
+
+
+def test_of_those_alike_whoever_has_the_longest_decode_gives_it() -> None:
+    """A and C are alike, and begin with a prompt of 6 and of 12 tokens; B has one seat."""
+    a, c = (pool(name, 20, max_num_seqs=1) for name in "AC")
+    b = pool("B", 200, max_num_seqs=1)
+    a.fit, b.fit, c.fit = SLOW, FAST, SLOW
+    work = make_requests([(4, 4), (6, 9), (12, 9), (4, 2), (4, 2)])
+    made = Run(Checked(), [a, b, c], work, unit())
+    made.greedy = False
+    assert moves(made.verify())[0] == ("r2", "C", "B")
 
 
 def test_without_moves_nothing_is_taken() -> None:
