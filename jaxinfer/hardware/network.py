@@ -24,6 +24,7 @@ class Network(Generic[Tag]):
         self._capacities = capacities
         self._flows: list[_Flow[Tag]] = []
         self._now = 0.0
+        self._next_end: float | None = None
         # Whether rates are to be found anew: flows have come or gone since they were.
         self._changed = False
 
@@ -45,17 +46,18 @@ class Network(Generic[Tag]):
     def next_end(self) -> float | None:
         """Time at which the first flow ends, if nothing else starts; None without flows."""
         self._share()
-        return min(flow.end for flow in self._flows) if self._flows else None
+        return self._next_end
 
     def take_ended(self, now: float) -> list[Tag]:
         """Tags of the flows that have ended by now, in the order of their start."""
-        self._share()
-        ended = [flow for flow in self._flows if flow.end <= now]
-        if ended:
-            self._advance(now)
-            self._flows = [flow for flow in self._flows if flow.end > now]
-            self._changed = True
-        return [flow.tag for flow in ended]
+        end = self.next_end
+        if end is None or end > now:
+            return []
+        self._advance(now)
+        ended = [flow.tag for flow in self._flows if flow.end <= now]
+        self._flows = [flow for flow in self._flows if flow.end > now]
+        self._changed = True
+        return ended
 
     def _advance(self, now: float) -> None:
         if now == self._now:
@@ -70,19 +72,23 @@ class Network(Generic[Tag]):
         if not self._changed:
             return
         self._changed = False
-        spare = {link: self._capacities[link] for flow in self._flows for link in flow.path}
-        waiting = list(self._flows)
-        while waiting:
-            counts = {link: sum(link in flow.path for flow in waiting) for link in spare}
-            rate, tightest = min(
-                (spare[link] / count, number)
-                for number, (link, count) in enumerate(counts.items())
-                if count
-            )
-            full = list(counts)[tightest]
-            for flow in [flow for flow in waiting if full in flow.path]:
-                waiting.remove(flow)
+        through: dict[Link, list[_Flow[Tag]]] = {}
+        for flow in self._flows:
+            flow.rate = 0.0
+            for link in flow.path:
+                through.setdefault(link, []).append(flow)
+        spare = {link: self._capacities[link] for link in through}
+        counts = {link: len(flows) for link, flows in through.items()}
+        while counts:
+            full = min(counts, key=lambda link: spare[link] / counts[link])
+            rate = spare[full] / counts[full]
+            for flow in through[full]:
+                if flow.rate:
+                    continue
                 flow.rate = rate
                 flow.end = self._now + flow.left / rate
                 for link in flow.path:
                     spare[link] -= rate
+                    counts[link] -= 1
+            counts = {link: count for link, count in counts.items() if count}
+        self._next_end = min((flow.end for flow in self._flows), default=None)

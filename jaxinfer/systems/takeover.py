@@ -7,7 +7,9 @@ While none waits, decodes go from slower instances to faster ones. ``docs/result
 what comes of it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from pydantic import Field
 
@@ -73,30 +75,37 @@ class Takeover(System):
         # By request: its takes, and who is to have it; the order is that of the takes.
         self._moves: dict[str, int] = {}
         self._bound_for: dict[str, Book] = {}
-        # Who is not to be taken: what is bound for somebody, or has been taken often enough; of
-        # these, where they are.
-        self._fixed: set[str] = set()
-        self._home: dict[str, str] = {}
+        # Where they are who are not to be taken: bound for somebody, or taken often enough.
+        self._fixed: dict[str, Book] = {}
         # Who has handed something on since its last step: it may have none to come.
         self._stale: dict[str, None] = {}
         self._taken = 0
 
     def _follow(self, cluster: ClusterView) -> None:
         """Keep books of the instances that are there now."""
+        if cluster.instances is self._seen:
+            return
         self._seen = cluster.instances
         if cluster.instances != self._books.views:  # One was lost, or is back.
             self._books.follow(cluster.instances)
             self._open, self._changed = {}, True
-            for book in self._books.by_name.values():
+            there = self._books.by_name
+            for book in there.values():
                 self._note_open(book)
+            for name, book in [*self._fixed.items(), *self._bound_for.items()]:
+                if there.get(book.name) is not book:
+                    self._put(name, None)
 
     # Where requests begin.
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Requests in their order, each where it is computed first, while there is room."""
-        if cluster.instances is not self._seen:
-            self._follow(cluster)
-        books = self._books.by_name
+        self._follow(cluster)
+        books, largest = self._books.by_name, self._books.largest
+        if self._changed:
+            self._changed = False
+            for request in waiting:  # Some come back from an instance that was lost.
+                self._put(request.id, None)
         for name in self._stale:
             if book := books.get(name):
                 book.renew(cluster.instances[name])
@@ -108,18 +117,20 @@ class Takeover(System):
             open_to = [book for book in open_to if book.idle or book.kind not in kept]
         assignments: list[Assignment] = []
         left = False
-        if self._changed:
-            self._changed = False
-            for request in waiting:  # Some come back from an instance that was lost.
-                self._return(request.id)
         for request in waiting:
-            book = books.get(request.held_by or "") or self._place(request, open_to)
+            if most_entries(request) > largest.kind.entries_held:  # The loop says why it ends.
+                assignments.append(Assignment(request.id, (Leg(largest.name),)))
+                continue
+            here = request.held_by
+            book = books.get(here) if here else self._place(request, open_to)
             if book is None:
                 left, self._next = True, request.num_known
                 break
-            pages = 0 if request.held_by == book.name else book.pages_for(request.num_known)
+            pages = 0 if here else book.pages_for(request.num_known)
             book.take(pages, request.num_known - request.computed)
             book.conclude()
+            if request.id in self._moves:
+                self._put(request.id, book)
             assignments.append(Assignment(request.id, self._legs(request, book)))
             if not book.is_open:
                 self._note_open(book)
@@ -135,17 +146,13 @@ class Takeover(System):
     def _place(self, request: RequestView, open_to: Sequence[Book]) -> Book | None:
         """Choose the instance that is to compute a request; None if it has to wait."""
         known = request.num_known
-        rest, best, least = known - request.computed, None, float("inf")
+        rest, best, least = known - request.computed, None, inf
         for book in open_to:
             room = book.pages if book.idle else book.room
-            if room * book.page_size < known or not book.is_open:
-                continue
-            seconds = (book.backlog + rest) * book.token_s()
-            if seconds < least:
-                best, least = book, seconds
-        largest = self._books.largest
-        if best is None and known > largest.kind.entries_held:
-            return largest  # The loop says why it cannot be.
+            if book.is_open and room * book.page_size >= known:
+                seconds = (book.backlog + rest) * book.token_s
+                if seconds < least:
+                    best, least = book, seconds
         return best
 
     def _legs(self, request: RequestView, book: Book) -> tuple[Leg, ...]:
@@ -176,8 +183,7 @@ class Takeover(System):
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Take over decodes: those of others here, and by others this instance's."""
-        if cluster.instances is not self._seen:
-            self._follow(cluster)
+        self._follow(cluster)
         book = self._books.by_name.get(step.instance)
         if book is None:
             return ()
@@ -189,10 +195,8 @@ class Takeover(System):
             return ()
         actions: list[Action] = []
         if book.has_room:
-            for other in self._worse(book):
-                if not book.has_room:
-                    break
-                self._take(book, other, cluster, actions)
+            for others in self._worse(book):
+                self._take_longest_of(others, book, cluster, actions)
         if book.longest != 0:
             for other in self._better(book):
                 if book.longest == 0:
@@ -211,21 +215,20 @@ class Takeover(System):
             return ratio < _LESS
         return ratio < _LITTLE_MORE or self._is_scarce(to, [kind])
 
-    def _worse(self, book: Book) -> list[Book]:
-        """The instances whose decodes this one takes, the worst first."""
+    def _worse(self, book: Book) -> list[Collection[Book]]:
+        """The instances whose decodes this one takes, the worst first, those alike together."""
         if not self._waits:
-            most, every = _SHORTER * book.step_s, self._books.by_name.values()
-            givers = [each for each in every if each.longest != 0 and each.step_s > most]
-            return sorted(givers, key=lambda each: -each.step_s) if givers else givers
-        if not book.kind.inlets:
-            return []
-        context = self._books.mean_context
-        kinds = [kind for kind in book.kind.inlets if self._gives(kind, book.kind, context)]
-        if len(kinds) > 1:
+            most, kinds = _SHORTER * book.step_s, self._books.kinds
+            givers = [each for kind in kinds for each in kind.givers if each.step_s > most]
+            return [[each] for each in sorted(givers, key=lambda each: (-each.step_s, each.number))]
+        kinds = [kind for kind in book.kind.inlets if kind.givers]
+        if kinds:
+            context = self._books.mean_context
+            kinds = [kind for kind in kinds if self._gives(kind, book.kind, context)]
             kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
-        return [each for kind in kinds for each in kind.books if each.longest != 0]
+        return [kind.givers for kind in kinds]
 
-    def _better(self, book: Book) -> list[Book]:
+    def _better(self, book: Book) -> Iterable[Book]:
         """The instances that take this one's decodes, the best first."""
         if not self._waits:
             own, every = book.step_s, self._books.by_name.values()
@@ -237,7 +240,7 @@ class Takeover(System):
         kinds = [kind for kind in book.kind.outlets if self._gives(book.kind, kind, context)]
         if len(kinds) > 1:
             kinds.sort(key=lambda kind: kind.speeds.displaced(context))
-        return [each for kind in kinds for each in kind.books if each.has_room]
+        return (each for kind in kinds for each in kind.books if each.has_room)
 
     def _make_room(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
         """Hand decodes on to a larger pool, so that the next prompt may begin here."""
@@ -257,13 +260,29 @@ class Takeover(System):
             most = max(larger, key=lambda each: each.room)
             self._take(most, book, cluster, actions, lacking)
 
+    def _take_longest_of(
+        self, books: Collection[Book], to: Book, cluster: ClusterView, actions: list[Action]
+    ) -> None:
+        """Have one instance take the longest decodes that any of these has, while it has room."""
+        left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
+        by_number = {each.number: each for each in books}
+        heapify(left)
+        while left and to.has_room:
+            book = by_number[heappop(left)[1]]
+            # The only one gives all that it may; of others, one is looked at or taken.
+            wanted = inf if not left else 0 if book.longest is None else 1
+            before = self._taken
+            self._take(to, book, cluster, actions, wanted)
+            if book.longest and (wanted == 0 or self._taken > before):
+                heappush(left, (-book.longest, book.number))
+
     def _take(
         self,
         to: Book,
         book: Book,
         cluster: ClusterView,
         actions: list[Action],
-        wanted: float = float("inf"),
+        wanted: float = inf,
     ) -> None:
         """Have one instance take the longest decodes of another, while it has room.
 
@@ -273,7 +292,7 @@ class Takeover(System):
         if book.longest and to.room < to.pages_for(book.longest + 1):
             return  # As it was when it was last looked for.
         before = self._taken
-        book.longest = self._take_longest(to, book, cluster, actions, wanted)
+        book.look(self._take_longest(to, book, cluster, actions, wanted))
         if self._taken > before:
             to.conclude()
             book.conclude()
@@ -290,7 +309,8 @@ class Takeover(System):
                 if wanted <= 0 or to.seats < 1 or to.room < pages:
                     return entries
                 self._moves[name], self._bound_for[name] = self._moves.get(name, 0) + 1, to
-                self._fixed.add(name)
+                self._fixed[name] = book
+                book.stay += 1
                 to.coming[name] = pages
                 to.take(pages)
                 book.give(entries)
@@ -302,35 +322,31 @@ class Takeover(System):
         return None
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
-        """Count a request that was taken where it goes: it is on its way."""
-        name = request.id
-        book = self._arrive(name)
-        if book and name in self._fixed and book.name in self._books.by_name:
-            self._home[name] = book.name
-            self._books.by_name[book.name].stay += 1
+        """Count a request where it goes: it is on its way."""
+        self._follow(cluster)
+        legs = request.legs
+        self._put(request.id, self._books.by_name[legs[0].instance] if legs else None)
         self._stale[leg.instance] = None
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
         """Forget a request."""
-        self._return(request.id)
+        self._put(request.id, None)
         self._moves.pop(request.id, None)
-        self._fixed.discard(request.id)
 
-    def _arrive(self, name: str) -> Book | None:
-        """Return whom a request was bound for, which it no longer is."""
-        book = self._bound_for.pop(name, None)
-        if book:
-            book.coming.pop(name, None)
-            if self._moves[name] < self.options.most_moves:
-                self._fixed.discard(name)
-        return book
-
-    def _return(self, name: str) -> None:
-        """A request is nowhere any more."""
-        self._arrive(name)
-        home = self._home.pop(name, None)
-        if home in self._books.by_name:
-            self._books.by_name[home].stay -= 1
+    def _put(self, name: str, here: Book | None) -> None:
+        """Write down where a request is, or that it is nowhere."""
+        if before := self._fixed.pop(name, None):
+            before.stay -= 1
+        if bound := self._bound_for.pop(name, None):
+            del bound.coming[name]
+            if bound is not here:  # It was not taken after all.
+                self._moves[name] -= 1
+                there = self._books.views.get(bound.name)
+                if there and not there.num_requests:  # No step is to come that renews its book.
+                    self._stale[bound.name] = None
+        if here and self._moves.get(name, 0) >= self.options.most_moves:
+            self._fixed[name] = here
+            here.stay += 1
 
     def report(self) -> Mapping[str, object]:
         """Count the decodes that were taken over."""

@@ -70,7 +70,8 @@ class Kind:
             their prompts are computed.
         seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
         all_seats, all_room: seats and KV entries of all of them, whoever has them.
-        with_time: how many of them could compute more prompts.
+        with_time: how many of them could compute more prompts; ``givers``: which may have a decode
+            that may be taken.
         below: others with small pools beside these; ``is_below``: others have them there;
             ``outlets``, ``inlets``: others that may take
             decodes of these, and whose decodes these may take, by their pools.
@@ -87,6 +88,7 @@ class Kind:
     all_seats: int = 0
     all_room: int = 0
     with_time: int = 0
+    givers: set["Book"] = field(default_factory=set)
     below: list["Kind"] = field(default_factory=list)
     is_below: bool = False
     outlets: list["Kind"] = field(default_factory=list)
@@ -102,7 +104,7 @@ class Book:
     """An instance as it last was.
 
     Attributes:
-        budget: tokens of a step; ``most_seats``: requests at once.
+        number: in their order; ``budget``: tokens of a step; ``most_seats``: requests at once.
         pages: of its pool; ``spared``: those that are to stay free, however few decodes run there.
         decodes, entries: that run there, and their KV entries.
         backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
@@ -113,7 +115,8 @@ class Book:
         stay: requests there whose decodes are taken no more.
         longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
             without one, None if nobody has looked since.
-        step_s: seconds of a step: of a full one while prompts are to be computed.
+        step_s: seconds of a step: of a full one while prompts are to be computed;
+            ``token_s``: of a prompt's token among the decodes that run now.
         is_open: a prompt may begin here, unless it is too long; ``has_room``: it could take a
             decode, unless that is long.
         busy: share of its time in which it computed prompts.
@@ -121,6 +124,7 @@ class Book:
     """
 
     name: str
+    number: int
     kind: Kind
     budget: int
     page_size: int
@@ -138,10 +142,17 @@ class Book:
     stay: int = 0
     longest: int | None = 0
     step_s: float = 0.0
+    token_s: float = 0.0
     is_open: bool = True
     has_room: bool = True
     busy: float = 1.0
     seen: float = 0.0
+
+    def of(self, kind: Kind, number: int) -> "Book":
+        """Count among others alike from now on, and for nothing until it is renewed."""
+        self.kind, self.number = kind, number
+        self.decodes = self.entries = self.due = self.seats = self.room = 0
+        return self
 
     def pages_for(self, entries: int) -> int:
         """Pages of so many KV entries."""
@@ -173,16 +184,26 @@ class Book:
         self.seats, self.room = seats, room
         self.idle = not there and not coming
         # Of those who stay, some may not run as yet.
-        self.longest = None if decodes and decodes > self.stay - pending else 0
+        self.look(None if decodes and decodes > self.stay - pending else 0)
         self.conclude()
+
+    def look(self, longest: int | None) -> None:
+        """Note the longest decode that may be taken."""
+        self.longest = longest
+        if longest == 0:
+            self.kind.givers.discard(self)
+        else:
+            self.kind.givers.add(self)
 
     def conclude(self) -> None:
         """Bring up to date what follows from the rest."""
         seat, backlog, speeds = self.seats > 0, self.backlog, self.kind.speeds
+        full_s = speeds.full_s + speeds.full_entry_s * self.entries
         self.has_room = seat and self.room > 0
         self.is_open = self.idle or (seat and backlog < _STEPS_AHEAD * self.budget)
+        self.token_s = max(full_s / max(self.budget - self.decodes, 1), speeds.token_s)
         if backlog:
-            self.step_s = speeds.full_s + speeds.full_entry_s * self.entries
+            self.step_s = full_s
         else:
             rows = speeds.sequence_s * self.decodes + speeds.entry_s * self.entries
             self.step_s = speeds.step_s + rows
@@ -213,12 +234,6 @@ class Book:
         self.kind.decodes -= 1
         self.entries -= entries
         self.kind.entries -= entries
-
-    def token_s(self) -> float:
-        """Seconds of a prompt's token among the decodes that run now."""
-        speeds = self.kind.speeds
-        seconds = speeds.full_s + speeds.full_entry_s * self.entries
-        return max(seconds / max(self.budget - self.decodes, 1), speeds.token_s)
 
 
 class Books:
@@ -259,17 +274,16 @@ class Books:
             held, budget = capacity(view), view.max_num_batched_tokens
             key = view.fit, held, budget, view.max_num_seqs
             kind = kinds.setdefault(key, Kind(Speeds.of(view.fit), held))
-            spared = int(self._spared * view.num_pages)
-            seats, size, pages = view.max_num_seqs, view.page_size, view.num_pages
-            book = Book(name, kind, budget, size, seats, pages, spared)
-            if name in before:
-                old = before[name]
-                book.coming, book.busy, book.seen = old.coming, old.busy, old.seen
-                book.stay = old.stay if seen[name] is view else 0
-                kind.with_time += book.busy < _BUSY
+            if seen.get(name) is view:
+                book = before[name].of(kind, len(self.by_name))
+            else:
+                spared = int(self._spared * view.num_pages)
+                seats, size, pages = view.max_num_seqs, view.page_size, view.num_pages
+                book = Book(name, len(self.by_name), kind, budget, size, seats, pages, spared)
+            kind.with_time += book.busy < _BUSY
             kind.books.append(book)
-            kind.all_seats += seats
-            kind.all_room += pages * size
+            kind.all_seats += book.most_seats
+            kind.all_room += book.pages * book.page_size
             self.by_name[name] = book
             book.renew(view)
         self.kinds = list(kinds.values())

@@ -199,11 +199,15 @@ def costs(kinds: Mapping[str, str]) -> list[str]:
 def shares(run: Run) -> tuple[float, float] | None:
     """The shares of the bound: of the steady part of a run, and of all of it.
 
+    The bound is that of takeover's settings for all systems: others' weak GPUs may have one seat,
+    which bounds what they can do and not what the cluster can.
+
     None where the system gives an instance a request which that could never hold.
     """
     work = run.cell.work(run.seed, run.cell.count)
+    ours = next(iter(systems(run.cell.cluster)[OURS].values()))
+    bound = bound_of(prepare(Run(run.cell, *ours, run.seed).config())[1], work)
     site, cluster, fits = prepare(run.config())
-    bound = bound_of(cluster, work)
     done = WorthDone(bound)
     try:
         made = serve(site, cluster, fits, work, None, done.add_request, on_step=done.add_step)
