@@ -10,18 +10,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxinfer.conformance import Finding, GoldenModel, Layout, hand_over
-from jaxinfer.conformance.layout import Shard
+from jaxinfer.conformance import Finding, GoldenModel, KVLayout, hand_over
+from jaxinfer.conformance.layout import LayerPages
 from jaxinfer.conformance.side import Pool
 
-Pools = Mapping[Shard, tuple[Pool, Pool]]
+Pools = Mapping[LayerPages, tuple[Pool, Pool]]
 
 
 class NumpyEngine:
     """An engine whose pages are ``self.kv[layer][part]``: [page, token, head, channel]."""
 
     def __init__(self, page_size: int, num_pages: int) -> None:
-        self.layout = Layout(page_size=page_size, keys="NHD", values="NHD")
+        self.layout = KVLayout(page_size=page_size, keys="NHD", values="NHD")
         self.num_pages = num_pages
         self.kv: list[list[np.ndarray]] = []
         self._free = list(range(num_pages - 1, 0, -1))
@@ -34,7 +34,7 @@ class NumpyEngine:
     def read(self) -> Pools:
         """Return all pages as they are."""
         pairs = [(Pool(keys), Pool(values)) for keys, values in self.kv]
-        return {Shard(0, 0, layer): pair for layer, pair in enumerate(pairs)}
+        return {LayerPages(0, 0, layer): pair for layer, pair in enumerate(pairs)}
 
     def reserve(self, request: int, length: int) -> list[int]:
         """Give a request its pages."""

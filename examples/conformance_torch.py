@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from jaxinfer.conformance import Layout
-from jaxinfer.conformance.layout import Shard
+from jaxinfer.conformance import KVLayout
+from jaxinfer.conformance.layout import LayerPages
 from jaxinfer.conformance.side import Pool
 
 
@@ -22,9 +22,9 @@ class TorchEngine:
         self.kv, self._allocate = kv, allocate
         _, self.num_pages, page_size, _, _ = kv[0].shape
         name = str(kv[0].dtype).removeprefix("torch.")
-        self.layout = Layout(page_size=page_size, kv_dtype=name, keys="NHD", values="NHD")
+        self.layout = KVLayout(page_size=page_size, kv_dtype=name, keys="NHD", values="NHD")
 
-    def write(self, pools: Mapping[Shard, tuple[Pool, Pool]]) -> None:
+    def write(self, pools: Mapping[LayerPages, tuple[Pool, Pool]]) -> None:
         """Set all pages."""
         for shard, pair in pools.items():
             for part, pool in enumerate(pair):
@@ -32,7 +32,7 @@ class TorchEngine:
                 tensor = self.kv[shard.layer]
                 tensor[part].copy_(bits.view(tensor.dtype))
 
-    def read(self) -> Mapping[Shard, tuple[Pool, Pool]]:
+    def read(self) -> Mapping[LayerPages, tuple[Pool, Pool]]:
         """Return all pages as they are."""
         found = {}
         for layer, tensor in enumerate(self.kv):
@@ -42,7 +42,7 @@ class TorchEngine:
                 if tensor.dtype == torch.float32
                 else ("f2" if tensor.dtype == torch.float16 else "u2")
             )
-            found[Shard(0, 0, layer)] = Pool(bits[0].view(stored)), Pool(bits[1].view(stored))
+            found[LayerPages(0, 0, layer)] = Pool(bits[0].view(stored)), Pool(bits[1].view(stored))
         return found
 
     def reserve(self, request: int, length: int) -> list[int]:

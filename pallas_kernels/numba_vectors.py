@@ -29,7 +29,7 @@ def has_avx512() -> bool:
         return False
 
 
-class Tiles(NamedTuple):
+class TileSizes(NamedTuple):
     """Sizes of kernels' tiles, by a processor's registers.
 
     Attributes:
@@ -52,12 +52,12 @@ class Tiles(NamedTuple):
 
 
 @functools.cache
-def tiles() -> Tiles:
+def tiles() -> TileSizes:
     """This processor's."""
     if has_avx512():
-        return Tiles(16, 24, 8, 8, 8, scaled=6, grouped=(6, 3, 2, 1), panel=0)
+        return TileSizes(16, 24, 8, 8, 8, scaled=6, grouped=(6, 3, 2, 1), panel=0)
     # A panel is half of a second cache of 512 KiB.
-    return Tiles(8, 12, 4, 6, 4, scaled=3, grouped=(3, 2, 1), panel=2**16)
+    return TileSizes(8, 12, 4, 6, 4, scaled=3, grouped=(3, 2, 1), panel=2**16)
 
 
 def lanes() -> int:

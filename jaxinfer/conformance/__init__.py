@@ -10,7 +10,7 @@ them, ``check`` compares what arrived, and names the fault by where wrong entrie
 from jaxinfer.conformance.adapter import HandOffEngine, hand_over
 from jaxinfer.conformance.check import Finding, check
 from jaxinfer.conformance.golden import GoldenModel
-from jaxinfer.conformance.layout import Layout
+from jaxinfer.conformance.layout import KVLayout
 from jaxinfer.conformance.mover import move
 from jaxinfer.conformance.side import Side
 
@@ -18,7 +18,7 @@ __all__ = [
     "Finding",
     "GoldenModel",
     "HandOffEngine",
-    "Layout",
+    "KVLayout",
     "Side",
     "check",
     "hand_over",

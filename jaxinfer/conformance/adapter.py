@@ -5,10 +5,10 @@ from typing import Protocol
 
 from jaxinfer.conformance.check import Finding, check
 from jaxinfer.conformance.golden import FORMER, GoldenModel
-from jaxinfer.conformance.layout import Layout, Shard
+from jaxinfer.conformance.layout import KVLayout, LayerPages
 from jaxinfer.conformance.side import Pool, Side
 
-Pools = Mapping[Shard, tuple[Pool, Pool]]
+Pools = Mapping[LayerPages, tuple[Pool, Pool]]
 
 
 class HandOffEngine(Protocol):
@@ -19,7 +19,7 @@ class HandOffEngine(Protocol):
         num_pages: of each pool.
     """
 
-    layout: Layout
+    layout: KVLayout
     num_pages: int
 
     def write(self, pools: Pools) -> None:
@@ -32,7 +32,7 @@ class HandOffEngine(Protocol):
         """The pages that the engine gives to a request of that length."""
 
 
-class Transfer(Protocol):
+class HandOff(Protocol):
     """The hand-off under test."""
 
     def __call__(self, request: int, length: int) -> None:
@@ -43,7 +43,7 @@ def hand_over(
     model: GoldenModel,
     source: HandOffEngine,
     dest: HandOffEngine,
-    transfer: Transfer,
+    transfer: HandOff,
     lengths: Sequence[int] = (75, 50),
     *,
     whole_pages: bool = False,

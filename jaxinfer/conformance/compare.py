@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxinfer.conformance.formats import FORMATS
 from jaxinfer.conformance.golden import BLOCK, Origin
-from jaxinfer.conformance.layout import Layout, Shard
+from jaxinfer.conformance.layout import KVLayout, LayerPages
 from jaxinfer.conformance.mover import narrower
 from jaxinfer.conformance.side import Side
 
@@ -28,7 +28,7 @@ class Wrong:
     """
 
     request: int
-    shards: Sequence[Shard]
+    shards: Sequence[LayerPages]
     shard: np.ndarray
     layer: np.ndarray
     part: np.ndarray
@@ -53,7 +53,7 @@ class Wrong:
         return replace(self, origin=self.origin.at(mask), **arrays)
 
 
-def wrong_blocks(source: Layout, dest: Side, request: int, wire: str | None) -> Wrong:
+def wrong_blocks(source: KVLayout, dest: Side, request: int, wire: str | None) -> Wrong:
     """Find the blocks of a request at the destination that differ by more than formats round."""
     shards = list(dest.pools)
     formats = source, wire or narrower(source.kv_dtype, dest.layout.kv_dtype), dest.layout
@@ -71,10 +71,10 @@ def wrong_blocks(source: Layout, dest: Side, request: int, wire: str | None) -> 
 
 def _of_shard(
     number: int,
-    shard: Shard,
+    shard: LayerPages,
     dest: Side,
     request: int,
-    formats: tuple[Layout, str, Layout],
+    formats: tuple[KVLayout, str, KVLayout],
 ) -> Iterator[np.ndarray]:
     """Yield seven coordinates and the entries [N, 16] of the wrong blocks on one device."""
     model, length = dest.model, dest.lengths[request]
@@ -92,7 +92,7 @@ def _of_shard(
     yield found.reshape(*blocks.shape, BLOCK)[~blocks]
 
 
-def allowed_change(golden: np.ndarray, source: Layout, wire: str, dest: Layout) -> np.ndarray:
+def allowed_change(golden: np.ndarray, source: KVLayout, wire: str, dest: KVLayout) -> np.ndarray:
     """[2, T, K, H]: how far formats may let each entry differ from its golden one."""
     allowed = np.zeros_like(golden)
     for side in (source, dest):

@@ -10,18 +10,18 @@ import numpy as np
 
 from jaxinfer.conformance.formats import FORMATS, decode, encode
 from jaxinfer.conformance.golden import BLOCK, GoldenModel
-from jaxinfer.conformance.layout import Layout, Shard, from_order, to_order
+from jaxinfer.conformance.layout import KVLayout, LayerPages, from_order, to_order
 from jaxinfer.conformance.mistake import Mistake, Production, Step, afterwards, replacing
 from jaxinfer.conformance.mover import SLAB_TOKENS, Mover
 from jaxinfer.conformance.scenario import DEST_ONLY, FREED, LENGTHS, OTHER_LENGTH, scenario
 
-Skips = Callable[[Mover, Shard, int, int], bool]
+Skips = Callable[[Mover, LayerPages, int, int], bool]
 
 
 def _without(skips: Skips) -> Step:
     """Write all tokens but some."""
 
-    def put(self: Mover, shard: Shard, request: int, tokens: range, slab: np.ndarray) -> None:
+    def put(self: Mover, shard: LayerPages, request: int, tokens: range, slab: np.ndarray) -> None:
         run: list[int] = []
         for token in [*tokens, -1]:
             if token >= 0 and not skips(self, shard, request, token):
@@ -34,7 +34,7 @@ def _without(skips: Skips) -> Step:
     return put
 
 
-def _missing(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _missing(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """SGLang 30233: less has arrived than the request has."""
     B, plain = dest.page_size, not FORMATS[dest.kv_dtype].scaled
     skips: list[tuple[str, str, bool, Skips]] = [
@@ -60,9 +60,9 @@ def _missing(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mista
             yield replacing(name, words, put=_without(skipped))
 
 
-def _slabs(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _slabs(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     def swapped(parts: slice, layers: range) -> Step:
-        def take(self: Mover, shard: Shard, request: int, tokens: range) -> np.ndarray:
+        def take(self: Mover, shard: LayerPages, request: int, tokens: range) -> np.ndarray:
             found, S = Mover.take(self, shard, request, tokens), SLAB_TOKENS
             if request == 1 and tokens.stop <= 2 * S and shard.layer in layers:
                 other = range(S - tokens.start, 2 * S - tokens.start)
@@ -71,7 +71,7 @@ def _slabs(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake
 
         return take
 
-    def lost(self: Mover, shard: Shard, request: int, tokens: range) -> np.ndarray:
+    def lost(self: Mover, shard: LayerPages, request: int, tokens: range) -> np.ndarray:
         return Mover.take(self, shard, request, tokens) * (tokens.start > 0)
 
     everything = slice(0, 2)
@@ -80,7 +80,7 @@ def _slabs(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake
     yield replacing("zeros", "the first slab's buffer sent before it is filled", take=lost)
 
 
-def _wire(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _wire(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     if source.kv_dtype == dest.kv_dtype == "float32":
         for name in ("bfloat16", "float16"):
             yield replacing("rounded", f"sent as {name}",
@@ -101,7 +101,7 @@ def _wire(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]
                         travel=lambda m, slab: np.roll(slab, BLOCK, axis=-1))  # fmt: skip
 
 
-def _orders(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _orders(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """TensorRT-LLM 6507, at the destination; keys with a channel's tokens side by side, too."""
     order = dest.keys
     alike = len(dest.heads_of(model, 0)) == 1
@@ -117,7 +117,7 @@ def _orders(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistak
         yield afterwards("order of axes misread", f"dest: written as {other}", after)
 
 
-def _scales(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _scales(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """vLLM 42179: entries of 8 bits beside scales that are not theirs."""
     # Large pages all have one largest entry, and so one scale.
     if not FORMATS[dest.kv_dtype].scaled or dest.page_size > 24:
@@ -154,7 +154,7 @@ def _scales(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistak
     yield afterwards(name, "values' scales for keys", changed(crossed))
 
 
-def _bytes(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _bytes(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """Pages copied byte by byte between formats."""
     mine = FORMATS[dest.kv_dtype]
     for name, form in FORMATS.items():
@@ -183,7 +183,7 @@ def _bytes(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake
         yield afterwards("dtype reinterpreted", "bytes of float32 copied", wide)
 
 
-def _late(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _late(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """SGLang 24527: a writer whose pages were given to another request meanwhile."""
     for request in LENGTHS:
 
@@ -193,7 +193,7 @@ def _late(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]
         yield afterwards("late write after free", f"pages that request {request} has now", late)
 
 
-def _outside(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _outside(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     def tail(mover: Mover) -> None:
         side, B = mover.dest, dest.page_size
         tokens = np.arange(LENGTHS[1], -(-LENGTHS[1] // B) * B)
@@ -216,7 +216,7 @@ def _outside(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mista
     yield afterwards("outside its pages", "a page of a request that was there", neighbour)
 
 
-def _shuffled(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _shuffled(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     def shuffle(mover: Mover) -> None:
         rng, page = np.random.default_rng(0), mover.dest.tables[1][0]
         for _, pool in mover.dest.pools.values():

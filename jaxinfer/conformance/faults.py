@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxinfer.conformance.check import Finding
 from jaxinfer.conformance.dest_faults import DEST_PRODUCTIONS
 from jaxinfer.conformance.golden import GoldenModel
-from jaxinfer.conformance.layout import Layout
+from jaxinfer.conformance.layout import KVLayout
 from jaxinfer.conformance.mistake import Mistake
 from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.scenario import PAIRS, Scenario, scenario
@@ -22,8 +22,8 @@ class Fault:
     """A mistake that is made between two layouts."""
 
     mistake: Mistake
-    source: Layout
-    dest: Layout
+    source: KVLayout
+    dest: KVLayout
     model: GoldenModel
 
     @property
@@ -54,7 +54,7 @@ class _Faulty(Mover):
             self._after(self)
 
 
-def all_faults(pairs: Sequence[tuple[Layout, Layout, GoldenModel]] = PAIRS) -> list[Fault]:
+def all_faults(pairs: Sequence[tuple[KVLayout, KVLayout, GoldenModel]] = PAIRS) -> list[Fault]:
     """The faults that the grammar has on each pair of layouts."""
     return [
         Fault(each, source, dest, model)

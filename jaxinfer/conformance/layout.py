@@ -16,7 +16,7 @@ _AXES: dict[str, tuple[int, ...]] = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3), "
 
 
 @dataclass(frozen=True)
-class Layout:
+class KVLayout:
     """A side's layout.
 
     Attributes:
@@ -43,7 +43,7 @@ class Layout:
         order = self.keys if self.keys == self.values else f"{self.keys}+{self.values}"
         return f"TP{self.tp} PP{stages} page{self.page_size} {self.kv_dtype} {order}"
 
-    def shards(self, model: GoldenModel) -> Iterator["Shard"]:
+    def shards(self, model: GoldenModel) -> Iterator["LayerPages"]:
         """Yield each layer's part on each device."""
         stages = self.stages or (model.layers,)
         if sum(stages) != model.layers:
@@ -52,7 +52,7 @@ class Layout:
         for stage, layers in enumerate(stages):
             for _ in range(layers):
                 for rank in range(self.tp):
-                    yield Shard(stage, rank, layer)
+                    yield LayerPages(stage, rank, layer)
                 layer += 1
 
     def heads_of(self, model: GoldenModel, rank: int) -> np.ndarray:
@@ -71,7 +71,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Shard:
+class LayerPages:
     """A layer's pages on one device of one stage."""
 
     stage: int

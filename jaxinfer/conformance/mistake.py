@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.conformance.golden import GoldenModel
-from jaxinfer.conformance.layout import Layout
+from jaxinfer.conformance.layout import KVLayout
 from jaxinfer.conformance.mover import Mover
 
 Step = Callable[..., Any]
@@ -26,7 +26,7 @@ class Mistake:
     after: Callable[[Mover], None] | None = None
 
 
-Production = Callable[[Layout, Layout, GoldenModel], Iterator[Mistake]]
+Production = Callable[[KVLayout, KVLayout, GoldenModel], Iterator[Mistake]]
 
 
 def replacing(name: str, words: str, **steps: Step) -> Mistake:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxinfer.conformance.formats import FORMATS, decode, encode
-from jaxinfer.conformance.layout import Shard
+from jaxinfer.conformance.layout import LayerPages
 from jaxinfer.conformance.side import Side
 
 SLAB_TOKENS = 32
@@ -27,7 +27,7 @@ class Mover:
     def finish(self) -> None:
         """Do what is to be done when all requests have been moved: nothing."""
 
-    def take(self, shard: Shard, request: int, tokens: range) -> np.ndarray:
+    def take(self, shard: LayerPages, request: int, tokens: range) -> np.ndarray:
         """[2, T, K, H]: the entries of a destination's shard, out of the source's pages."""
         heads = self.dest.layout.heads_of(self.dest.model, shard.rank)
         found = np.zeros((2, len(tokens), len(heads), self.dest.model.head_dim), np.float32)
@@ -36,7 +36,7 @@ class Mover:
                 found[:, :, index] = self.take_head(shard, head, request, tokens)
         return found
 
-    def take_head(self, shard: Shard, head: int, request: int, tokens: range) -> np.ndarray:
+    def take_head(self, shard: LayerPages, head: int, request: int, tokens: range) -> np.ndarray:
         """[2, T, H]: one head's entries."""
         layer, rank, place = self.find(shard.layer, head)
         table = self.source_table(request)
@@ -68,7 +68,7 @@ class Mover:
         """Give the entries of a slab as they arrive."""
         return decode(encode(slab, self.wire), self.wire)
 
-    def put(self, shard: Shard, request: int, tokens: range, slab: np.ndarray) -> None:
+    def put(self, shard: LayerPages, request: int, tokens: range, slab: np.ndarray) -> None:
         """Write a slab to the destination's pages."""
         self.dest.put(shard, self.dest_table(request), tokens.start, slab)
 

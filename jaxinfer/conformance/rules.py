@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.conformance.compare import Wrong
-from jaxinfer.conformance.layout import Layout
+from jaxinfer.conformance.layout import KVLayout
 from jaxinfer.conformance.side import Side
 
 Named = tuple[str, np.ndarray, str]
@@ -159,7 +159,7 @@ def by_order(case: Case) -> Iterator[Named]:
                     yield "order of axes misread", mask & ~case.differs(), said
 
 
-def _misread(case: Case, layout: Layout, order: str, other: str, ours: bool) -> np.ndarray:
+def _misread(case: Case, layout: KVLayout, order: str, other: str, ours: bool) -> np.ndarray:
     """Blocks whose origin is where a page has them if one order is taken for another."""
     wrong, model, B = case.wrong, case.dest.model, layout.page_size
     if ours:
@@ -181,7 +181,7 @@ def _misread(case: Case, layout: Layout, order: str, other: str, ours: bool) -> 
     return case.own & (wrong.origin.token == token) & (wrong.origin.head == head)
 
 
-def _places(layout: Layout, num_heads: int, head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _places(layout: KVLayout, num_heads: int, head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first rank that has each head, and the head's index there."""
     if layout.tp > num_heads:
         return head * (layout.tp // num_heads), np.zeros_like(head)

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxinfer.conformance.check import Finding, check
 from jaxinfer.conformance.golden import FORMER, GoldenModel
-from jaxinfer.conformance.layout import Layout
+from jaxinfer.conformance.layout import KVLayout
 from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.side import Side
 
@@ -23,22 +23,23 @@ LENGTHS = {1: 75, 2: 50}
 SOURCE_ONLY, DEST_ONLY, FREED = 3, 4, 9
 OTHER_LENGTH = 40
 _SPARE_PAGES = 3
-PAIRS: tuple[tuple[Layout, Layout, GoldenModel], ...] = (
-    (Layout(), Layout(), MODEL),
-    (Layout(tp=2, page_size=8), Layout(page_size=24, keys="NHD", values="NHD"), MODEL),
-    (Layout(stages=(1, 3), keys="HDN"), Layout(tp=4, stages=(2, 2), page_size=8), MODEL),
-    (Layout(kv_dtype="bfloat16", page_size=24), Layout(tp=2, kv_dtype="bfloat16", keys="HDN"),
+PAIRS: tuple[tuple[KVLayout, KVLayout, GoldenModel], ...] = (
+    (KVLayout(), KVLayout(), MODEL),
+    (KVLayout(tp=2, page_size=8), KVLayout(page_size=24, keys="NHD", values="NHD"), MODEL),
+    (KVLayout(stages=(1, 3), keys="HDN"), KVLayout(tp=4, stages=(2, 2), page_size=8), MODEL),
+    (KVLayout(kv_dtype="bfloat16", page_size=24), KVLayout(tp=2, kv_dtype="bfloat16", keys="HDN"),
      MODEL),
-    (Layout(tp=8, kv_dtype="float16"), Layout(tp=2, stages=(3, 1), kv_dtype="float16"), MODEL),
-    (Layout(page_size=8), Layout(tp=2, page_size=8, kv_dtype="int8"), MODEL),
-    (Layout(stages=(2, 2), kv_dtype="int8", page_size=8), Layout(kv_dtype="int8", page_size=24),
+    (KVLayout(tp=8, kv_dtype="float16"), KVLayout(tp=2, stages=(3, 1), kv_dtype="float16"), MODEL),
+    (KVLayout(page_size=8), KVLayout(tp=2, page_size=8, kv_dtype="int8"), MODEL),
+    (KVLayout(stages=(2, 2), kv_dtype="int8", page_size=8), KVLayout(kv_dtype="int8", page_size=24),
      MODEL),
-    (Layout(kv_dtype="bfloat16", keys="NHD", values="NHD"),
-     Layout(stages=(2, 2), kv_dtype="float8_e4m3fn", page_size=8), MODEL),
-    (Layout(kv_dtype="float8_e4m3fn", page_size=8), Layout(tp=8, page_size=64, keys="HDN"), MODEL),
-    (Layout(tp=4, kv_dtype="bfloat16", keys="HDN"), Layout(tp=2), MODEL),
-    (Layout(tp=2, stages=(2, 2)), Layout(page_size=24), WINDOWED),
-    (Layout(tp=2, page_size=24), Layout(keys="NHD", values="NHD", kv_dtype="bfloat16"), WIDE),
+    (KVLayout(kv_dtype="bfloat16", keys="NHD", values="NHD"),
+     KVLayout(stages=(2, 2), kv_dtype="float8_e4m3fn", page_size=8), MODEL),
+    (KVLayout(kv_dtype="float8_e4m3fn", page_size=8),
+     KVLayout(tp=8, page_size=64, keys="HDN"), MODEL),
+    (KVLayout(tp=4, kv_dtype="bfloat16", keys="HDN"), KVLayout(tp=2), MODEL),
+    (KVLayout(tp=2, stages=(2, 2)), KVLayout(page_size=24), WINDOWED),
+    (KVLayout(tp=2, page_size=24), KVLayout(keys="NHD", values="NHD", kv_dtype="bfloat16"), WIDE),
 )  # fmt: skip
 
 
@@ -62,14 +63,14 @@ class Scenario:
         return check(self.source, self.dest, list(LENGTHS), before=self.before, freed=[FREED])
 
 
-def scenario(source: Layout, dest: Layout, model: GoldenModel) -> Scenario:
+def scenario(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Scenario:
     """Make a scenario; its sides may be changed."""
     given, taken = _side(model, source, True), _side(model, dest, False)
     return Scenario(given.copy(), taken.copy(), taken)
 
 
 @cache
-def _side(model: GoldenModel, layout: Layout, is_source: bool) -> Side:
+def _side(model: GoldenModel, layout: KVLayout, is_source: bool) -> Side:
     lengths = LENGTHS | {SOURCE_ONLY if is_source else DEST_ONLY: OTHER_LENGTH}
     if is_source:
         lengths |= {FREED: OTHER_LENGTH}

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxinfer.conformance.formats import FORMATS, decode, encode
 from jaxinfer.conformance.golden import FORMER, GoldenModel
-from jaxinfer.conformance.layout import Layout, Shard, from_order, to_order
+from jaxinfer.conformance.layout import KVLayout, LayerPages, from_order, to_order
 
 
 @dataclass
@@ -43,12 +43,12 @@ class Side:
     """
 
     model: GoldenModel
-    layout: Layout
+    layout: KVLayout
     num_pages: int
     former: int = FORMER
     tables: dict[int, list[int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
-    pools: dict[Shard, tuple[Pool, Pool]] = field(default_factory=dict)
+    pools: dict[LayerPages, tuple[Pool, Pool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Fill the pools with what former requests have left, so that it is known when read."""
@@ -60,7 +60,7 @@ class Side:
             everything = list(range(self.num_pages))
             self.write(self.former, everything, 0, self.num_pages * self.layout.page_size)
 
-    def _empty(self, shard: Shard, part: int) -> Pool:
+    def _empty(self, shard: LayerPages, part: int) -> Pool:
         form, B = FORMATS[self.layout.kv_dtype], self.layout.page_size
         heads = len(self.layout.heads_of(self.model, shard.rank))
         pages = np.zeros((self.num_pages, heads, B, self.model.head_dim), form.storage)
@@ -85,7 +85,9 @@ class Side:
             entries[:, :, heads < 0] = 0
             self.put(shard, table, start, entries)
 
-    def put(self, shard: Shard, table: list[int], start: int, entries_2TKH: np.ndarray) -> None:
+    def put(
+        self, shard: LayerPages, table: list[int], start: int, entries_2TKH: np.ndarray
+    ) -> None:
         """Write entries of the device's own heads; pages of 8 bits are scaled anew."""
         tokens = start + np.arange(entries_2TKH.shape[1])
         page_T, offset_T = np.divmod(tokens, self.layout.page_size)
@@ -116,7 +118,7 @@ class Side:
         stored[pages] = encode(x_MKBH / scale_MK[..., None, None], name)
         pool.scale_PK[pages] = scale_MK
 
-    def get(self, shard: Shard, table: list[int], start: int, stop: int) -> np.ndarray:
+    def get(self, shard: LayerPages, table: list[int], start: int, stop: int) -> np.ndarray:
         """float32 [2, T, K, H] of the device's own heads, in token order."""
         page_T, offset_T = np.divmod(np.arange(start, stop), self.layout.page_size)
         page_T = np.asarray(table)[page_T]
@@ -142,7 +144,7 @@ class Side:
         """A copy whose pages are its own."""
         return copy.deepcopy(self)
 
-    def load(self, pools: Mapping[Shard, tuple[Pool, Pool]]) -> None:
+    def load(self, pools: Mapping[LayerPages, tuple[Pool, Pool]]) -> None:
         """Take what an engine's pools hold.
 
         Raises:

@@ -10,13 +10,13 @@ import numpy as np
 
 from jaxinfer.conformance.formats import FORMATS
 from jaxinfer.conformance.golden import GoldenModel
-from jaxinfer.conformance.layout import Layout, Shard, from_order, to_order
+from jaxinfer.conformance.layout import KVLayout, LayerPages, from_order, to_order
 from jaxinfer.conformance.mistake import Mistake, Production, Step, afterwards, replacing
 from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.scenario import DEST_ONLY, LENGTHS, OTHER_LENGTH, SOURCE_ONLY
 
 
-def _heads(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _heads(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """SGLang 22145: a device's heads counted wrongly where devices have copies."""
     K = model.heads
 
@@ -37,7 +37,7 @@ def _heads(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake
         yield replacing("head order", "copies of heads counted round", find=mapped(wrapped))
 
 
-def _layers(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _layers(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """vllm-ascend 15900: stages of one side paired with those of the other by position."""
 
     def mapped(layers: list[int]) -> Step:
@@ -52,9 +52,9 @@ def _layers(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistak
         )
 
 
-def _parts(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _parts(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     def swapped(layers: range) -> Step:
-        def take(self: Mover, shard: Shard, request: int, tokens: range) -> np.ndarray:
+        def take(self: Mover, shard: LayerPages, request: int, tokens: range) -> np.ndarray:
             found = Mover.take(self, shard, request, tokens)
             return found[::-1] if shard.layer in layers else found
 
@@ -65,7 +65,7 @@ def _parts(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake
     yield replacing(name, "keys sent as values in one layer", take=swapped(range(1, 2)))
 
 
-def _tables(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _tables(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """Dynamo 8419: the last pages where the first ones were meant. At either end."""
     changes: dict[str, Callable[[list[int]], list[int]]] = {
         "two pages swapped": lambda table: [table[1], table[0], *table[2:]],
@@ -83,7 +83,7 @@ def _tables(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistak
             yield replacing("page order", f"{end}: {words}", **{f"{end}_table": table})
 
 
-def _other_tables(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _other_tables(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """Dynamo 15079: another request's entries taken for one's own."""
     name = "page of another request"
 
@@ -107,7 +107,7 @@ def _other_tables(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[
     yield afterwards(name, "dest: pages that two requests have", overwritten)
 
 
-def _offsets(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _offsets(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     for by in (1, -1, 3):
         name = "page offset off by one" if abs(by) == 1 else "page offset"
 
@@ -119,7 +119,12 @@ def _offsets(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mista
             return found[:, np.clip(np.array(tokens) + by, 0, room - 1)]
 
         def put(
-            self: Mover, shard: Shard, request: int, tokens: range, slab: np.ndarray, by: int = by
+            self: Mover,
+            shard: LayerPages,
+            request: int,
+            tokens: range,
+            slab: np.ndarray,
+            by: int = by,
         ) -> None:
             room = len(self.dest.tables[request]) * self.dest.layout.page_size
             first = max(0, tokens.start + by)
@@ -131,7 +136,7 @@ def _offsets(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mista
             yield replacing(name, f"dest: written {by:+} tokens on", put=put)
 
 
-def _early(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _early(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """vLLM 49250: entries that are used before they are there."""
     for words, first in (("its last step", 64), ("any of its steps", 0)):
 
@@ -147,7 +152,7 @@ def _early(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake
             yield replacing("sent too early", f"sent before {words} has ended", move=early)
 
 
-def _orders(source: Layout, dest: Layout, model: GoldenModel) -> Iterator[Mistake]:
+def _orders(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """TensorRT-LLM 6507: pages of [token, head] split as if they were [head, token]."""
     if len(source.heads_of(model, 0)) == 1 or source.keys == "HDN":
         return

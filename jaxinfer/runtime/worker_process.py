@@ -31,6 +31,7 @@ from jaxinfer.runtime.processes.batch_delta import BatchDecoder
 from jaxinfer.runtime.processes.messages import (
     Borrow,
     BreakOff,
+    CallResult,
     EmulateSteps,
     FollowOn,
     Forget,
@@ -43,7 +44,6 @@ from jaxinfer.runtime.processes.messages import (
     Loaded,
     LoadInstances,
     Measure,
-    Measured,
     Move,
     Moved,
     OpenPools,
@@ -195,7 +195,7 @@ class WorkerProcess:
             case Move():
                 self._move(message)
             case Measure(instance, measure):
-                self._say(Measured(measure(self._cluster.engines[instance])))
+                self._say(CallResult(measure(self._cluster.engines[instance])))
             case Forget():
                 self._forget(message)
             case Prepare(instance, sampler, wait):

@@ -15,7 +15,7 @@ from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost
 from jaxinfer.simulate.kv_capacity import AttentionGroup, count_attention_pages
 from jaxinfer.simulate.spread import ModelledSpreadStage, ShardCost, Visit
-from jaxinfer.simulate.world import StagePair
+from jaxinfer.simulate.world import StagePath
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def slice_lanes(
     shards: Sequence[ModelledShard],
     token_bytes: int,
     paths: Mapping[tuple[str, str], NetworkPath],
-) -> dict[tuple[int, int], StagePair]:
+) -> dict[tuple[int, int], StagePath]:
     """Return, from shard to shard of one stage, the lane for one token and one KV head.
 
     Args:
@@ -135,7 +135,7 @@ def slice_lanes(
         if source.stage == dest.stage:
             num_bytes = token_bytes // source.heads * source.layers
             path = paths[source.group, dest.group]
-            pair = StagePair(source.stage, num_bytes, tuple(path.links), path.latency_s)
+            pair = StagePath(source.stage, num_bytes, tuple(path.links), path.latency_s)
             found[i, j] = pair
     return found
 

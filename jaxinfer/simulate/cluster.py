@@ -39,7 +39,7 @@ from jaxinfer.simulate.costs.model import (
 from jaxinfer.simulate.efficiency import modelled_efficiency
 from jaxinfer.simulate.kv_capacity import count_pages
 from jaxinfer.simulate.spread import Visit
-from jaxinfer.simulate.world import StagePair
+from jaxinfer.simulate.world import StagePath
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ class ModelledCluster:
     """
 
     instances: Mapping[str, ModelledInstance]
-    lanes: Mapping[tuple[str, str], Sequence[StagePair]]
+    lanes: Mapping[tuple[str, str], Sequence[StagePath]]
     capacities: Mapping[Link, float]
     site: ModelledSite | None = None
-    slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePair]] = field(default_factory=dict)
+    slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePath]] = field(default_factory=dict)
     joint: JointSteps | None = None
 
     @property
@@ -266,11 +266,11 @@ def lanes_between(
     source: ModelledInstance,
     dest: ModelledInstance,
     paths: Mapping[tuple[str, str], NetworkPath],
-) -> list[StagePair]:
+) -> list[StagePath]:
     """Lanes, one for each stage of the source and of the destination that have layers in common."""
     lanes = []
     token_bytes = min(source.token_bytes, dest.token_bytes)
     for i, j, shared in shared_layers(tuple(source.layers), tuple(dest.layers)):
         path = paths[source.groups[i], dest.groups[j]]
-        lanes.append(StagePair(i, shared * token_bytes, tuple(path.links), path.latency_s))
+        lanes.append(StagePath(i, shared * token_bytes, tuple(path.links), path.latency_s))
     return lanes

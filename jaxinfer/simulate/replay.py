@@ -25,7 +25,7 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
 from jaxinfer.simulate.run import serve
-from jaxinfer.simulate.world import StagePair
+from jaxinfer.simulate.world import StagePath
 from jaxinfer.steps.profile import Profile, profile_folder, read_profile
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import StepTimes
@@ -93,7 +93,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         for name, described in run["instances"].items()
     }
     instances = {name: instance for name, (instance, _) in read.items()}
-    lanes: dict[tuple[str, str], Sequence[StagePair]] = {}
+    lanes: dict[tuple[str, str], Sequence[StagePath]] = {}
     capacities: dict[Link, float] = {}
     for names, gb_s in run["measured_gb_s"].items():
         ends = source, dest = tuple(names.split(" -> "))

@@ -25,7 +25,7 @@ from jaxinfer.steps.attention_profile import attention_path, read_attention
 from jaxinfer.steps.profile import Profile
 
 
-class Checked(NamedTuple):
+class LedgerCheck(NamedTuple):
     """A comparison of two ledgers: of a real run, and of the simulator on what that run was told.
 
     Args:
@@ -40,7 +40,7 @@ class Checked(NamedTuple):
     finished: bool
 
 
-def check_decisions(folder: Path) -> Checked:
+def check_decisions(folder: Path) -> LedgerCheck:
     """Have the simulator decide on what a real run was told, and compare the two ledgers.
 
     Raises:
@@ -72,7 +72,7 @@ def check_decisions(folder: Path) -> Checked:
     simulated = decide_again(run, given)
     if not finished:
         del simulated[len(real) :]
-    return Checked(first_difference(real, simulated), len(real), found, finished)
+    return LedgerCheck(first_difference(real, simulated), len(real), found, finished)
 
 
 def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:

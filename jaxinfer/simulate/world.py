@@ -21,7 +21,7 @@ from jaxinfer.simulate.spread import Visit
 
 
 @dataclass(frozen=True)
-class StagePair:
+class StagePath:
     """A source stage's part in a transfer, and its way to the destination.
 
     Attributes:
@@ -42,7 +42,7 @@ class _Moving:
     """A transfer under way: pieces of its lanes still to land, and when the first byte left."""
 
     transfer: Transfer
-    lanes: Sequence[StagePair]
+    lanes: Sequence[StagePath]
     left: int
     start: float
 
@@ -68,11 +68,11 @@ class SimulatedWorld:
         costs: Mapping[str, CostModel],
         segments: Mapping[str, int],
         devices: Mapping[str, Sequence[int]],
-        lanes: Mapping[tuple[str, str], Sequence[StagePair]],
+        lanes: Mapping[tuple[str, str], Sequence[StagePath]],
         capacities: Mapping[Link, float],
         requests: Iterable[RequestState],
         start: float = 0.0,
-        slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePair]] | None = None,
+        slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePath]] | None = None,
         visits: Mapping[str, Sequence[Sequence[Visit]]] | None = None,
         joint: JointSteps | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class SimulatedWorld:
         # Of those alone that have any: this is looked at in each step.
         self._visits = {name: each for name, each in (visits or {}).items() if any(each)}
         self._turns: defaultdict[str, SharedDevice] = defaultdict(SharedDevice)
-        self._network: Network[tuple[_Moving, StagePair]] = Network(capacities)
+        self._network: Network[tuple[_Moving, StagePath]] = Network(capacities)
         self._requests = iter(requests)
         self._next = next(self._requests, None)
         self._num_added = 0
@@ -167,7 +167,7 @@ class SimulatedWorld:
                 leaves = start + (end - start) * piece / segments
                 self._at(leaves, partial(self._start_lane, moving, lane, segments))
 
-    def _lanes_of(self, transfer: Transfer) -> Sequence[StagePair]:
+    def _lanes_of(self, transfer: Transfer) -> Sequence[StagePath]:
         if move := transfer.slice_move:
             between = self._slice_lanes[transfer.source]
             each = [(between[source, dest], len(slices)) for source, dest, slices in move.moves]
@@ -186,7 +186,7 @@ class SimulatedWorld:
             )
         return lanes
 
-    def _start_lane(self, moving: _Moving, lane: StagePair, pieces: int) -> None:
+    def _start_lane(self, moving: _Moving, lane: StagePath, pieces: int) -> None:
         moving.start = min(moving.start, self._now)
         tokens = moving.transfer.stop - moving.transfer.start
         num_bytes = tokens * lane.token_bytes / pieces

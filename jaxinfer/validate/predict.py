@@ -13,7 +13,7 @@ from jaxinfer.validate.campaigns import PointSetup
 def predict(asked: PointSetup) -> dict[str, Any]:
     """``ttft_ms`` and ``tpot_ms``, means of all requests; or ``refused``, why there are none."""
     arrivals = asked.data["workload"]["arrivals"]
-    figures = Figures(arrivals["concurrency"])
+    figures = RequestTimes(arrivals["concurrency"])
     try:
         config = asked.config
         simulate(config, config.requests(), on_request=figures.add)
@@ -22,7 +22,7 @@ def predict(asked: PointSetup) -> dict[str, Any]:
     return {f"{name}_ms": 1e3 * figures.mean(name, asked.first_wave) for name in ("ttft", "tpot")}
 
 
-class Figures:
+class RequestTimes:
     """Times of a run's requests, those sent at once apart.
 
     Args:

@@ -61,7 +61,7 @@ class Compared:
 
 
 def summarise(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
-    """Figures by group, and those of all points.
+    """RequestTimes by group, and those of all points.
 
     Of each: ``n``, and for TPOT, TTFT and a request's whole time the median and the 90th
     percentile of \\|error\\|, the median error, and Kendall's tau between both.

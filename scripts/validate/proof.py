@@ -23,7 +23,7 @@ from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.conformance.faults import all_faults
 from jaxinfer.conformance.formats import FORMATS
 from jaxinfer.conformance.golden import GoldenModel
-from jaxinfer.conformance.layout import Layout, Order
+from jaxinfer.conformance.layout import KVLayout, Order
 from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.scenario import MODEL, PAIRS, WIDE, WINDOWED, scenario
 from jaxinfer.runtime.kv.slab import SLAB_TOKENS, SlabSource
@@ -40,7 +40,7 @@ REQUESTS, ROUNDS = 500, 12
 SERVED = "smollm2-135m-instruct"
 PROMPTS, PROMPT, OUTPUT = 4, 256, 64
 
-Pair = tuple[Layout, Layout, GoldenModel]
+Pair = tuple[KVLayout, KVLayout, GoldenModel]
 Found = tuple[Counter[str], Counter[str], list[str]]
 
 
@@ -54,11 +54,11 @@ def drawn(seed: int, count: int) -> list[Pair]:
     return found
 
 
-def layout(rng: random.Random, model: GoldenModel) -> Layout:
+def layout(rng: random.Random, model: GoldenModel) -> KVLayout:
     """Draw a layout."""
     orders: list[Order] = ["HND", "NHD"]
     order = rng.choice(orders)
-    return Layout(
+    return KVLayout(
         tp=rng.choice([1, 2, model.heads, 2 * model.heads]),
         stages=rng.choice([(), (1, 3), (2, 2), (1, 1, 2)]),
         page_size=rng.choice([8, 16, 24, 64]),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.conformance import GoldenModel, Layout, Side, check, hand_over, move
+from jaxinfer.conformance import GoldenModel, KVLayout, Side, check, hand_over, move
 from jaxinfer.conformance.faults import Fault, all_faults
 from jaxinfer.conformance.mover import Mover
 from jaxinfer.conformance.scenario import FREED, LENGTHS, MODEL, PAIRS, scenario
@@ -48,7 +48,7 @@ def test_all_faults() -> None:
     assert wrong == []
 
 
-def alarms(source: Layout, dest: Layout, model: GoldenModel) -> list[str]:
+def alarms(source: KVLayout, dest: KVLayout, model: GoldenModel) -> list[str]:
     case = scenario(source, dest, model)
     return [str(finding) for finding in case.run(Mover(case.source, case.dest))]
 
@@ -95,7 +95,7 @@ def test_a_last_page_may_be_filled_where_that_is_agreed() -> None:
 
 def test_a_late_write_behind_the_length_is_one_wherever_pages_may_be_filled() -> None:
     """Half of the last page's rest is a freed request's, the other half the source's."""
-    case = scenario(Layout(), Layout(), MODEL)
+    case = scenario(KVLayout(), KVLayout(), MODEL)
     for request in LENGTHS:
         move(case.source, case.dest, request)
     table, length = case.dest.tables[2], LENGTHS[2]
@@ -122,22 +122,24 @@ def test_findings_say_where() -> None:
 
 def test_layouts_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="kv_dtype is int4, must be one of float32"):
-        Layout(kv_dtype="int4")
+        KVLayout(kv_dtype="int4")
     with pytest.raises(ValueError, match=r"stages are \(1, 2\), the model has 4 layers"):
-        scenario(Layout(stages=(1, 2)), Layout(), MODEL)
+        scenario(KVLayout(stages=(1, 2)), KVLayout(), MODEL)
     with pytest.raises(ValueError, match="tp is 6, the model has 4 KV heads"):
-        scenario(replace(Layout(), tp=6), Layout(), MODEL)
+        scenario(replace(KVLayout(), tp=6), KVLayout(), MODEL)
 
 
 def test_pools_that_are_not_as_the_layout_has_them() -> None:
     """numpy would round and repeat what it takes, and what is left out would look old."""
-    plain, small = (Side(MODEL, Layout(kv_dtype=name), 2) for name in ("bfloat16", "int8"))
+    plain, small = (Side(MODEL, KVLayout(kv_dtype=name), 2) for name in ("bfloat16", "int8"))
     first = min(plain.pools, key=str)
     keys, values = plain.pools[first]
 
     def refusal(side: Side, **changed: Any) -> str:
         pair = replace(side.pools[first][0], **changed), side.pools[first][1]
-        with pytest.raises(ValueError, match=r"^Shard\(stage=0, rank=0, layer=0\): ") as caught:
+        with pytest.raises(
+            ValueError, match=r"^LayerPages\(stage=0, rank=0, layer=0\): "
+        ) as caught:
             side.load(side.pools | {first: pair})
         return str(caught.value).partition(": ")[2]
 

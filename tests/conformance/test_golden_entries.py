@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxinfer.conformance import GoldenModel, Layout, Side
+from jaxinfer.conformance import GoldenModel, KVLayout, Side
 from jaxinfer.conformance.formats import FORMATS, decode, encode
 from jaxinfer.conformance.golden import BLOCK
 from jaxinfer.conformance.layout import from_order, to_order
@@ -30,7 +30,7 @@ def test_formats_round_as_ml_dtypes(name: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 def test_every_place_is_told_from_every_other(kv_dtype: str) -> None:
-    side = Side(MODEL, Layout(kv_dtype=kv_dtype, page_size=8), 12)
+    side = Side(MODEL, KVLayout(kv_dtype=kv_dtype, page_size=8), 12)
     seen = set()
     for request in (0, 7):
         side.write(request, list(range(10)), 0, 80)
@@ -65,9 +65,9 @@ def test_orders_against_plain_indexing(order: str) -> None:
 
 def test_the_heads_of_a_device() -> None:
     four, three = GoldenModel(), GoldenModel(heads=3)
-    assert [Layout(tp=2).heads_of(four, r).tolist() for r in (0, 1)] == [[0, 1], [2, 3]]
-    assert [Layout(tp=2).heads_of(three, r).tolist() for r in (0, 1)] == [[0, 1], [2, -1]]
-    assert [Layout(tp=8).heads_of(four, r).tolist() for r in (0, 1, 7)] == [[0], [0], [3]]
+    assert [KVLayout(tp=2).heads_of(four, r).tolist() for r in (0, 1)] == [[0, 1], [2, 3]]
+    assert [KVLayout(tp=2).heads_of(three, r).tolist() for r in (0, 1)] == [[0, 1], [2, -1]]
+    assert [KVLayout(tp=8).heads_of(four, r).tolist() for r in (0, 1, 7)] == [[0], [0], [3]]
 
 
 def test_windows_need_what_the_next_token_attends_to() -> None:

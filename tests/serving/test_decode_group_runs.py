@@ -21,7 +21,7 @@ from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Action, ClusterView, Leg, RequestView, System
 from jaxinfer.serving.world import Event, StepDone
-from jaxinfer.simulate.world import SimulatedWorld, StagePair
+from jaxinfer.simulate.world import SimulatedWorld, StagePath
 from jaxinfer.systems.single import Single
 
 
@@ -99,7 +99,7 @@ def outcome(
         for name, pages, size, layout, options in scenario.instances
     ]
     names = [instance.name for instance in instances]
-    lanes = {pair: [StagePair(0, 3, (pair,), 0.05)] for pair in permutations(names, 2)}
+    lanes = {pair: [StagePath(0, 3, (pair,), 0.05)] for pair in permutations(names, 2)}
     lengths = [(s.prompt_len, s.max_tokens) for s in scenario.scripts]
     requests = make_requests(lengths, [s.arrival for s in scenario.scripts])
     stages = {name: scenario.timing.stages.get(name, 1) for name in names}

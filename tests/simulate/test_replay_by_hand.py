@@ -16,7 +16,7 @@ from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate import replay as module
 from jaxinfer.simulate.cluster import ModelledCluster
 from jaxinfer.simulate.replay import fidelity, furthest_apart, replay
-from jaxinfer.simulate.world import StagePair
+from jaxinfer.simulate.world import StagePath
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import Profile, store_profile
 from jaxinfer.steps.times import Part, StepPoint
@@ -253,12 +253,12 @@ def test_kv_goes_as_it_did(linked: bool, tmp_path: Path, served: list[Served]) -
     back = 0.5e9 if linked else 8e9
     assert found.cluster.lanes == {
         ("x", "y"): [
-            StagePair(0, 64, (("g", "d"),), 0.0),
-            StagePair(1, 128, (("h", "d"),), late),
+            StagePath(0, 64, (("g", "d"),), 0.0),
+            StagePath(1, 128, (("h", "d"),), late),
         ],
         ("y", "x"): [
-            StagePair(0, 64, (("d", "g"),), 0.0),
-            StagePair(0, 128, (("d", "h"),), late),
+            StagePath(0, 64, (("d", "g"),), 0.0),
+            StagePath(0, 128, (("d", "h"),), late),
         ],
     }
     assert found.cluster.capacities == {

@@ -14,7 +14,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import Arrival, StepDone, Tick, TransferDone
 from jaxinfer.simulate.spread import ShardCost, Visit
-from jaxinfer.simulate.world import SimulatedWorld, StagePair
+from jaxinfer.simulate.world import SimulatedWorld, StagePath
 
 
 @dataclass
@@ -50,7 +50,7 @@ def transfer(start: int, stop: int, **more: Any) -> Transfer:
 def world(
     cost: Given,
     devices: Sequence[int] = (0,),
-    lanes: Sequence[StagePair] = (),
+    lanes: Sequence[StagePath] = (),
     capacities: dict[Link, float] | None = None,
     segments: int = 1,
     requests: Sequence[RequestState] = (),
@@ -137,7 +137,7 @@ def test_each_stage_sends_its_pieces_as_they_end(y: float, end: float) -> None:
     which take 6 s at half the rate; at 10, 200 B of the second are left, for 2 s and the latency.
     Over y, from 7 on and from 10 on: at 25 B/s, all 600 B have left 24 s after the first.
     """
-    lanes = [StagePair(0, 100, ["x"], 0.25), StagePair(1, 60, ["y"], 0.5)]
+    lanes = [StagePath(0, 100, ["x"], 0.25), StagePath(1, 60, ["y"], 0.5)]
     modelled = world(Given((4.0, 6.0), (0.0,)), (0, 1), lanes, {"x": 100.0, "y": y}, 2)
     sent = transfer(10, 20)
     modelled.launch(batch(1, transfers=[sent]))
@@ -148,7 +148,7 @@ def test_each_stage_sends_its_pieces_as_they_end(y: float, end: float) -> None:
 
 def test_what_exists_leaves_at_once_and_has_landed_with_its_last_lane() -> None:
     """1000 B and 600 B share 100 B/s from 5 on: 600 B of each by 17, the other 400 by 21."""
-    lanes = [StagePair(0, 100, ["x"], 0.0), StagePair(1, 60, ["x"], 9.0)]
+    lanes = [StagePath(0, 100, ["x"], 0.0), StagePath(1, 60, ["x"], 9.0)]
     modelled = world(Given((1.0,)), lanes=lanes, capacities={"x": 100.0}, segments=8)
     modelled.wake_at(5.0)
     assert modelled.due_events() == [Tick()]
@@ -176,7 +176,7 @@ def test_all_that_happens_at_one_moment_comes_together() -> None:
 
 
 def test_kv_that_cannot_go_is_refused() -> None:
-    lanes = [StagePair(0, 100, ["x"], 0.0)]
+    lanes = [StagePath(0, 100, ["x"], 0.0)]
     modelled = world(Given((1.0,)), lanes=lanes, capacities={"x": 100.0})
     modelled.start_transfer(transfer(0, 1))
     with pytest.raises(JaxinferError, match="hands KV from i to j, which its routes do not name"):
@@ -185,7 +185,7 @@ def test_kv_that_cannot_go_is_refused() -> None:
 
 def test_kv_heads_have_moved_with_the_last_of_them() -> None:
     """Ten tokens: two heads of 5 B each over x, one of 20 B over y, both at 100 B/s."""
-    between = {(0, 1): StagePair(0, 5, ["x"], 0.5), (1, 0): StagePair(0, 20, ["y"], 0.25)}
+    between = {(0, 1): StagePath(0, 5, ["x"], 0.5), (1, 0): StagePath(0, 20, ["y"], 0.25)}
     modelled = SimulatedWorld(
         {}, {}, {}, {}, {"x": 100.0, "y": 100.0}, [], slice_lanes={"i": between}
     )

@@ -148,7 +148,7 @@ class Move(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """Call this with an instance's ``Engine`` there. Answered with Measured."""
+    """Call this with an instance's ``Engine`` there. Answered with CallResult."""
 
     instance: str
     measure: Callable[[Any], Any]
@@ -207,7 +207,7 @@ class Lent(NamedTuple):
     address: Address
 
 
-class Measured(NamedTuple):
+class CallResult(NamedTuple):
     """The result of what was called."""
 
     found: Any

@@ -16,6 +16,7 @@ from jaxinfer.runtime.kv.kv_messages import Checked, Offered, Pulled, SlabAnswer
 from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, ProcessLost, StepEnd
 from jaxinfer.runtime.processes.batch_delta import BatchEncoder
 from jaxinfer.runtime.processes.messages import (
+    CallResult,
     EmulateSteps,
     Heartbeat,
     Hello,
@@ -23,7 +24,6 @@ from jaxinfer.runtime.processes.messages import (
     Left,
     Lent,
     Loaded,
-    Measured,
     Move,
     Moved,
     Prepare,
@@ -211,7 +211,7 @@ class Process:
                     if there != here:
                         line = f"{name} is {there} in its process, {here} in this one"
                         self._answers.put(Refused(line))
-            case Left() | Lent() | Loaded() | Measured() | Refused():
+            case Left() | Lent() | Loaded() | CallResult() | Refused():
                 self._answers.put(answer)
             case Heartbeat():
                 pass

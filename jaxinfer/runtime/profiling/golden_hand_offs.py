@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from jaxinfer.conformance import GoldenModel, Layout, Side
+from jaxinfer.conformance import GoldenModel, KVLayout, Side
 from jaxinfer.conformance.formats import FORMATS
 from jaxinfer.conformance.golden import FORMER
-from jaxinfer.conformance.layout import Order, Shard
+from jaxinfer.conformance.layout import LayerPages, Order
 from jaxinfer.conformance.side import Pool
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages
@@ -29,11 +29,11 @@ def golden_model(sides: Sequence[Sequence[Stage]]) -> tuple[GoldenModel | None, 
         return None, f"golden entries are left out: {error}"
 
 
-def layout_of(stages: Sequence[Stage]) -> Layout:
+def layout_of(stages: Sequence[Stage]) -> KVLayout:
     """Describe the layout of an instance's pools in the kit's words."""
     plan = stages[0].plan
     keys: Order = "HND" if keys_by_token(plan.config.kernels) else "HDN"
-    return Layout(
+    return KVLayout(
         tp=plan.kv_ways,
         stages=tuple(len(stage.kv) for stage in stages),
         page_size=plan.limits.page_size,
@@ -78,7 +78,7 @@ class GoldenEnd:
         scales = [pool.scale_PK for pool in ranks if pool.scale_PK is not None]
         return Pool(pages, np.concatenate(scales, axis=1) if scales else None)
 
-    def _pools(self) -> Mapping[Shard, tuple[Pool, Pool]]:
+    def _pools(self) -> Mapping[LayerPages, tuple[Pool, Pool]]:
         kv = [layer for stage in self._stages for layer in stage.kv]
         ways, storage = self.side.layout.tp, FORMATS[self.side.layout.kv_dtype].storage
         found = {}
