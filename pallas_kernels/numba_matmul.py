@@ -240,7 +240,7 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
     floats = count * D * sizes.columns
     each = _tiles_of_unit(-(-F // sizes.columns), floats) if packed else 1
     scratch = count * sizes.rows * sizes.columns + packed * each * floats
-    return _call(_matmul(sizes), (T, F), scratch, x_TD, *weights, np.array([each], np.int32))
+    return _call(_matmul(sizes), (T, F), scratch, x_TD, *weights, jnp.full(1, each, jnp.int32))
 
 
 def _tiles_of_unit(count: int, floats: int) -> int:

@@ -129,7 +129,7 @@ def _spread(
     own, near, far = (12, 11, 8) if cluster == "small" else (30, 14, 12)
     pools = [{"group": "d", "num_pages": near}, {"group": "e", "num_pages": far}]
     halves = rng.choice(["never", "by_time", "always"])
-    stages = [{"group": "p", "attention": pools}]
+    stages: list[dict[str, Any]] = [{"group": "p", "attention": pools}]
     if cluster == "meshes":
         groups = groups | {"p": {"devices": 2}, "q": {}}
         stages = [

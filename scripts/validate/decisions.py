@@ -31,6 +31,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.same_decisions import check_decisions
 from jaxinfer.steps import profile
+from jaxinfer.text.prompts import TokensPrompt
 from scripts.tables import Row, read_csv, write_csv
 from scripts.validate.decision_cases import (
     CLUSTERS,
@@ -72,7 +73,7 @@ def serve(llm: LLM, rng: random.Random, workload: str, runs: Path) -> None:
     llm.reset_prefix_cache()
     given = asked(rng, drawn)
     if happens == "cancelled":
-        prompts = [{"prompt_token_ids": prompt} for prompt, _ in given]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt, _ in given]
         outputs = llm.generate_iter(
             prompts, [params for _, params in given], progress=False, run_dir=runs
         )
