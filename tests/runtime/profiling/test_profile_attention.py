@@ -11,7 +11,6 @@ from scatter import spread
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.ledger.ledger_file import NAME, read_ledger
 from jaxinfer.runtime.profiling import profile_attention as measuring
 from jaxinfer.runtime.profiling.profile import Needs, profile_key
 from jaxinfer.runtime.profiling.profile_attention import prepare_attention, profile_attention
@@ -51,7 +50,6 @@ def test_heads_are_placed_by_what_was_measured(
     assert serve(llm, run_dir=tmp_path / "runs") == expected["two"]
     found = check_decisions(tmp_path / "runs" / "1")
     assert found.difference is None
-    assert {"send", "landed"} <= {k for k, *_ in read_ledger(tmp_path / "runs" / "1" / NAME)}
     (path,) = own_profiles.glob("*.attention.json")
     shards = json.loads(path.read_text())["shards"]
     assert [shard["group"] for shard in shards] == ["p", "a0"]
