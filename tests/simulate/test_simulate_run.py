@@ -203,7 +203,7 @@ def test_what_runs_where_is_written(tmp_path: Path) -> None:
 
 
 def test_a_ledger_has_what_was_decided(tmp_path: Path) -> None:
-    """Two requests of one step each way, the pages of the first step, and its own hash."""
+    """Two requests of one step each way, how many pages the first has, and its own hash."""
     config = disaggregated(ledger=True)
     work = [job(5, 2), job(3, 2, 9.0)]
     hashes = [served(config, work, tmp_path) and read_json(tmp_path / n / "run.json")["ledger"]
@@ -217,8 +217,8 @@ def test_a_ledger_has_what_was_decided(tmp_path: Path) -> None:
         "batch",
         "end",
     ] * 2
-    assert entries[2] == ("batch", ["a", 2, 0, 0, [["0", 0, 5, True]], [[0, 0]]], None)
-    assert entries[3] == ("send", ["0", "a", "b", 0, 5, [0, 0], [0, 0]], None)
+    assert entries[2] == ("batch", ["a", 2, 0, 0, [["0", 0, 5, True]], [2]], None)
+    assert entries[3] == ("send", ["0", "a", "b", 0, 5, 2, 2], None)
     assert entries[5] == ("end", ["0", "length", 2], None)
     (tmp_path / "1" / NAME).write_bytes(b"\xff")
     with pytest.raises(JaxinferError, match=r"ledger\.jsonl: line 1 is damaged$"):

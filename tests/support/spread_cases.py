@@ -50,7 +50,7 @@ LINK = {"gb_s": 1e-3, "latency_s": 0.5}
 
 
 class Placed(System):
-    """Has the second KV head of each stage on the stage's last shard."""
+    """Has the second KV head of each spread stage on the stage's last shard."""
 
     def routes(self, instances: Any) -> Any:
         return ()
@@ -60,8 +60,9 @@ class Placed(System):
 
     def place(self, request: RequestView, instance: InstanceView) -> list[list[int]]:
         last = {shard.stage: number for number, shard in enumerate(instance.shards)}
+        second = {shard.stage: shard.slices[1:] for shard in instance.shards if shard.slices}
         return [
-            [*shard.slices[:1]] + [2 * shard.stage + 1] * (last[shard.stage] == number)
+            [*shard.slices[:1], *(second[shard.stage] if last[shard.stage] == number else ())]
             for number, shard in enumerate(instance.shards)
         ]
 
