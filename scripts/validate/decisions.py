@@ -105,6 +105,8 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
     else:
         at, home = worker.process, restarts._of[name]  # type: ignore[union-attr]
     steps, first, more = 0, rng.randint(3, 9), rng.choice([0, 0, 2, 5])
+    if len(llm.cluster.engines) == 1:
+        more = 0  # No step ends until it is back.
 
     def on_step(done: StepDone) -> None:
         nonlocal steps
