@@ -99,9 +99,9 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
     assert restarts
     name = rng.choice([*llm.cluster.engines])
     worker = llm.cluster.engines[name].worker
-    if isinstance(worker, PipelineWorker):  # An attention group, without which it goes on.
+    home: Any = None
+    if isinstance(worker, PipelineWorker):  # The loop has it go on without its attention group.
         (at,) = [each for each in worker.processes if each.name == "d"]
-        home: Any = restarts._rests[name]
     else:
         at, home = worker.process, restarts._of[name]  # type: ignore[union-attr]
     steps, first, more = 0, rng.randint(3, 9), rng.choice([0, 0, 2, 5])
@@ -113,7 +113,7 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
         steps += 1
         if steps == first:
             os.kill(at.peer.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        if steps == first + more:
+        if home and steps == first + more:
             wait_for(lambda: home.news, time.sleep)
 
     return on_step
