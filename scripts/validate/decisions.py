@@ -138,26 +138,15 @@ def outcome(folder: Path) -> Row:
     }
 
 
-def summary(path: Path) -> list[str]:
-    """Lines of a table: of each workload, its runs, and how many ledgers are equal."""
-    lines = [
-        "| workload | runs | equal | entries | preemptions | transfers | moves of heads | "
-        "cached tokens | lost, back |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+def summary(path: Path) -> str:
+    """A sentence: how many runs there are, how many ledgers are equal, and what happened in all."""
     rows = read_csv(path)
-    for name in WORKLOADS:
-        here = [row for row in rows if row["workload"] == name]
-        sums = Counter[str]()
-        for row in here:
-            sums.update({key: value for key, value in row.items() if isinstance(value, int)})
-        equal = sum(not row["difference"] for row in here)
-        lines.append(
-            f"| {name} | {len(here)} | {equal} | "
-            + " | ".join(f"{sums[count]:,}" for count in COUNTS)
-            + f" | {sums['lost']}, {sums['back']} |"
-        )
-    return lines
+    sums = Counter[str]()
+    for row in rows:
+        sums.update({key: value for key, value in row.items() if isinstance(value, int)})
+    equal = sum(not row["difference"] for row in rows)
+    counts = ", ".join(f"{sums[c]:,} {c.replace('_', ' ')}" for c in (*COUNTS, "lost", "back"))
+    return f"Of {len(rows)} runs, {equal} have equal ledgers: {counts}."
 
 
 @click.command()
@@ -193,7 +182,7 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
             rows += here
             if rows:
                 write_csv(Path(out), rows)
-    click.echo("\n".join(summary(Path(out))))
+    click.echo(summary(Path(out)))
     sys.exit(any(row["difference"] for row in rows))
 
 
