@@ -226,7 +226,7 @@ def page(tables: Path) -> str:
         "[What they mean](../proof.md). `python -m scripts.validate.proof FILE.md` makes it.",
         "",
         "## Ledgers",
-        f"[Each system over nine workloads]({tables.name}/decisions.csv), real runs of a tiny model.",
+        f"[All systems, nine workloads]({tables.name}/decisions.csv), real runs of a tiny model.",
         *wrap(summary(tables / "decisions.csv"), 98),
         "",
         "## Faults of hand-offs",
