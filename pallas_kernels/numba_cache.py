@@ -31,6 +31,9 @@ FOLDER = Path("~/.cache/jaxinfer/numba")
 _KEPT = re.compile(r".+-[0-9a-f]{32}\.o")
 # What nobody has read for so long is removed; that it was read is noted once a day.
 _OLD_S, _NOTED_S = 30 * 86400, 86400
+# Without "arcp" and "reassoc": LLVM estimates reciprocals in vectors alone, and sums in an order of
+# its own there. Whether a loop goes by vectors depends on how arrays happen to lie to one another.
+FAST_MATH = {"nnan", "ninf", "nsz", "contract", "afn"}
 
 
 class Code(NamedTuple):
@@ -40,21 +43,24 @@ class Code(NamedTuple):
     engine: Any
 
 
-def compiled(name: str, signature: Any, function: Callable[..., Any]) -> Code:
+def compiled(
+    name: str, signature: Any, function: Callable[..., Any], reassociates: bool = False
+) -> Code:
     """A function as C code: as it was kept or, where it was not, compiled and kept.
 
     Args:
         name: no two functions of the same sources have the same one.
+        reassociates: LLVM may sum in any order, as loops that sum need to go by vectors.
     """
     # NUMBA_CACHE_DIR is where numba itself would keep it.
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or FOLDER)
     try:
         path = folder.expanduser() / f"{name}-{made_from()}.o"
     except RuntimeError:  # An arbitrary user of a container has no home.
-        return _load(*_compile(signature, function))
+        return _load(*_compile(signature, function, reassociates))
     found = _read(path)
     if found is None:
-        found = _compile(signature, function)
+        found = _compile(signature, function, reassociates)
         _write(path, *found)
         _remove_old(path.parent)
     return _load(*found)
@@ -75,9 +81,10 @@ def digest(sources: Path, cpu: object) -> str:
     return hashlib.sha256(made.encode()).hexdigest()[:32]
 
 
-def _compile(signature: Any, function: Callable[..., Any]) -> tuple[str, bytes]:
+def _compile(signature: Any, function: Callable[..., Any], reassociates: bool) -> tuple[str, bytes]:
     """Compile a kernel: its symbol, and the object file that has it."""
-    made = nb.cfunc(signature, nopython=True, error_model="numpy", fastmath=True)(function)
+    flags = FAST_MATH | {"reassoc"} if reassociates else FAST_MATH
+    made = nb.cfunc(signature, nopython=True, error_model="numpy", fastmath=flags)(function)
     _, _, (code, _) = made._library.serialize_using_object_code()
     return made.native_name, code
 

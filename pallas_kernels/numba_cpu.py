@@ -189,7 +189,8 @@ def register(sizes: AttentionSizes) -> NativeCode:
                     unit += 1
         return 0
 
-    return register_target("attention_" + "_".join(map(str, sizes)), units, work)
+    name = "attention_" + "_".join(map(str, sizes))
+    return register_target(name, units, work, reassociates=True)
 
 
 def _attend(

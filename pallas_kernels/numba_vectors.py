@@ -262,7 +262,7 @@ def _power_of_two(typingctx: Any, n: Any) -> Any:
     return types.float32(types.float32), codegen
 
 
-@nb.njit(fastmath=True, inline="always")
+@nb.njit(inline="always")
 def exp(x: Any) -> Any:
     """exp of float32 <= 0, right to 2 units in the last place (Cephes); -87 at least."""
     x = max(x, np.float32(-87.0))
@@ -277,7 +277,7 @@ def exp(x: Any) -> Any:
     return (p * r * r + r + np.float32(1.0)) * _power_of_two(n)
 
 
-@nb.njit(fastmath=True, inline="always")
+@nb.njit(inline="always")
 def silu(x: Any) -> Any:
     """x / (1 + exp(-x)) of float32."""
     e = exp(-abs(x))

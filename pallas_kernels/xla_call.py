@@ -225,6 +225,7 @@ def register_target(
     units: Callable[[int], int],
     work: Callable[[int, int, int, int, int], int],
     scratch: int = 1,
+    reassociates: bool = False,
 ) -> "NativeCode":
     """Tells XLA of a kernel, whose buffers are known by the addresses of their lists.
 
@@ -235,12 +236,13 @@ def register_target(
             unit: does that, if there is one, and whatever ``take_after(shared)`` gives, in rising
             order, and looks at no buffer once that ``is_past`` the last one; returns 0.
         scratch: the number of a result that is scratch memory, with a row for each worker.
+        reassociates: see ``compiled``.
     """
     name = f"jaxinfer_{name}"
     version = np.int64(ffi_version()[1] << 32)
 
     # Called by address: inlined, it would be compiled for each of its callers.
-    work_code = compiled(f"{name}-work", types.int64(*[types.int64] * 5), work)
+    work_code = compiled(f"{name}-work", types.int64(*[types.int64] * 5), work, reassociates)
     binding.add_symbol(f"{name}_work", work_code.address)
     work_address = address_of(f"{name}_work")
     task_address = address_of(_task_target("jaxinfer_task").name)

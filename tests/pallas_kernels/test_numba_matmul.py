@@ -72,6 +72,7 @@ def test_a_row_is_the_same_whatever_stands_beside_it() -> None:
         (matmul, np.float32),
         pytest.param(gated, np.float32, marks=pytest.mark.slow),
         pytest.param(matmul, np.int8, marks=pytest.mark.slow),
+        pytest.param(gated, np.int8, marks=pytest.mark.slow),
     ],
 )
 def test_packed_weights_give_the_bits_of_weights_in_place(

@@ -98,6 +98,18 @@ def test_a_row_is_the_same_whatever_stands_beside_it() -> None:
         np.testing.assert_array_equal(jax.jit(matmul)(x_TD[rows], *weight), whole[rows])
 
 
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(DTYPES["int8"], marks=pytest.mark.slow), DTYPES["fp8"]], ids=str
+)
+def test_a_row_behind_a_gate_is_the_same_whatever_stands_beside_it(dtype: np.dtype[Any]) -> None:
+    """The same wherever arrays lie, too, of which each call has new ones."""
+    x_TD, gate_DF, scale_F = operands((37, 17, 200), dtype)
+    weights = gate_DF, scale_F / 1000, gate_DF[::-1].copy(), scale_F[::-1].copy()
+    whole = np.asarray(jax.jit(gated)(x_TD, *weights))
+    for rows in (slice(0, 1), *[slice(0, 37)] * 20):
+        np.testing.assert_array_equal(jax.jit(gated)(x_TD[rows], *weights), whole[rows])
+
+
 @pytest.mark.slow
 def test_the_same_bits_as_of_wide_weights() -> None:
     """Products of int8 are summed as those of float32 are: in the same blocks and order."""
