@@ -145,7 +145,7 @@ class PipelineWorker:
 
     @property
     def pieces(self) -> Sequence[RemoteWorker]:
-        """What is in each process with stages."""
+        """The workers of the processes with stages, in their order."""
         return self._there
 
     def begin_again(self) -> None:
@@ -165,9 +165,10 @@ class PipelineWorker:
     def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True) -> Iterator[int]:
         """Compile all steps with this sampler; see ``RemoteWorker``."""
         self.sampler = sampler
-        if not wait:
+        if not wait:  # All are asked before anything is yielded: nobody has to ask for more.
             for part in self._there:
-                yield from part.prepare(sampler, wait)
+                next(part.prepare(sampler, wait))
+            yield 0
             return
         # All at once, and heard one after the other.
         with ExitStack() as alone:

@@ -146,7 +146,7 @@ def test_a_sampler_that_is_waited_for_by_nobody() -> None:
     worker = pipeline(one, two)
     one.ask = silent  # type: ignore[method-assign]
     with one.asking, two.asking:
-        assert not any(worker.prepare(wanted, wait=False))
+        assert next(worker.prepare(wanted, wait=False)) == 0
     message = Prepare("x", wanted, wait=False)
     assert worker.sampler == wanted
     assert [one.sent[-1], two.sent[-1]] == [message] * 2
