@@ -151,7 +151,7 @@ def _closed(kv: KVShards) -> list[int]:
 
 
 def _rows(batch: Batch) -> str:
-    """What a step of rows has besides: these, their pages, and transfers.
+    """The rest of a step of rows: these, their pages, and transfers.
 
     Where it is computed as two halves, numbers of the rows of the first one follow.
     """

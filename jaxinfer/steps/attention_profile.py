@@ -134,5 +134,5 @@ def store_attention(profile: AttentionProfile) -> Path:
 
 
 def attention_path(path: Path) -> Path:
-    """Where it is kept, beside the profile of whole steps with the same key."""
+    """The file beside that of the profile of whole steps with the same key."""
     return path.with_name(f"{path.stem}.attention.json")

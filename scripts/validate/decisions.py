@@ -120,7 +120,7 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
 
 
 def outcome(folder: Path) -> Row:
-    """Whether the two ledgers of a run are equal, and what has happened in it."""
+    """A row of a run: how its two ledgers differ, and what has happened in it."""
     found = check_decisions(folder)
     kinds = Counter(kind for kind, *_ in read_ledger(folder / NAME))
     run = read_run_json(folder)

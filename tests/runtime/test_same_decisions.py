@@ -133,7 +133,7 @@ def test_a_run_is_decided_alike_again(tiny_folder: Path, tmp_path: Path) -> None
     ],
 )
 def test_every_system(system: str, clusters: Sequence[str], tmp_path: Path) -> None:
-    """Those of another seed are for ``python -m scripts.validate.decisions``."""
+    """Runs are of one seed; ``python -m scripts.validate.decisions`` takes any."""
     names = [name for name, (cluster, *_) in WORKLOADS.items() if cluster in clusters]
     rows = list(ledgers(system, names, 1, tmp_path))
     assert [(row["workload"], row["difference"]) for row in rows] == [(name, "") for name in names]

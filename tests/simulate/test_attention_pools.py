@@ -115,7 +115,7 @@ def test_what_the_scheduler_sees_is_what_fits() -> None:
 
 
 def test_a_stage_without_attention_groups_has_its_heads_together() -> None:
-    """As a real one: one slice, and pages of all its KV heads."""
+    """Such a stage has, as a real one, one slice, and pages of all its KV heads."""
     plain = {name: value for name, value in PRIMARIES[2].items() if name != "attention"}
     engine = {"page_size": 16, "num_pages": 1001}
     instance = modelled("llama-2-70b", *ON_P100[:2], plain, engine=engine)

@@ -345,7 +345,7 @@ def test_a_stage_with_attention_groups_dies_at_any_moment(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Within a hundredth of a second after some step or move was asked for."""
+    """The kill comes within 10 ms after some step or move was asked for."""
     call_silent_who_is_stopped(monkeypatch)
     before, rng, noticed = children(), random.Random(1), 0
     sections = beside_another() | {"system": "scatter:ScatterFirst"}

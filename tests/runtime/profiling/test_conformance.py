@@ -309,7 +309,7 @@ def test_a_fault_of_our_own_is_named(
 def test_a_token_that_is_left_out_is_named(
     conformance: Conformance, monkeypatch: pytest.MonkeyPatch, pair: str
 ) -> None:
-    """What the destination's own pages held is told from the source's."""
+    """The contents of the destination's own pages are told from the source's."""
     place = SlabDest.place
     monkeypatch.setattr(
         SlabDest,
