@@ -128,7 +128,13 @@ def rates(seconds: Mapping[str, float]) -> Rates:
     launch = seconds["launch"]
 
     def rate(amount: float, name: str, besides: float = 0.0) -> float:
-        return amount / max(seconds[name] - launch - besides, 1e-6)
+        left = seconds[name] - launch - besides
+        if left <= 0:
+            raise click.ClickException(
+                f"{name} took {seconds[name]:.2g} s, less than the {launch + besides:.2g} s to be "
+                "taken off: something else runs here, try again"
+            )
+        return amount / left
 
     stream = rate(2 * 4 * NUMBERS, "stream")
     each = {}

@@ -3,6 +3,7 @@
 import os
 from types import ModuleType
 
+import click
 import pytest
 
 from jaxinfer.models.layouts import LAYOUTS
@@ -43,6 +44,8 @@ def test_rates_by_the_seconds_of_runs(script: ModuleType) -> None:
     # Between those measured, and beyond.
     for rows in (1, 3, 100, 1024):
         assert script.product_s(rows, found) == pytest.approx(rows * 1e-9)
+    with pytest.raises(click.ClickException, match=r"^fresh took .* try again"):
+        script.rates({name: launch + seconds for name, seconds in runs.items()} | {"fresh": launch})
 
 
 def test_new_memory_of_gathered_weights(script: ModuleType) -> None:
