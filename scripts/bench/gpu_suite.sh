@@ -191,10 +191,10 @@ stage device 30 "$python" -m scripts.bench.describe_machine "$results/device.jso
 
 # Part 1. A fault of the GPU ends a process: with several, it costs one test; so does a hang in C.
 tests=(tests/pallas_kernels tests/runtime/test_kernels.py tests/runtime/spread/test_spread.py)
-workers=(-n 6 --max-worker-restart=8 --timeout=60 --timeout-method=thread)
+workers=(-n 12 --max-worker-restart=8 --timeout=120 --timeout-method=thread)
 [[ -n $rehearse ]] && tests=("${tests[@]:1}") workers=(-n 0)
 pytest=("$python" -m pytest -p no:cacheprovider -vv --tb=short --durations=5)
-stage tests 160 env XLA_PYTHON_CLIENT_PREALLOCATE=false "${pytest[@]}" "${tests[@]}" \
+stage tests 190 env XLA_PYTHON_CLIENT_PREALLOCATE=false "${pytest[@]}" "${tests[@]}" \
     -m "gpu and not slow" -k "not large_pool" "${workers[@]}"
 # Pages of more than 2^31 elements, which have the GPU to themselves.
 stage pools 60 "${pytest[@]}" tests/pallas_kernels -m gpu -k large_pool -n 0 \
@@ -207,7 +207,7 @@ export XLA_PYTHON_CLIENT_ALLOCATOR=platform
 watched memory 70 compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 -- \
     "${bench[@]}" "${once[@]}" --small --json "$results/memory.json" $rehearse
 unset XLA_PYTHON_CLIENT_ALLOCATOR
-stage kernels 200 "${bench[@]}" --json "$results/kernels.json" ${rehearse:+--rounds 2 --rehearse}
+stage kernels 170 "${bench[@]}" --json "$results/kernels.json" ${rehearse:+--rounds 2 --rehearse}
 
 # Part 2. Weights and KV have the GPU to themselves; a trace is of what runs without one.
 stage engine 500 env XLA_PYTHON_CLIENT_MEM_FRACTION=.92 \
