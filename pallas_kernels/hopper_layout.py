@@ -61,4 +61,6 @@ def layout(row_C1: jax.Array, T: int, fit: Fit) -> QueryLayout:
     token_Y = row_C1[chunk_Y] + index_Y
     to_Y = jnp.where(index_Y < size_C[chunk_Y], token_Y, T)
     place_T = jnp.full(T, -1).at[to_Y].set(jnp.arange(Y), mode="drop")
-    return QueryLayout(jnp.cumsum(taken_C) - taken_C, jnp.minimum(token_Y, T - 1), place_T)
+    found = QueryLayout(jnp.cumsum(taken_C) - taken_C, jnp.minimum(token_Y, T - 1), place_T)
+    # Once a step: XLA would find a row's place again for each element that a layer gathers.
+    return jax.lax.optimization_barrier(found)

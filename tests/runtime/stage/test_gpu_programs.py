@@ -1,5 +1,6 @@
 """Programs of a GPU in a step, compiled by XLA for CUDA where that is installed."""
 
+import math
 import os
 import re
 import subprocess
@@ -18,19 +19,48 @@ HAS_CUDA = find_spec("jax_plugins") and any(
 )
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="needs XLA for CUDA: pip install 'jax[cuda12]'")
-def test_each_program_of_a_step_is_one_command_buffer(tmp_path: Path) -> None:
-    """The buffer has all, with no branch or loop: the host would wait for its condition."""
+pytestmark = pytest.mark.skipif(
+    not HAS_CUDA, reason="needs XLA for CUDA: pip install 'jax[cuda12]'"
+)
+# Of what the layers compute; places of rows are fewer.
+LARGE = 2**20
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of what XLA makes of each program."""
+    folder = tmp_path_factory.mktemp("gpu") / "programs"
     # Without the flags of these tests, by which nothing is optimised.
     environment = os.environ | CompileTarget.read("h100:1").environment() | {"XLA_FLAGS": ""}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    folder = tmp_path / "programs"
     subprocess.run([sys.executable, PROGRAM, folder], env=environment, check=True)
-    programs = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    assert programs == ["chunks", "decodes", "drawn", "greedy"]
-    for name in programs:
-        (path,) = (folder / name).glob("*thunk_sequence_after_thunk_passes.txt")
+    return folder
+
+
+def test_each_program_of_a_step_is_one_command_buffer(programs: Path) -> None:
+    """The buffer has all, with no branch or loop: the host would wait for its condition."""
+    names = sorted(path.name for path in programs.iterdir() if path.is_dir())
+    assert names == ["chunks", "decodes", "drawn", "greedy"]
+    for name in names:
+        (path,) = (programs / name).glob("*thunk_sequence_after_thunk_passes.txt")
         thunks = path.read_text()
         assert re.findall(r"^\d+: (\w+)", thunks, re.M) == ["kCommandBuffer"], name
         assert not re.findall(r"kConditional|kWhile", thunks), name
         assert len(re.findall(r"^    \d+: k\w+", thunks, re.M)) > 10, name
+
+
+@pytest.mark.parametrize("name", ["chunks", "decodes"])
+def test_places_of_rows_are_found_once(programs: Path, name: str) -> None:
+    """No fusion of a layer has prefix sums of its own, for each of its elements."""
+    (path,) = (programs / name).glob("*after_optimizations.txt")
+    bodies = dict(re.findall(r"\n%(\S+) \(.*?\{\n(.*?)\n\}", path.read_text(), re.S))
+    found = re.findall(r" = (.*?) fusion\(.*?calls=%([\w.]+)", path.read_text())
+    large = [body for result, body in found if elements(result) >= LARGE]
+    assert len(large) > 10
+    assert not [body for body in large if "reduce-window(" in bodies[body]]
+
+
+def elements(result: str) -> int:
+    """Of the largest array in what an instruction returns, as HLO writes it."""
+    sizes = re.findall(r"[a-z]\w*\[([\d,]*)\]", result)
+    return max(math.prod(map(int, filter(None, size.split(",")))) for size in sizes)
