@@ -29,6 +29,8 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 # A numpy array on the host, a jax.Array inside the step.
 HostOrTraced = Any
+# Kernels of GPUs.
+ON_GPUS = ("generic", "hopper")
 
 
 class PagedBatch(NamedTuple):
@@ -104,6 +106,11 @@ def gated(
                 return scaled.gated(x_TD.astype(jnp.float32), *pairs[0], *pairs[1])
         elif not isinstance(gate_DF, Scaled) and (own := _own_products(kernels, gate_DF)):
             return own.gated(x_TD.astype(jnp.float32), gate_DF, up_DF)
+    if kernels in ON_GPUS and not isinstance(gate_DF, Scaled):
+        # Rounded to the weights' dtype, as torch's are: half to write, and to read again.
+        x_TD = x_TD.astype(gate_DF.dtype)
+        gate_TF, up_TF = (jnp.tensordot(x_TD, each, 1) for each in (gate_DF, up_DF))
+        return activation(gate_TF.astype(jnp.float32)) * up_TF
     return activation(dense(x_TD, gate_DF, kernels)) * dense(x_TD, up_DF, kernels)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxinfer.sharding.targets import CompileTarget
+from scripts.bench.engine import LLAMA_3_8B
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests" / "support" / "gpu_programs.py"
@@ -58,6 +59,16 @@ def test_places_of_rows_are_found_once(programs: Path, name: str) -> None:
     large = [body for result, body in found if elements(result) >= LARGE]
     assert len(large) > 10
     assert not [body for body in large if "reduce-window(" in bodies[body]]
+
+
+@pytest.mark.parametrize("name", ["chunks", "decodes"])
+def test_gate_and_up_have_16_bits(programs: Path, name: str) -> None:
+    """Products, as they are written and read again."""
+    (path,) = (programs / name).glob("*after_optimizations.txt")
+    wide = LLAMA_3_8B["intermediate_size"]
+    (entry,) = re.findall(r"\nENTRY .*", path.read_text(), re.S)
+    assert re.search(rf"bf16\[\d+,{wide}\]", entry)
+    assert not re.search(rf"f32\[\d+,{wide}\]", entry)
 
 
 def elements(result: str) -> int:
