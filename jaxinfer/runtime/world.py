@@ -327,7 +327,8 @@ class RealWorld:
         error = failed.error
         if isinstance(error, JaxinferError):
             raise error
-        if failed.instance in self.lost:
+        is_old = failed.transfer is not None and failed.transfer not in self._slabs_left
+        if failed.instance in self.lost or is_old:
             return []
         kind = "" if isinstance(error, SlabLost) else f"{type(error).__name__}: "
         lost = self._lose(failed.instance, kind + one_line(error))
