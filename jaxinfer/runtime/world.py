@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.channel import Channel, Landed
@@ -27,7 +28,16 @@ from jaxinfer.serving.world import (
     TransferDone,
 )
 
-Posted = StepDone | TransferDone | Landed | Failed | Restarted
+
+@dataclass(frozen=True)
+class _Quiet:
+    """An instance that is waited for has reported nothing for too long."""
+
+    instance: str
+
+
+News = Failed | Restarted | _Quiet
+Posted = StepDone | TransferDone | Landed | News
 
 
 class RealWorld:
@@ -73,6 +83,8 @@ class RealWorld:
         self._ticks: list[float] = []
         self._watchdog_s = watchdog_s
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
+        # What has been taken from there and is still to be told.
+        self._heard: deque[Posted] = deque()
         # Of each transfer under way, the slabs still to land and when the first one left.
         self._slabs_left: dict[Transfer, int] = {}
         self._left_at: dict[Transfer, float] = {}
@@ -140,8 +152,15 @@ class RealWorld:
         except JaxinferError:
             raise
         except Exception as error:
-            self._posted.put(Failed(batch.instance, error))
+            self._refuse(batch.instance, error)
         self.launching_s += time.perf_counter() - start
+
+    def _refuse(self, instance: str, error: Exception) -> None:
+        """Note that an instance has not taken something.
+
+        This comes before all news: of them, one may have another process take the instance's place.
+        """
+        self._heard.appendleft(Failed(instance, error))
 
     def _begin(self, instance: str, now: float) -> None:
         """Count one more step, or move of KV heads, that is to be reported."""
@@ -170,7 +189,7 @@ class RealWorld:
         try:
             channel.send(transfer, self._posted.put)
         except Exception as error:
-            self._posted.put(Failed(transfer.source, error))
+            self._refuse(transfer.source, error)
         self.launching_s += time.perf_counter() - start
 
     def _prepare(self, transfer: Transfer) -> Channel:
@@ -191,34 +210,44 @@ class RealWorld:
         try:
             worker.move(transfer, self._origin, self._posted.put)
         except Exception as error:
-            self._posted.put(Failed(transfer.source, error))
+            self._refuse(transfer.source, error)
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""
         heapq.heappush(self._ticks, time)
 
     def due_events(self) -> Sequence[Event]:
-        """Return all events since the last call; wait for the first one.
+        """Return the events since the last call; wait for the first one.
+
+        Losses and returns come first, those that follow something else in the next call: what the
+        loop begins on an instance until it hears of the loss is given up with that.
 
         Raises:
             Exception: a step has failed with it, where there is but one instance.
         """
         start = time.perf_counter()
         events = self._due_now()
-        while not events and (self._ticks or not self.is_idle):
+        while not events and (self._heard or self._ticks or not self.is_idle):
             with suppress(queue.Empty):
-                events += self._take(self._posted.get(timeout=self._patience()))
-            events += self._due_now()
+                if not self._heard:
+                    self._heard.append(self._posted.get(timeout=self._patience()))
+            events = self._due_now()
         self.waited_s += time.perf_counter() - start
         return events
 
     def _due_now(self) -> list[Event]:
-        events = self._due_by_clock()
         while not self._posted.empty():
-            events += self._take(self._posted.get())
+            self._heard.append(self._posted.get())
+        events: list[Event] = []
+        while self._heard and isinstance(self._heard[0], News):
+            events += self._take(self._heard.popleft())
+        events += self._due_by_clock()
+        while self._heard and not isinstance(self._heard[0], News):
+            events += self._take(self._heard.popleft())
         for landed in self._links.take_landed(time.perf_counter()):
             events += self._place(landed)
-        return events + self._given_up()
+        self._heard.extendleft(self._quiet())
+        return events
 
     def _patience(self) -> float | None:
         """Seconds until the clock has something, or an instance has been quiet for too long."""
@@ -242,14 +271,12 @@ class RealWorld:
                 found[name] = min(start, found.get(name, start))
         return found
 
-    def _given_up(self) -> list[Event]:
+    def _quiet(self) -> list[_Quiet]:
         """Instances that have been quiet for too long."""
         if not self._watchdog_s:
             return []
         before = time.perf_counter() - self._watchdog_s
-        quiet = [name for name, since in self._quiet_since().items() if since <= before]
-        why = f"it has not reported for {self._watchdog_s:g} s"
-        return [self._lose(name, why) for name in quiet]
+        return [_Quiet(name) for name, since in self._quiet_since().items() if since <= before]
 
     def _lose(self, instance: str, reason: str) -> InstanceLost:
         returns = self._restarts is not None and self._restarts.expect(instance, reason)
@@ -272,9 +299,6 @@ class RealWorld:
         """Return the events that come of starting a process again."""
         assert self._restarts
         events: list[Event] = []
-        # Until it is taken, all that is said is of the lost one: of steps launched there meanwhile.
-        while not self._posted.empty():
-            events += self._take(self._posted.get())
         if (outcome := self._restarts.take(group)) is None:
             return events
         self.restarted.append(outcome)
@@ -313,6 +337,9 @@ class RealWorld:
                 return self._fail(posted)
             case Restarted(group):
                 return self._learn(group)
+            case _Quiet(name):
+                why = f"it has not reported for {self._watchdog_s:g} s"
+                return [] if name in self.lost else [self._lose(name, why)]
             case TransferDone(transfer):
                 return [posted] if self._end(transfer.source) else []
             case StepDone(batch):
@@ -327,7 +354,8 @@ class RealWorld:
         error = failed.error
         if isinstance(error, JaxinferError):
             raise error
-        if failed.instance in self.lost:
+        is_old = failed.transfer is not None and failed.transfer not in self._slabs_left
+        if failed.instance in self.lost or is_old:
             return []
         kind = "" if isinstance(error, SlabLost) else f"{type(error).__name__}: "
         lost = self._lose(failed.instance, kind + one_line(error))
@@ -345,7 +373,8 @@ class RealWorld:
         try:
             channel.place(landed)
         except Exception as error:
-            return self._fail(Failed(transfer.dest, error))
+            self._refuse(transfer.dest, error)
+            return []
         self._left_at[transfer] = min(self._left_at.get(transfer, landed.start), landed.start)
         self._slabs_left[transfer] -= 1
         if self._slabs_left[transfer]:

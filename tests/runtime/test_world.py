@@ -16,7 +16,7 @@ from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
-from jaxinfer.serving.world import Arrival, InstanceLost, StepDone, TransferDone
+from jaxinfer.serving.world import Arrival, InstanceLost, StepDone, Tick, TransferDone
 
 
 class Clock:
@@ -165,6 +165,26 @@ def test_nothing_is_heard_of_a_lost_instance() -> None:
     assert world.due_events() == [ended]
     assert world.lost == {"a": "RuntimeError: injected"}
     assert world.due_events() == []
+
+
+def test_a_loss_comes_before_all_else(clock: Clock) -> None:
+    """What the loop begins there, as it commits what came before, is given up with the rest."""
+    side: Any = ThisProcess({})
+    route: Any = SimpleNamespace(
+        pairs=[], sides=(side, side), num_slabs=lambda transfer: 1, send=lambda *args: None
+    )
+    world, _ = silent("a", "b", routes={("a", "b"): route})
+    for _ in range(2):
+        world.launch(step("a"))
+        clock.put(done("a"))
+        clock.put(Failed("b", RuntimeError("injected")))
+    assert [type(event) for event in world.due_events()] == [StepDone]
+    nothing: Any = None
+    world.start_transfer(Transfer(nothing, 0, "a", "b", nothing, nothing, 0, 1, 0.0))
+    world.wake_at(0.0)
+    kinds = [type(event) for event in world.due_events()]
+    assert kinds == [InstanceLost, Tick, StepDone]
+    assert world.is_idle
 
 
 def test_an_instance_that_reports_is_not_given_up(clock: Clock) -> None:

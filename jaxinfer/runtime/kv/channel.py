@@ -159,7 +159,7 @@ class Channel:
             finally:
                 del self._probing[number]
             if isinstance(answer, SlabFailed):
-                raise JaxinferError(f"{names}: {self._blame(answer).error}")
+                raise JaxinferError(f"{names}: {self._blame(answer)[1]}")
             seconds.append(answer.ended - answer.began)
         return pair.token_bytes * SLAB_TOKENS / min(seconds) / 1e9
 
@@ -238,8 +238,12 @@ class Channel:
         match answer:
             case Offered() if slab:
                 slab.checksum_LT = answer.checksum_LT
-                end, number = slab.pair.dest_end, slab.number
-                self._pull(Pull(end, number, self.transport, answer.address))
+                pull = Pull(slab.pair.dest_end, slab.number, self.transport, answer.address)
+                try:
+                    self._dest.do(pull)
+                except ProcessLost as error:  # This slab alone: others may be for a new process.
+                    self._forget(slab)
+                    self._post(Failed(self._ends[1], error, slab.transfer))
             case Pulled() if slab:
                 self._post(Landed(slab, answer.began, answer.ended))
             case Pulled():
@@ -250,27 +254,26 @@ class Channel:
             case SlabFailed() if slab or not answer.by_source:
                 if slab:
                     self._forget(slab)
-                self._post(self._blame(answer))
+                blamed, why = self._blame(answer)
+                found_by = slab.transfer if slab and answer.by_source else None
+                self._post(Failed(blamed, why, found_by))
 
-    def _blame(self, failed: SlabFailed) -> Failed:
+    def _blame(self, failed: SlabFailed) -> tuple[str, ProcessLost | SlabLost]:
         """Return the instance to blame and the reason: that its process has ended, if it has."""
         number = 0 if failed.by_source else 1
         lost = self.sides[number].why_lost(EXPLAINED_S)
-        return Failed(self._ends[number], ProcessLost(lost) if lost else SlabLost(failed.line))
+        return self._ends[number], ProcessLost(lost) if lost else SlabLost(failed.line)
 
     def _hear_probe(self, answer: SlabAnswer) -> None:
         match answer:
             case Offered(_, number, address):
-                dest_end = self._probing[number].dest_end
-                self._pull(Pull(dest_end, number, self.transport, address, known=True))
+                end = self._probing[number].dest_end
+                try:
+                    self._dest.do(Pull(end, number, self.transport, address, known=True))
+                except ProcessLost as error:
+                    self._probed.put(SlabFailed(end, number, False, str(error)))
             case Pulled() | SlabFailed():
                 self._probed.put(answer)
-
-    def _pull(self, message: Pull) -> None:
-        try:
-            self._dest.do(message)
-        except ProcessLost as error:
-            self._lose(self._ends[1], str(error))
 
     def _check(self, slab: Slab, answer: Checked) -> None:
         self._take(slab)

@@ -6,15 +6,22 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.world import StepDone
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An instance can do no more."""
+    """An instance can do no more.
+
+    Attributes:
+        transfer: what another has found the failure by, maybe after a process that is new has taken
+            the lost one's place. By then this has been given up, and so the failure is an old one.
+    """
 
     instance: str
     error: Exception
+    transfer: Transfer | None = None
 
 
 class ProcessLost(Exception):

@@ -280,6 +280,9 @@ class PipelineWorker:
             JaxinferError: it is lost, too.
         """
         (part,), gone = self._there, self.lost_lenders
+        for each in self._lenders:
+            if each.process.name in gone:
+                each.process.wait_until_told()
         self._lenders = [each for each in self._lenders if each.process.name not in gone]
         pools = self._pools_of(gone)
         first = [0, *accumulate(len(stage.plan.pool_pages) for stage in part.stages)]

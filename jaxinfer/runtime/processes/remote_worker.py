@@ -144,6 +144,13 @@ class Process:
         self._ended.wait(seconds)
         return self.lost
 
+    def wait_until_told(self) -> None:
+        """Wait until it has ended and all who work with it have been told.
+
+        Whoever is told later would take it for the loss of what has come in its place.
+        """
+        self._reader.join()
+
     def _read(self) -> None:
         ended = f"process of group {self.name} ({self.peer.where}) {self._hear_all()}"
         self.lost = why = self._given_up or ended

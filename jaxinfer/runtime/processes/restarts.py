@@ -11,7 +11,6 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes.peers import END_S
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineSide, PipelineWorker
 from jaxinfer.runtime.processes.process_group import (
     AnotherProcess,
@@ -250,7 +249,7 @@ class Restarts:
         for process in home.processes.values():  # What they have is needed.
             if not process.lost:
                 process.give_up(why)
-                process.why_lost(2 * END_S)
+            process.wait_until_told()
         error: str | None = why
         while error and home.left and not self._closed:
             home.left -= 1
@@ -276,6 +275,7 @@ class Restarts:
         except Exception as error:
             for process in processes.values():
                 process.close()
+                process.wait_until_told()
             is_mistake = isinstance(error, JaxinferError)
             return str(error) if is_mistake else f"{type(error).__name__}: {one_line(error)}"
         home.processes = processes

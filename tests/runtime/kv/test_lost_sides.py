@@ -19,6 +19,10 @@ from jaxinfer.runtime.kv.kv_messages import (
     SlabFailed,
 )
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
+from jaxinfer.runtime.processes.restarts import Restarted, RestartResult
+from jaxinfer.runtime.world import RealWorld
+from jaxinfer.serving.batch import Transfer
+from jaxinfer.serving.world import InstanceBack, InstanceLost, TransferDone
 
 
 class FakeSide:
@@ -66,6 +70,11 @@ def channel() -> tuple[Channel, FakeSide, FakeSide]:
 def transfer() -> Any:
     hold = SimpleNamespace(tables=[{0: [1, 2, 3]}])
     return SimpleNamespace(start=0, stop=9, source="a", dest="b", source_hold=hold, dest_hold=hold)
+
+
+def a_transfer() -> Transfer:
+    request, hold = None, SimpleNamespace(tables=[{0: [1, 2, 3]}])
+    return Transfer(request, 0, "a", "b", hold, hold, 0, 9, 0.0)  # type: ignore[arg-type]
 
 
 def test_a_slab_whose_source_has_gone_is_not_kept(channel: Any) -> None:
@@ -136,6 +145,67 @@ def test_a_slab_that_is_pulled_while_its_source_is_being_lost_is_dropped(channel
     source.lose("ended")
     assert [type(p) for p in posted] == [Failed]
     assert Drop(1, second, "host") in dest.done
+
+
+def test_an_offer_to_who_was_lost_is_no_failure_of_who_came_in_its_place(channel: Any) -> None:
+    """The source's thread finds nobody there, and says so when the loop has a new process in use.
+
+    What has been sent to the new one by then is kept.
+    """
+    channel, source, dest = channel
+    heard: list[Any] = []
+    outcome = RestartResult("g", ["b"], "killed", 1.0)
+    restarts: Any = SimpleNamespace(
+        listen=heard.append, expect=lambda *args: True, take=lambda group: outcome
+    )
+    workers: Any = dict.fromkeys("ab")
+    world = RealWorld(workers, [], {("a", "b"): channel}, restarts=restarts)
+    dest.lose("killed")  # Of no run as yet: this one hears of it by ``restarts``.
+    world.start_transfer(a_transfer())
+    do, again = dest.do, a_transfer()
+
+    def find_nobody(message: Any) -> None:
+        dest.do = do
+        heard[0](Failed("b", ProcessLost("killed")))
+        heard[0](Restarted("g"))
+        assert world.due_events() == [
+            InstanceLost("b", "ProcessLost: killed", returns=True),
+            InstanceBack("b"),
+        ]
+        world.start_transfer(again)
+        raise ProcessLost("killed")
+
+    dest.do = find_nobody
+    first = source.done[0].slab
+    channel._hear(Offered(0, first, "there", None))
+    assert [slab.transfer for slab in channel._slabs.values()] == [again]
+    second = source.done[1].slab
+    channel._hear(Offered(0, second, "there", None))
+    channel._hear(Pulled(1, second, 0.0, 1.0))
+    (landed,) = world.due_events()
+    assert isinstance(landed, TransferDone)
+    assert landed.transfer is again
+    assert (world.lost, world.is_idle) == ({}, True)
+
+
+def test_who_finds_nobody_there_tells_of_the_loss(channel: Any) -> None:
+    """The run may have begun after the process has told of its end. A source is blamed likewise."""
+    channel, source, dest = channel
+    workers: Any = dict.fromkeys("abc")
+    world = RealWorld(workers, [], {("a", "b"): channel})
+    world.start_transfer(a_transfer())
+    dest.lost = "killed"
+    channel._hear(Offered(0, source.done[0].slab, "there", None))
+    assert world.due_events() == [InstanceLost("b", "ProcessLost: killed")]
+    world = RealWorld(workers, [], {("a", "b"): channel})
+    for _ in range(2):
+        world.start_transfer(a_transfer())
+    _, first, second = (each.slab for each in source.done if isinstance(each, Offer))
+    channel._hear(SlabFailed(0, first, True, "broken"))
+    assert world.due_events() == [InstanceLost("a", "broken")]
+    channel._hear(SlabFailed(0, second, True, "broken"))
+    del world.lost["a"]  # As if it were back.
+    assert world.due_events() == []
 
 
 def test_what_fails_to_be_placed_is_the_destinations_failure(channel: Any) -> None:

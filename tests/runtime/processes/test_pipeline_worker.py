@@ -58,6 +58,11 @@ class FakeProcess:
         self.given_up: list[str] = []
         self.lost: str | None = None
         self.asking = threading.Lock()
+        self.told = threading.Event()
+        self.told.set()
+
+    def wait_until_told(self) -> None:
+        assert self.told.wait(20)
 
     def send(self, message: Any) -> None:
         if self.lost:
@@ -336,6 +341,37 @@ def test_who_goes_on_at_once_is_not_given_up_meanwhile() -> None:
     a.workers["x"].on_loss(ProcessLost("killed"))
     assert worker.processes == [process]
     assert process.given_up == []
+
+
+def test_what_is_launched_once_stages_go_on_is_not_failed_by_the_loss_before() -> None:
+    """The loop has it go on, and launches, while the lost one's thread is still telling of it."""
+    process = FakeProcess()
+    worker = spread_worker(process, lenders=("a",))
+    a: Any = worker.processes[1]
+    old: list[Any] = []
+    new: list[Any] = []
+
+    def go_on() -> None:
+        worker.go_on()
+        worker.launch(batch(), 0.0, new.append)
+
+    thread = threading.Thread(target=go_on, daemon=True)
+
+    def hear(failed: Any) -> None:
+        old.append(failed)
+        if len(old) == 1:
+            thread.start()
+            thread.join(0.2)
+
+    for _ in range(2):
+        worker.launch(batch(), 0.0, hear)
+    a.lost = "killed"
+    a.told.clear()
+    a.workers["x"].on_loss(ProcessLost("killed"))
+    a.told.set()
+    thread.join(20)
+    assert (len(old), new) == (2, [])
+    assert [m.step for m in process.sent if isinstance(m, Launch)] == [0, 1, 2]
 
 
 def test_a_sampler_asked_for_while_stages_are_to_forget_gets_its_own_answers() -> None:

@@ -280,6 +280,28 @@ def test_who_sends_is_told_how_the_process_ended(monkeypatch: pytest.MonkeyPatch
         send_on()
 
 
+def test_whoever_waits_for_all_to_be_told_waits_for_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = started(monkeypatch, "", 30)
+    go = threading.Event()
+    told: list[str] = []
+
+    def tell(why: str) -> None:
+        assert go.wait(HANG_S)
+        told.append(why)
+
+    process.on_loss.append(tell)
+    assert process.why_lost(HANG_S)
+    waiting = threading.Thread(target=process.wait_until_told, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert (waiting.is_alive(), told) == (True, [])
+    go.set()
+    waiting.join(HANG_S)
+    assert told == [process.lost]
+
+
 def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> Process:
     """Return the lost process that ran a script in place of a worker."""
     process = started(monkeypatch, script, silence_s)

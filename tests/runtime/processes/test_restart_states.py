@@ -47,6 +47,8 @@ class FakeProcess:
         self.ends: dict[int, Any] = {}
         self.sent: list[Any] = []
         self.on_loss: list[Callable[[str], None]] = []
+        self.told = threading.Event()
+        self.told.set()
 
     def die(self, why: str) -> None:
         self.lost = why
@@ -63,8 +65,8 @@ class FakeProcess:
     def give_up(self, why: str) -> None:
         self.given_up.append(why)
 
-    def why_lost(self, seconds: float) -> str | None:
-        return self.lost
+    def wait_until_told(self) -> None:
+        assert self.told.wait(HANG_S)
 
     def ask(self, message: Any) -> Any:
         self.send(message)
@@ -197,6 +199,21 @@ def test_one_whose_loss_has_still_to_be_told_is_started_all_the_same(
     assert outcome
     assert outcome.error is None
     assert (len(cluster.started), cluster.heard) == (1, ["g"])
+
+
+def test_none_is_started_before_all_have_been_told_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the rest would take it for the loss of the new one."""
+    cluster = Cluster(monkeypatch, 1, [None])
+    cluster.process.lost = "killed"
+    cluster.process.told.clear()
+    assert cluster.restarts.expect("x", "a step failed")
+    time.sleep(0.05)
+    assert cluster.started == []
+    cluster.process.told.set()
+    cluster.wait_for_news()
+    assert len(cluster.started) == 1
 
 
 def test_each_attempt_counts(monkeypatch: pytest.MonkeyPatch) -> None:
