@@ -214,7 +214,7 @@ def prompt_logprobs(llm: LLM, prompt: list[int]) -> np.ndarray:
 
 
 # Of Python's own help: English of more than 450 tokens each.
-TEXTS = ("formatstrings", "types", "import", "specialnames")
+TEXTS = ("formatstrings", "types")
 
 
 @pytest.mark.slow
