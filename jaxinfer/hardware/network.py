@@ -1,7 +1,10 @@
 """Flows of bytes that share links: each gets its fair share (max-min) of the fullest on its way."""
 
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
+from operator import attrgetter, itemgetter
 from typing import Generic, TypeVar
 
 Tag = TypeVar("Tag")
@@ -9,12 +12,24 @@ Link = Hashable
 
 
 @dataclass(eq=False)
-class _Flow(Generic[Tag]):
-    tag: Tag
-    path: Sequence[Link]
-    left: float
+class _Way(Generic[Tag]):
+    """The flows over one path: all of them are equally fast at any time.
+
+    Attributes:
+        flows: by number, in the order of their start.
+        left: bytes that each has left, the least first; ``numbers`` are of the same order.
+    """
+
+    path: tuple[Link, ...]
+    flows: dict[int, Tag] = field(default_factory=dict)
+    left: list[float] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     rate: float = 0.0
-    end: float = 0.0
+
+    @property
+    def oldest(self) -> int:
+        """Number of the flow that was started first."""
+        return next(iter(self.flows))
 
 
 class Network(Generic[Tag]):
@@ -22,7 +37,8 @@ class Network(Generic[Tag]):
 
     def __init__(self, capacities: Mapping[Link, float]) -> None:
         self._capacities = capacities
-        self._flows: list[_Flow[Tag]] = []
+        self._ways: dict[tuple[Link, ...], _Way[Tag]] = {}
+        self._numbers = count()
         self._now = 0.0
         self._next_end: float | None = None
         # Whether rates are to be found anew: flows have come or gone since they were.
@@ -31,7 +47,12 @@ class Network(Generic[Tag]):
     def start(self, tag: Tag, path: Sequence[Link], num_bytes: float, now: float) -> None:
         """Send bytes over all links of a path at once."""
         self._advance(now)
-        self._flows.append(_Flow(tag, path, num_bytes))
+        links, number = tuple(path), next(self._numbers)
+        way = self._ways.setdefault(links, _Way(links))
+        way.flows[number] = tag
+        place = bisect_right(way.left, num_bytes)
+        way.left.insert(place, num_bytes)
+        way.numbers.insert(place, number)
         self._changed = True
 
     def least_seconds(self, flows: Iterable[tuple[Sequence[Link], float]]) -> float:
@@ -53,18 +74,24 @@ class Network(Generic[Tag]):
         end = self.next_end
         if end is None or end > now:
             return []
+        ended: list[tuple[int, Tag]] = []
+        for way in self._ways.values():
+            # Rates are those of this time: nothing has come or gone since.
+            num = bisect_right(way.left, now, key=lambda left: self._now + left / way.rate)
+            ended += [(number, way.flows.pop(number)) for number in way.numbers[:num]]
+            del way.left[:num], way.numbers[:num]
         self._advance(now)
-        ended = [flow.tag for flow in self._flows if flow.end <= now]
-        self._flows = [flow for flow in self._flows if flow.end > now]
+        self._ways = {path: way for path, way in self._ways.items() if way.flows}
         self._changed = True
-        return ended
+        return [tag for _, tag in sorted(ended, key=itemgetter(0))]
 
     def _advance(self, now: float) -> None:
         if now == self._now:
             return
         self._share()
-        for flow in self._flows:
-            flow.left = max(flow.left - flow.rate * (now - self._now), 0.0)
+        for way in self._ways.values():
+            sent = way.rate * (now - self._now)
+            way.left = [left - sent if left > sent else 0.0 for left in way.left]
         self._now = now
 
     def _share(self) -> None:
@@ -72,23 +99,26 @@ class Network(Generic[Tag]):
         if not self._changed:
             return
         self._changed = False
-        through: dict[Link, list[_Flow[Tag]]] = {}
-        for flow in self._flows:
-            flow.rate = 0.0
-            for link in flow.path:
-                through.setdefault(link, []).append(flow)
+        ways = sorted(self._ways.values(), key=attrgetter("oldest"))
+        through: dict[Link, list[_Way[Tag]]] = {}
+        for way in ways:
+            way.rate = 0.0
+            for link in way.path:
+                through.setdefault(link, []).append(way)
         spare = {link: self._capacities[link] for link in through}
-        counts = {link: len(flows) for link, flows in through.items()}
+        counts = {link: sum(len(way.flows) for way in over) for link, over in through.items()}
         while counts:
             full = min(counts, key=lambda link: spare[link] / counts[link])
             rate = spare[full] / counts[full]
-            for flow in through[full]:
-                if flow.rate:
+            for way in through[full]:
+                if way.rate:
                     continue
-                flow.rate = rate
-                flow.end = self._now + flow.left / rate
-                for link in flow.path:
-                    spare[link] -= rate
-                    counts[link] -= 1
-            counts = {link: count for link, count in counts.items() if count}
-        self._next_end = min((flow.end for flow in self._flows), default=None)
+                way.rate = rate
+                for link in way.path:
+                    counts[link] -= len(way.flows)
+                    if counts[link]:
+                        for _ in way.flows:  # The sum's last bits are those of one by one.
+                            spare[link] -= rate
+            counts = {link: left for link, left in counts.items() if left}
+        ends = (self._now + way.left[0] / way.rate for way in ways)
+        self._next_end = min(ends, default=None)

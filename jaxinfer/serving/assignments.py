@@ -72,6 +72,7 @@ class Assignments:
         self._order = list(self.instances)
         # What systems see of the instances, until one is lost or back.
         self._there: AliveInstances | None = None
+        self._view: ClusterView | None = None
         for instance in self.instances.values():
             self._watch(instance)
 
@@ -98,8 +99,11 @@ class Assignments:
     def view(self) -> ClusterView:
         """Return the cluster as the system sees it now."""
         if self._there is None:
-            self._there = AliveInstances(self.instances, self.lost)
-        return ClusterView(self._world.now(), self._there, self._world.kv_token_s)
+            self._there, self._view = AliveInstances(self.instances, self.lost), None
+        now = self._world.now()
+        if self._view is None or self._view.now != now:
+            self._view = ClusterView(now, self._there, self._world.kv_token_s)
+        return self._view
 
     def add(self, request: RequestState) -> None:
         """Take in a request that has arrived."""

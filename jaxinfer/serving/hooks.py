@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.options.validation import shown
@@ -23,6 +23,7 @@ from jaxinfer.serving.system import (
 )
 from jaxinfer.serving.world import StepDone
 
+T = TypeVar("T")
 _RULES = get_args(HandOffRule)
 _WANTED: dict[str, tuple[str, Any]] = {
     "route": ("assignments", Assignment),
@@ -49,11 +50,9 @@ class Hooks:
         self.leg_ends = kind.on_leg_end is not System.on_leg_end
         self.finishes = kind.on_finish is not System.on_finish
 
-    def route(self, unrouted: Collection[RequestState], view: ClusterView) -> list[Assignment]:
+    def route(self, unrouted: Collection[RequestState], view: ClusterView) -> Iterable[Assignment]:
         """Ask where requests are to go."""
-        with asking(self._system, "route"):
-            answer = self._system.route(unrouted, view)
-        return listed(self._system, "route", answer)
+        return self._asked("route", lambda: self._system.route(unrouted, view))
 
     def place(self, request: RequestState, instance: Instance) -> Placement | None:
         """Ask where a request's slices are to lie."""
@@ -76,13 +75,13 @@ class Hooks:
 
     def step_ended(self, done: StepDone, view: ClusterView) -> Iterable[Action]:
         """Ask what is to be done after a step."""
-        return self._actions("on_step", lambda: self._system.on_step(done, view))
+        return self._asked("on_step", lambda: self._system.on_step(done, view))
 
     def ticked(self, view: ClusterView) -> Iterable[Action]:
         """Ask what is to be done at a tick."""
-        return self._actions("on_tick", lambda: self._system.on_tick(view))
+        return self._asked("on_tick", lambda: self._system.on_tick(view))
 
-    def _actions(self, hook: str, ask: Callable[[], Iterable[Action]]) -> Iterable[Action]:
+    def _asked(self, hook: str, ask: Callable[[], Iterable[T]]) -> Iterable[T]:
         # Without a context manager: this happens at each step, and mostly it is nothing.
         try:
             answer = ask()
@@ -90,7 +89,7 @@ class Hooks:
             raise
         except FAILURES as error:
             raise raising(self._system, hook, error) from error
-        return () if answer == () else listed(self._system, hook, answer)
+        return () if answer in ((), []) else listed(self._system, hook, answer)
 
     def leg_ended(self, request: RequestState, leg: Leg, view: ClusterView) -> None:
         """Tell of a leg that has ended."""
@@ -102,10 +101,13 @@ class Hooks:
 
     def _tell(self, hook: str, call: Callable[[], object]) -> None:
         try:
-            with asking(self._system, hook):
-                answer = call()
+            answer = call()
         except LostInstance:
             return  # The system has looked for an instance that is no more.
+        except JaxinferError:
+            raise
+        except FAILURES as error:
+            raise raising(self._system, hook, error) from error
         if answer is not None:
             raise JaxinferError(
                 f"{self.name}.{hook} returns {shown(answer)}, must return "

@@ -106,7 +106,7 @@ class Instance:
         self._role_s: dict[str, float] = {}
         self.fit = fit
         self.next_role: str | None = None
-        self.waiting = Waiting()
+        self.waiting = Waiting(name, kv.page_size)
         self.importing: dict[str, RequestState] = {}
         self.num_exported = self.in_flight = self.num_preemptions = 0
         self.go_without(())
@@ -152,7 +152,8 @@ class Instance:
         """Counts of what is here, taken in one pass."""
         to_come = self.waiting.prompt_tokens_left
         for request in self.importing.values():
-            to_come += request.prompt_tokens_left
+            if request.computed < request.prompt_len:  # Mostly its prompt is all there.
+                to_come += request.prompt_tokens_left
         return self.taking_part.counts(to_come)
 
     def longest_decodes(self, count: int, but: Container[str] = ()) -> Sequence[tuple[str, int]]:
@@ -168,6 +169,11 @@ class Instance:
     def num_free_pages(self) -> int:
         """Pages per slice of KV heads of the largest request for which there is room."""
         return self.kv.num_free
+
+    @property
+    def num_awaited_pages(self) -> int:
+        """Pages of those that wait here, but for those whose KV lies here already."""
+        return self.waiting.pages
 
     @property
     def shards(self) -> Sequence[Shard]:

@@ -150,6 +150,10 @@ class InstanceView(Protocol):
     @property
     def num_free_pages(self) -> int: ...  # noqa: D102
     @property
+    def num_awaited_pages(self) -> int:
+        """Pages of those that wait here, but for those whose KV lies here already."""
+
+    @property
     def shards(self) -> Sequence[ShardView]:
         """The pieces of its KV, by number: where slices of KV heads are, and could move."""
 

@@ -117,7 +117,7 @@ class HandOffs:
             dest = request.legs[0].instance, request.hold
             transfer = self._note(request, request.exported, dest, request.sent, request.computed)
             self._world.start_transfer(transfer)
-        elif not any(transfer.dest_hold is request.hold for transfer in self.moving):
+        elif not (request.transfers and any(t.dest_hold is request.hold for t in self.moving)):
             self._arrive(request)  # What still goes to an earlier destination is not waited for.
 
     def send_chunk(self, request: RequestState) -> None:

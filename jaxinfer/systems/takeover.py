@@ -83,8 +83,6 @@ class Takeover(System):
 
     def _follow(self, cluster: ClusterView) -> None:
         """Keep books of the instances that are there now."""
-        if cluster.instances is self._seen:
-            return
         self._seen = cluster.instances
         if cluster.instances != self._books.views:  # One was lost, or is back.
             self._books.follow(cluster.instances)
@@ -100,7 +98,8 @@ class Takeover(System):
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Requests in their order, each where it is computed first, while there is room."""
-        self._follow(cluster)
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
         books, largest = self._books.by_name, self._books.largest
         if self._changed:
             self._changed = False
@@ -108,7 +107,7 @@ class Takeover(System):
                 self._put(request.id, None)
         for name in self._stale:
             if book := books.get(name):
-                book.renew(cluster.instances[name])
+                book.renew()
                 self._note_open(book)
         self._stale.clear()
         open_to = list(self._open.values())
@@ -119,7 +118,7 @@ class Takeover(System):
         left = False
         for request in waiting:
             if most_entries(request) > largest.kind.entries_held:  # The loop says why it ends.
-                assignments.append(Assignment(request.id, (Leg(largest.name),)))
+                assignments.append(Assignment(request.id, largest.legs))
                 continue
             here = request.held_by
             book = books.get(here) if here else self._place(request, open_to)
@@ -150,7 +149,7 @@ class Takeover(System):
         for book in open_to:
             room = book.pages if book.idle else book.room
             if book.is_open and room * book.page_size >= known:
-                seconds = (book.backlog + rest) * book.token_s
+                seconds = book.seconds(rest)
                 if seconds < least:
                     best, least = book, seconds
         return best
@@ -159,7 +158,7 @@ class Takeover(System):
         """Return a leg for all of a request; where it cannot end here, one for what is known."""
         largest = self._books.largest
         if book.kind.entries_held >= most_entries(request) or book.kind is largest.kind:
-            return (Leg(book.name),)
+            return book.legs
         return Leg(book.name, request.num_known, "when_room"), Leg(largest.name)
 
     def _is_kept(self, kind: Kind) -> bool:
@@ -183,27 +182,28 @@ class Takeover(System):
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Take over decodes: those of others here, and by others this instance's."""
-        self._follow(cluster)
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
         book = self._books.by_name.get(step.instance)
         if book is None:
             return ()
         if book.kind.is_below:
             book.note(step)
-        book.renew(cluster.instances[book.name])
+        book.renew()
         self._note_open(book)
         if not self.options.most_moves or len(self._books.by_name) == 1:
             return ()
         actions: list[Action] = []
         if book.has_room:
             for others in self._worse(book):
-                self._take_longest_of(others, book, cluster, actions)
+                self._take_longest_of(others, book, actions)
         if book.longest != 0:
             for other in self._better(book):
                 if book.longest == 0:
                     break
-                self._take(other, book, cluster, actions)
+                self._take(other, book, actions)
             if self._waits:
-                self._make_room(book, cluster, actions)
+                self._make_room(book, actions)
         return actions
 
     def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
@@ -218,9 +218,11 @@ class Takeover(System):
     def _worse(self, book: Book) -> list[Collection[Book]]:
         """The instances whose decodes this one takes, the worst first, those alike together."""
         if not self._waits:
-            most, kinds = _SHORTER * book.step_s, self._books.kinds
-            givers = [each for kind in kinds for each in kind.givers if each.step_s > most]
-            return [[each] for each in sorted(givers, key=lambda each: (-each.step_s, each.number))]
+            most, givers = _SHORTER * book.step_s, []
+            for kind in self._books.kinds:
+                givers += kind.slower_than(most)
+            givers.sort(key=lambda each: (-each.step_s, each.number))
+            return [[each] for each in givers]
         kinds = [kind for kind in book.kind.inlets if kind.givers]
         if kinds:
             context = self._books.mean_context
@@ -231,9 +233,11 @@ class Takeover(System):
     def _better(self, book: Book) -> Iterable[Book]:
         """The instances that take this one's decodes, the best first."""
         if not self._waits:
-            own, every = book.step_s, self._books.by_name.values()
-            takers = [each for each in every if each.has_room and own > _SHORTER * each.step_s]
-            return sorted(takers, key=lambda each: each.step_s) if takers else takers
+            takers: list[Book] = []
+            for kind in self._books.kinds:
+                takers += kind.faster_than(book.step_s, _SHORTER)
+            takers.sort(key=lambda each: (each.step_s, each.number))
+            return takers
         if not book.kind.outlets:
             return []
         context = self._books.mean_context
@@ -242,7 +246,7 @@ class Takeover(System):
             kinds.sort(key=lambda kind: kind.speeds.displaced(context))
         return (each for kind in kinds for each in kind.books if each.has_room)
 
-    def _make_room(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
+    def _make_room(self, book: Book, actions: list[Action]) -> None:
         """Hand decodes on to a larger pool, so that the next prompt may begin here."""
         if self._next > book.kind.entries_held:
             return
@@ -258,11 +262,9 @@ class Takeover(System):
         ]
         if larger:
             most = max(larger, key=lambda each: each.room)
-            self._take(most, book, cluster, actions, lacking)
+            self._take(most, book, actions, lacking)
 
-    def _take_longest_of(
-        self, books: Collection[Book], to: Book, cluster: ClusterView, actions: list[Action]
-    ) -> None:
+    def _take_longest_of(self, books: Collection[Book], to: Book, actions: list[Action]) -> None:
         """Have one instance take the longest decodes that any of these has, while it has room."""
         left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
         by_number = {each.number: each for each in books}
@@ -272,7 +274,7 @@ class Takeover(System):
             # The only one gives all that it may; of others, one is looked at or taken.
             wanted = inf if not left else 0 if book.longest is None else 1
             before = self._taken
-            self._take(to, book, cluster, actions, wanted)
+            self._take(to, book, actions, wanted)
             if book.longest and (wanted == 0 or self._taken > before):
                 heappush(left, (-book.longest, book.number))
 
@@ -280,7 +282,6 @@ class Takeover(System):
         self,
         to: Book,
         book: Book,
-        cluster: ClusterView,
         actions: list[Action],
         wanted: float = inf,
     ) -> None:
@@ -292,18 +293,17 @@ class Takeover(System):
         if book.longest and to.room < to.pages_for(book.longest + 1):
             return  # As it was when it was last looked for.
         before = self._taken
-        book.look(self._take_longest(to, book, cluster, actions, wanted))
+        book.look(self._take_longest(to, book, actions, wanted))
         if self._taken > before:
             to.conclude()
             book.conclude()
 
     def _take_longest(
-        self, to: Book, book: Book, cluster: ClusterView, actions: list[Action], wanted: float
+        self, to: Book, book: Book, actions: list[Action], wanted: float
     ) -> int | None:
         """Take decodes, and return the KV entries of the longest one that is left."""
-        view = cluster.instances[book.name]
         for count in _AT_ONCE:
-            longest = view.longest_decodes(count, self._fixed)
+            longest = book.view.longest_decodes(count, self._fixed)
             for name, entries in longest:
                 pages = to.pages_for(entries + 1)
                 if wanted <= 0 or to.seats < 1 or to.room < pages:
@@ -315,7 +315,7 @@ class Takeover(System):
                 to.take(pages)
                 book.give(entries)
                 wanted -= pages
-                actions.append(Reassign(name, (Leg(to.name),), "when_room"))
+                actions.append(Reassign(name, to.legs, "when_room"))
                 self._taken += 1
             if len(longest) < count:
                 return 0
@@ -323,7 +323,8 @@ class Takeover(System):
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
         """Count a request where it goes: it is on its way."""
-        self._follow(cluster)
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
         legs = request.legs
         self._put(request.id, self._books.by_name[legs[0].instance] if legs else None)
         self._stale[leg.instance] = None

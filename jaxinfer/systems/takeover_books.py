@@ -6,10 +6,10 @@ between them: no decision looks at all requests of all instances.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, inf
 
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.system import InstanceView, StepView
+from jaxinfer.serving.system import InstanceView, Leg, StepView
 from jaxinfer.systems.instances import capacity
 
 # Pools that hold less than this share of another's hand on their longest decodes to it.
@@ -72,6 +72,8 @@ class Kind:
         all_seats, all_room: seats and KV entries of all of them, whoever has them.
         with_time: how many of them could compute more prompts; ``givers``: which may have a decode
             that may be taken.
+        slowest, fastest: bounds, in seconds: no giver's steps take longer than the one, and nobody
+            with room has steps shorter than the other.
         below: others with small pools beside these; ``is_below``: others have them there;
             ``outlets``, ``inlets``: others that may take
             decodes of these, and whose decodes these may take, by their pools.
@@ -89,6 +91,8 @@ class Kind:
     all_room: int = 0
     with_time: int = 0
     givers: set["Book"] = field(default_factory=set)
+    slowest: float = 0.0
+    fastest: float = inf
     below: list["Kind"] = field(default_factory=list)
     is_below: bool = False
     outlets: list["Kind"] = field(default_factory=list)
@@ -98,13 +102,30 @@ class Kind:
         """Tell whether a pool is so small that its decodes may have to leave it."""
         return self.entries_held < _SMALL * beside.entries_held
 
+    def slower_than(self, step_s: float) -> list["Book"]:
+        """Those that may have a decode to give, and whose steps take longer."""
+        if self.slowest <= step_s:
+            return []
+        self.slowest = max((each.step_s for each in self.givers), default=0.0)
+        return [each for each in self.givers if each.step_s > step_s]
+
+    def faster_than(self, step_s: float, times: float) -> list["Book"]:
+        """Those that have room, and whose steps are shorter, by more than so many times."""
+        if step_s <= times * self.fastest:
+            return []
+        takers = [each for each in self.books if each.has_room]
+        self.fastest = min((each.step_s for each in takers), default=inf)
+        return [each for each in takers if step_s > times * each.step_s]
+
 
 @dataclass(eq=False)
 class Book:
     """An instance as it last was.
 
     Attributes:
-        number: in their order; ``budget``: tokens of a step; ``most_seats``: requests at once.
+        legs: of a request that goes there and stays; ``number``: in their order.
+        budget: tokens of a step; ``most_seats``: requests at once; ``most_backlog``: prompt tokens
+            to be computed, from which on no prompt begins here.
         pages: of its pool; ``spared``: those that are to stay free, however few decodes run there.
         decodes, entries: that run there, and their KV entries.
         backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
@@ -116,17 +137,21 @@ class Book:
         longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
             without one, None if nobody has looked since.
         step_s: seconds of a step: of a full one while prompts are to be computed;
-            ``token_s``: of a prompt's token among the decodes that run now.
+            ``token_s``: of a prompt's token among the decodes that run now, None if nobody has
+            asked.
         is_open: a prompt may begin here, unless it is too long; ``has_room``: it could take a
             decode, unless that is long.
         busy: share of its time in which it computed prompts.
         seen: end of its last step, in seconds.
     """
 
+    view: InstanceView
     name: str
+    legs: tuple[Leg, ...]
     number: int
     kind: Kind
     budget: int
+    most_backlog: int
     page_size: int
     most_seats: int
     pages: int
@@ -142,7 +167,7 @@ class Book:
     stay: int = 0
     longest: int | None = 0
     step_s: float = 0.0
-    token_s: float = 0.0
+    token_s: float | None = None
     is_open: bool = True
     has_room: bool = True
     busy: float = 1.0
@@ -158,29 +183,26 @@ class Book:
         """Pages of so many KV entries."""
         return -(-entries // self.page_size)
 
-    def renew(self, view: InstanceView) -> None:
+    def renew(self) -> None:
         """Write down how the instance is now."""
-        kind, size = self.kind, self.page_size
-        decodes, entries, kv_entries, self.backlog = view.counts
-        waiting, coming = view.waiting, self.coming
-        pending = len(waiting) + len(view.importing)
+        view, kind, size, coming = self.view, self.kind, self.page_size, self.coming
+        decodes, entries, kv_entries, backlog = view.counts
+        pending = len(view.waiting) + len(view.importing)
         there = pending + view.num_running
-        seats, room = self.most_seats - there, view.num_free_pages
+        seats = self.most_seats - there
+        room = view.num_free_pages - self.spared + -_GROWTH_STEPS * decodes // size
+        if pending:
+            room -= view.num_awaited_pages
         if coming:
             seats -= len(coming)
             room -= sum(coming.values())
-        if waiting:
-            for request in waiting:
-                if request.held_by != self.name:
-                    room -= self.pages_for(request.num_known)
-        due = kv_entries + self.backlog
-        room += -_GROWTH_STEPS * decodes // size - self.spared
+        due = kv_entries + backlog
         kind.decodes += decodes - self.decodes
         kind.entries += entries - self.entries
         kind.due += due - self.due
         kind.seats += seats - self.seats
         kind.room += (room - self.room) * size
-        self.decodes, self.entries, self.due = decodes, entries, due
+        self.decodes, self.entries, self.backlog, self.due = decodes, entries, backlog, due
         self.seats, self.room = seats, room
         self.idle = not there and not coming
         # Of those who stay, some may not run as yet.
@@ -197,16 +219,29 @@ class Book:
 
     def conclude(self) -> None:
         """Bring up to date what follows from the rest."""
-        seat, backlog, speeds = self.seats > 0, self.backlog, self.kind.speeds
-        full_s = speeds.full_s + speeds.full_entry_s * self.entries
-        self.has_room = seat and self.room > 0
-        self.is_open = self.idle or (seat and backlog < _STEPS_AHEAD * self.budget)
-        self.token_s = max(full_s / max(self.budget - self.decodes, 1), speeds.token_s)
-        if backlog:
-            self.step_s = full_s
+        kind, seat, entries = self.kind, self.seats > 0, self.entries
+        speeds = kind.speeds
+        self.token_s = None
+        if self.backlog:
+            step_s = speeds.full_s + speeds.full_entry_s * entries
+            self.is_open = self.idle or (seat and self.backlog < self.most_backlog)
         else:
-            rows = speeds.sequence_s * self.decodes + speeds.entry_s * self.entries
-            self.step_s = speeds.step_s + rows
+            step_s = speeds.step_s + (speeds.sequence_s * self.decodes + speeds.entry_s * entries)
+            self.is_open = seat or self.idle
+        self.step_s = step_s
+        if step_s > kind.slowest and self.longest != 0:
+            kind.slowest = step_s
+        self.has_room = seat and self.room > 0
+        if self.has_room and step_s < kind.fastest:
+            kind.fastest = step_s
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds until so many tokens of one more prompt are computed, behind those before it."""
+        if self.token_s is None:
+            speeds = self.kind.speeds
+            full_s = speeds.full_s + speeds.full_entry_s * self.entries
+            self.token_s = max(full_s / max(self.budget - self.decodes, 1), speeds.token_s)
+        return (self.backlog + tokens) * self.token_s
 
     def note(self, step: StepView) -> None:
         """A step has ended: with a prompt's chunk, or without."""
@@ -278,14 +313,25 @@ class Books:
                 book = before[name].of(kind, len(self.by_name))
             else:
                 spared = int(self._spared * view.num_pages)
-                seats, size, pages = view.max_num_seqs, view.page_size, view.num_pages
-                book = Book(name, len(self.by_name), kind, budget, size, seats, pages, spared)
+                book = Book(
+                    view=view,
+                    name=name,
+                    legs=(Leg(name),),
+                    number=len(self.by_name),
+                    kind=kind,
+                    budget=budget,
+                    most_backlog=_STEPS_AHEAD * budget,
+                    page_size=view.page_size,
+                    most_seats=view.max_num_seqs,
+                    pages=view.num_pages,
+                    spared=spared,
+                )
             kind.with_time += book.busy < _BUSY
             kind.books.append(book)
             kind.all_seats += book.most_seats
             kind.all_room += book.pages * book.page_size
             self.by_name[name] = book
-            book.renew(view)
+            book.renew()
         self.kinds = list(kinds.values())
         for kind in self.kinds:
             kind.below = [each for each in self.kinds if each.is_small(kind)]

@@ -56,7 +56,7 @@ def test_rates_are_max_min_fair(capacities: list[float], paths: list[set[int]]) 
     for number, path in enumerate(paths):
         network.start(number, sorted(path), 1000.0, now=0.0)
     assert network.next_end is not None  # It asks for the rates.
-    rates = {flow.tag: flow.rate for flow in network._flows}
+    rates = {tag: way.rate for way in network._ways.values() for tag in way.flows.values()}
     used: dict[int, float] = defaultdict(float)
     for number, path in enumerate(paths):
         for link in path:

@@ -35,6 +35,7 @@ def seen(instance: InstanceView) -> Counts:
         instance.kv_entries,
         instance.prompt_tokens_left,
         instance.num_pages,
+        instance.num_awaited_pages,
         instance.counts,
         [entries for _, entries in instance.longest_decodes(3)],
     )
@@ -61,6 +62,11 @@ def counted(instance: InstanceView) -> Counts:
         sum(r.computed for r in running),
         sum(map(todo, here)),
         instance.kv.shards[0].pool.num_usable // max(len(instance.kv.shards[0].slices), 1),
+        sum(
+            instance.kv.pages_for(r.num_known)
+            for r in instance.waiting
+            if r.held_by != instance.name
+        ),
         (
             len(decodes),
             sum(decodes.values()),
@@ -186,22 +192,22 @@ def test_what_is_left_of_a_prompt(until: int | None, computed: int, left: int) -
 
 
 def test_a_queue_counts() -> None:
-    queue, (r, s) = Waiting(), make_requests([(10, 1), (5, 1)])
+    queue, (r, s) = Waiting("A", 4), make_requests([(10, 1), (5, 1)])
     r.legs, s.legs = [Leg("A")], [Leg("A", 3)]
     queue.append(r)
-    assert queue.prompt_tokens_left == 10
+    assert (queue.prompt_tokens_left, queue.pages) == (10, 3)
     r.computed = 0
     queue.appendleft(s)
-    assert (queue.prompt_tokens_left, list(queue)) == (13, [s, r])
+    assert (queue.prompt_tokens_left, queue.pages, list(queue)) == (13, 5, [s, r])
     queue.remove(r)
-    assert (queue.prompt_tokens_left, list(queue)) == (3, [s])
+    assert (queue.prompt_tokens_left, queue.pages, list(queue)) == (3, 2, [s])
     s.computed = 0
     queue.void_kv(s)
     assert (queue.prompt_tokens_left, s.epoch) == (3, 1)
 
 
 def test_kv_that_is_forgotten_is_to_be_computed_again() -> None:
-    queue, (r,) = Waiting(), make_requests([(10, 1)])
+    queue, (r,) = Waiting("A", 4), make_requests([(10, 1)])
     r.legs, r.computed, r.launched = [Leg("A")], 6, 6
     queue.append(r)
     assert queue.prompt_tokens_left == 4

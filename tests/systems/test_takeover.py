@@ -107,6 +107,8 @@ class Checked(Takeover):
             assert kind.with_time == sum(book.busy < 0.9 for book in kind.books)
             assert kind.seats == sum(book.seats for book in kind.books)
             assert kind.room == sum(book.room * book.page_size for book in kind.books)
+            assert all(book.step_s <= kind.slowest for book in kind.givers)
+            assert all(book.step_s >= kind.fastest for book in kind.books if book.has_room)
         if (book := self._books.by_name.get(step.instance)) and book.longest == 0:
             running = cluster.instances[book.name].running.values()
             decodes = {r.id for r in running if r.computed >= r.prompt_len}
