@@ -48,6 +48,7 @@ def main() -> None:
     sys.path.append(os.getcwd())
     try:
         code = cli(standalone_mode=False)
+        sys.stdout.flush()
     except click.ClickException as error:
         leave(error.format_message(), 2)
     except JaxinferError as error:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -47,11 +48,10 @@ def leave(message: str, code: int) -> NoReturn:
     if multiprocessing := sys.modules.get("multiprocessing"):
         for child in multiprocessing.active_children():
             child.kill()
-    try:
+    with suppress(OSError):  # What it goes to is full or closed, and so may what follows.
         sys.stdout.flush()
+    with suppress(OSError):
         print(f"jaxinfer: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    except OSError:
-        pass  # What they go to is full or closed.
     os._exit(code)
 
 

@@ -1,5 +1,6 @@
 """Ends of commands: by a signal, a full disk, or a mistake in the first moments."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -67,10 +68,13 @@ def test_little_is_imported_before_signals_are_looked_after() -> None:
     assert not {"pydantic", "click", "rich", "yaml", "numpy", "jax"} & loaded
 
 
-def test_output_to_a_full_disk() -> None:
-    command = [sys.executable, "-m", "jaxinfer", "--help"]
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("options", [["--help"], ["configs"]])
+def test_output_to_a_full_disk(options: list[str], unbuffered: str) -> None:
+    command = [sys.executable, "-m", "jaxinfer", *options]
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env)
     assert done.stderr == "jaxinfer: cannot write the output: No space left on device\n"
     assert done.returncode == 2
 
