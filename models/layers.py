@@ -106,8 +106,10 @@ def gated(
                 return scaled.gated(x_TD.astype(jnp.float32), *pairs[0], *pairs[1])
         elif not isinstance(gate_DF, Scaled) and (own := _own_products(kernels, gate_DF)):
             return own.gated(x_TD.astype(jnp.float32), gate_DF, up_DF)
-    if kernels in ON_GPUS and isinstance(gate_DF, jax.Array) and isinstance(up_DF, jax.Array):
-        # Rounded to the weights' dtype, as torch's are: half to write, and to read again.
+    if isinstance(gate_DF, jax.Array) and kernels in ON_GPUS and alone():
+        # Rounded, as torch's are: half to write, and to read again. On a mesh, they may be parts
+        # of sums.
+        assert isinstance(up_DF, jax.Array)
         x_TD = x_TD.astype(gate_DF.dtype)
         gate_TF, up_TF = (jnp.tensordot(x_TD, each, 1) for each in (gate_DF, up_DF))
         return activation(gate_TF.astype(jnp.float32)) * up_TF

@@ -1,7 +1,6 @@
 """Calls of a system, its author's mistakes told in one line."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Integral
 from typing import Any, TypeVar, get_args
 
@@ -56,22 +55,22 @@ class Hooks:
 
     def place(self, request: RequestState, instance: Instance) -> Placement | None:
         """Ask where a request's slices are to lie."""
-        with asking(self._system, "place"):
-            answer = self._system.place(request, instance)
-            if answer is not None and not instance.kv.is_placement(answer):
-                raise JaxinferError(
-                    f"{self.name}.place returns {shown(answer)} for {request.id!r}, must have each "
-                    f"slice once, in a shard of its stage: {instance.kv.describe_slices()}"
-                )
-            return answer
+        return self._call("place", lambda: self._place(request, instance))
+
+    def _place(self, request: RequestState, instance: Instance) -> Placement | None:
+        answer = self._system.place(request, instance)
+        if answer is not None and not instance.kv.is_placement(answer):
+            raise JaxinferError(
+                f"{self.name}.place returns {shown(answer)} for {request.id!r}, must have each "
+                f"slice once, in a shard of its stage: {instance.kv.describe_slices()}"
+            )
+        return answer
 
     def make_room(
         self, request: RequestState, shard: int, instance: Instance
     ) -> Iterable[MoveSlices]:
         """Ask for moves of slices out of a shard that has no room."""
-        with asking(self._system, "make_room"):
-            answer = self._system.make_room(request, shard, instance)
-        return listed(self._system, "make_room", answer)
+        return self._asked("make_room", lambda: self._system.make_room(request, shard, instance))
 
     def step_ended(self, done: StepDone, view: ClusterView) -> Iterable[Action]:
         """Ask what is to be done after a step."""
@@ -82,14 +81,10 @@ class Hooks:
         return self._asked("on_tick", lambda: self._system.on_tick(view))
 
     def _asked(self, hook: str, ask: Callable[[], Iterable[T]]) -> Iterable[T]:
-        # Without a context manager: this happens at each step, and mostly it is nothing.
-        try:
-            answer = ask()
-        except (JaxinferError, LostInstance):
-            raise
-        except FAILURES as error:
-            raise raising(self._system, hook, error) from error
-        return () if answer in ((), []) else listed(self._system, hook, answer)
+        answer = self._call(hook, ask)
+        if isinstance(answer, tuple | list) and not answer:  # Mostly it is nothing.
+            return ()
+        return listed(self._system, hook, answer)
 
     def leg_ended(self, request: RequestState, leg: Leg, view: ClusterView) -> None:
         """Tell of a leg that has ended."""
@@ -99,36 +94,25 @@ class Hooks:
         """Tell of a request's end."""
         self._tell("on_finish", lambda: self._system.on_finish(request, view))
 
-    def _tell(self, hook: str, call: Callable[[], object]) -> None:
+    def _call(self, hook: str, call: Callable[[], T]) -> T:
+        """Call a hook; what it raises is one line that names it."""
         try:
-            answer = call()
-        except LostInstance:
-            return  # The system has looked for an instance that is no more.
-        except JaxinferError:
+            return call()
+        except (JaxinferError, LostInstance):
             raise
         except FAILURES as error:
-            raise raising(self._system, hook, error) from error
+            raise JaxinferError(f"{self.name}.{hook} raises {raised(error)}") from error
+
+    def _tell(self, hook: str, call: Callable[[], object]) -> None:
+        try:
+            answer = self._call(hook, call)
+        except LostInstance:
+            return  # The system has looked for an instance that is no more.
         if answer is not None:
             raise JaxinferError(
                 f"{self.name}.{hook} returns {shown(answer)}, must return "
                 "nothing: actions are for on_step and on_tick"
             )
-
-
-@contextmanager
-def asking(system: System, hook: str) -> Iterator[None]:
-    """Make what a system's hook raises one line that names it."""
-    try:
-        yield
-    except (JaxinferError, LostInstance):
-        raise
-    except FAILURES as error:
-        raise raising(system, hook, error) from error
-
-
-def raising(system: System, hook: str, error: BaseException) -> JaxinferError:
-    """Return the error that a system's hook raises, as one line that names it."""
-    return JaxinferError(f"{type(system).__name__}.{hook} raises {raised(error)}")
 
 
 def listed(system: System, hook: str, answer: Iterable[Any]) -> list[Any]:

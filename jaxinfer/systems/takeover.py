@@ -83,6 +83,8 @@ class Takeover(System):
 
     def _follow(self, cluster: ClusterView) -> None:
         """Keep books of the instances that are there now."""
+        if cluster.instances is self._seen:
+            return
         self._seen = cluster.instances
         if cluster.instances != self._books.views:  # One was lost, or is back.
             self._books.follow(cluster.instances)
@@ -98,8 +100,7 @@ class Takeover(System):
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Requests in their order, each where it is computed first, while there is room."""
-        if cluster.instances is not self._seen:
-            self._follow(cluster)
+        self._follow(cluster)
         books, largest = self._books.by_name, self._books.largest
         if self._changed:
             self._changed = False
@@ -182,8 +183,7 @@ class Takeover(System):
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Take over decodes: those of others here, and by others this instance's."""
-        if cluster.instances is not self._seen:
-            self._follow(cluster)
+        self._follow(cluster)
         book = self._books.by_name.get(step.instance)
         if book is None:
             return ()
@@ -323,8 +323,7 @@ class Takeover(System):
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
         """Count a request where it goes: it is on its way."""
-        if cluster.instances is not self._seen:
-            self._follow(cluster)
+        self._follow(cluster)
         legs = request.legs
         self._put(request.id, self._books.by_name[legs[0].instance] if legs else None)
         self._stale[leg.instance] = None

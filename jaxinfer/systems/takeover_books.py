@@ -103,14 +103,14 @@ class Kind:
         return self.entries_held < _SMALL * beside.entries_held
 
     def slower_than(self, step_s: float) -> list["Book"]:
-        """Those that may have a decode to give, and whose steps take longer."""
+        """Givers whose steps take longer."""
         if self.slowest <= step_s:
             return []
         self.slowest = max((each.step_s for each in self.givers), default=0.0)
         return [each for each in self.givers if each.step_s > step_s]
 
     def faster_than(self, step_s: float, times: float) -> list["Book"]:
-        """Those that have room, and whose steps are shorter, by more than so many times."""
+        """Instances with room whose steps are shorter, by more than so many times."""
         if step_s <= times * self.fastest:
             return []
         takers = [each for each in self.books if each.has_room]

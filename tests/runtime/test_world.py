@@ -168,7 +168,7 @@ def test_nothing_is_heard_of_a_lost_instance() -> None:
 
 
 def test_a_loss_comes_before_all_else(clock: Clock) -> None:
-    """What the loop begins there, as it commits what came before, is given up with the rest."""
+    """Steps that the loop begins there, as it commits earlier ones, are given up with the rest."""
     side: Any = ThisProcess({})
     route: Any = SimpleNamespace(
         pairs=[], sides=(side, side), num_slabs=lambda transfer: 1, send=lambda *args: None

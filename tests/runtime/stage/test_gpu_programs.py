@@ -72,6 +72,6 @@ def test_gate_and_up_have_16_bits(programs: Path, name: str) -> None:
 
 
 def elements(result: str) -> int:
-    """Of the largest array in what an instruction returns, as HLO writes it."""
+    """The size of the largest array that an instruction returns, as HLO writes it."""
     sizes = re.findall(r"[a-z]\w*\[([\d,]*)\]", result)
     return max(math.prod(map(int, filter(None, size.split(",")))) for size in sizes)
