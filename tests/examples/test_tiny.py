@@ -116,8 +116,8 @@ def test_a_request_that_never_fits_is_refused(checkpoint: engine.Checkpoint) -> 
         serve(checkpoint, [[65] * 300], [20], 0.0, wide=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("share", [0.5, 1.0])
 def test_golden_tokens(golden: list[dict[str, Any]], share: float) -> None:
     """The demo model, on one device and three, against Hugging Face transformers."""
     checkpoint = engine.read_gguf(engine.demo_file())

@@ -70,7 +70,7 @@ def test_write(shape: Shape) -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(shape, marks=pytest.mark.long if i % 3 else pytest.mark.slow)
+        pytest.param(shape, marks=pytest.mark.long if i % 6 else pytest.mark.slow)
         for i, shape in enumerate(pairs(SHAPES))
     ],
     ids=str,

@@ -13,8 +13,13 @@ FEW = CASES[::11]
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name.partition(": ")[2] in FEW else pytest.mark.slow)
-        for name in VARIANTS
+        pytest.param(
+            name,
+            marks=[]
+            if name.partition(": ")[2] in FEW
+            else (pytest.mark.long if number % 2 else pytest.mark.slow),
+        )
+        for number, name in enumerate(VARIANTS)
     ],
 )
 def test_lowers(name: str) -> None:

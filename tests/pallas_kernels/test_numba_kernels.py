@@ -45,7 +45,8 @@ shapes = pytest.mark.parametrize(
     "shape",
     [
         *FEW,
-        *(pytest.param(s, marks=pytest.mark.slow) for s in MORE),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in MORE[::2]),
+        *(pytest.param(s, marks=pytest.mark.long) for s in MORE[1::2]),
         *(pytest.param(s, marks=pytest.mark.long) for s in pairs(ALL) if s not in FEW + MORE),
     ],
     ids=str,

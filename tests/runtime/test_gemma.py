@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("token_budget", [1024, 100])
+@pytest.mark.parametrize("token_budget", [1024, pytest.param(100, marks=pytest.mark.long)])
 def test_greedy_tokens(token_budget: int) -> None:
     cases = json.loads(GOLDEN.read_text())["cases"]
     llm = LLM(

@@ -38,7 +38,7 @@ def four(loader: Loader) -> LLM:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most_moves", [0, 1, 2])
+@pytest.mark.parametrize("most_moves", [0, pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("pages", [{}, {"d": 6, "e": 18}], ids=["roomy", "small"])
 def test_tokens_over_all_routes(
     four: LLM,

@@ -33,7 +33,9 @@ def demo_engine(devices: int) -> Cluster:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [2, 3, 4])
+@pytest.mark.parametrize(
+    "devices", [3, *(pytest.param(devices, marks=pytest.mark.long) for devices in (2, 4))]
+)
 def test_demo_model_gives_its_golden_tokens(golden: list[dict[str, Any]], devices: int) -> None:
     """Three KV heads: two and four devices pad them with zero groups."""
     loaded = demo_engine(devices)

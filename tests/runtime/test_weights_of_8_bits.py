@@ -326,7 +326,10 @@ def test_a_mixture_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weight_dtype", "bound"), [("int8", 0.075), ("fp8", 0.2)])
+@pytest.mark.parametrize(
+    ("weight_dtype", "bound"),
+    [("int8", 0.075), pytest.param("fp8", 0.2, marks=pytest.mark.long)],
+)
 def test_log_probabilities_of_the_demo_model(weight_dtype: str, bound: float) -> None:
     """The changes are small, over 900 tokens of Python's own help."""
     found = []

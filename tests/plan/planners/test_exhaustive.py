@@ -60,7 +60,7 @@ def rates(colocated: Colocated) -> dict[Any, float]:
     return {candidate.key: largest(given, candidate) for candidate in colocated.candidates()}
 
 
-@pytest.mark.parametrize("per", ["gpu", "usd"])
+@pytest.mark.parametrize("per", ["gpu", pytest.param("usd", marks=pytest.mark.long)])
 def test_the_best_colocated(per: str, colocated: Colocated, rates: dict[Any, float]) -> None:
     given = asked({"maximise": per, "at_once": 3, "precision": 0.05}, prices=PRICES)
     candidates = list(colocated.candidates())

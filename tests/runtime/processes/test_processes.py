@@ -93,7 +93,7 @@ def apart_cases() -> list[Any]:
     cases = []
     for case in covering_cases():
         pair, number = case.pair, PAIRS.index(case.pair)
-        mark = pytest.mark.slow if pair in APART else pytest.mark.long
+        mark = pytest.mark.slow if APART.get(pair) in ("b", "ab") else pytest.mark.long
         apart = APART.get(pair, ("a", "b", "ab")[(number + number // 3) % 3])
         cases.append(pytest.param(replace(case, pair=replace(pair, apart=apart)), marks=mark))
     return cases

@@ -67,8 +67,8 @@ def test_heads_stay_where_they_belong(ran: Any, expected: dict[str, list[Done]])
     ("heads", "primary", "attention"),
     [
         ("two", 2, [None]),
-        pytest.param("three", 1, [20, 9, 40], marks=pytest.mark.slow),
-        pytest.param("three", 2, [30], marks=pytest.mark.slow),
+        pytest.param("three", 1, [20, 9, 40], marks=pytest.mark.long),
+        pytest.param("three", 2, [30], marks=pytest.mark.long),
         pytest.param("two", 2, [30, 12], marks=pytest.mark.long),
         pytest.param("three", 2, [20, 9, 40], marks=pytest.mark.slow),
     ],
@@ -113,7 +113,8 @@ def test_a_slower_device_finds_the_same(ran: Any, expected: dict[str, list[Done]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heads", "primary", "attention"), [("two", 1, [None]), ("three", 2, [20, 9, 40])]
+    ("heads", "primary", "attention"),
+    [pytest.param("two", 1, [None], marks=pytest.mark.long), ("three", 2, [20, 9, 40])],
 )
 def test_halves_in_turn_find_the_same(
     ran: Any,
@@ -178,7 +179,7 @@ def check_windows(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("halves", ["never", "always"])
+@pytest.mark.parametrize("halves", [pytest.param("never", marks=pytest.mark.long), "always"])
 def test_windows(windowed: Path, tmp_path: Path, halves: str) -> None:
     check_windows(windowed, tmp_path, {}, [40], halves)
 
@@ -224,7 +225,7 @@ def test_a_device_that_fails_takes_its_instance_along(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("halves", ["never", "always"])
+@pytest.mark.parametrize("halves", [pytest.param("never", marks=pytest.mark.long), "always"])
 def test_two_stages_share_a_device(ran: Any, expected: dict[str, list[Done]], halves: str) -> None:
     sections = spread([None], **roomy(16), half_batches=halves)
     sections["groups"] = {"p": {}, "q": {}, "a0": {}}

@@ -42,6 +42,8 @@ from jaxinfer.sockets import LOOPBACK
 
 DATA = Path(__file__).parents[2] / "data" / "architectures"
 CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
+# Learned positions, windows of some layers, norms of heads, biases with a window.
+UNLIKE = ("gemma3", "opt", "qwen2_window", "qwen3")
 # Chunks, and a decode. No edge but the last is one of pages.
 PIECES = [33, 2, 1, 39]
 POOL = {"page_size": 5, "num_pages": 40, "max_model_len": 100}
@@ -185,8 +187,13 @@ def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
         return arrays["tokens"], arrays["logits"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in UNLIKE else pytest.mark.long)
+        for name in CASES
+    ],
+)
 def test_logits_of_every_architecture(name: str) -> None:
     tokens, logits = expected(name)
     model = Spread(name)

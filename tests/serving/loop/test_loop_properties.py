@@ -143,7 +143,7 @@ def test_what_never_fits_is_refused_and_the_rest_completes(
 
 
 @pytest.mark.slow
-@examples(3000)
+@examples(1000)
 @given(scenarios(max_requests=14), st.integers(0, 2**16), st.integers(0, 60))
 def test_longer_runs(scenario: Scenario, seed: int, actions: int) -> None:
     scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching)).verify()
