@@ -74,8 +74,14 @@ def test_ways_of_serving_give_the_same_tokens(
     check_case(case, loader.pair(case.pair), expected[case.pair.heads], tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", covering_cases(), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if number % 2 else pytest.mark.slow)
+        for number, case in enumerate(covering_cases())
+    ],
+    ids=str,
+)
 def test_every_way_of_serving_gives_the_same_tokens(
     case: Case, loader: Loader, expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:

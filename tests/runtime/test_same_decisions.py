@@ -31,6 +31,8 @@ INSTANCE: dict[str, Any] = {
     "num_pages": 65,
     "enable_prefix_caching": False,
 }
+# Cuts, pipelines, pools, heads and decodes that move, plans of an LP: what decides differently.
+FEW = ("single", "cronus", "pipeline_parallel", "splitwise", "hetis", "aladdin", "takeover")
 GREEDY = {"temperature": 0}
 DRAWN = {"temperature": 0.9, "top_p": 0.9}
 
@@ -122,8 +124,13 @@ def test_a_run_is_decided_alike_again(tiny_folder: Path, tmp_path: Path) -> None
         check_decisions(tmp_path / "1")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in FEW else pytest.mark.long)
+        for name in SYSTEMS
+    ],
+)
 @pytest.mark.parametrize(
     "clusters",
     [
