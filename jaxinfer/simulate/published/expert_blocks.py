@@ -57,7 +57,9 @@ def block_times(
             for curve, weights in both
         )
         if vectors:
-            seconds += _vectors_s(card, rows * (wide + each), tokens * model.num_experts_per_tok * h)
+            seconds += _vectors_s(
+                card, rows * (wide + each), tokens * model.num_experts_per_tok * h
+            )
         found[float(tokens)] = 1e6 * seconds
     return found
 
