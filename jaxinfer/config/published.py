@@ -34,8 +34,8 @@ class PublishedTables(Options):
         experts: Format of experts, in the tables' words, where it is another one.
         expert_parallel: Ways that experts are shared whole; other devices divide each.
         routing: Spread of tokens over experts, in the tables' words.
-        expert_blocks: Compute experts in blocks of 128 rows, as many as there can be, as vLLM 0.12
-            does on Hopper. Their times are then those of dense products.
+        expert_blocks: Compute a block of 128 rows for each expert, as vLLM 0.12 does. Filled or
+            not, they take as long as dense products of as many rows.
     """
 
     folder: str = Field(min_length=1)
