@@ -5,9 +5,9 @@
 Each variant is a run of ``jaxinfer validate`` in a folder of its own below DIR, which goes on where
 it was cut off. DIR gets ``groups.csv``, ``experts.csv`` (of models with experts),
 ``ablations.csv``, ``tried.csv`` (what might explain groups that are far off) and ``halves.csv``,
-with ``--peer FILE`` of ``peer_estimates.py`` also ``peer.csv``, and with ``--log`` ``logs.csv``;
-none has a point's own figures. The number, ``sequence_s``, is fitted on one half of the points and
-tested on the other.
+with ``--peer FILE`` of ``peer_estimates.py`` also ``peer.csv`` and ``peer_experts.csv``, and with
+``--log`` ``logs.csv``; none has a point's own figures. The number, ``sequence_s``, is fitted on one
+half of the points and tested on the other.
 """
 
 import hashlib
@@ -147,6 +147,12 @@ def main(
     }
     if peer:
         tables["peer"] = beside(peer, {"uncalibrated": fits["0"], "fitted": fits[FITTED]})
+        tables["peer_experts"] = [
+            {"group": name} | each
+            for name in EXPERTS
+            for each in beside(peer, {"uncalibrated": attempts[name, "as published"]})
+            if each["engine"] == "all"
+        ]
     if logs:
         tables["logs"] = [each for log in logs for each in run_log(*log, out)]
     for name, rows in tables.items():
