@@ -6,10 +6,11 @@ few tokens nearly a block for each expert that a device has, whatever the router
 block of an expert waits for its weights; they are at hand for the others.
 """
 
+import numpy as np
+
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from jaxinfer.simulate.published.files import Card
-from jaxinfer.simulate.published.products import ProductTimes, without_scaling
+from jaxinfer.simulate.published.products import Curve, ProductTimes, without_scaling
 
 BLOCK = 128
 _TOKENS = tuple(2**power for power in range(15))
@@ -45,15 +46,15 @@ def block_times(
     h, each = model.hidden_size, model.intermediate_size // divided
     wide = (1 + model.gated) * each
     both = (
-        (PiecewiseLinear(without_scaling(products, plain, wide, h)), wide * h),
-        (PiecewiseLinear(products.curve(h, each)), h * each),
+        (without_scaling(products, plain, wide, h), wide * h),
+        (products.curve(h, each), h * each),
     )
     found = {}
     for tokens in _TOKENS:
         rows = most_rows(tokens, model, model.num_experts // ways)
         experts = model.experts_read(tokens) / ways
         seconds = sum(
-            _product_s(curve(rows) * 1e-3, experts, rows, weights / card.bandwidth)
+            _product_s(_of_rows(curve, rows) * 1e-3, experts, rows, weights / card.bandwidth)
             for curve, weights in both
         )
         if vectors:
@@ -62,6 +63,15 @@ def block_times(
             )
         found[float(tokens)] = 1e6 * seconds
     return found
+
+
+def _of_rows(curve: Curve, rows: float) -> float:
+    """Milliseconds of so many rows; beyond the most, along those and the first half as many."""
+    m = sorted(curve)
+    if rows <= m[-1]:
+        return float(np.interp(rows, m, [curve[each] for each in m]))
+    half = next(each for each in m if 2 * each >= m[-1])
+    return curve[half] + (curve[m[-1]] - curve[half]) * (rows - half) / (m[-1] - half)
 
 
 def _product_s(seconds: float, experts: float, rows: float, read_s: float) -> float:
