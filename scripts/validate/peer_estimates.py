@@ -11,12 +11,20 @@ them beside ours. What its distribution has of measured points is not read.
 import argparse
 import csv
 from pathlib import Path
+from typing import Any
 
 # Names under which it ships a model's shape.
 MODELS = {
     "meta-llama/Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B",
     "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B",
     "Qwen/Qwen3-32B": "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-235B-A22B-FP8": "Qwen/Qwen3-235B-A22B-FP8",
+    "openai/gpt-oss-120b": "openai/gpt-oss-120b",
+}
+# Formats of products and of experts, where the rows' are others than the checkpoints'.
+FORMATS = {
+    "Qwen/Qwen3-235B-A22B-FP8": ("fp8_block", "fp8_block"),
+    "openai/gpt-oss-120b": ("bfloat16", "w4a16_mxfp4"),
 }
 
 
@@ -24,8 +32,16 @@ def estimate(row: dict[str, str]) -> dict[str, object]:
     """A point's figures in milliseconds, or why there are none."""
     from aiconfigurator.cli.api import cli_estimate
 
-    quant = row["gemm_quant_mode"] or "bfloat16"
-    kv = "fp8" if quant == "fp8" else "bfloat16"
+    given = row["gemm_quant_mode"] or "bfloat16"
+    quant, experts = FORMATS.get(row["model_path"], (given, None))
+    kv = "fp8" if given == "fp8" else "bfloat16"
+    tp, batch = int(float(row["tp_size"])), int(float(row["batch_size"]))
+    parts: dict[str, Any] = {}
+    if experts:
+        moe_tp, moe_ep = (int(float(row[f"moe_{name}_size"])) for name in ("tp", "ep"))
+        replicas = moe_tp * moe_ep // tp
+        batch = -(-batch // replicas)
+        parts = {"attention_dp_size": replicas, "moe_tp_size": moe_tp, "moe_ep_size": moe_ep}
     try:
         found = cli_estimate(
             model_path=MODELS[row["model_path"]],
@@ -33,11 +49,13 @@ def estimate(row: dict[str, str]) -> dict[str, object]:
             backend_name=row["backend"],
             isl=int(float(row["isl"])),
             osl=int(float(row["osl"])),
-            batch_size=int(float(row["batch_size"])),
-            tp_size=int(float(row["tp_size"])),
+            batch_size=batch,
+            tp_size=tp,
             gemm_quant_mode=quant,
             kvcache_quant_mode=kv,
             fmha_quant_mode="bfloat16",
+            moe_quant_mode=experts,
+            **parts,
         )
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}".replace("\n", " ")[:200]}

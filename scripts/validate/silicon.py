@@ -5,9 +5,9 @@
 Each variant is a run of ``jaxinfer validate`` in a folder of its own below DIR, which goes on where
 it was cut off. DIR gets ``groups.csv``, ``experts.csv`` (of models with experts),
 ``ablations.csv``, ``tried.csv`` (what might explain groups that are far off) and ``halves.csv``,
-with ``--peer FILE`` of ``peer_estimates.py`` also ``peer.csv``, and with ``--log`` ``logs.csv``;
-none has a point's own figures. The number, ``sequence_s``, is fitted on one half of the points and
-tested on the other.
+with ``--peer FILE`` of ``peer_estimates.py`` also ``peer.csv`` and ``peer_experts.csv``, and with
+``--log`` ``logs.csv``; none has a point's own figures. The number, ``sequence_s``, is fitted on one
+half of the points and tested on the other.
 """
 
 import hashlib
@@ -75,7 +75,8 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
 ATTEMPTS: Mapping[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = (
     {
         (FULL_CARD, "as published"): ((), ()),
-        (FULL_CARD, "room for 6,400 tokens"): ((), ("engine.num_pages=400",)),
+        # By Little's law 5.2 requests of 1,024 tokens, or 2.7 of 2,048, are served at once.
+        (FULL_CARD, "room for 6,000 tokens"): ((), ("engine.num_pages=375",)),
         (FULL_CARD, "room for 19,200 tokens"): ((), ("engine.num_pages=1200",)),
     }
     | {
@@ -83,13 +84,8 @@ ATTEMPTS: Mapping[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = (
         for group in (WHOLE, REPLICAS)
         for name, asked in {
             "as published": ((), ()),
-            "tokens evenly over experts": ((), ("simulate.tables.routing=balanced",)),
-            "products with a scale of each tensor": (("fp8_checkpoint",), ()),
+            "experts by their table, of vLLM 0.19": (("expert_blocks",), ()),
             "steps scheduled ahead": (("one_by_one",), ()),
-            "prompts' attention that the card's peak forbids": (
-                (),
-                ("simulate.tables.possible_attention=false",),
-            ),
         }.items()
     }
     | {
@@ -97,7 +93,7 @@ ATTEMPTS: Mapping[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = (
         for name, settings in {
             "as published": (),
             "tokens evenly over experts": ("simulate.tables.routing=balanced",),
-            "tokens to fewer experts": ("simulate.tables.routing=power_law_1.2",),
+            "tokens to more experts": ("simulate.tables.routing=power_law_1.01",),
         }.items()
     }
 )
@@ -151,6 +147,12 @@ def main(
     }
     if peer:
         tables["peer"] = beside(peer, {"uncalibrated": fits["0"], "fitted": fits[FITTED]})
+        tables["peer_experts"] = [
+            {"group": name} | each
+            for name in EXPERTS
+            for each in beside(peer, {"uncalibrated": attempts[name, "as published"]})
+            if each["engine"] == "all"
+        ]
     if logs:
         tables["logs"] = [each for log in logs for each in run_log(*log, out)]
     for name, rows in tables.items():

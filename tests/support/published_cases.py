@@ -132,6 +132,6 @@ def wanted(root: Path, **changes: Any) -> Wanted:
         "model": MODEL, "devices": 1, "products": "bfloat16", "kv": "bfloat16",
         "static_scales": False, "quickest_all_reduce": True, "possible_attention": True,
         "small_operators": True, "sharers": 1, "experts": None, "expert_parallel": 1,
-        "routing": "balanced",
+        "routing": "balanced", "expert_blocks": False,
     }  # fmt: skip
     return Wanted(**(asked | changes))

@@ -13,14 +13,13 @@ import numpy as np
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.simulate.published.columns import MeasuredPoints, read_measured
+from jaxinfer.simulate.published.expert_blocks import block_times
 from jaxinfer.simulate.published.files import Card, cards, find_card
-from jaxinfer.simulate.published.products import Curve, ProductTimes
+from jaxinfer.simulate.published.products import ProductTimes, without_scaling
 
 # Up to so many tokens vLLM replays a graph; above, it launches each operator.
 _GRAPH_TOKENS = 512
 _ITEMSIZE = 2
-# Width of a product that costs nothing but its launch and its input's quantization.
-_NARROW = 64.0
 Points = dict[float, float]
 
 
@@ -41,6 +40,7 @@ class Wanted:
         sharers: instances whose devices share the experts.
         expert_parallel: ways that experts are shared whole; each is divided by the other devices.
         routing: how tokens spread over experts, in the tables' words.
+        expert_blocks: experts are computed in blocks of rows, as many as there can be.
     """
 
     folder: Path
@@ -60,6 +60,7 @@ class Wanted:
     experts: str | None
     expert_parallel: int
     routing: str
+    expert_blocks: bool
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -172,9 +173,8 @@ def _add_products(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     if not model.num_experts:
         sizes += [("gate_up_proj", (1 + model.gated) * each, h), ("down_proj", h, each)]
     for name, n, k in sizes:
-        curve = times.curve(n, k)
-        if wanted.static_scales and times is not plain:
-            curve = _without_scaling(curve, times.curve(_NARROW, k), plain.curve(_NARROW, k))
+        scaled = wanted.static_scales and times is not plain
+        curve = without_scaling(times, plain, n, k) if scaled else times.curve(n, k)
         found.dense[name] = _micros(curve)
     if model.num_experts:
         found.dense["router"] = _micros(plain.curve(model.num_experts, h))
@@ -187,6 +187,9 @@ def _add_experts(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     devices = wanted.devices * wanted.sharers
     if devices % ways:
         raise JaxinferError(f"expert_parallel is {ways}, must divide {devices} devices")
+    if wanted.expert_blocks:
+        _add_blocks(found, wanted, card, devices // ways)
+        return
     only: dict[str, object] = {
         "moe_dtype": wanted.experts or wanted.products,
         "hidden_size": model.hidden_size,
@@ -203,19 +206,20 @@ def _add_experts(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     found.dense["moe"] = _by_tokens(read, 1)
 
 
+def _add_blocks(found: OperatorPoints, wanted: Wanted, card: Card, divided: int) -> None:
+    """Add experts as products of blocks of rows."""
+    if wanted.products != "fp8_block":
+        raise JaxinferError("expert_blocks takes weight_dtype: fp8 and fp8: block")
+    path = card.file("gemm_perf", wanted.backend, wanted.version)
+    times, plain = (_products(path, each) for each in (wanted.products, "bfloat16"))
+    ways = wanted.expert_parallel
+    found.dense["moe"] = block_times(
+        times, plain, card, wanted.model, divided, ways, wanted.small_operators
+    )
+
+
 def _products(path: Path, dtype: str) -> ProductTimes:
     return ProductTimes(read_measured(path, ("m", "n", "k"), {"gemm_dtype": dtype}, {}))
-
-
-def _without_scaling(curve: Curve, narrow: Curve, plain: Curve) -> Points:
-    """Take off what a narrow product takes longer than in bfloat16: its input's quantization."""
-    found = {}
-    for m, ms in curve.items():
-        if m in narrow and m in plain:
-            off = max(narrow[m] - plain[m], 0.0)
-            # A product is no quicker than a narrow one.
-            found[m] = max(ms - off, min(plain[m], ms))
-    return found
 
 
 def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:

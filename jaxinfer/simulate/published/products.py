@@ -12,6 +12,8 @@ from jaxinfer.simulate.published.columns import MeasuredPoints
 Curve = Mapping[float, float]
 # A pair of n and k that was measured at fewer m than this has no curve.
 _FEWEST = 8
+# Width of a product that costs nothing but its launch and its input's quantization.
+_NARROW = 64.0
 
 
 class ProductTimes:
@@ -55,6 +57,22 @@ class ProductTimes:
     def _over_k(self, n: float, k: float) -> Curve:
         ks = sorted(each for at, each in self._curves if at == n)
         return _between({each: self._curves[n, each] for each in _around(ks, k)}, k)
+
+
+def without_scaling(times: ProductTimes, plain: ProductTimes, n: float, k: float) -> Curve:
+    """Take off what a narrow product takes longer than in bfloat16: its input's quantization.
+
+    Args:
+        times: products in 8 bits; ``plain``: in bfloat16.
+    """
+    curve, narrow, without = times.curve(n, k), times.curve(_NARROW, k), plain.curve(_NARROW, k)
+    found = {}
+    for m, ms in curve.items():
+        if m in narrow and m in without:
+            off = max(narrow[m] - without[m], 0.0)
+            # A product is no quicker than a narrow one.
+            found[m] = max(ms - off, min(without[m], ms))
+    return found
 
 
 def _around(values: Sequence[float], x: float) -> list[float]:
