@@ -89,12 +89,23 @@ def _compile(signature: Any, function: Callable[..., Any], reassociates: bool) -
     return made.native_name, code
 
 
-def _load(symbol: str, code: bytes) -> Code:
+def assembled(symbol: str, module: Any) -> Code:
+    """A function of LLVM's own terms as C code; it takes milliseconds, and is not kept."""
+    machine, _ = _machine()
+    return _load(symbol, machine.emit_object(binding.parse_assembly(str(module))))
+
+
+def _machine() -> tuple[Any, Any]:
+    """This process' machine as LLVM has it, and a module of nothing for it."""
     # Has LLVM know of numba's own functions, as it does once something has been compiled.
     rtsys.initialize(cpu_target.target_context)
     target = binding.Target.from_default_triple()
     empty = binding.parse_assembly(f'target triple = "{target.triple}"')
-    machine = target.create_target_machine(jit=True, codemodel="jitdefault")
+    return target.create_target_machine(jit=True, codemodel="jitdefault"), empty
+
+
+def _load(symbol: str, code: bytes) -> Code:
+    machine, empty = _machine()
     engine = binding.create_mcjit_compiler(empty, machine)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()

@@ -20,6 +20,7 @@ import numpy as np
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.numba_vectors import RowProduct, exp, tiles
 from jaxinfer.pallas_kernels.xla_call import (
+    COUNT,
     NativeCode,
     compiled_once,
     data,
@@ -162,6 +163,8 @@ def register(sizes: AttentionSizes) -> NativeCode:
         return found
 
     def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
+        if worker == COUNT:
+            return units(args)
         T, N, K = dim(args, 0, 0), dim(args, 0, 1), dim(args, 1, 1)
         M, C = dim(args, 3, 1), dim(args, 4, 0)
         start = nb.carray(pointer(data(args, 4), np.int32(0)), (C,))
@@ -190,7 +193,7 @@ def register(sizes: AttentionSizes) -> NativeCode:
         return 0
 
     name = "attention_" + "_".join(map(str, sizes))
-    return register_target(name, units, work, reassociates=True)
+    return register_target(name, work, reassociates=True)
 
 
 def _attend(

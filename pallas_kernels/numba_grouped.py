@@ -17,6 +17,7 @@ import numpy as np
 from jaxinfer.pallas_kernels.numba_matmul import BLOCK
 from jaxinfer.pallas_kernels.numba_vectors import RowProduct, lanes, silu, tiles
 from jaxinfer.pallas_kernels.xla_call import (
+    COUNT,
     NativeCode,
     compiled_once,
     data,
@@ -131,6 +132,8 @@ def _grouped(sizes: GroupedSizes) -> NativeCode:
         return dim(args, 1, 0) * -(-dim(args, 1, 2) // columns)
 
     def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
+        if worker == COUNT:
+            return units(args)
         E, D, F = dim(args, 1, 0), dim(args, 1, 1), dim(args, 1, 2)
         tiles = -(-F // columns)
         row_E1 = nb.carray(pointer(data(args, 1 + weights), np.int32(0)), (E + 1,))
@@ -154,7 +157,7 @@ def _grouped(sizes: GroupedSizes) -> NativeCode:
             if is_past(shared, mine):
                 return 0
 
-    return register_target("grouped_" + "_".join(str(int(x)) for x in sizes), units, work)
+    return register_target("grouped_" + "_".join(str(int(x)) for x in sizes), work)
 
 
 def _call(x_RD: jax.Array, count_E: jax.Array, *weights: jax.Array) -> jax.Array:

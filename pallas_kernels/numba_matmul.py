@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.numba_vectors import FP8_UNIT, RowProduct, silu, tiles
 from jaxinfer.pallas_kernels.xla_call import (
+    COUNT,
     NativeCode,
     compiled_once,
     data,
@@ -104,6 +105,8 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
         return -(-dim(args, 1, 1) // (columns * tiles_of(args)))
 
     def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
+        if worker == COUNT:
+            return units(args)
         T, D, F, count = dim(args, 0, 0), dim(args, 1, 0), dim(args, 1, 1), tiles_of(args)
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
         panels = scratch + 4 * weights * rows * columns
@@ -156,9 +159,7 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
             if is_past(shared, mine):
                 return 0
 
-    return register_target(
-        ("gated_" if gated else "matmul_") + "_".join(map(str, sizes)), units, work
-    )
+    return register_target(("gated_" if gated else "matmul_") + "_".join(map(str, sizes)), work)
 
 
 class LogitsSizes(NamedTuple):
@@ -179,6 +180,8 @@ def _logits(sizes: LogitsSizes) -> NativeCode:
         return -(-dim(args, 1, 0) // TOKENS)
 
     def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
+        if worker == COUNT:
+            return units(args)
         S, (V, D), padded = dim(rets, 0, 0), (dim(args, 1, 0), dim(args, 1, 1)), dim(args, 0, 1)
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
         found = nb.carray(pointer(scratch, np.float32(0)), (TOKENS, padded))
@@ -205,7 +208,7 @@ def _logits(sizes: LogitsSizes) -> NativeCode:
             if is_past(shared, mine):
                 return 0
 
-    return register_target("logits_" + "_".join(map(str, sizes)), units, work)
+    return register_target("logits_" + "_".join(map(str, sizes)), work)
 
 
 def _call(target: NativeCode, shape: tuple[int, int], scratch: int, *args: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.xla_call import (
+    COUNT,
     NativeCode,
     compiled_once,
     data,
@@ -38,6 +39,8 @@ def _register(bits: int) -> NativeCode:
         return -(-dim(args, 0, 0) // TOKENS)
 
     def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
+        if worker == COUNT:
+            return units(args)
         T, K, H = dim(args, 0, 0), dim(args, 0, 1), dim(args, 0, 2)
         P, B = dim(rets, 0, 0), dim(rets, 0, 3)
         k_TKH = nb.carray(pointer(data(args, 0), zero), (T, K, H))
@@ -57,7 +60,7 @@ def _register(bits: int) -> NativeCode:
             if is_past(shared, mine):
                 return 0
 
-    return register_target(f"write_{bits}", units, work, scratch=2)
+    return register_target(f"write_{bits}", work, scratch=2)
 
 
 def write_kv(

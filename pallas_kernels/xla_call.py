@@ -22,7 +22,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from jaxinfer.errors import one_line
-from jaxinfer.pallas_kernels.numba_cache import Code, compiled
+from jaxinfer.pallas_kernels.numba_cache import Code, assembled, compiled
 
 I64 = ir.IntType(64)
 S = TypeVar("S")
@@ -39,6 +39,8 @@ KNOWN, PARTS = range(3, 6), ("MAJOR", "MINOR")
 
 # Words of what the threads of one call share.
 NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, WORK, ASK = range(9)
+# The worker that does nothing but count the units.
+COUNT = -1
 # Behind them, what the thread pool is asked with.
 ASK_WORDS = 5
 SHARED_WORDS = ASK + ASK_WORDS
@@ -220,46 +222,29 @@ def _task_target(name: str) -> NativeCode:
     return NativeCode(name, (code,))
 
 
-def register_target(
-    name: str,
-    units: Callable[[int], int],
-    work: Callable[[int, int, int, int, int], int],
-    scratch: int = 1,
-    reassociates: bool = False,
-) -> "NativeCode":
-    """Tells XLA of a kernel, whose buffers are known by the addresses of their lists.
+@compiled_once
+def _handler_target(name: str) -> NativeCode:
+    """Compile what XLA calls, for all kernels: each has an entry that calls it with its own work.
 
-    Args:
-        name: says all that ``units`` and ``work`` were made with.
-        units: of the arguments' list: how many units there are; a ``part``.
-        work: of the lists of arguments and results, the worker's number, ``shared`` and a first
-            unit: does that, if there is one, and whatever ``take_after(shared)`` gives, in rising
-            order, and looks at no buffer once that ``is_past`` the last one; returns 0.
-        scratch: the number of a result that is scratch memory, with a row for each worker.
-        reassociates: see ``compiled``.
+    It is ``handler(frame, scratch, work)``, with the number of the scratch result and the address
+    of the kernel's ``work``.
     """
-    name = f"jaxinfer_{name}"
     version = np.int64(ffi_version()[1] << 32)
-
-    # Called by address: inlined, it would be compiled for each of its callers.
-    work_code = compiled(f"{name}-work", types.int64(*[types.int64] * 5), work, reassociates)
-    binding.add_symbol(f"{name}_work", work_code.address)
-    work_address = address_of(f"{name}_work")
     task_address = address_of(_task_target("jaxinfer_task").name)
 
-    def handler(frame: int) -> int:
+    def handler(frame: int, scratch: int, work: int) -> int:
         extension = words(frame)[EXTENSION]
         if extension != 0 and (words(extension)[KIND] & 0xFFFFFFFF) == 1:
             words(words(extension)[METADATA])[VERSION] = version
             return 0
         args, rets = words(frame)[ARGS], words(frame)[RETS]
-        total = units(args)
+        total = _call(work, (args, rets, COUNT, 0, 0))
         workers = min(dim(rets, scratch, 0), total)
         shared = _call(_malloc(), (8 * SHARED_WORDS,))
         common = words(shared)
         common[NEXT], common[DONE], common[TOTAL] = 1, 0, total
         common[WORKERS], common[USERS] = 1, 1
-        common[OUR_ARGS], common[OUR_RETS], common[WORK] = args, rets, work_address()
+        common[OUR_ARGS], common[OUR_RETS], common[WORK] = args, rets, work
         error = 0
         for _ in range(workers - 1):
             _fetch_add(shared + 8 * USERS, 1)
@@ -273,11 +258,48 @@ def register_target(
         _leave(shared)
         return error
 
-    kept_as = f"{name}-handler-{ffi_version()[1]}"
-    handler_code = compiled(kept_as, types.int64(types.int64), handler)
-    capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler_code.address))
+    code = compiled(f"{name}-{ffi_version()[1]}", types.int64(*[types.int64] * 3), handler)
+    binding.add_symbol(name, code.address)
+    return NativeCode(name, (code,))
+
+
+def register_target(
+    name: str,
+    work: Callable[[int, int, int, int, int], int],
+    scratch: int = 1,
+    reassociates: bool = False,
+) -> "NativeCode":
+    """Tells XLA of a kernel, whose buffers are known by the addresses of their lists.
+
+    Args:
+        name: says all that ``work`` was made with.
+        work: of the lists of arguments and results, the worker's number, ``shared`` and a first
+            unit: does that, if there is one, and whatever ``take_after(shared)`` gives, in rising
+            order, and looks at no buffer once that ``is_past`` the last one; returns 0. For the
+            worker ``COUNT`` it only returns how many units there are.
+        scratch: the number of a result that is scratch memory, with a row for each worker.
+        reassociates: see ``compiled``.
+    """
+    name = f"jaxinfer_{name}"
+    # Called by address: inlined, it would be compiled for each of its callers.
+    code = compiled(f"{name}-work", types.int64(*[types.int64] * 5), work, reassociates)
+    binding.add_symbol(f"{name}_work", code.address)
+    entry = assembled(name, _entry(name, _handler_target("jaxinfer_handler").name, scratch))
+    capsule = jax.ffi.pycapsule(ctypes.c_void_p(entry.address))
     jax.ffi.register_ffi_target(name, capsule, platform="cpu")
-    return NativeCode(name, (handler_code, work_code))
+    return NativeCode(name, (entry, code))
+
+
+def _entry(name: str, handler: str, scratch: int) -> ir.Module:
+    """A kernel's own function, which XLA calls with a frame: the handler with its work."""
+    module = ir.Module()
+    handle = ir.Function(module, ir.FunctionType(I64, [I64] * 3), handler)
+    work = ir.Function(module, ir.FunctionType(I64, [I64] * 5), f"{name}_work")
+    entry = ir.Function(module, ir.FunctionType(I64, [I64]), name)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    address = builder.ptrtoint(work, I64)
+    builder.ret(builder.call(handle, (entry.args[0], ir.Constant(I64, scratch), address)))
+    return module
 
 
 def threads() -> int:
