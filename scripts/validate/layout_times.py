@@ -46,8 +46,8 @@ MODEL = ModelShape(
 CONTEXT = 128
 # Tokens of a prompt, or sequences.
 SIZES = {"prefill": (256, 1024), "decode": (32, 128)}
-# Without experts, expert_parallel is megatron.
-NAMES = [name for name in LAYOUTS if name != "expert_parallel"]
+# Without experts, those of experts are megatron and sequence_parallel.
+NAMES = [name for name in LAYOUTS if not name.startswith("expert_")]
 ROUNDS = 5
 
 

@@ -112,16 +112,19 @@ def test_what_is_compiled_for_is_a_card_of_the_catalogue(
     assert find_gpu(card).bf16_tflops > 100
 
 
-@pytest.mark.parametrize("layout", ["weight_stationary_2d", "weight_gathered"])
+@pytest.mark.parametrize("layout", ["weight_stationary_2d", "weight_gathered", "expert_all_to_all"])
 def test_a_compiled_mixture_is_as_closed_forms_say(model: str, layout: str) -> None:
     """Experts, gathered weights, reduced and scattered sums: on this process's devices."""
+    tokens, target = 64, CompileTarget("cpu", (8,))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     table = LAYOUTS[layout]
     shape = padded(find_model(str(Path(model).parent)), table, dict(mesh.shape))
-    program = Program(shape, table, mesh, 16, np.float32)
-    compiled = jax.jit(program.layer).lower(*program.layer_arguments(16, False)).compile()
-    flow = layer_flow(shape, table, dict(mesh.shape), 16)
-    closed, _ = closed_forms(flow.collectives, CompileTarget("cpu", (8,)))
+    program = Program(shape, table, mesh, 16, np.dtype("float32"), target)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(program.layer).lower(*program.layer_arguments(tokens, False))
+    compiled = lowered.compile()
+    flow = layer_flow(shape, table, dict(mesh.shape), tokens)
+    closed, _ = closed_forms(flow.collectives, target)
     assert alike(counts(compiled.as_text() or ""), closed)
 
 
