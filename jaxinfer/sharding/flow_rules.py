@@ -224,8 +224,10 @@ class FlowRules:
             cut = {*x.cuts.get(k, ()), *used.get(k, ())} & sums
             inner *= self.sizes[k] / self.ways(tuple(cut))
         outer = self.local("".join(k for k in letters if k in out), found)
-        # Each expert reads the rows that it is sent.
-        shared = self.local("".join(k for k in letters if k in out and k in f"{x.letters}E"), found)
+        experts = {*"EF"} <= {*letters}
+        # Each expert reads the rows that it is sent; a router's columns read the same ones.
+        once = f"{x.letters}E" if experts else x.letters
+        shared = self.local("".join(k for k in letters if k in out and k in once), found)
         self.products.append(
             ProductShare(
                 letters_name(path),
@@ -235,7 +237,7 @@ class FlowRules:
                 inner * outer,
                 rows * shared * inner,
                 rows * outer,
-                {*"EF"} <= {*letters},
+                experts,
             )
         )
 

@@ -163,7 +163,7 @@ class Program:
         logit_TE = jnp.einsum(
             "td,de->te", x_TD, weight["router_DE"], preferred_element_type=jnp.float32
         )
-        weights = (weight[name] for name in ("gate_EDF", "up_EDF", "down_EFD"))
+        weights = weight["gate_EDF"], weight["up_EDF"], weight["down_EFD"]
         route = partial(likeliest, count=self.model.num_experts_per_tok, normalised=True)
         out_TD = experts_on_mesh(x_TD, logit_TE, *weights, route, self.products, self.layout)
         return out_TD.astype(self.dtype)

@@ -36,6 +36,7 @@ from jaxinfer.models.layouts import LAYOUTS, Layout, ways  # noqa: E402
 from jaxinfer.sharding.collectives import Collective, moved, without_reduce_scatter  # noqa: E402
 from jaxinfer.sharding.costs import LayoutFlow  # noqa: E402
 from jaxinfer.sharding.layer import Program  # noqa: E402
+from jaxinfer.sharding.targets import CompileTarget  # noqa: E402
 from scripts.tables import Row, show_table, write_csv  # noqa: E402
 
 MESH = {"x": 2, "y": 4}
@@ -208,7 +209,8 @@ def collective(mesh: Mesh, kind: str, numbers: int, chain: int = 1) -> Callable[
 def layer(layout: Layout, mesh: Mesh, phase: str, tokens: int) -> Callable[[], Any]:
     """A compiled layer with its arrays; decodes write their KV in place."""
     flow = LayoutFlow(MODEL, layout, MESH)
-    program = Program(flow.model, layout, mesh, CONTEXT, np.dtype("float32"))
+    target = CompileTarget("cpu", (mesh.size,))
+    program = Program(flow.model, layout, mesh, CONTEXT, np.dtype("float32"), target)
     x, weights, kv = jax.tree.map(
         lambda x: jax.device_put(np.full(x.shape, 1e-2, x.dtype), x.sharding),
         program.layer_arguments(tokens, phase == "decode"),

@@ -87,9 +87,13 @@ def module(kernels: str, layout: str = "megatron", sizes: Sequence[int] = (D, F,
 # All layouts and whole tiles of both kernels on a mesh of 2 x 4.
 WIDE = (32, 512, 8)
 FAST = ("megatron", "expert_all_to_all", "expert_parallel", "weight_stationary_2d", "alike")
-# With one of one's own, whose tokens and columns lie on the same axis.
-ALIKE = Layout((Rule("*", {"F": ALL}),), {"ffn_inputs": {"T": ALL}})
-CASES = {**LAYOUTS, "alike": ALIKE}
+# With two of one's own: tokens and columns on the same axis; experts and their rows, with tokens
+# that are exchanged.
+OWN = {
+    "alike": Layout((Rule("*", {"F": ALL}),), {"ffn_inputs": {"T": ALL}}),
+    "rows": Layout((Rule("*_E??", {"E": "y", "D": "x"}),), {"ffn_inputs": {"T": "y", "D": "x"}}),
+}
+CASES = {**LAYOUTS, **OWN}
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,13 @@ def test_experts_that_no_token_meets_are_not_read() -> None:
         assert seconds == pytest.approx(2 * read / 1e9, rel=0.04)
 
 
+def test_a_router_reads_each_token_once() -> None:
+    """As many numbers as it is long, where all of 128 experts would read it for themselves."""
+    flow = at_peaks(MIXTURE, LAYOUTS["megatron"], {"x": 1}, CARD).flow
+    reads = {each.what: each.reads for each in flow.layer.products}
+    assert (reads["router_DE"], reads["gate_EDF"]) == (2048, 128 * 2048)
+
+
 def test_slots_of_an_exchange_grow_more_slowly_than_tokens() -> None:
     """One of 128 experts a token: an eighth of 1, 64 and 8,192 in the mean, with what is spare."""
     model = MIXTURE.model_copy(update={"num_experts_per_tok": 1})
