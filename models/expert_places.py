@@ -51,8 +51,8 @@ def slots(tokens: float, devices: int, experts: int, per_token: int) -> float:
     """Tokens that a device sends to each of so many in one round, of those that it has.
 
     A token goes once to each device that holds one of its experts. Routers without a favourite
-    send tokens x share there, and seldom more than ``SPARE`` deviations above; of others, rounds
-    follow until all are sent, together hardly more than all tokens to all devices.
+    send tokens x share there, and seldom more than ``SPARE`` deviations above. For others, rounds
+    follow until all are sent, together with slots for less than twice all tokens.
     """
     elsewhere = experts - experts // devices
     share = 1 - math.comb(elsewhere, per_token) / math.comb(experts, per_token)
