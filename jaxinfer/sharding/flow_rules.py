@@ -225,8 +225,9 @@ class FlowRules:
             inner *= self.sizes[k] / self.ways(tuple(cut))
         outer = self.local("".join(k for k in letters if k in out), found)
         experts = {*"EF"} <= {*letters}
-        # Each expert reads the rows that it is sent; a router's columns read the same ones.
+        # Each expert reads and writes the rows that it is sent; a router's columns read the same.
         once = f"{x.letters}E" if experts else x.letters
+        writers = self.local("E", used) if experts and "E" in summed else 1.0
         shared = self.local("".join(k for k in letters if k in out and k in once), found)
         self.products.append(
             ProductShare(
@@ -236,7 +237,7 @@ class FlowRules:
                 2 * rows * inner * outer,
                 inner * outer,
                 rows * shared * inner,
-                rows * outer,
+                rows * outer * writers,
                 experts,
             )
         )

@@ -58,10 +58,12 @@ def test_experts_that_no_token_meets_are_not_read() -> None:
 
 
 def test_a_router_reads_each_token_once() -> None:
-    """As many numbers as it is long, where all of 128 experts would read it for themselves."""
+    """As many numbers as it is long, where each of 128 experts reads it, and writes a result."""
     flow = at_peaks(MIXTURE, LAYOUTS["megatron"], {"x": 1}, CARD).flow
-    reads = {each.what: each.reads for each in flow.layer.products}
-    assert (reads["router_DE"], reads["gate_EDF"]) == (2048, 128 * 2048)
+    moved = {each.what: (each.reads, each.writes) for each in flow.layer.products}
+    assert moved["router_DE"] == (2048, 128)
+    assert moved["gate_EDF"] == (128 * 2048, 128 * 768)
+    assert moved["down_EFD"] == (128 * 768, 128 * 2048)
 
 
 def test_slots_of_an_exchange_grow_more_slowly_than_tokens() -> None:
