@@ -18,6 +18,7 @@ from jaxinfer.models.grouped_experts import sorted_experts
 from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.models.sharding import for_use, shard
 from jaxinfer.pallas_kernels.choice import grouped
+from jaxinfer.sharding.expert_products import RAGGED
 
 T, X, E, D, F = 9, 3, 5, 17, 100
 RNG = np.random.default_rng(0)
@@ -60,11 +61,12 @@ def test_the_likeliest_and_their_shares(normalised: bool) -> None:
     np.testing.assert_array_equal(expert_TX, experts)
 
 
-@pytest.mark.parametrize("kernels", ["numba", "plain"])
+@pytest.mark.parametrize("kernels", ["numba", "plain", "ragged_dot"])
 def test_all_ways_add_up_to_the_same(kernels: str) -> None:
     if kernels == "numba":
         pytest.importorskip("numba")
-    found = grouped(kernels, jnp.dtype("float32"), D, F)
+    ragged = kernels == "ragged_dot"
+    found = RAGGED if ragged else grouped(kernels, jnp.dtype("float32"), D, F)
     layer = partial(sorted_experts, products=found) if found else all_experts
     shares, experts = routed(True)
     given = *floats(X_TD, shares), jnp.asarray(experts), *floats(*WEIGHTS)
