@@ -12,11 +12,13 @@ from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.config_keys import Keys
+from jaxinfer.models.expert_places import expert_places
+from jaxinfer.models.grouped_experts import experts_on_mesh, sorted_experts
 from jaxinfer.models.layers import alone, dense, init_weight, project
-from jaxinfer.models.layouts import LAYOUTS, Layout, named, table_in_use, ways
-from jaxinfer.models.sharding import place, spec
+from jaxinfer.models.layouts import LAYOUTS, Layout, ways
+from jaxinfer.models.sharding import place
 from jaxinfer.models.weights import stacked, transposed
-from jaxinfer.pallas_kernels.choice import Grouped, grouped
+from jaxinfer.pallas_kernels.choice import grouped
 
 
 class Experts(nnx.Module):
@@ -39,16 +41,18 @@ class Experts(nnx.Module):
         """Token-wise."""
         x_TD = place(self.layout, "ffn_inputs", x_TD)
         logit_TE = dense(x_TD, self.router_DE[...], self.kernels)
-        share_TX, expert_TX = likeliest(logit_TE, self.per_token, self.normalised)
+        route = partial(likeliest, count=self.per_token, normalised=self.normalised)
         weights = self.gate_EDF[...], self.up_EDF[...], self.down_EFD[...]
-        mesh, cuts = jax.sharding.get_abstract_mesh(), weight_cuts(self.layout)
-        _, D, F = weights[0].shape
+        mesh, (_, D, F) = jax.sharding.get_abstract_mesh(), weights[0].shape
+        cuts = expert_places(self.layout, mesh.axis_names).weights
         D, F = D // ways(cuts["D"], mesh.shape), F // ways(cuts["F"], mesh.shape)
         own = grouped(self.kernels, weights[0].dtype, D, F)
         if own and alone():
-            return sorted_experts(x_TD, share_TX, expert_TX, *weights, own)
-        compute = partial(experts_on_mesh, products=own) if own else all_experts
-        out_TD = compute(x_TD, share_TX, expert_TX, *weights, layout=self.layout)
+            return sorted_experts(x_TD, *route(logit_TE), *weights, own)
+        if own:
+            out_TD = experts_on_mesh(x_TD, logit_TE, *weights, route, own, self.layout)
+        else:
+            out_TD = all_experts(x_TD, *route(logit_TE), *weights, self.layout)
         return place(self.layout, "residual", out_TD)
 
 
@@ -83,89 +87,6 @@ def all_experts(
     up_TEF = project("td,edf->tef", x_TD, up_EDF)
     weighted_TEF = place(layout, "experts", gate_TEF * up_TEF * share_TE[..., None])
     return project("tef,efd->td", weighted_TEF, down_EFD)
-
-
-def sorted_experts(
-    x_TD: jax.Array,
-    share_TX: jax.Array,
-    expert_TX: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
-    products: Grouped,
-    partial_over: tuple[str, ...] = (),
-) -> jax.Array:
-    """The same on one device, where each expert computes the tokens that are sent to it: [T, D].
-
-    Args:
-        expert_TX: at most E, which is an expert that lies elsewhere, and adds nothing here.
-        partial_over: axes of the mesh that D is cut over: sums over D are parts of whole ones.
-    """
-    E, expert_R = len(gate_EDF), expert_TX.reshape(-1)
-    order_R = jnp.argsort(expert_R)
-    count_E = jnp.sum(expert_R[:, None] == jnp.arange(E), 0, dtype=jnp.int32)
-    x_RD = x_TD.astype(jnp.float32)[order_R // expert_TX.shape[1]]
-    if partial_over:
-        parts = [products.matmul(x_RD, weight, count_E) for weight in (gate_EDF, up_EDF)]
-        gate_RF, up_RF = jax.lax.psum(parts, partial_over)
-        x_RF = jax.nn.silu(gate_RF) * up_RF
-    else:
-        x_RF = products.gated(x_RD, gate_EDF, up_EDF, count_E)
-    out_RD = products.matmul(x_RF, down_EFD, count_E)
-    out_TXD = out_RD[jnp.argsort(order_R)].reshape(*expert_TX.shape, -1)
-    # Nobody has written the rows of experts that lie elsewhere.
-    out_TXD = jnp.where((expert_TX < E)[..., None], out_TXD, 0)
-    return jnp.sum(out_TXD * share_TX[..., None], 1)
-
-
-def weight_cuts(layout: Layout) -> dict[str, tuple[str, ...]]:
-    """The mesh's axes that cut E, D and F of a mixture's weights as they are multiplied.
-
-    Those of the first layer's gate: others that a layout puts elsewhere are moved there.
-    """
-    axes = jax.sharding.get_abstract_mesh().axis_names
-    table = table_in_use("layers.0.mlp.gate_EDF", layout, axes)
-    return {letter: named(table.get(letter, ()), axes) for letter in "EDF"}
-
-
-def experts_on_mesh(
-    x_TD: jax.Array,
-    share_TX: jax.Array,
-    expert_TX: jax.Array,
-    gate_EDF: jax.Array,
-    up_EDF: jax.Array,
-    down_EFD: jax.Array,
-    products: Grouped,
-    layout: Layout,
-) -> jax.Array:
-    """The same on a mesh, of whose devices each has its part of the weights: [T, D].
-
-    That is whole experts or some columns of all, for all tokens, whose results are summed; or,
-    where the layout cuts the tokens of ``ffn_inputs`` over other axes than weights, for some.
-    """
-    axes, cuts = jax.sharding.get_abstract_mesh().axis_names, weight_cuts(layout)
-    tokens = named(layout.activations.get("ffn_inputs", {}).get("T", ()), axes)
-    of_weights = {axis for each in cuts.values() for axis in each}
-    places = {**cuts, "T": tuple(axis for axis in tokens if axis not in of_weights)}
-
-    def here(
-        x_TD: jax.Array,
-        share_TX: jax.Array,
-        expert_TX: jax.Array,
-        gate_EDF: jax.Array,
-        up_EDF: jax.Array,
-        down_EFD: jax.Array,
-    ) -> jax.Array:
-        E, weights = len(gate_EDF), (gate_EDF, up_EDF, down_EFD)
-        if cuts["E"]:
-            expert_TX -= jax.lax.axis_index(cuts["E"]) * E
-            expert_TX = jnp.where(expert_TX < 0, E, jnp.minimum(expert_TX, E))
-        out_TD = sorted_experts(x_TD, share_TX, expert_TX, *weights, products, cuts["D"])
-        return jax.lax.psum(out_TD, (*cuts["E"], *cuts["F"]))
-
-    specs = [spec(letters, places, axes) for letters in ("TD", "TX", "TX", "EDF", "EDF", "EFD")]
-    on_mesh = jax.shard_map(here, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)
-    return on_mesh(x_TD, share_TX, expert_TX, gate_EDF, up_EDF, down_EFD)
 
 
 def read_counts(keys: Keys, name: str, experts: int, chosen: int) -> tuple[int, int]:

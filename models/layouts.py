@@ -166,6 +166,21 @@ LAYOUTS: dict[str, Layout] = {
     ),
     # Whole experts; attention, and layers without experts, are megatron's.
     "expert_parallel": Layout((Rule("*_E??", {"E": ALL}), *_COLUMNS), kv=_BY_HEADS),
+    # The same with tokens cut as in sequence_parallel, which go to their experts and come back
+    # (Lepikhin et al., 2021).
+    "expert_all_to_all": Layout(
+        (Rule("*_E??", {"E": ALL}), *_COLUMNS),
+        {
+            "residual": {"T": ALL},
+            "attention_inputs": {},
+            "heads": {"N": ALL},
+            "kv": {"K": ALL},
+            "ffn_inputs": {"T": ALL},
+            "ffn": {"F": ALL},
+            "experts": {"E": ALL},
+        },
+        kv=_BY_HEADS,
+    ),
     # Parameters are cut by rows, gathered where they are used; tokens are cut (Zhao et al., 2023).
     "fsdp": Layout(
         (_NORMS, Rule("layers.*", {"D": ALL})),

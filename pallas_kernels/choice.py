@@ -89,11 +89,13 @@ def scaled_products(kernels: str, dtype: jnp.dtype) -> ScaledProducts | None:
 class Grouped(NamedTuple):
     """Products of rows with the weights of their experts; see ``numba_grouped``.
 
-    ``gated`` may round its results to the weights' dtype, as ``matmul`` does what it is given.
+    Attributes:
+        rounds: rows are rounded to the weights' dtype, as may be what ``gated`` returns.
     """
 
     matmul: Callable[..., jax.Array]
     gated: Callable[..., jax.Array]
+    rounds: bool
 
 
 def grouped(kernels: str, dtype: jnp.dtype, D: int, F: int) -> Grouped | None:
@@ -106,7 +108,7 @@ def grouped(kernels: str, dtype: jnp.dtype, D: int, F: int) -> Grouped | None:
     if kernels == "numba" and dtype in (jnp.float32, jnp.bfloat16):
         from jaxinfer.pallas_kernels import numba_grouped
 
-        return Grouped(numba_grouped.matmul, numba_grouped.gated)
+        return Grouped(numba_grouped.matmul, numba_grouped.gated, rounds=False)
     if kernels in ("plain", "numba"):
         return None
     from jaxinfer.pallas_kernels import grouped
@@ -115,7 +117,9 @@ def grouped(kernels: str, dtype: jnp.dtype, D: int, F: int) -> Grouped | None:
         return None
     interpret = kernels == "interpret"
     return Grouped(
-        partial(grouped.matmul, interpret=interpret), partial(grouped.gated, interpret=interpret)
+        partial(grouped.matmul, interpret=interpret),
+        partial(grouped.gated, interpret=interpret),
+        rounds=True,
     )
 
 

@@ -14,7 +14,7 @@ from jaxinfer.sharding.targets import CompileTarget
 
 FOLDER = Path("~/.cache/jaxinfer/sharding")
 # Packages that decide what is compiled.
-_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "numba")
 
 
 class CompiledCache:
@@ -35,8 +35,8 @@ class CompiledCache:
     ) -> None:
         self._folder = folder
         versions = [f"{name} {version_of(name)}" for name in _COMPILERS]
-        # Programs are of both: models have the activations' names and how specs are made.
-        code = [digest_of(PACKAGE / name) for name in ("sharding", "models")]
+        # Programs are of all: models have the activations' names, how specs are made, experts.
+        code = [digest_of(PACKAGE / name) for name in ("sharding", "models", "pallas_kernels")]
         asked = [str(target), list(mesh.items()), model.model_dump(), dtype]
         self._common = json.dumps([versions, code, asked])
 

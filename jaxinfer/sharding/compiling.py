@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from os import environ
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.layouts import Layout, Rule, in_use
 from jaxinfer.sharding.hlo import counts
 from jaxinfer.sharding.targets import CompileTarget, devices_of
+
+if TYPE_CHECKING:
+    from jaxinfer.sharding.layer import Program
 
 PHASES = ("prefill", "decode")
 
@@ -48,17 +51,20 @@ class Compiled:
         collectives: kind -> arrays, and numbers of them that each device sends.
         temporaries: numbers of all that is neither an argument nor a result, on one device.
         compile_s: seconds.
+        ragged: experts are multiplied by ``jax.lax.ragged_dot``, as engines do nowhere.
     """
 
     collectives: dict[str, tuple[int, float]]
     temporaries: float
     compile_s: float
+    ragged: bool
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "Compiled":
         """Read what was written as JSON."""
         kinds = {kind: (int(n), float(size)) for kind, (n, size) in found["collectives"].items()}
-        return cls(kinds, float(found["temporaries"]), float(found["compile_s"]))
+        seconds = float(found["compile_s"])
+        return cls(kinds, float(found["temporaries"]), seconds, bool(found["ragged"]))
 
 
 def as_text(layout: Layout, axes: Sequence[str]) -> str:
@@ -137,34 +143,36 @@ def _main() -> None:
         devices = devices_of(target)
         model = ModelShape.model_validate(asked["model"])
         for job in asked["jobs"]:
-            found = _compiled(LayerJob(**job), devices, asked["mesh"], model, dtype)
+            found = _compiled(LayerJob(**job), target, devices, asked["mesh"], model, dtype)
             print(json.dumps(asdict(found)), flush=True)
     except JaxinferError as error:
         print(json.dumps({"error": str(error)}), flush=True)
 
 
 def _compiled(
-    job: LayerJob, devices: list[Any], mesh: dict[str, int], model: ModelShape, dtype: str
+    job: LayerJob,
+    target: CompileTarget,
+    devices: list[Any],
+    mesh: dict[str, int],
+    model: ModelShape,
+    dtype: str,
 ) -> Compiled:
     import jax
     import numpy as np
     from jax.sharding import Mesh
 
+    from jaxinfer.sharding.expert_products import RAGGED
     from jaxinfer.sharding.layer import Program
     from jaxinfer.sharding.shapes import padded
 
     layout = _read(job.layout)
     laid = Mesh(np.array(devices).reshape(*mesh.values()), tuple(mesh))
-    program = Program(padded(model, layout, mesh), layout, laid, job.context, np.dtype(dtype))
+    wide = padded(model, layout, mesh)
+    program = Program(wide, layout, laid, job.context, np.dtype(dtype), target)
     started = time.perf_counter()
-    if job.part == "head":
-        lowered = jax.jit(program.head).lower(*program.head_arguments(job.tokens))
-    else:
-        arguments = program.layer_arguments(job.tokens, job.part == "decode")
-        jitted = partial(jax.jit, donate_argnums=2) if job.part == "decode" else jax.jit
-        lowered = jitted(program.layer).lower(*arguments)
     try:
-        compiled = lowered.compile()
+        with jax.set_mesh(laid):
+            compiled = _lowered(program, job).compile()
     except jax.errors.JaxRuntimeError as error:
         said = str(error).splitlines()[0]
         raise JaxinferError(f"layout {job.name}, {job.part}: {said}") from None
@@ -173,7 +181,18 @@ def _compiled(
         counts(compiled.as_text() or ""),
         memory.temp_size_in_bytes / np.dtype(dtype).itemsize if memory else 0.0,
         time.perf_counter() - started,
+        job.part != "head" and program.products is RAGGED,
     )
+
+
+def _lowered(program: "Program", job: LayerJob) -> Any:
+    import jax
+
+    if job.part == "head":
+        return jax.jit(program.head).lower(*program.head_arguments(job.tokens))
+    arguments = program.layer_arguments(job.tokens, job.part == "decode")
+    jitted = partial(jax.jit, donate_argnums=2) if job.part == "decode" else jax.jit
+    return jitted(program.layer).lower(*arguments)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,20 @@
 Each product takes as long as its FLOPs or its bytes, whichever take longer (Williams et al., 2009).
 Collectives are rings and hide behind nothing. Of a mixture's experts, tokens meet those that they
 are sent to, as in a grouped product: of E experts, T tokens that are sent to k each meet
-E (1 - (1 - k / E)^T).
+E (1 - (1 - k / E)^T). Where they are exchanged, one round takes all.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
 from jaxinfer.models.layouts import Layout, letters_of, most_ways, table_of, ways
 from jaxinfer.sharding.collectives import Collective
-from jaxinfer.sharding.dataflow import ProductShare, head_flow, layer_flow
+from jaxinfer.sharding.dataflow import LayerFlow, head_flow, layer_flow
 from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded
 
 # Bytes of a number of hidden states and logits.
@@ -92,6 +93,21 @@ class LayoutStepCost:
     step: Seconds
     weight_bytes: float
     kv_bytes: float
+
+
+class _Coefficients(NamedTuple):
+    """Kernels by seconds, and seconds of links by what they are for.
+
+    Attributes:
+        kernels: of each, its FLOPs per token; its weights' bytes; other bytes per token; rows per
+            token that choose among its experts, or 0.
+        token_s, slot_s, step_s: for a token, a slot of an exchange, and a step.
+    """
+
+    kernels: list[tuple[float, float, float, float]]
+    token_s: float
+    slot_s: float
+    step_s: float
 
 
 class LayoutFlow:
@@ -182,20 +198,12 @@ class LayoutCosts:
         self._itemsize, self._weight_size, self._kv_size = itemsize, weight_size, kv_size
         E, k = flow.model.num_experts, flow.model.num_experts_per_tok
         self._share = k / E if E else 1.0
-        layer, head = flow.layer, flow.head
-        self._layer = self._coefficients(layer.products, layer.collectives, weight_size)
-        self._head = self._coefficients(head.products, head.collectives, self._table_size)
+        self._layer = self._coefficients(flow.layer, weight_size)
+        self._head = self._coefficients(flow.head, self._table_size)
 
-    def _coefficients(
-        self, products: Sequence[ProductShare], collectives: Sequence[Collective], size: float
-    ) -> tuple[list[tuple[float, float, float, float]], float, float]:
-        """Kernels by seconds, and those of links per token and per step.
-
-        Of a kernel: its FLOPs per token; its weights' bytes; other bytes per token; rows per token
-        that choose among its experts, or 0.
-        """
+    def _coefficients(self, flow: LayerFlow, size: float) -> _Coefficients:
         kernels = []
-        for _, fused in groupby(products, key=lambda each: (each.operand, each.experts)):
+        for _, fused in groupby(flow.products, key=lambda each: (each.operand, each.experts)):
             parts = list(fused)
             share = self._share if parts[0].experts else 1.0
             activations = max(each.reads for each in parts) + sum(each.writes for each in parts)
@@ -207,16 +215,17 @@ class LayoutCosts:
                     parts[0].rows if parts[0].experts else 0.0,
                 )
             )
-        token_s = step_s = 0.0
-        for each in collectives:
+        token_s = slot_s = step_s = 0.0
+        for each in flow.collectives:
             sent_s, fixed_s = ring_seconds(each, self._links)
             step_s += fixed_s
-            if "T" in each.letters:
-                share = self._share if {*"TEF"} <= {*each.letters} else 1.0
-                token_s += sent_s * share * self._itemsize
+            if flow.exchange and "J" in each.letters:
+                slot_s += sent_s * self._itemsize / flow.exchange.slots(1)
+            elif "T" in each.letters:
+                token_s += sent_s * self._itemsize
             else:
                 step_s += sent_s * size
-        return kernels, token_s, step_s
+        return _Coefficients(kernels, token_s, slot_s, step_s)
 
     @property
     def weight_bytes(self) -> float:
@@ -269,17 +278,17 @@ class LayoutCosts:
         step = layer * self.flow.model.num_hidden_layers + head
         return LayoutStepCost(layer, head, step, self.weight_bytes, self.kv_bytes)
 
-    def _kernels(
-        self, found: tuple[list[tuple[float, float, float, float]], float, float], tokens: float
-    ) -> Seconds:
-        kernels, token_s, step_s = found
+    def _kernels(self, found: _Coefficients, tokens: float) -> Seconds:
+        kernels, token_s, slot_s, step_s = found
         T = math.ceil(tokens / self.flow.rows) * self.flow.rows
         sums = [0.0, 0.0]
         for flops_s, weights_s, moved_s, choosing in kernels:
             touched = 1 - (1 - self._share) ** (choosing * T) if choosing else 1.0
             compute, memory = T * flops_s, weights_s * touched + T * moved_s
             sums[compute <= memory] += max(compute, memory)
-        return Seconds(sums[0], sums[1], T * token_s + step_s)
+        exchange = self.flow.layer.exchange
+        slots_s = exchange.slots(T) * slot_s if exchange else 0.0
+        return Seconds(sums[0], sums[1], T * token_s + slots_s + step_s)
 
 
 def at_peaks(

@@ -1,56 +1,24 @@
-"""Closed forms: which collectives a layout's tables ask for, by rules of how data must flow.
-
-A product takes its operands where they lie. Three rules say what moves:
-
-1. Operands move, results do not: an axis of tokens that the result's table lacks is gathered from
-   the operand; one that the table wants, and that cuts what is summed over, is exchanged.
-2. Sums over a cut axis are partial: they are scattered as they are reduced where the result's table
-   wants that axis, and else reduced everywhere.
-3. What a device has whole it cuts for nothing.
+"""Closed forms of a layer and of the head: what each device moves and computes, by ``flow_rules``.
 
 This file needs no JAX.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.models.layouts import (
-    ACTIVATIONS,
-    Layout,
-    Places,
-    letters_of,
-    named,
-    table_in_use,
-    table_of,
-)
+from jaxinfer.models.layouts import Layout
 from jaxinfer.sharding.collectives import Collective
+from jaxinfer.sharding.expert_flow import Exchange, experts
+from jaxinfer.sharding.flow_rules import (
+    Activation,
+    Cuts,
+    FlowRules,
+    ProductShare,
+    letters_name,
+    otherwise,
+)
 from jaxinfer.sharding.shapes import Sizes, layer_parameters
-
-Cuts = dict[str, tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class ProductShare:
-    """A device's part of a matrix product.
-
-    Attributes:
-        flops: a multiplication and an addition being two.
-        operand: the activation that it reads; others of that operand are one kernel with it.
-        rows: tokens that it has.
-        weights: numbers of the weight that it reads; ``reads``, ``writes``: of activations.
-        experts: whether it is of a mixture's experts, all of which see all tokens here.
-    """
-
-    what: str
-    operand: str
-    rows: float
-    flops: float
-    weights: float
-    reads: float
-    writes: float
-    experts: bool
 
 
 @dataclass(frozen=True)
@@ -64,196 +32,16 @@ class AttentionShare:
 
 @dataclass(frozen=True)
 class LayerFlow:
-    """The flow of one layer, or of the head."""
+    """The flow of one layer, or of the head.
+
+    Attributes:
+        exchange: of tokens between devices with experts; its collectives have the letter J.
+    """
 
     collectives: list[Collective]
     products: list[ProductShare]
     attention: AttentionShare | None = None
-
-
-@dataclass(frozen=True)
-class _Array:
-    """An activation and the axes of the mesh that cut each of its own.
-
-    Attributes:
-        partial: axes that it is yet to be summed over, for each logical axis that was.
-    """
-
-    what: str
-    letters: str
-    cuts: Cuts
-    partial: tuple[tuple[str, ...], ...] = ()
-
-
-class _FlowRules:
-    """Rules at work on one mesh."""
-
-    def __init__(self, model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> None:
-        self.layout, self.mesh, self.axes = layout, mesh, list(mesh)
-        self.sizes: dict[str, float] = {
-            "T": tokens,
-            "S": tokens,
-            "D": model.hidden_size,
-            "N": model.num_attention_heads,
-            "K": model.num_key_value_heads,
-            "H": model.head_size,
-            "F": model.intermediate_size,
-            "E": model.num_experts,
-            "V": model.vocab_size,
-        }
-        self.collectives: list[Collective] = []
-        self.products: list[ProductShare] = []
-        self._gathered: set[tuple[str, str, str]] = set()
-
-    def cuts(self, letters: str, table: Places) -> Cuts:
-        """A table's places by letter; axes with one device cut nothing."""
-        found = {
-            letter: tuple(a for a in named(table.get(letter, ()), self.axes) if self.mesh[a] > 1)
-            for letter in letters
-        }
-        return {letter: axes for letter, axes in found.items() if axes}
-
-    def named_cuts(self, *names: str) -> Cuts | None:
-        """Cuts of the first of these activations that the layout names, else None."""
-        for name in names:
-            if name in self.layout.activations:
-                return self.cuts(ACTIVATIONS[name], self.layout.activations[name])
-        return None
-
-    def ways(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh[axis] for axis in axes)
-
-    def local(self, letters: str, cuts: Cuts) -> float:
-        """Numbers on each device."""
-        return math.prod(self.sizes[each] / self.ways(cuts.get(each, ())) for each in letters)
-
-    def record(self, kind: str, axes: tuple[str, ...], letters: str, cuts: Cuts, what: str) -> None:
-        """A collective over these axes, if there are any, of an array cut like this."""
-        if axes:
-            numbers = self.local(letters, cuts)
-            self.collectives.append(Collective(kind, axes, self.ways(axes), numbers, what, letters))
-
-    def move(self, x: _Array, to: Cuts) -> _Array:
-        """Sum what is partial, then exchange, gather and cut; what was gathered before is there."""
-        wanted = {axis for axes in to.values() for axis in axes}
-        cuts = dict(x.cuts)
-        for summed in x.partial:
-            scattered = tuple(axis for axis in summed if axis in wanted)
-            reduced = tuple(axis for axis in summed if axis not in wanted)
-            self.record("reduce-scatter", scattered, x.letters, cuts, x.what)
-            for letter, axes in to.items() if scattered else ():
-                here = tuple(axis for axis in axes if axis in scattered)
-                cuts[letter] = (*cuts.get(letter, ()), *here)
-            self.record("all-reduce", reduced, x.letters, cuts, x.what)
-        key = (x.what, str(sorted(cuts.items())), str(sorted(to.items())))
-        if key not in self._gathered:
-            self._gathered.add(key)
-            self._exchange_and_gather(x, cuts, to)
-        return _Array(x.what, x.letters, to)
-
-    def _exchange_and_gather(self, x: _Array, cuts: Cuts, to: Cuts) -> None:
-        added = {a for k, axes in to.items() for a in axes if a not in cuts.get(k, ())}
-        gone = {k: [a for a in axes if a not in to.get(k, ())] for k, axes in cuts.items()}
-        for axes in gone.values():
-            exchanged = tuple(axis for axis in axes if axis in added)
-            self.record("all-to-all", exchanged, x.letters, cuts, x.what)
-        left = {k: tuple(a for a in axes if a not in gone[k]) for k, axes in cuts.items()}
-        gathered = tuple(a for axes in gone.values() for a in axes if a not in added)
-        moving = {a for axes in gone.values() for a in axes}
-        exchanged_to = {
-            k: (*left.get(k, ()), *(a for a in to.get(k, ()) if a in moving)) for k in x.letters
-        }
-        self.record("all-gather", gathered, x.letters, exchanged_to, x.what)
-
-    def normed(self, name: str, residual: Cuts, gated: bool) -> _Array:
-        """The residual stream's norm, where the layout wants it; means of cut rows are sums."""
-        over = residual.get("D", ())
-        for mean in ("mean square",) if gated else ("mean", "mean square"):
-            self.record("all-reduce", over, "T", residual, f"{mean} of {name}")
-        return self.move(_Array(name, "TD", residual), _or(self.named_cuts(name), residual))
-
-    def used(self, path: str) -> Cuts:
-        """Cuts of a weight as it is multiplied."""
-        return self.cuts(letters_of(path), table_in_use(path, self.layout, self.axes))
-
-    def gather_weight(self, path: str) -> Cuts:
-        """The same, and record what is gathered for that."""
-        letters, used = letters_of(path), self.used(path)
-        stored = self.cuts(letters, table_of(path, self.layout))
-        gone = tuple(a for k, axes in stored.items() for a in axes if a not in used.get(k, ()))
-        self.record("all-gather", gone, letters, used, letters_name(path))
-        return used
-
-    def product(self, x: _Array, path: str, out: str, what: str, to: Cuts | None) -> _Array:
-        """x by a weight; ``out`` are the result's letters, ``to`` its cuts where it has a name."""
-        letters, used = letters_of(path), self.gather_weight(path)
-        summed = [k for k in x.letters if k not in out]
-        cuts = dict(x.cuts)
-        of_weight = {a for axes in used.values() for a in axes}
-        target = to or {}
-        kept = tuple(
-            a
-            for a in cuts.get("T", ())
-            if (to is None or a in target.get("T", ())) and a not in of_weight
-        )
-        came: tuple[str, ...] = ()
-        for k in summed:
-            moving = tuple(
-                a for a in cuts.get(k, ()) if a in target.get("T", ()) and a not in used.get(k, ())
-            )
-            came += moving
-            cuts[k] = tuple(a for a in cuts.get(k, ()) if a not in moving)
-        cuts["T"] = tuple(a for a in target.get("T", ()) if a in came) + kept
-        x = self.move(x, {k: axes for k, axes in cuts.items() if axes})
-        partial = tuple(
-            tuple(dict.fromkeys((*x.cuts.get(k, ()), *used.get(k, ())))) for k in summed
-        )
-        sums = {axis for axes in partial for axis in axes}
-        found: Cuts = {"T": x.cuts.get("T", ())}
-        for k in out:
-            if k in letters:
-                place = used.get(k, ())
-                more = [a for a in target.get(k, ()) if a not in (*place, *sums, *found["T"])]
-                found[k] = (*place, *more)
-        found = {k: axes for k, axes in found.items() if axes}
-        self._count(x, path, out, found, sums, summed)
-        return _Array(what, out, found, partial)
-
-    def _count(
-        self,
-        x: _Array,
-        path: str,
-        out: str,
-        found: Cuts,
-        sums: set[str],
-        summed: list[str],
-    ) -> None:
-        rows, letters = self.local("T", found), letters_of(path)
-        used = self.used(path)
-        inner = 1.0
-        for k in summed:
-            cut = {*x.cuts.get(k, ()), *used.get(k, ())} & sums
-            inner *= self.sizes[k] / self.ways(tuple(cut))
-        outer = self.local("".join(k for k in letters if k in out), found)
-        # Each expert reads the rows that it is sent.
-        shared = self.local("".join(k for k in letters if k in out and k in f"{x.letters}E"), found)
-        self.products.append(
-            ProductShare(
-                letters_name(path),
-                x.what,
-                rows,
-                2 * rows * inner * outer,
-                inner * outer,
-                rows * shared * inner,
-                rows * outer,
-                {*"EF"} <= {*letters},
-            )
-        )
-
-
-def letters_name(path: str) -> str:
-    """A parameter's own name."""
-    return path.rpartition(".")[2]
+    exchange: Exchange | None = None
 
 
 def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> LayerFlow:
@@ -263,18 +51,18 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
         model: with heads and columns that divide, see ``shapes.padded``.
         tokens: of the step.
     """
-    flow = _FlowRules(model, layout, mesh, tokens)
+    flow = FlowRules(model, layout, mesh, tokens)
     path = {letters_name(each): each for each in layer_parameters(model)}
     residual = flow.named_cuts("residual") or {}
     y = flow.normed("attention_inputs", residual, model.gated)
     heads, kv = flow.named_cuts("heads"), flow.named_cuts("kv")
     made = flow.named_cuts("queries", "heads")
     q = flow.product(y, path["q_DNH"], "TNH", "q", made)
-    q = flow.move(flow.move(q, _or(made, q.cuts)), _or(heads, q.cuts))
+    q = flow.move(flow.move(q, otherwise(made, q.cuts)), otherwise(heads, q.cuts))
     made = flow.named_cuts("new_kv", "kv")
     for each in "kv":
         new = flow.product(y, path[f"{each}_DKH"], "TKH", each, made)
-        new = flow.move(flow.move(new, _or(made, new.cuts)), _or(kv, new.cuts))
+        new = flow.move(flow.move(new, otherwise(made, new.cuts)), otherwise(kv, new.cuts))
         flow.move(new, flow.cuts("K", layout.kv))
     own = flow.cuts("K", layout.kv).get("K", ())
     rows = (heads or {}).get("T", ())
@@ -283,40 +71,31 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
     attention = AttentionShare(
         flow.local("T", seen), flow.local("N", seen), flow.local("K", {"K": own})
     )
-    out = flow.move(_Array("out", "TNH", seen), _or(heads, seen))
-    out = flow.move(out, _or(flow.named_cuts("attention_outputs"), out.cuts))
+    out = flow.move(Activation("out", "TNH", seen), otherwise(heads, seen))
+    out = flow.move(out, otherwise(flow.named_cuts("attention_outputs"), out.cuts))
     flow.move(flow.product(out, path["o_NHD"], "TD", "attention", residual), residual)
     y = flow.normed("ffn_inputs", residual, model.gated)
-    (_experts if model.num_experts else _ffn)(flow, y, path, model.gated, residual)
+    if model.num_experts:
+        exchange = experts(flow, model, y, path, residual)
+        return LayerFlow(flow.collectives, flow.products, attention, exchange)
+    _ffn(flow, y, path, model.gated, residual)
     return LayerFlow(flow.collectives, flow.products, attention)
 
 
-def _ffn(flow: _FlowRules, y: _Array, path: Mapping[str, str], gated: bool, residual: Cuts) -> None:
+def _ffn(
+    flow: FlowRules, y: Activation, path: Mapping[str, str], gated: bool, residual: Cuts
+) -> None:
     to = flow.named_cuts("ffn")
     for name in ("gate_DF", "up_DF") if gated else ("up_DF",):
         up = flow.product(y, path[name], "TF", letters_name(name), to)
-        up = flow.move(up, _or(to, up.cuts))
-    up = flow.move(replace(up, what="ffn"), _or(flow.named_cuts("ffn_outputs"), up.cuts))
+        up = flow.move(up, otherwise(to, up.cuts))
+    up = flow.move(replace(up, what="ffn"), otherwise(flow.named_cuts("ffn_outputs"), up.cuts))
     flow.move(flow.product(up, path["down_FD"], "TD", "ffn", residual), residual)
-
-
-def _experts(
-    flow: _FlowRules, y: _Array, path: Mapping[str, str], gated: bool, residual: Cuts
-) -> None:
-    logits = flow.product(y, path["router_DE"], "TE", "router", None)
-    logits = flow.move(logits, logits.cuts)
-    # XLA's top_k has all rows on each device.
-    flow.move(replace(logits, what="top_k"), {})
-    for name in ("gate_EDF", "up_EDF"):
-        up = flow.product(y, path[name], "TEF", name, None)
-        up = flow.move(up, up.cuts)
-    up = flow.move(_Array("experts", "TEF", up.cuts), _or(flow.named_cuts("experts"), up.cuts))
-    flow.move(flow.product(up, path["down_EFD"], "TD", "ffn", residual), residual)
 
 
 def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> LayerFlow:
     """The flow of the head for the rows that are sampled."""
-    flow = _FlowRules(model, layout, mesh, rows)
+    flow = FlowRules(model, layout, mesh, rows)
     residual = flow.named_cuts("residual") or {}
     x = flow.move(flow.normed("head", residual, model.gated), {})
     path = "embed_VD" if model.tie_word_embeddings else "head_VD"
@@ -327,9 +106,5 @@ def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> La
         else {{"S": "T"}.get(k, k): axes for k, axes in flow.cuts("SV", table).items()}
     )
     logits = flow.product(x, path, "TV", "logits", to)
-    flow.move(logits, _or(to, logits.cuts))
+    flow.move(logits, otherwise(to, logits.cuts))
     return LayerFlow(flow.collectives, flow.products)
-
-
-def _or(cuts: Cuts | None, other: Cuts) -> Cuts:
-    return other if cuts is None else cuts

@@ -4,7 +4,8 @@ An array counts as one collective, whatever the compiler has put together. XLA f
 reduce-scatter: an all-reduce that a slice follows is counted as the all-reduce that it is. XLA for
 TPUs has both in one kernel, a computation named ``all-reduce-scatter``: that is a reduce-scatter.
 It also writes one that runs beside other work as several, its beginning, steps and end, of one
-channel: they count once. So does what is in a loop.
+channel: they count once. Those that programs ask for under ``shard_map`` all have the same channel,
+and are no steps. What is in a loop counts once, too.
 """
 
 import math
@@ -54,7 +55,7 @@ def counts(hlo: str) -> Counts:
         found, channel = _LINE.search(line), _CHANNEL.search(line)
         if not found or (channel and channel[1] in channels):
             continue
-        if channel:
+        if channel and "/shard_map/" not in line:
             channels.add(channel[1])
         result, kind, starts, groups = found.groups()
         devices = _devices(groups) if groups else 2

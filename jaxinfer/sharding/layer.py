@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.models.expert_places import expert_places
+from jaxinfer.models.experts import likeliest
+from jaxinfer.models.grouped_experts import experts_on_mesh
 from jaxinfer.models.layouts import (
     ACTIVATIONS,
     Layout,
@@ -22,9 +25,13 @@ from jaxinfer.models.layouts import (
     named,
     table_in_use,
     table_of,
+    ways,
 )
 from jaxinfer.models.sharding import spec
+from jaxinfer.pallas_kernels.choice import Grouped
+from jaxinfer.sharding.expert_products import expert_products
 from jaxinfer.sharding.shapes import layer_parameters
+from jaxinfer.sharding.targets import CompileTarget
 
 # KV entries that attention reads at a time, as kernels do: scores are never whole in memory.
 BLOCK = 512
@@ -37,15 +44,31 @@ class Program:
         model: with heads and columns that divide, see ``shapes.padded``.
         context: KV entries that a decode sees, its own included.
         dtype: of all arrays.
+        target: devices of the mesh.
+
+    Attributes:
+        products: of a mixture's experts; None of dense models.
     """
 
     def __init__(
-        self, model: ModelShape, layout: Layout, mesh: Mesh, context: int, dtype: Any
+        self,
+        model: ModelShape,
+        layout: Layout,
+        mesh: Mesh,
+        context: int,
+        dtype: Any,
+        target: CompileTarget,
     ) -> None:
         self.model, self.layout, self.mesh = model, layout, mesh
         self.context, self.dtype = context, dtype
         self.axes = mesh.axis_names
         self.parameters = layer_parameters(model)
+        self.products: Grouped | None = None
+        if model.num_experts:
+            cuts = expert_places(layout, self.axes).weights
+            D, F = model.hidden_size, model.intermediate_size
+            sizes = D // ways(cuts["D"], mesh.shape), F // ways(cuts["F"], mesh.shape)
+            self.products = expert_products(target, dtype, *sizes)
 
     def _spec(self, letters: str, table: Places) -> PartitionSpec:
         return spec(letters, table, self.axes)
@@ -135,15 +158,15 @@ class Program:
         return jnp.einsum("tf,fd->td", up_TF, weight["down_FD"])
 
     def experts(self, x_TD: jax.Array, weight: Mapping[str, jax.Array]) -> jax.Array:
-        """Compute all experts of all tokens, weighed by the router."""
-        logit_TE = jnp.einsum("td,de->te", x_TD, weight["router_DE"])
-        top_TX, expert_TX = jax.lax.top_k(logit_TE, self.model.num_experts_per_tok)
-        chosen_TXE = jax.nn.one_hot(expert_TX, logit_TE.shape[1], dtype=x_TD.dtype)
-        share_TE = jnp.einsum("tx,txe->te", jax.nn.softmax(top_TX), chosen_TXE)
-        gate_TEF = jax.nn.silu(jnp.einsum("td,edf->tef", x_TD, weight["gate_EDF"]))
-        up_TEF = jnp.einsum("td,edf->tef", x_TD, weight["up_EDF"])
-        weighted_TEF = self.place("experts", gate_TEF * up_TEF * share_TE[..., None])
-        return jnp.einsum("tef,efd->td", weighted_TEF, weight["down_EFD"])
+        """A mixture, as the engine's; the mesh is in use."""
+        assert self.products
+        logit_TE = jnp.einsum(
+            "td,de->te", x_TD, weight["router_DE"], preferred_element_type=jnp.float32
+        )
+        weights = weight["gate_EDF"], weight["up_EDF"], weight["down_EFD"]
+        route = partial(likeliest, count=self.model.num_experts_per_tok, normalised=True)
+        out_TD = experts_on_mesh(x_TD, logit_TE, *weights, route, self.products, self.layout)
+        return out_TD.astype(self.dtype)
 
     def attention(
         self, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: Any

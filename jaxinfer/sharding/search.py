@@ -50,7 +50,9 @@ class AxisAssignment:
         rows = left(self.rows, self.tokens)
         gathered = left(self.rows, rows)
         by_heads = left(self.tokens, self.heads)
-        by_columns = left(self.tokens, self.columns, self.experts)
+        # Cut over all axes that experts are, they go to their experts.
+        whole = () if {*self.experts} <= {*self.tokens} else self.experts
+        by_columns = left(self.tokens, self.columns, whole)
         stream = (*rows, *left(axes, self.tokens, rows)) if rows else ()
         stored = (*rows, *gathered)
         matrix = table(D=stored, N=self.heads, K=self.heads, F=self.columns, E=self.experts)
@@ -72,7 +74,7 @@ class AxisAssignment:
                 "ffn_inputs": table(T=by_columns, D=rows),
                 "ffn": table(T=by_columns, F=(*self.columns, *rows)),
                 "ffn_outputs": table(T=by_columns, F=self.columns),
-                "experts": table(T=by_columns, E=self.experts, F=self.columns),
+                "experts": table(T=left(by_columns, self.experts), E=self.experts, F=self.columns),
             },
             kv,
             gathered,

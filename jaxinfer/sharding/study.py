@@ -132,8 +132,6 @@ def closed_forms(
     if target.is_cpu and any(each.kind == "reduce-scatter" for each in found):
         notes.append("no reduce-scatter on CPU")
         found = without_reduce_scatter(found)
-    if any(each.what == "top_k" for each in found):
-        notes.append("top_k gathers router logits")
     return counted(found), tuple(notes)
 
 
@@ -224,6 +222,7 @@ def _finding(
     flow = flow_of(costs.flow.model, costs.flow.layout, costs.flow.mesh, job.tokens)
     closed, notes = closed_forms(flow.collectives, question.target)
     cost = question.step(costs, job.part)
+    ragged = ("experts by ragged_dot",) if compiled.ragged else ()
     return LayoutFinding(
         job.name,
         job.part,
@@ -232,7 +231,7 @@ def _finding(
         compiled.temporaries * question.itemsize,
         dict(compiled.collectives),
         closed,
-        (*notes, *deviations(compiled.collectives, closed)),
+        (*notes, *deviations(compiled.collectives, closed), *ragged),
         _padding(question.model, costs.flow.model),
     )
 

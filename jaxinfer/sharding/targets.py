@@ -58,7 +58,12 @@ class CompileTarget:
 
     @property
     def _is_tpu(self) -> bool:
-        return not self.is_cpu and self.kind not in GPUS
+        return not self.is_cpu and not self.is_gpu
+
+    @property
+    def is_gpu(self) -> bool:
+        """True where XLA for CUDA compiles."""
+        return self.kind in GPUS
 
     @property
     def is_cpu(self) -> bool:
@@ -139,7 +144,7 @@ def devices_of(target: CompileTarget) -> list[Any]:
 
     if target.is_cpu:
         return list(jax.devices("cpu"))
-    if target.kind in GPUS:
+    if target.is_gpu:
         plugins = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
         if not find_spec("jax_plugins") or not any(map(find_spec, plugins)):
             raise JaxinferError(f"--for {target}: needs XLA for CUDA: pip install 'jax[cuda12]'")

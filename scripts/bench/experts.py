@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import jax
@@ -26,10 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxinfer.models.experts import all_experts, experts_on_mesh, likeliest, sorted_experts
+from jaxinfer.models.experts import all_experts, likeliest
+from jaxinfer.models.grouped_experts import Route, experts_on_mesh, sorted_experts
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.models.sharding import shard
-from jaxinfer.pallas_kernels.choice import Grouped, grouped
+from jaxinfer.pallas_kernels.choice import grouped
+from jaxinfer.sharding.expert_products import RAGGED
 from scripts.tables import Row, show_table
 
 # Experts, their sizes, and how many of them a token is sent to.
@@ -43,27 +46,10 @@ WEIGHTS = "gate_EDF", "up_EDF", "down_EFD"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
-def ragged_matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
-    """Products by XLA, in the weights' dtype."""
-    x_RD = x_RD.astype(weight_EDF.dtype)
-    return jax.lax.ragged_dot(x_RD, weight_EDF, count_E, preferred_element_type=jnp.float32)
-
-
-def ragged_gated(
-    x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array
-) -> jax.Array:
-    """Compute both products by XLA, and the gate."""
-    gate_RF, up_RF = (ragged_matmul(x_RD, weight, count_E) for weight in (gate_EDF, up_EDF))
-    return jax.nn.silu(gate_RF) * up_RF
-
-
-RAGGED = Grouped(ragged_matmul, ragged_gated)
-
-
 def layers(
-    ragged: bool, dtype: jnp.dtype, sizes: tuple[int, int], layout: str | None
+    ragged: bool, dtype: jnp.dtype, route: Route, sizes: tuple[int, int], layout: str | None
 ) -> dict[str, Callable[..., jax.Array]]:
-    """The layers by name, compiled when they are called: of x, shares, experts, weights.
+    """The layers by name, compiled when they are called: of x, logits, weights.
 
     Args:
         sizes: D and F of an expert on one device.
@@ -72,25 +58,29 @@ def layers(
     kernels = "numba" if jax.default_backend() == "cpu" else "generic"
     ours = grouped(kernels, dtype, *sizes)
     assert ours
+
+    def routed(layer: Callable[..., jax.Array], **options: Any) -> Callable[..., jax.Array]:
+        return jax.jit(lambda x_TD, logit, *rest: layer(x_TD, *route(logit), *rest, **options))
+
     if layout:
         laid = LAYOUTS[layout]
-        on_mesh = partial(experts_on_mesh, products=ours, layout=laid)
-        return {"all experts": jax.jit(partial(all_experts, layout=laid)), "ours": jax.jit(on_mesh)}
-    found: dict[str, Callable[..., jax.Array]] = {"all experts": jax.jit(all_experts)}
+        on_mesh = partial(experts_on_mesh, route=route, products=ours, layout=laid)
+        return {"all experts": routed(all_experts, layout=laid), "ours": jax.jit(on_mesh)}
+    found = {"all experts": routed(all_experts)}
     for name, products in {"ours": ours, "ragged_dot": RAGGED}.items():
         if ragged or products is ours:
-            found[name] = jax.jit(partial(sorted_experts, products=products))
+            found[name] = routed(sorted_experts, products=products)
     return found
 
 
 def inputs(
     tokens: int, dtype: jnp.dtype, model: str, mesh: Mesh | None, layout: str | None
 ) -> tuple[jax.Array, ...]:
-    """Rows, their shares and experts, and weights where the layout has them, all random."""
-    E, D, F, per_token = MODELS[model]
+    """Rows, their routers' logits, and weights where the layout has them, all random."""
+    E, D, F, _ = MODELS[model]
     keys = jax.random.split(jax.random.key(0), 5)
     x_TD = jax.random.normal(keys[0], (tokens, D))
-    routed = likeliest(jax.random.normal(keys[1], (tokens, E)), per_token, True)
+    logit_TE = jax.random.normal(keys[1], (tokens, E))
     weights = []
     for key, name in zip(keys[2:], WEIGHTS, strict=True):
         size = (E, D, F) if name != "down_EFD" else (E, F, D)
@@ -99,7 +89,7 @@ def inputs(
             where = shard(f"layers.0.mlp.{name}", size, mesh, LAYOUTS[layout])
             weight = jax.device_put(weight, where)
         weights.append(weight)
-    return (x_TD, *routed, *weights)
+    return (x_TD, logit_TE, *weights)
 
 
 def milliseconds(
@@ -170,11 +160,12 @@ def measured(
     """A row of the table, for so many tokens."""
     given = inputs(count, jnp.dtype(dtype), model, mesh, layout)
     _, D, F, per_token = MODELS[model]
-    columns = given[3].sharding.shard_shape(given[3].shape)[2]
-    runs = layers(ragged, jnp.dtype(dtype), (D, columns), layout)
+    columns = given[2].sharding.shard_shape(given[2].shape)[2]
+    route = partial(likeliest, count=per_token, normalised=True)
+    runs = layers(ragged, jnp.dtype(dtype), route, (D, columns), layout)
     check({name: run(*given) for name, run in runs.items()}, dtype)
     took = milliseconds(runs, given, rounds)
-    touched = len(np.unique(given[2])) * 3 * D * F * given[3].dtype.itemsize
+    touched = len(np.unique(route(given[1])[1])) * 3 * D * F * given[2].dtype.itemsize
     return (
         {"layout": layout or "one device", "weights": dtype, "tokens": count}
         | {f"{name}, ms": round(ms, 2) for name, ms in took.items()}

@@ -36,6 +36,7 @@ from jaxinfer.models.layouts import LAYOUTS, Layout, ways  # noqa: E402
 from jaxinfer.sharding.collectives import Collective, moved, without_reduce_scatter  # noqa: E402
 from jaxinfer.sharding.costs import LayoutFlow  # noqa: E402
 from jaxinfer.sharding.layer import Program  # noqa: E402
+from jaxinfer.sharding.targets import CompileTarget  # noqa: E402
 from scripts.tables import Row, show_table, write_csv  # noqa: E402
 
 MESH = {"x": 2, "y": 4}
@@ -46,8 +47,8 @@ MODEL = ModelShape(
 CONTEXT = 128
 # Tokens of a prompt, or sequences.
 SIZES = {"prefill": (256, 1024), "decode": (32, 128)}
-# Without experts, expert_parallel is megatron.
-NAMES = [name for name in LAYOUTS if name != "expert_parallel"]
+# Without experts, those of experts are megatron and sequence_parallel.
+NAMES = [name for name in LAYOUTS if not name.startswith("expert_")]
 ROUNDS = 5
 
 
@@ -208,7 +209,8 @@ def collective(mesh: Mesh, kind: str, numbers: int, chain: int = 1) -> Callable[
 def layer(layout: Layout, mesh: Mesh, phase: str, tokens: int) -> Callable[[], Any]:
     """A compiled layer with its arrays; decodes write their KV in place."""
     flow = LayoutFlow(MODEL, layout, MESH)
-    program = Program(flow.model, layout, mesh, CONTEXT, np.dtype("float32"))
+    target = CompileTarget("cpu", (mesh.size,))
+    program = Program(flow.model, layout, mesh, CONTEXT, np.dtype("float32"), target)
     x, weights, kv = jax.tree.map(
         lambda x: jax.device_put(np.full(x.shape, 1e-2, x.dtype), x.sharding),
         program.layer_arguments(tokens, phase == "decode"),

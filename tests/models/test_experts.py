@@ -12,10 +12,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.experts import Experts, all_experts, likeliest, sorted_experts
+from jaxinfer.models.expert_places import slots
+from jaxinfer.models.experts import Experts, all_experts, likeliest
+from jaxinfer.models.grouped_experts import sorted_experts
 from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.models.sharding import for_use, shard
 from jaxinfer.pallas_kernels.choice import grouped
+from jaxinfer.sharding.expert_products import RAGGED
 
 T, X, E, D, F = 9, 3, 5, 17, 100
 RNG = np.random.default_rng(0)
@@ -58,11 +61,12 @@ def test_the_likeliest_and_their_shares(normalised: bool) -> None:
     np.testing.assert_array_equal(expert_TX, experts)
 
 
-@pytest.mark.parametrize("kernels", ["numba", "plain"])
+@pytest.mark.parametrize("kernels", ["numba", "plain", "ragged_dot"])
 def test_all_ways_add_up_to_the_same(kernels: str) -> None:
     if kernels == "numba":
         pytest.importorskip("numba")
-    found = grouped(kernels, jnp.dtype("float32"), D, F)
+    ragged = kernels == "ragged_dot"
+    found = RAGGED if ragged else grouped(kernels, jnp.dtype("float32"), D, F)
     layer = partial(sorted_experts, products=found) if found else all_experts
     shares, experts = routed(True)
     given = *floats(X_TD, shares), jnp.asarray(experts), *floats(*WEIGHTS)
@@ -84,10 +88,14 @@ def module(kernels: str, layout: str = "megatron", sizes: Sequence[int] = (D, F,
 
 # All layouts and whole tiles of both kernels on a mesh of 2 x 4.
 WIDE = (32, 512, 8)
-FAST = ("megatron", "expert_parallel", "weight_stationary_2d", "weight_gathered", "alike")
-# With one of one's own, whose tokens and columns lie on the same axis.
-ALIKE = Layout((Rule("*", {"F": ALL}),), {"ffn_inputs": {"T": ALL}})
-CASES = {**LAYOUTS, "alike": ALIKE}
+FAST = ("megatron", "expert_all_to_all", "expert_parallel", "weight_stationary_2d", "alike")
+# With two of one's own: tokens and columns on the same axis; experts and their rows, with tokens
+# that are exchanged.
+OWN = {
+    "alike": Layout((Rule("*", {"F": ALL}),), {"ffn_inputs": {"T": ALL}}),
+    "rows": Layout((Rule("*_E??", {"E": "y", "D": "x"}),), {"ffn_inputs": {"T": "y", "D": "x"}}),
+}
+CASES = {**LAYOUTS, **OWN}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +114,16 @@ def test_devices_compute_their_part_of_the_rows(kernels: str, layout: str) -> No
     """On a mesh, by grouped products, as one device with all experts for all tokens."""
     if kernels == "numba":
         pytest.importorskip("numba")
-    x_TD = jnp.asarray(RNG.normal(size=(16, WIDE[0])), jnp.float32)
+    (x_TD,) = floats(RNG.normal(size=(16, WIDE[0])))
+    text = check_on_mesh(x_TD, kernels, layout)
+    if kernels == "numba":
+        # Sums over a cut D are whole before they are multiplied: two products of their own.
+        cut = layout in ("weight_stationary_2d", "rows")
+        assert text.count("@jaxinfer_grouped") == 2 + cut
+
+
+def check_on_mesh(x_TD: jax.Array, kernels: str, layout: str) -> str:
+    """Compare a layer on a mesh with one device's, and return its program."""
     split, state = nnx.split(module(kernels, layout, WIDE))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
 
@@ -130,9 +147,28 @@ def test_devices_compute_their_part_of_the_rows(kernels: str, layout: str) -> No
         found = traced.lower().compile()(laid, x_TD)
     largest = jnp.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(largest))
-    if kernels == "numba":
-        # Sums over a cut D are whole before they are multiplied: two products of their own.
-        assert text.count("@jaxinfer_grouped") == 2 + (layout == "weight_stationary_2d")
+    return text
+
+
+def test_favourites_take_rounds() -> None:
+    """Four of 8 devices send all of their 32 tokens to three experts: two rounds of 23 slots."""
+    pytest.importorskip("numba")
+    assert slots(32, 8, WIDE[2], X) == 23
+    own, alike = RNG.normal(size=(128, WIDE[0])), RNG.normal(size=(1, WIDE[0]))
+    (x_TD,) = floats(np.concatenate([own, np.repeat(alike, 128, 0)]))
+    assert "stablehlo.while" in check_on_mesh(x_TD, "numba", "expert_all_to_all")
+
+
+@pytest.mark.parametrize(("experts", "chosen", "tokens"), [(8, 2, 256), (128, 8, 256), (8, 2, 16)])
+def test_chance_seldom_fills_all_slots(experts: int, chosen: int, tokens: int) -> None:
+    """Of 8 devices that send tokens by chance, each to each: in 300 steps, at most 3 need more."""
+    rng, most = np.random.default_rng(1), slots(tokens, 8, experts, chosen)
+    full = 0
+    for _ in range(300):
+        expert_TX = np.argsort(rng.random((8 * tokens, experts)), 1)[:, :chosen]
+        goes_TP = (expert_TX[..., None] // (experts // 8) == np.arange(8)).any(1)
+        full += bool((goes_TP.reshape(8, tokens, 8).sum(1) > most).any())
+    assert full <= 3
 
 
 def test_one_device_needs_no_mesh() -> None:

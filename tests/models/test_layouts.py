@@ -66,6 +66,7 @@ def test_ways_of_a_place_and_of_all_tables() -> None:
         ("attention_dp", (), (), (), None),
         ("context_parallel", (), (), (), None),
         ("expert_parallel", (None, ("x", "y")), (), (), ("x", "y")),
+        ("expert_all_to_all", (None, ("x", "y")), (), (), ("x", "y")),
         ("fsdp", (("x", "y"),), (), (), ("x", "y")),
     ],
 )

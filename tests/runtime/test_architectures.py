@@ -153,6 +153,7 @@ def test_logits_on_devices_that_divide_neither_heads_nor_columns(name: str) -> N
                 ("opt", "weight_stationary_2d", {"x": 4, "y": 2}),
                 ("opt", "attention_dp", {"x": 2, "y": 4}),
                 ("mixtral", "expert_parallel", {"x": 3, "y": 2}),
+                ("mixtral", "expert_all_to_all", {"x": 1, "y": 2}),
                 ("qwen2_window", "sequence_parallel", {"x": 4, "y": 2}),
             )
         ),

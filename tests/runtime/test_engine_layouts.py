@@ -57,7 +57,7 @@ def expected(models: dict[str, str]) -> Callable[[str], Tokens]:
 
 
 # Of the others, half a minute of compilation.
-FEW = ("megatron", "expert_parallel")
+FEW = ("megatron", "expert_parallel", "expert_all_to_all")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,7 @@ def test_every_layout_gives_the_tokens_of_one_device(
         ("dense", "context_parallel", "weight_stationary_2d"),
         ("dense", "attention_dp", "sequence_parallel"),
         ("mixture", "fsdp", "expert_parallel"),
+        pytest.param("mixture", "expert_all_to_all", "fsdp", marks=pytest.mark.slow),
         ("mixture", "megatron", "context_parallel"),
     ],
 )

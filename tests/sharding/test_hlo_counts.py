@@ -74,3 +74,9 @@ def test_the_steps_of_one_channel_count_once() -> None:
         f"  %all-gather.{n} = {gather}={channel}, {MESH}" for n, channel in enumerate((1, 1, 2))
     ]
     assert counts("\n".join(lines)) == {"all-gather": (2, 192)}
+
+
+def test_what_programs_ask_for_has_one_channel() -> None:
+    asked = f"f32[8,16]{{1,0}} all-gather(%x), channel_id=1, {MESH}, metadata={{op_name="
+    lines = [f'  %all-gather.{n} = {asked}"jit(f)/shard_map/all_gather"}}' for n in range(2)]
+    assert counts("\n".join(lines)) == {"all-gather": (2, 192)}

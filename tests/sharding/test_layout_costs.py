@@ -57,6 +57,30 @@ def test_experts_that_no_token_meets_are_not_read() -> None:
         assert seconds == pytest.approx(2 * read / 1e9, rel=0.04)
 
 
+def test_a_router_reads_each_token_once() -> None:
+    """As many numbers as it is long, where each of 128 experts reads it, and writes a result."""
+    flow = at_peaks(MIXTURE, LAYOUTS["megatron"], {"x": 1}, CARD).flow
+    moved = {each.what: (each.reads, each.writes) for each in flow.layer.products}
+    assert moved["router_DE"] == (2048, 128)
+    assert moved["gate_EDF"] == (128 * 2048, 128 * 768)
+    assert moved["down_EFD"] == (128 * 768, 128 * 2048)
+
+
+def test_slots_of_an_exchange_grow_more_slowly_than_tokens() -> None:
+    """One of 128 experts a token: an eighth of 1, 64 and 8,192 in the mean, with what is spare."""
+    model = MIXTURE.model_copy(update={"num_experts_per_tok": 1})
+    links = {axis: Link(100.0) for axis in MESH}
+    both = (
+        at_peaks(model, LAYOUTS[name], MESH, CARD, links)
+        for name in ("expert_all_to_all", "sequence_parallel")
+    )
+    exchanged, gathered = both
+    for tokens, slots in ((8, 1), (512, 19), (65536, 1144)):
+        sent = 7 * slots * 2048 * 2 + 7 / 8 * tokens * 2
+        more = exchanged.dense(tokens).links - gathered.dense(tokens).links
+        assert more == pytest.approx((sent - 2 * 7 / 8 * tokens * 2048) * 2 / 100e9)
+
+
 def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
     links = {"x": Link(100.0, 1e-5), "y": Link(50.0)}
     each = Collective("all-reduce", ("x", "y"), 8, 1.0, "out", "TD")

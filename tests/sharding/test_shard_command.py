@@ -16,6 +16,7 @@ from jaxinfer.hardware.catalogue import ModelShape, find_gpu, find_model
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.sharding.dataflow import layer_flow
+from jaxinfer.sharding.expert_products import expert_products
 from jaxinfer.sharding.hlo import counts
 from jaxinfer.sharding.layer import Program
 from jaxinfer.sharding.shapes import padded
@@ -112,16 +113,35 @@ def test_what_is_compiled_for_is_a_card_of_the_catalogue(
     assert find_gpu(card).bf16_tflops > 100
 
 
-@pytest.mark.parametrize("layout", ["weight_stationary_2d", "weight_gathered"])
+@pytest.mark.parametrize(
+    ("target", "columns", "module"),
+    [
+        ("cpu:8", 96, "jaxinfer.pallas_kernels.numba_grouped"),
+        ("h100:8", 96, "jaxinfer.pallas_kernels.grouped"),
+        ("h100:8", 8, "jaxinfer.sharding.expert_products"),
+        ("v5e:2x4", 96, "jaxinfer.sharding.expert_products"),
+    ],
+)
+def test_experts_are_compiled_as_engines_multiply(target: str, columns: int, module: str) -> None:
+    """But where engines have no kernels: on TPUs, and on GPUs for eight columns."""
+    pytest.importorskip("numba")
+    found = expert_products(CompileTarget.read(target), np.dtype("float32"), 2048, columns).matmul
+    assert getattr(found, "func", found).__module__ == module
+
+
+@pytest.mark.parametrize("layout", ["weight_stationary_2d", "weight_gathered", "expert_all_to_all"])
 def test_a_compiled_mixture_is_as_closed_forms_say(model: str, layout: str) -> None:
     """Experts, gathered weights, reduced and scattered sums: on this process's devices."""
+    tokens, target = 64, CompileTarget("cpu", (8,))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     table = LAYOUTS[layout]
     shape = padded(find_model(str(Path(model).parent)), table, dict(mesh.shape))
-    program = Program(shape, table, mesh, 16, np.float32)
-    compiled = jax.jit(program.layer).lower(*program.layer_arguments(16, False)).compile()
-    flow = layer_flow(shape, table, dict(mesh.shape), 16)
-    closed, _ = closed_forms(flow.collectives, CompileTarget("cpu", (8,)))
+    program = Program(shape, table, mesh, 16, np.dtype("float32"), target)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(program.layer).lower(*program.layer_arguments(tokens, False))
+    compiled = lowered.compile()
+    flow = layer_flow(shape, table, dict(mesh.shape), tokens)
+    closed, _ = closed_forms(flow.collectives, target)
     assert alike(counts(compiled.as_text() or ""), closed)
 
 
