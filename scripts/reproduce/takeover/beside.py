@@ -45,7 +45,8 @@ LOAD, COUNT = 0.8, 300
 
 def latencies(pool: ProcessPoolExecutor) -> list[Row]:
     """TTFT and TBT p99 of each cell of A100+A10 at a steady rate, for Cronus, DP and ours."""
-    wanted = [cell for cell in cells("A100+A10") if cell.prompt <= 4096 and cell.answer <= 512]
+    # The A10's pool does not hold the longest of the last ones, which DP would give it.
+    wanted = [cell for cell in cells("A100+A10") if cell.prompt <= 4096 or cell.answer <= 512]
     rates = list(pool.map(_cronus_rate, wanted))
     asked = [
         (cell, rate, name) for cell, rate in zip(wanted, rates, strict=True) for name in SERVED
