@@ -47,11 +47,14 @@ class TakeoverOptions(Options):
         spared: Share of a pool that takes leave free, besides room for its decodes' growth.
         most_moves: Takes of one request, at most; with 0, no decode is taken.
         keeps_room: Begin prompts elsewhere while an instance's room is for others' decodes.
+        slo: Targets in seconds, ``ttft`` and ``tbt``, by which steps have prompt tokens beside
+            decodes while few requests wait: fewer with TBT at risk, more with TTFT at risk.
     """
 
     spared: float = Field(default=0.01, ge=0, lt=1)
     most_moves: int = Field(default=2, ge=0)
     keeps_room: bool = True
+    slo: takeover_prompts.Slo = takeover_prompts.Slo()
 
 
 class Takeover(System):
@@ -140,11 +143,11 @@ class Takeover(System):
         """Choose the instance that is to compute a request; None if it has to wait."""
         known = request.num_known
         rest, best, least = known - request.computed, None, inf
-        waits, spread_s = self._waits, takeover_prompts.seconds
+        waits, slo, spread_s = self._waits, self.options.slo, takeover_prompts.seconds
         for book in open_to:
             room = book.pages if book.idle else book.room
             if book.is_open and room * book.page_size >= known:
-                seconds = book.seconds(rest) if waits else spread_s(book, rest)
+                seconds = book.seconds(rest) if waits else spread_s(book, rest, slo)
                 if seconds < least:
                     best, least = book, seconds
         return best
@@ -186,27 +189,28 @@ class Takeover(System):
         book.renew()
         self._note_open(book)
         actions: list[Action] = []
+        if self._waits:
+            book.under_way.clear()
+        else:
+            takeover_prompts.note(book, step)
         if self.options.most_moves and len(self._books.by_name) > 1:
-            self._take_prompt(book, step, cluster, actions)
+            if not self._waits:
+                self._take_prompt(book, cluster, actions)
             self._take_decodes(book, actions)
-        self._spread(book, actions)
+        self._spread(book, cluster.now, actions)
         return actions
 
-    def _spread(self, book: Book, actions: list[Action]) -> None:
+    def _spread(self, book: Book, now: float, actions: list[Action]) -> None:
         """Limit the prompt tokens of the next step, while few wait."""
-        limit = 0 if self._waits else takeover_prompts.limit(book, book.backlog)
+        limit = 0
+        if not self._waits:
+            limit = takeover_prompts.limit(book, book.backlog, self.options.slo, now)
         if limit != book.limit:
             book.limit = limit
             actions.append(Budget(book.name, limit or None))
 
-    def _take_prompt(
-        self, book: Book, step: StepView, cluster: ClusterView, actions: list[Action]
-    ) -> None:
-        """Take over a prompt under way, while few wait."""
-        if self._waits:
-            book.under_way.clear()
-            return
-        takeover_prompts.note(book, step)
+    def _take_prompt(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
+        """Take over a prompt under way."""
         found = takeover_prompts.best_take(book, self._books.by_name.values(), cluster)
         if found:
             self._takes.take_prompt(*found, actions)

@@ -135,7 +135,7 @@ class Book:
         coming: by id, pages of requests that are to come and are still elsewhere; ``to_compute``:
             prompt tokens of those of them that lack some.
         under_way: by id, the oldest first, of prompts that are partly computed while few requests
-            wait: tokens that are left, known tokens, and KV entries that there may be.
+            wait: arrival, tokens that are left, known ones, and KV entries that there may be.
         limit: prompt tokens of a step, 0 for as many as there may be.
         stay: requests there whose decodes are taken no more.
         longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
@@ -168,7 +168,7 @@ class Book:
     idle: bool = True
     coming: dict[str, int] = field(default_factory=dict)
     to_compute: dict[str, int] = field(default_factory=dict)
-    under_way: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    under_way: dict[str, tuple[float, int, int, int]] = field(default_factory=dict)
     limit: int = 0
     stay: int = 0
     longest: int | None = 0

@@ -34,7 +34,7 @@ class Takes:
 
     def take_prompt(self, here: Book, there: Book, actions: list[Action]) -> None:
         """Have an instance take the oldest prompt that is under way on another."""
-        name, (rest, known, _) = next(iter(here.under_way.items()))
+        name, (_, rest, known, _) = next(iter(here.under_way.items()))
         del here.under_way[name]
         if name in self.fixed:
             return
