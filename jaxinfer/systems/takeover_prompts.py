@@ -62,8 +62,8 @@ def _pending(book: Book) -> Iterator[tuple[float, int]]:
 
 def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
     """Prompt tokens of each step with which so many are computed in time; a budget if none are."""
-    free, token_s = max(_free_tokens(book) - book.decodes, 0), _token_s(book)
-    if tokens * book.step_s <= free * seconds:
+    free, token_s = _free_tokens(book) - book.decodes, _token_s(book)
+    if free > 0 and tokens * book.step_s <= free * seconds:
         return -int(-tokens * book.step_s // seconds)
     # tokens / chunk * (step_s + (chunk - free) * token_s) = seconds
     spare_s = seconds - tokens * token_s

@@ -27,6 +27,7 @@ from jaxinfer.serving.system import (
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.systems.takeover import Takeover, TakeoverOptions
 from jaxinfer.systems.takeover_books import Speeds
+from jaxinfer.systems.takeover_prompts import Slo
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.takeover import cases
 
@@ -147,6 +148,11 @@ OPTIONS = st.builds(
     spared=st.sampled_from((0.0, 0.03, 0.3)),
     most_moves=st.integers(0, 3),
     keeps_room=st.booleans(),
+    slo=st.builds(
+        Slo,
+        ttft=st.none() | st.floats(0.1, 50),
+        tbt=st.none() | st.floats(0.1, 10),
+    ),
 )
 LOSSES = st.dictionaries(
     st.sampled_from("AB"),
@@ -232,7 +238,8 @@ def test_prompts_go_where_they_are_computed_first_and_decodes_to_the_faster() ->
     assert begun == {"A", "B"}
     assert system.taken == len(moves(outcome)) > 0
     assert {(source, dest) for _, source, dest in moves(outcome)} == {("A", "B")}
-    assert sum(system.report().values()) == system.taken
+    assert system._takes.decodes + system._takes.prompts == system.taken
+    assert list(system.report()) == ["decodes_taken", "prompts_taken"]
 
 
 def test_of_those_alike_whoever_has_the_longest_decode_gives_it() -> None:
