@@ -75,6 +75,8 @@ class Takeover(System):
         self._changed = False
         # Who would begin a prompt, if there is room.
         self._open: dict[str, Book] = {}
+        # Who may have prompts under way, while few requests wait.
+        self._holders: dict[str, Book] = {}
         self._takes = Takes(self._books, self.options.most_moves)
 
     def _follow(self, cluster: ClusterView) -> None:
@@ -84,7 +86,7 @@ class Takeover(System):
         self._seen = cluster.instances
         if cluster.instances != self._books.views:  # One was lost, or is back.
             self._books.follow(cluster.instances)
-            self._open, self._changed = {}, True
+            self._open, self._holders, self._changed = {}, {}, True
             there = self._books.by_name
             for book in there.values():
                 self._note_open(book)
@@ -193,11 +195,16 @@ class Takeover(System):
             book.under_way.clear()
         else:
             takeover_prompts.note(book, step)
+            if book.under_way:
+                self._holders[book.name] = book
+            else:
+                self._holders.pop(book.name, None)
         if self.options.most_moves and len(self._books.by_name) > 1:
-            if not self._waits:
+            if self._holders and not self._waits:
                 self._take_prompt(book, cluster, actions)
             self._take_decodes(book, actions)
-        self._spread(book, cluster.now, actions)
+        if book.limit or (book.backlog and not self._waits):
+            self._spread(book, cluster.now, actions)
         return actions
 
     def _spread(self, book: Book, now: float, actions: list[Action]) -> None:
@@ -211,7 +218,8 @@ class Takeover(System):
 
     def _take_prompt(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
         """Take over a prompt under way."""
-        found = takeover_prompts.best_take(book, self._books.by_name.values(), cluster)
+        holders, open_to = self._holders.values(), self._open.values()
+        found = takeover_prompts.best_take(book, holders, open_to, cluster)
         if found:
             self._takes.take_prompt(*found, actions)
 

@@ -123,19 +123,21 @@ def pays(here: Book, there: Book, cluster: ClusterView) -> float:
     return rest_s - lead_s
 
 
-def best_take(book: Book, books: Iterable[Book], cluster: ClusterView) -> tuple[Book, Book] | None:
+def best_take(
+    book: Book, holders: Iterable[Book], open_to: Iterable[Book], cluster: ClusterView
+) -> tuple[Book, Book] | None:
     """Return who is to hand its oldest prompt on, and to whom, after a step of ``book``.
 
     Those that run look at others after each of their own steps, those that are idle cannot.
+
+    Args:
+        holders: who may have prompts under way; ``open_to``: who could begin one.
     """
+    pairs = [(other, book) for other in holders if other is not book and other.under_way]
+    if book.under_way:
+        pairs += [(book, other) for other in open_to if other.idle and other is not book]
     best, most = None, 0.0
-    for other in books:
-        if other is book:
-            continue
-        pairs = [(other, book)] if other.under_way else []
-        if book.under_way and other.idle:
-            pairs.append((book, other))
-        for here, there in pairs:
-            if (sooner := pays(here, there, cluster)) > most:
-                best, most = (here, there), sooner
+    for here, there in pairs:
+        if (sooner := pays(here, there, cluster)) > most:
+            best, most = (here, there), sooner
     return best
