@@ -3,12 +3,12 @@
 No prompt is cut ahead of time, and no length is predicted. While requests wait, an instance takes
 the decodes of those on which a decode displaces more of the prompts that wait. One with a small
 pool keeps its short decodes and hands on the longest ones, as it needs room for the next prompt.
-While none waits, decodes go from slower instances to faster ones. ``docs/results/takeover.md`` says
-what comes of it.
+While few wait, decodes go from slower instances to faster ones, and so do prompts that are partly
+computed; steps have few prompt tokens beside decodes. ``docs/results/takeover.md`` says what comes
+of it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
 from math import inf
 
 from pydantic import Field
@@ -17,27 +17,27 @@ from jaxinfer.options.validation import Options
 from jaxinfer.serving.system import (
     Action,
     Assignment,
+    Budget,
     ClusterView,
     InstanceView,
     Leg,
-    Reassign,
     RequestView,
     StepView,
     System,
 )
+from jaxinfer.systems import takeover_prompts
 from jaxinfer.systems.instances import most_entries
 from jaxinfer.systems.takeover_books import Book, Books, Kind
+from jaxinfer.systems.takeover_takes import Takes
 
 # By how much a decode has to displace less elsewhere; for a small pool's it may be a little more.
 _LESS, _LITTLE_MORE = 0.95, 1.1
-# By how much its steps have to be shorter, while nobody waits.
+# By how much its steps have to be shorter, while few wait.
 _SHORTER = 1.3
 # Free seats by the decodes of small pools, from which on they are left for these.
 _SCARCE = 0.25
 # With more than this share of its seats and of its pool free, a large one begins prompts, too.
 _AMPLE = 0.5
-# Decodes of an instance that are taken in one step, at most: a few are looked at first.
-_AT_ONCE = 2, 30
 
 
 class TakeoverOptions(Options):
@@ -47,11 +47,14 @@ class TakeoverOptions(Options):
         spared: Share of a pool that takes leave free, besides room for its decodes' growth.
         most_moves: Takes of one request, at most; with 0, no decode is taken.
         keeps_room: Begin prompts elsewhere while an instance's room is for others' decodes.
+        slo: Targets in seconds, ``ttft`` and ``tbt``, by which steps have prompt tokens beside
+            decodes while few requests wait: fewer with TBT at risk, more with TTFT at risk.
     """
 
     spared: float = Field(default=0.01, ge=0, lt=1)
     most_moves: int = Field(default=2, ge=0)
     keeps_room: bool = True
+    slo: takeover_prompts.Slo = takeover_prompts.Slo()
 
 
 class Takeover(System):
@@ -66,20 +69,15 @@ class Takeover(System):
         super().__init__(options)
         self._books = Books(self.options.spared)
         self._seen: Mapping[str, InstanceView] = {}
-        # Whether requests wait, and the KV entries of the first of them.
+        # Whether more requests wait than there are instances; KV entries of the first, or 0.
         self._waits, self._next = False, 0
         # Whether instances were lost, or came back, since requests were last routed.
         self._changed = False
         # Who would begin a prompt, if there is room.
         self._open: dict[str, Book] = {}
-        # By request: its takes, and who is to have it; the order is that of the takes.
-        self._moves: dict[str, int] = {}
-        self._bound_for: dict[str, Book] = {}
-        # Where they are who are not to be taken: bound for somebody, or taken often enough.
-        self._fixed: dict[str, Book] = {}
-        # Who has handed something on since its last step: it may have none to come.
-        self._stale: dict[str, None] = {}
-        self._taken = 0
+        # Who may have prompts under way, while few requests wait.
+        self._holders: dict[str, Book] = {}
+        self._takes = Takes(self._books, self.options.most_moves)
 
     def _follow(self, cluster: ClusterView) -> None:
         """Keep books of the instances that are there now."""
@@ -88,13 +86,13 @@ class Takeover(System):
         self._seen = cluster.instances
         if cluster.instances != self._books.views:  # One was lost, or is back.
             self._books.follow(cluster.instances)
-            self._open, self._changed = {}, True
+            self._open, self._holders, self._changed = {}, {}, True
             there = self._books.by_name
             for book in there.values():
                 self._note_open(book)
-            for name, book in [*self._fixed.items(), *self._bound_for.items()]:
+            for name, book in [*self._takes.fixed.items(), *self._takes.bound_for.items()]:
                 if there.get(book.name) is not book:
-                    self._put(name, None)
+                    self._takes.put(name, None)
 
     # Where requests begin.
 
@@ -105,18 +103,18 @@ class Takeover(System):
         if self._changed:
             self._changed = False
             for request in waiting:  # Some come back from an instance that was lost.
-                self._put(request.id, None)
-        for name in self._stale:
+                self._takes.put(request.id, None)
+        for name in self._takes.stale:
             if book := books.get(name):
                 book.renew()
                 self._note_open(book)
-        self._stale.clear()
+        self._takes.stale.clear()
         open_to = list(self._open.values())
         if self._waits and open_to:
             kept = [kind for kind in self._books.kinds if kind.below and self._is_kept(kind)]
             open_to = [book for book in open_to if book.idle or book.kind not in kept]
         assignments: list[Assignment] = []
-        left = False
+        self._next = 0
         for request in waiting:
             if most_entries(request) > largest.kind.entries_held:  # The loop says why it ends.
                 assignments.append(Assignment(request.id, largest.legs))
@@ -124,17 +122,17 @@ class Takeover(System):
             here = request.held_by
             book = books.get(here) if here else self._place(request, open_to)
             if book is None:
-                left, self._next = True, request.num_known
+                self._next = request.num_known
                 break
             pages = 0 if here else book.pages_for(request.num_known)
             book.take(pages, request.num_known - request.computed)
             book.conclude()
-            if request.id in self._moves:
-                self._put(request.id, book)
+            if request.id in self._takes.moves:
+                self._takes.put(request.id, book)
             assignments.append(Assignment(request.id, self._legs(request, book)))
             if not book.is_open:
                 self._note_open(book)
-        self._waits = left
+        self._waits = len(waiting) - len(assignments) > len(books)
         return assignments
 
     def _note_open(self, book: Book) -> None:
@@ -147,10 +145,11 @@ class Takeover(System):
         """Choose the instance that is to compute a request; None if it has to wait."""
         known = request.num_known
         rest, best, least = known - request.computed, None, inf
+        waits, slo, spread_s = self._waits, self.options.slo, takeover_prompts.seconds
         for book in open_to:
             room = book.pages if book.idle else book.room
             if book.is_open and room * book.page_size >= known:
-                seconds = book.seconds(rest)
+                seconds = book.seconds(rest) if waits else spread_s(book, rest, slo)
                 if seconds < least:
                     best, least = book, seconds
         return best
@@ -191,20 +190,51 @@ class Takeover(System):
             book.note(step)
         book.renew()
         self._note_open(book)
-        if not self.options.most_moves or len(self._books.by_name) == 1:
-            return ()
         actions: list[Action] = []
+        if self._waits:
+            book.under_way.clear()
+        else:
+            takeover_prompts.note(book, step)
+            if book.under_way:
+                self._holders[book.name] = book
+            else:
+                self._holders.pop(book.name, None)
+        if self.options.most_moves and len(self._books.by_name) > 1:
+            if self._holders and not self._waits:
+                self._take_prompt(book, cluster, actions)
+            self._take_decodes(book, actions)
+        if book.limit or (book.backlog and not self._waits):
+            self._spread(book, cluster.now, actions)
+        return actions
+
+    def _spread(self, book: Book, now: float, actions: list[Action]) -> None:
+        """Limit the prompt tokens of the next step, while few wait."""
+        limit = 0
+        if not self._waits:
+            limit = takeover_prompts.limit(book, book.backlog, self.options.slo, now)
+        if limit != book.limit:
+            book.limit = limit
+            actions.append(Budget(book.name, limit or None))
+
+    def _take_prompt(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
+        """Take over a prompt under way."""
+        holders, open_to = self._holders.values(), self._open.values()
+        found = takeover_prompts.best_take(book, holders, open_to, cluster)
+        if found:
+            self._takes.take_prompt(*found, actions)
+
+    def _take_decodes(self, book: Book, actions: list[Action]) -> None:
+        """Have decodes go from others to here, and from here to others."""
         if book.has_room:
             for others in self._worse(book):
-                self._take_longest_of(others, book, actions)
+                self._takes.longest_of(others, book, actions)
         if book.longest != 0:
             for other in self._better(book):
                 if book.longest == 0:
                     break
-                self._take(other, book, actions)
-            if self._waits:
+                self._takes.take(other, book, actions)
+            if self._next:
                 self._make_room(book, actions)
-        return actions
 
     def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
         """Tell whether decodes with so many entries are better off there, while requests wait."""
@@ -262,92 +292,20 @@ class Takeover(System):
         ]
         if larger:
             most = max(larger, key=lambda each: each.room)
-            self._take(most, book, actions, lacking)
-
-    def _take_longest_of(self, books: Collection[Book], to: Book, actions: list[Action]) -> None:
-        """Have one instance take the longest decodes that any of these has, while it has room."""
-        left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
-        by_number = {each.number: each for each in books}
-        heapify(left)
-        while left and to.has_room:
-            book = by_number[heappop(left)[1]]
-            # The only one gives all that it may; of others, one is looked at or taken.
-            wanted = inf if not left else 0 if book.longest is None else 1
-            before = self._taken
-            self._take(to, book, actions, wanted)
-            if book.longest and (wanted == 0 or self._taken > before):
-                heappush(left, (-book.longest, book.number))
-
-    def _take(
-        self,
-        to: Book,
-        book: Book,
-        actions: list[Action],
-        wanted: float = inf,
-    ) -> None:
-        """Have one instance take the longest decodes of another, while it has room.
-
-        Args:
-            wanted: pages that are to come free.
-        """
-        if book.longest and to.room < to.pages_for(book.longest + 1):
-            return  # As it was when it was last looked for.
-        before = self._taken
-        book.look(self._take_longest(to, book, actions, wanted))
-        if self._taken > before:
-            to.conclude()
-            book.conclude()
-
-    def _take_longest(
-        self, to: Book, book: Book, actions: list[Action], wanted: float
-    ) -> int | None:
-        """Take decodes, and return the KV entries of the longest one that is left."""
-        for count in _AT_ONCE:
-            longest = book.view.longest_decodes(count, self._fixed)
-            for name, entries in longest:
-                pages = to.pages_for(entries + 1)
-                if wanted <= 0 or to.seats < 1 or to.room < pages:
-                    return entries
-                self._moves[name], self._bound_for[name] = self._moves.get(name, 0) + 1, to
-                self._fixed[name] = book
-                book.stay += 1
-                to.coming[name] = pages
-                to.take(pages)
-                book.give(entries)
-                wanted -= pages
-                actions.append(Reassign(name, to.legs, "when_room"))
-                self._taken += 1
-            if len(longest) < count:
-                return 0
-        return None
+            self._takes.take(most, book, actions, lacking)
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
         """Count a request where it goes: it is on its way."""
         self._follow(cluster)
         legs = request.legs
-        self._put(request.id, self._books.by_name[legs[0].instance] if legs else None)
-        self._stale[leg.instance] = None
+        self._takes.put(request.id, self._books.by_name[legs[0].instance] if legs else None)
+        self._takes.stale[leg.instance] = None
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
         """Forget a request."""
-        self._put(request.id, None)
-        self._moves.pop(request.id, None)
-
-    def _put(self, name: str, here: Book | None) -> None:
-        """Write down where a request is, or that it is nowhere."""
-        if before := self._fixed.pop(name, None):
-            before.stay -= 1
-        if bound := self._bound_for.pop(name, None):
-            del bound.coming[name]
-            if bound is not here:  # It was not taken after all.
-                self._moves[name] -= 1
-                there = self._books.views.get(bound.name)
-                if there and not there.num_requests:  # No step is to come that renews its book.
-                    self._stale[bound.name] = None
-        if here and self._moves.get(name, 0) >= self.options.most_moves:
-            self._fixed[name] = here
-            here.stay += 1
+        self._takes.put(request.id, None)
+        self._takes.moves.pop(request.id, None)
 
     def report(self) -> Mapping[str, object]:
-        """Count the decodes that were taken over."""
-        return {"decodes_taken": self._taken}
+        """Count the decodes and the prompts that were taken over."""
+        return {"decodes_taken": self._takes.decodes, "prompts_taken": self._takes.prompts}

@@ -132,13 +132,16 @@ class Book:
         seats, room: seats and pages that nobody has or is promised, beside the pages that are to
             stay free.
         idle: nothing was there.
-        coming: by id, pages of requests that are to come and are still elsewhere.
+        coming: by id, pages of requests that are to come and are still elsewhere; ``to_compute``:
+            prompt tokens of those of them that lack some.
+        under_way: by id, the oldest first, of prompts that are partly computed while few requests
+            wait: arrival, tokens that are left, known ones, and KV entries that there may be.
+        limit: prompt tokens of a step, 0 for as many as there may be.
         stay: requests there whose decodes are taken no more.
         longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
             without one, None if nobody has looked since.
-        step_s: seconds of a step: of a full one while prompts are to be computed;
-            ``token_s``: of a prompt's token among the decodes that run now, None if nobody has
-            asked.
+        step_s: seconds of a step of the decodes that run now, without prompts; ``token_s``: of a
+            prompt's token among them, None if nobody has asked.
         is_open: a prompt may begin here, unless it is too long; ``has_room``: it could take a
             decode, unless that is long.
         busy: share of its time in which it computed prompts.
@@ -164,6 +167,9 @@ class Book:
     room: int = 0
     idle: bool = True
     coming: dict[str, int] = field(default_factory=dict)
+    to_compute: dict[str, int] = field(default_factory=dict)
+    under_way: dict[str, tuple[float, int, int, int]] = field(default_factory=dict)
+    limit: int = 0
     stay: int = 0
     longest: int | None = 0
     step_s: float = 0.0
@@ -196,6 +202,8 @@ class Book:
         if coming:
             seats -= len(coming)
             room -= sum(coming.values())
+            if self.to_compute:
+                backlog += sum(self.to_compute.values())
         due = kv_entries + backlog
         kind.decodes += decodes - self.decodes
         kind.entries += entries - self.entries
@@ -222,13 +230,9 @@ class Book:
         kind, seat, entries = self.kind, self.seats > 0, self.entries
         speeds = kind.speeds
         self.token_s = None
-        if self.backlog:
-            step_s = speeds.full_s + speeds.full_entry_s * entries
-            self.is_open = self.idle or (seat and self.backlog < self.most_backlog)
-        else:
-            step_s = speeds.step_s + (speeds.sequence_s * self.decodes + speeds.entry_s * entries)
-            self.is_open = seat or self.idle
+        step_s = speeds.step_s + (speeds.sequence_s * self.decodes + speeds.entry_s * entries)
         self.step_s = step_s
+        self.is_open = self.idle or (seat and self.backlog < self.most_backlog)
         if step_s > kind.slowest and self.longest != 0:
             kind.slowest = step_s
         self.has_room = seat and self.room > 0

@@ -18,6 +18,7 @@ from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import (
     Action,
     Assignment,
+    Budget,
     ClusterView,
     Reassign,
     RequestView,
@@ -26,6 +27,7 @@ from jaxinfer.serving.system import (
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.systems.takeover import Takeover, TakeoverOptions
 from jaxinfer.systems.takeover_books import Speeds
+from jaxinfer.systems.takeover_prompts import Slo
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.takeover import cases
 
@@ -74,12 +76,13 @@ class Checked(Takeover):
         Args:
             decided: requests of which something has been decided that is still to be done.
         """
-        books, bound, fixed = self._books.by_name, self._bound_for, self._fixed
+        books, bound, fixed = self._books.by_name, self._takes.bound_for, self._takes.fixed
         assert self._books.views == cluster.instances
         assert bound.keys() <= fixed.keys()
-        assert all(moves > 0 for moves in map(self._moves.__getitem__, bound))
+        assert all(moves > 0 for moves in map(self._takes.moves.__getitem__, bound))
         for book in books.values():
             assert book.coming.keys() == {name for name, to in bound.items() if to is book}
+            assert book.to_compute.keys() <= book.coming.keys()
             assert book.stay == sum(here is book for here in fixed.values())
         at = {
             request.id: (view.name, request)
@@ -114,17 +117,21 @@ class Checked(Takeover):
             decodes = {r.id for r in running if r.computed >= r.prompt_len}
             again = {r.id for r in running} - decodes
             # Nobody looks at what may still be taken; but while one that stays is recomputed.
-            assert decodes <= self._fixed.keys() or again & self._fixed.keys()
+            assert decodes <= self._takes.fixed.keys() or again & self._takes.fixed.keys()
         taken = [action.request for action in actions if isinstance(action, Reassign)]
-        assert len(taken) == len(set(taken)) == len(actions)
+        limits = [action for action in actions if isinstance(action, Budget)]
+        assert [limit.instance for limit in limits] in ([], [step.instance])
+        assert len(taken) == len(set(taken)) == len(actions) - len(limits)
         self.agree(cluster, taken)
         for action in actions:
-            assert isinstance(action, Reassign)
+            if not isinstance(action, Reassign):
+                continue
             here = [i for i in cluster.instances.values() if action.request in i.running]
             assert [i.name for i in here] != [action.legs[0].instance]
-            request = here[0].running[action.request]
-            assert request.computed >= request.prompt_len
-        assert all(moves <= self.options.most_moves for moves in self._moves.values())
+            if self._waits:  # Prompts are taken while few wait.
+                request = here[0].running[action.request]
+                assert request.computed >= request.prompt_len
+        assert all(moves <= self.options.most_moves for moves in self._takes.moves.values())
         self.taken += len(taken)
         return actions
 
@@ -141,6 +148,11 @@ OPTIONS = st.builds(
     spared=st.sampled_from((0.0, 0.03, 0.3)),
     most_moves=st.integers(0, 3),
     keeps_room=st.booleans(),
+    slo=st.builds(
+        Slo,
+        ttft=st.none() | st.floats(0.1, 50),
+        tbt=st.none() | st.floats(0.1, 10),
+    ),
 )
 LOSSES = st.dictionaries(
     st.sampled_from("AB"),
@@ -185,7 +197,7 @@ def test_losses(
     scenario = replace(scenario, timing=replace(scenario.timing, lost=kept))
     system = Checked(options)
     outcome = run(scenario, system, fits)
-    assert not system._moves
+    assert not system._takes.moves
     if len(there) > 1 or not kept:
         assert all(r.finish_reason in ("stop", "length") for r in outcome.finished.values())
 
@@ -226,7 +238,8 @@ def test_prompts_go_where_they_are_computed_first_and_decodes_to_the_faster() ->
     assert begun == {"A", "B"}
     assert system.taken == len(moves(outcome)) > 0
     assert {(source, dest) for _, source, dest in moves(outcome)} == {("A", "B")}
-    assert system.report() == {"decodes_taken": system.taken}
+    assert system._takes.decodes + system._takes.prompts == system.taken
+    assert list(system.report()) == ["decodes_taken", "prompts_taken"]
 
 
 def test_of_those_alike_whoever_has_the_longest_decode_gives_it() -> None:

@@ -44,26 +44,41 @@ LOAD, COUNT = 0.8, 300
 
 
 def latencies(pool: ProcessPoolExecutor) -> list[Row]:
-    """TTFT and TBT p99 of each cell of A100+A10 at a steady rate, for Cronus, DP and ours."""
-    wanted = [cell for cell in cells("A100+A10") if cell.prompt <= 4096 and cell.answer <= 512]
+    """TTFT and TBT p99 of each cell of A100+A10 at a steady rate, for Cronus, DP and ours.
+
+    Ours also with targets: what is asked of it beside Cronus.
+    """
+    # The A10's pool does not hold the longest of the last ones, which DP would give it.
+    wanted = [cell for cell in cells("A100+A10") if cell.prompt <= 4096 or cell.answer <= 512]
     rates = list(pool.map(_cronus_rate, wanted))
-    asked = [
-        (cell, rate, name) for cell, rate in zip(wanted, rates, strict=True) for name in SERVED
+    each = list(zip(wanted, rates, strict=True))
+    found = {
+        name: list(pool.map(_latency, [(cell, rate, *_first(name)) for cell, rate in each]))
+        for name in SERVED
+    }
+    file, changes = _first(OURS)
+    targets = [
+        f"system={{name: takeover, slo: {{ttft: {MOST_TTFT * ttft}, tbt: {MOST_TBT * tbt}}}}}"
+        for ttft, tbt in found["Cronus"]
     ]
-    found = list(pool.map(_latency, asked))
+    asked = [(*one, file, (*changes, slo)) for one, slo in zip(each, targets, strict=True)]
+    found[WITH_SLO] = list(pool.map(_latency, asked))
     return [
         {
             "cell": cell.name,
             "rate": round(rate, 3),
             "system": name,
-            "ttft_p99": ttft,
-            "tbt_p99": tbt,
+            "ttft_p99": made[number][0],
+            "tbt_p99": made[number][1],
         }
-        for (cell, rate, name), (ttft, tbt) in zip(asked, found, strict=True)
+        for number, (cell, rate) in enumerate(each)
+        for name, made in found.items()
     ]
 
 
 SERVED = ("Cronus", "DP", OURS)
+WITH_SLO = f"{OURS} with slo"
+MOST_TTFT, MOST_TBT = 1.05, 1.08
 
 
 def _cronus_rate(cell: Cell) -> float:
@@ -79,10 +94,10 @@ def _first(system: str) -> tuple[str, tuple[str, ...]]:
     return next(iter(SYSTEMS[system].values()))
 
 
-def _latency(asked: tuple[Cell, float, str]) -> tuple[float, float]:
-    cell, rate, name = asked
+def _latency(asked: tuple[Cell, float, str, tuple[str, ...]]) -> tuple[float, float]:
+    cell, rate, file, changes = asked
     work = [replace(r, arrival=i / rate) for i, r in enumerate(cell.work(1, COUNT))]
-    made = serve(*prepare(Run(cell, *_first(name), 0).config()), work, None)
+    made = serve(*prepare(Run(cell, file, changes, 0).config()), work, None)
     assert made.ttft_p99 is not None
     assert made.tbt_p99 is not None
     return made.ttft_p99, made.tbt_p99
@@ -92,21 +107,35 @@ def latency_claims(rows: Sequence[Row]) -> list[Target]:
     """Ours beside Cronus."""
     found = {(row["cell"], row["system"]): row for row in rows}
     names = list(dict.fromkeys(row["cell"] for row in rows))
-    claims = []
-    for figure, most in (("ttft_p99", 1.05), ("tbt_p99", 1.08)):
-        ratios = [
-            float(found[name, OURS][figure]) / float(found[name, "Cronus"][figure])
+
+    def ratios(system: str, figure: str) -> list[float]:
+        return [
+            float(found[name, system][figure]) / float(found[name, "Cronus"][figure])
             for name in names
         ]
-        over = sum(ratio > most for ratio in ratios)
+
+    claims = []
+    for figure, most in (("ttft_p99", MOST_TTFT), ("tbt_p99", MOST_TBT)):
+        made = ratios(OURS, figure)
+        over = sum(ratio > most for ratio in made)
         claims.append(
             agrees(
                 f"80 % load, A100+A10: takeover's {figure} by Cronus', {len(names)} cells",
-                f"{over} above {most}; mean {mean(ratios):.2f}, most {max(ratios):.2f}",
+                f"{over} above {most}; mean {mean(made):.2f}, most {max(made):.2f}",
                 over == 0,
                 f"at most {most} in each",
             )
         )
+    both = zip(ratios(WITH_SLO, "ttft_p99"), ratios(WITH_SLO, "tbt_p99"), strict=True)
+    kept = sum(ttft <= MOST_TTFT and tbt <= MOST_TBT for ttft, tbt in both)
+    claims.append(
+        agrees(
+            "80 % load, A100+A10: slo of 1.05 and 1.08 times Cronus' p99, both kept",
+            f"in {kept} of {len(names)} cells",
+            kept == len(names),
+            "in each, as Cronus keeps them",
+        )
+    )
     return claims
 
 

@@ -1,0 +1,160 @@
+"""Prompts of takeover while few requests wait: over several steps, and taken over under way."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import examples
+from schedules import pool, unit
+from serving_checks import Outcome, Run, make_requests
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
+from jaxinfer.systems.takeover import Takeover, TakeoverOptions
+from jaxinfer.systems.takeover_books import Book, Kind, Speeds
+from jaxinfer.systems.takeover_prompts import Slo, limit
+
+
+def book(decodes: int, limited: int = 0, pending: Sequence[tuple[float, int]] = ()) -> Book:
+    """Steps of up to 8 tokens: 10 s for two of them or for none, 5 s for each one more."""
+    view: Any = pool("A", 20)
+    made = Book(
+        view=view,
+        name="A",
+        legs=(),
+        number=0,
+        kind=Kind(Speeds(5.0, 0.0, 0.0, 10.0, 40.0, 0.0), 80),
+        budget=8,
+        most_backlog=16,
+        page_size=4,
+        most_seats=8,
+        pages=20,
+        spared=0,
+        decodes=decodes,
+        limit=limited,
+    )
+    made.under_way = {str(n): (at, rest, rest, rest) for n, (at, rest) in enumerate(pending)}
+    made.conclude()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("decodes", "limited", "backlog", "tokens"),
+    [
+        (0, 0, 9, 0),  # Nobody is held up.
+        (1, 0, 0, 0),
+        (1, 0, 3, 1),  # Two are computed while weights are read, one of them a decode.
+        (1, 0, 20, 5),  # In four steps.
+        (1, 5, 3, 5),  # The last ones no more slowly.
+        (1, 0, 28, 0),  # As many as there may be.
+    ],
+)
+def test_prompts_are_spread_beside_decodes(
+    decodes: int, limited: int, backlog: int, tokens: int
+) -> None:
+    assert limit(book(decodes, limited), backlog, Slo()) == tokens
+
+
+@pytest.mark.parametrize(("tbt", "tokens"), [(0.1, 1), (12, 1), (24, 3), (30, 4), (60, 0)])
+def test_with_tbt_at_risk_steps_have_fewer_prompt_tokens(tbt: float, tokens: int) -> None:
+    """A step may take nine tenths: 10 s, and 5 s for each token after the first."""
+    assert limit(book(1), 20, Slo(tbt=tbt)) == tokens
+
+
+@examples(200)
+@given(
+    st.integers(1, 3),
+    st.lists(st.tuples(st.floats(-20, 0), st.integers(1, 30)), min_size=1, max_size=3),
+    st.floats(1, 1000),
+)
+def test_with_ttft_at_risk_steps_have_more(
+    decodes: int, pending: list[tuple[float, int]], ttft: float
+) -> None:
+    """The fewest tokens with which each prompt is computed in nine tenths of the time, if any."""
+
+    def in_time(chunk: int) -> bool:
+        step_s, tokens = 10 + 5 * max(chunk + decodes - 2, 0), 0
+        for arrival, rest in pending:
+            tokens += rest
+            if tokens / chunk * step_s > (0.9 * ttft + arrival) * (1 + 1e-9):
+                return False
+        return True
+
+    found = limit(book(decodes, 0, pending), 30, Slo(ttft=ttft, tbt=0.1), 0.0)
+    enough = [chunk for chunk in range(1, 8 - decodes) if in_time(chunk)]
+    assert found == (enough[0] if enough else 0)
+
+
+@pytest.mark.parametrize("slo", ["ttft", "tbt"])
+@pytest.mark.parametrize("seconds", [0, -1, "soon"])
+def test_what_is_no_target(slo: str, seconds: Any) -> None:
+    with pytest.raises(JaxinferError, match=f"slo.{slo} is"):
+        TakeoverOptions.model_validate({"slo": {slo: seconds}})
+
+
+def fit(token_s: float, step_s: float) -> StepFit:
+    """Steps of up to 4 tokens."""
+    mixed = MixedFit(0.0, 0.0, step_s + 4 * token_s)
+    return StepFit(PrefillFit(token_s, 0.0), mixed, DecodeFit(0.0, 0.0, step_s))
+
+
+FITS = {"A": fit(0.4, 4.0), "B": fit(0.1, 1.0)}
+
+
+def pair(
+    system: Takeover,
+    lengths: Sequence[tuple[int, int]],
+    arrivals: Sequence[float] | None = None,
+    **timing: Any,
+) -> Outcome:
+    """Requests on a slow and a fast instance, by their fits; steps of both take as long."""
+
+    def made_of(name: str) -> Instance:
+        instance = pool(name, {"A": 20, "B": 200}[name])
+        instance.fit = FITS[name]
+        return instance
+
+    both = [made_of("A"), made_of("B")]
+    made = Run(system, both, make_requests(lengths, arrivals), unit(**timing), renew=made_of)
+    made.greedy = False
+    return made.verify()
+
+
+def rows(outcome: Outcome, request: str) -> list[tuple[str, int, int]]:
+    """Where a request's rows were computed, and which."""
+    return [
+        (step.batch.instance, row.start, row.count)
+        for step in outcome.world.steps
+        for row in step.batch.rows
+        if row.request.id == request
+    ]
+
+
+def test_a_prompt_under_way_is_taken_over() -> None:
+    """B has computed its own prompt after three steps; the rest of A's is sooner done there."""
+    system = Takeover()
+    outcome = pair(system, [(12, 1), (16, 3)])
+    assert [(t.request.id, t.source, t.dest) for t in outcome.world.transfers] == [("r1", "A", "B")]
+    assert system.report() == {"decodes_taken": 0, "prompts_taken": 1}
+    where = [name for name, start, _ in rows(outcome, "r1") if start < 16]
+    assert where == sorted(where)
+    assert set(where) == {"A", "B"}
+
+
+def test_its_taker_is_lost_while_kv_is_on_its_way() -> None:
+    first = pair(Takeover(), [(12, 1), (16, 3)]).world.transfers[0].requested
+    outcome = pair(Takeover(), [(12, 1), (16, 3)], transfers={"B": 6}, lost={"B": first + 3})
+    assert all(r.finish_reason == "length" for r in outcome.finished.values())
+
+
+def test_prompts_beside_decodes_come_in_small_pieces() -> None:
+    """B's first request decodes as the second one's prompt comes: a token beside it is free."""
+    outcome = pair(Takeover(), [(4, 30), (4, 2)], arrivals=[0, 4.5])
+    pieces = [count for _, start, count in rows(outcome, "r1") if start < 4]
+    assert len(pieces) > 1
+    system = Takeover(TakeoverOptions(slo=Slo(tbt=100)))
+    outcome = pair(system, [(4, 30), (4, 2)], arrivals=[0, 4.5])
+    assert len([start for _, start, _ in rows(outcome, "r1") if start < 4]) < len(pieces)
