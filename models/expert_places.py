@@ -1,4 +1,4 @@
-"""Where a mixture's experts and tokens lie on a mesh while they are multiplied; needs no JAX."""
+"""Places of a mixture's experts and tokens on a mesh while they are multiplied; needs no JAX."""
 
 import math
 from collections.abc import Sequence

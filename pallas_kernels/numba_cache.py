@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import llvmlite
 import numba as nb
 import numpy as np
-from llvmlite import binding
+from llvmlite import binding, ir
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
@@ -89,25 +89,28 @@ def _compile(signature: Any, function: Callable[..., Any], reassociates: bool) -
     return made.native_name, code
 
 
-def assembled(symbol: str, module: Any) -> Code:
+def assembled(symbol: str, module: ir.Module) -> Code:
     """A function of LLVM's own terms as C code; it takes milliseconds, and is not kept."""
-    machine, _ = _machine()
-    return _load(symbol, machine.emit_object(binding.parse_assembly(str(module))))
-
-
-def _machine() -> tuple[Any, Any]:
-    """This process' machine as LLVM has it, and a module of nothing for it."""
-    # Has LLVM know of numba's own functions, as it does once something has been compiled.
-    rtsys.initialize(cpu_target.target_context)
-    target = binding.Target.from_default_triple()
-    empty = binding.parse_assembly(f'target triple = "{target.triple}"')
-    return target.create_target_machine(jit=True, codemodel="jitdefault"), empty
+    module.triple = binding.get_default_triple()
+    return _finished(symbol, _engine(str(module)))
 
 
 def _load(symbol: str, code: bytes) -> Code:
-    machine, empty = _machine()
-    engine = binding.create_mcjit_compiler(empty, machine)
+    engine = _engine(f'target triple = "{binding.get_default_triple()}"')
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    return _finished(symbol, engine)
+
+
+def _engine(assembly: str) -> Any:
+    """An engine of its own for a module."""
+    # Has LLVM know of numba's own functions, as it does once something has been compiled.
+    rtsys.initialize(cpu_target.target_context)
+    target = binding.Target.from_default_triple()
+    machine = target.create_target_machine(jit=True, codemodel="jitdefault")
+    return binding.create_mcjit_compiler(binding.parse_assembly(assembly), machine)
+
+
+def _finished(symbol: str, engine: Any) -> Code:
     engine.finalize_object()
     return Code(engine.get_function_address(symbol), engine)
 

@@ -39,11 +39,11 @@ KNOWN, PARTS = range(3, 6), ("MAJOR", "MINOR")
 
 # Words of what the threads of one call share.
 NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, WORK, ASK = range(9)
-# The worker that does nothing but count the units.
-COUNT = -1
 # Behind them, what the thread pool is asked with.
 ASK_WORDS = 5
 SHARED_WORDS = ASK + ASK_WORDS
+# The worker that does nothing but count the units.
+COUNT = -1
 
 
 class NativeCode(NamedTuple):

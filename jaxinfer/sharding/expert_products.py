@@ -27,7 +27,7 @@ RAGGED = Grouped(ragged_matmul, ragged_gated, rounds=True)
 
 
 def expert_products(target: CompileTarget, dtype: jnp.dtype, D: int, F: int) -> Grouped:
-    """What an engine multiplies with on such devices, for experts of D x F on each.
+    """The products of an engine on such devices, for experts of D x F on each.
 
     XLA's own where it has no kernels there: on TPUs, and on CPUs without numba.
     """

@@ -131,10 +131,17 @@ def main(
     }
     fits[TRIED[0]] = runs["as published"]
     attempts = try_all(points, operators, out)
-    experts = [each for name in EXPERTS for each in groups(name, attempts[name, "as published"])]
+    of_experts = {name: attempts[name, "as published"] for name in EXPERTS}
+    experts = [each for name, found in of_experts.items() for each in groups(name, found)]
+    together = [point for found in of_experts.values() for point in _usable(found)]
     tables = {
         "groups": [*groups("uncalibrated", fits["0"]), *groups("sequence_s fitted", fits[FITTED])],
-        "experts": [each for each in experts if each["group"] != "all"],
+        "experts": [
+            *(each for each in experts if each["group"] != "all"),
+            dict.fromkeys(experts[0], "")
+            | {"run": "all", "group": "all", "tpot n": len(together)}
+            | {"tpot median %": _median_error(together, together, "tpot", "")},
+        ],
         "ablations": [
             {"variant": name} | each
             for name, found in runs.items()
@@ -149,8 +156,8 @@ def main(
         tables["peer"] = beside(peer, {"uncalibrated": fits["0"], "fitted": fits[FITTED]})
         tables["peer_experts"] = [
             {"group": name} | each
-            for name in EXPERTS
-            for each in beside(peer, {"uncalibrated": attempts[name, "as published"]})
+            for name, found in of_experts.items()
+            for each in beside(peer, {"uncalibrated": found})
             if each["engine"] == "all"
         ]
     if logs:

@@ -161,7 +161,7 @@ def test_favourites_take_rounds() -> None:
 
 @pytest.mark.parametrize(("experts", "chosen", "tokens"), [(8, 2, 256), (128, 8, 256), (8, 2, 16)])
 def test_chance_seldom_fills_all_slots(experts: int, chosen: int, tokens: int) -> None:
-    """Of 8 devices that send tokens by chance, each to each: in 300 steps, at most 3 need more."""
+    """Slots do for 8 devices that send tokens by chance, but in 3 of 300 steps at most."""
     rng, most = np.random.default_rng(1), slots(tokens, 8, experts, chosen)
     full = 0
     for _ in range(300):

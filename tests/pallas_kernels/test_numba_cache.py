@@ -157,7 +157,7 @@ print(len(count))
 
 @pytest.mark.slow
 def test_the_next_process_compiles_nothing(tmp_path: Path) -> None:
-    """The handler knows a kernel and the task of them all, and C's functions, by name."""
+    """A kernel's entry knows its work and the handler, and that the task, by their names."""
     there = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     counts = [
         subprocess.run(

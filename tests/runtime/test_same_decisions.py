@@ -31,7 +31,7 @@ INSTANCE: dict[str, Any] = {
     "num_pages": 65,
     "enable_prefix_caching": False,
 }
-# Cuts, pipelines, pools, heads and decodes that move, plans of an LP: what decides differently.
+# Those that decide unlike the others: cuts, pipelines, pools, heads and decodes that move, packing.
 FEW = ("single", "cronus", "pipeline_parallel", "splitwise", "hetis", "aladdin", "takeover")
 GREEDY = {"temperature": 0}
 DRAWN = {"temperature": 0.9, "top_p": 0.9}

@@ -58,7 +58,7 @@ def test_experts_that_no_token_meets_are_not_read() -> None:
 
 
 def test_a_router_reads_each_token_once() -> None:
-    """As many numbers as it is long, where each of 128 experts reads it, and writes a result."""
+    """A row counts as read once, where each of 128 experts reads it, and writes a result."""
     flow = at_peaks(MIXTURE, LAYOUTS["megatron"], {"x": 1}, CARD).flow
     moved = {each.what: (each.reads, each.writes) for each in flow.layer.products}
     assert moved["router_DE"] == (2048, 128)

@@ -78,7 +78,7 @@ def test_a_reduce_scatter_and_a_gather_send_what_an_all_reduce_does() -> None:
 
 
 def test_tokens_go_once_to_each_device_with_some_of_their_experts() -> None:
-    """Of 8 experts on 8 devices, each device has a quarter of 64 tokens' choices of two.
+    """Each of 8 devices with an expert has a quarter of 64 tokens' choices of two.
 
     8 tokens a device: 2 to each other in the mean, of variance 1.5, and four deviations more.
     """

@@ -124,7 +124,7 @@ def pair(
 
 
 def rows(outcome: Outcome, request: str) -> list[tuple[str, int, int]]:
-    """Where a request's rows were computed, and which."""
+    """The rows of a request, by instance."""
     return [
         (step.batch.instance, row.start, row.count)
         for step in outcome.world.steps

@@ -42,6 +42,12 @@ def spread_worker(*processes: Any, lenders: tuple[str, ...] = ()) -> PipelineWor
     return PipelineWorker("x", loaded, [None] * (len(processes) - 1), lend)
 
 
+def lose(process: FakeProcess, why: str) -> None:
+    """Have a process be lost, and its worker told."""
+    process.lost = why
+    process.workers["x"].on_loss(ProcessLost(why))
+
+
 def test_heads_move_in_the_process_of_their_stage() -> None:
     """Numbers of shards are those of that process, times those of the loop's clock."""
     one, two = FakeProcess(), FakeProcess(ahead=5.0)
@@ -95,8 +101,7 @@ def test_stages_go_on_without_what_is_lent_by_a_process_that_is_lost() -> None:
     worker.launch(given, 0.0, posted.append)
     first, again = (m for m in process.sent if isinstance(m, Launch))
     assert again == first._replace(step=1)
-    b.lost = process.lost = "killed"
-    process.workers["x"].on_loss(ProcessLost("killed"))
+    b.lost = lose(process, "killed")
     assert worker.lost_lenders == []
     assert process.given_up == ["instance x: killed"]
 
@@ -107,8 +112,7 @@ def test_who_goes_on_at_once_is_not_given_up_meanwhile() -> None:
     worker = spread_worker(process, lenders=("a",))
     a = worker.processes[1]
     worker.launch(batch(), 0.0, lambda failed: worker.go_on())
-    a.lost = "killed"
-    a.workers["x"].on_loss(ProcessLost("killed"))
+    lose(a, "killed")
     assert worker.processes == [process]
     assert process.given_up == []
 
@@ -148,8 +152,7 @@ def test_a_sampler_asked_for_while_stages_are_to_forget_gets_its_own_answers() -
     process = FakeProcess()
     worker = spread_worker(process, lenders=("a",))
     a = worker.processes[1]
-    a.lost = "killed"
-    a.workers["x"].on_loss(ProcessLost("killed"))
+    lose(a, "killed")
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     got: list[tuple[type, str]] = []
 
@@ -179,12 +182,10 @@ def test_a_lender_that_is_lost_while_stages_forget_another_is_not_overlooked() -
     process = FakeProcess()
     worker = spread_worker(process, lenders=("a", "b"))
     _, a, b = worker.processes
-    a.lost = "killed"
-    a.workers["x"].on_loss(ProcessLost("killed"))
+    lose(a, "killed")
 
     def ask(message: Any) -> Any:
-        b.lost = "vanished"
-        b.workers["x"].on_loss(ProcessLost("vanished"))
+        lose(b, "vanished")
         return iter([Left("pools", 0)])
 
     process.ask = ask  # type: ignore[method-assign]
@@ -201,12 +202,10 @@ def test_a_process_that_is_lost_while_it_forgets_is_not_overlooked() -> None:
     process = FakeProcess()
     worker = spread_worker(process, lenders=("a",))
     a = worker.processes[1]
-    a.lost = "killed"
-    a.workers["x"].on_loss(ProcessLost("killed"))
+    lose(a, "killed")
 
     def ask(message: Any) -> Any:
-        process.lost = "killed, too"
-        process.workers["x"].on_loss(ProcessLost("killed, too"))
+        lose(process, "killed, too")
         return iter([Left("pools", 0)])
 
     process.ask = ask  # type: ignore[method-assign]

@@ -81,8 +81,9 @@ def test_by_the_transfer_server(
     check_transfers(ran, token_bytes("three"))
 
 
-# Of which groups have processes: each kind of instance is there once, and both models are.
-APART = {PAIRS[1]: "a", PAIRS[3]: "b", PAIRS[8]: "ab"}
+# Which groups have processes in the pairs that are not long; those above have the other kinds of
+# instances, and the other group alone.
+APART = {PAIRS[3]: "a", PAIRS[8]: "ab"}
 
 
 def apart_cases() -> list[Any]:
@@ -93,7 +94,7 @@ def apart_cases() -> list[Any]:
     cases = []
     for case in covering_cases():
         pair, number = case.pair, PAIRS.index(case.pair)
-        mark = pytest.mark.slow if APART.get(pair) in ("b", "ab") else pytest.mark.long
+        mark = pytest.mark.slow if pair in APART else pytest.mark.long
         apart = APART.get(pair, ("a", "b", "ab")[(number + number // 3) % 3])
         cases.append(pytest.param(replace(case, pair=replace(pair, apart=apart)), marks=mark))
     return cases

@@ -42,8 +42,8 @@ from jaxinfer.sockets import LOOPBACK
 
 DATA = Path(__file__).parents[2] / "data" / "architectures"
 CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())
-# Learned positions, windows of some layers, norms of heads, biases with a window.
-UNLIKE = ("gemma3", "opt", "qwen2_window", "qwen3")
+# Windows of some layers, experts, learned positions, biases with a window, norms of heads.
+UNLIKE = ("gemma3", "mixtral", "opt", "qwen2_window", "qwen3")
 # Chunks, and a decode. No edge but the last is one of pages.
 PIECES = [33, 2, 1, 39]
 POOL = {"page_size": 5, "num_pages": 40, "max_model_len": 100}
