@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_world import Cells, FakeWorld, Timing, logprob_of
+from fake_tokens import logprob_of
+from fake_world import Cells, FakeWorld, Timing
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import HeldPages, KVShards
