@@ -66,13 +66,13 @@ class Network(Generic[Tag]):
     @property
     def next_end(self) -> float | None:
         """Time at which the first flow ends, if nothing else starts; None without flows."""
-        self._share()
+        if self._changed:
+            self._share()
         return self._next_end
 
     def take_ended(self, now: float) -> list[Tag]:
         """Tags of the flows that have ended by now, in the order of their start."""
-        end = self.next_end
-        if end is None or end > now:
+        if not self._ways or (end := self.next_end) is None or end > now:
             return []
         ended: list[tuple[int, Tag]] = []
         for way in self._ways.values():
@@ -88,7 +88,8 @@ class Network(Generic[Tag]):
     def _advance(self, now: float) -> None:
         if now == self._now:
             return
-        self._share()
+        if self._changed:
+            self._share()
         for way in self._ways.values():
             sent = way.rate * (now - self._now)
             way.left = [left - sent if left > sent else 0.0 for left in way.left]
@@ -96,8 +97,6 @@ class Network(Generic[Tag]):
 
     def _share(self) -> None:
         """Progressive filling: the link with the least per flow decides its flows' rates."""
-        if not self._changed:
-            return
         self._changed = False
         ways = sorted(self._ways.values(), key=attrgetter("oldest"))
         through: dict[Link, list[_Way[Tag]]] = {}

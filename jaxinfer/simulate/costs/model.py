@@ -83,10 +83,14 @@ class Pipeline:
     def stages(self, work: Work) -> list[float]:
         """Seconds of each stage."""
         *senders, last = self.parts
+        if not senders:  # As most are, and steps are many.
+            return [last.seconds(work)]
         return [*(part.seconds(work) + self.send_s for part in senders), last.seconds(work)]
 
     def hops(self, work: Work) -> list[float]:
         """Seconds between stages."""
+        if not self.latency_s:
+            return []
         num_bytes = work.tokens * self.hidden_bytes
         return [
             fixed + per_byte * num_bytes
