@@ -154,6 +154,8 @@ class WorkerProcess:
         match message:
             case Launch() | Move() | EmulateSteps() | Prepare(wait=False):
                 return WorkerFailed(message.instance, mistake, line)
+            case Borrow(wait=False):
+                return WorkerFailed(message.instance, False, line)  # Who lends may have been lost.
             case Offer() | Pull() | Place() | Drop():
                 return SlabFailed(message.end, message.slab, isinstance(message, Offer), line)
         return Refused(line)
@@ -183,12 +185,13 @@ class WorkerProcess:
                 while self._lent:
                     for left in self._lent.pop().compile_ahead():
                         self._say(Left("compiling attention", left + len(self._lent)))
-            case Borrow(instance, stage, number, address):
+            case Borrow(instance, stage, number, address, wait):
                 spread = self._worker(instance).stages[stage]
                 assert isinstance(spread, SpreadStage)
                 group = spread.plan.attention[number].group
                 spread.elsewhere[number + 1] = PoolElsewhere(address, group)
-                self._say(Left("pools", 0))
+                if wait:
+                    self._say(Left("pools", 0))
             case BreakOff():
                 for spread, number in self._borrowed(message):
                     spread.elsewhere[number].close()
@@ -247,11 +250,15 @@ class WorkerProcess:
         self._say(Left("pools", 0))
 
     def _borrowed(self, message: BreakOff | Forget) -> Iterator[tuple[SpreadStage, int]]:
-        """The pools of a message: each one's stage, and its number there."""
+        """The pools of a message: each one's stage, and its number there.
+
+        One in the place of a lost one may have been lost before it was reached.
+        """
         for stage, number in message.pools:
             spread = self._worker(message.instance).stages[stage]
             assert isinstance(spread, SpreadStage)
-            yield spread, number + 1
+            if number + 1 in spread.elsewhere:
+                yield spread, number + 1
 
     def _move(self, message: Move) -> None:
         instance, number, copies = message

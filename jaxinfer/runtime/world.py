@@ -4,7 +4,7 @@ import heapq
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,15 +12,17 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
+from jaxinfer.runtime.processes.homes import Restarted, RestartResult
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
-from jaxinfer.runtime.processes.restarts import Restarted, RestartResult, Restarts
+from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import (
     Arrival,
     Event,
+    GoesWithout,
     InstanceBack,
     InstanceLost,
     StepDone,
@@ -94,9 +96,12 @@ class RealWorld:
         self._heard_at: dict[str, float] = {}
         self.lost: dict[str, str] = {}
         self.returning: set[str] = set()
+        # Of instances with shards of their KV that are lost, what the loop has been told of them.
+        self._without: dict[str, tuple[Sequence[int], bool]] = {}
         self.restarted: list[RestartResult] = []
         self._restarts = restarts
         if restarts:
+            self._without = {name: (restarts.goes_without(name)[0], False) for name in workers}
             restarts.listen(self._posted.put)
 
     def now(self) -> float:
@@ -115,8 +120,9 @@ class RealWorld:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is under way, nobody is to return and no request known is to arrive."""
-        return not (self._steps or self._slabs_left or self.returning or self._arrivals)
+        """True if nothing is under way, nothing is to return and no request known is to arrive."""
+        returns = self.returning or any(returns for _, returns in self._without.values())
+        return not (self._steps or self._slabs_left or returns or self._arrivals)
 
     def drain(self) -> None:
         """Wait for steps and transfers, for their own sake: nothing arrives or ticks any more.
@@ -289,6 +295,7 @@ class RealWorld:
         else:
             self.returning.discard(instance)
         self._steps.pop(instance, None)
+        self._without[instance] = (), False
         for transfer in list(self._slabs_left):
             if instance in (transfer.source, transfer.dest):
                 del self._slabs_left[transfer]
@@ -299,21 +306,33 @@ class RealWorld:
         """Return the events that come of starting a process again."""
         assert self._restarts
         events: list[Event] = []
-        if (outcome := self._restarts.take(group)) is None:
-            return events
-        self.restarted.append(outcome)
-        for name in outcome.instances:
-            if outcome.error:
-                events.append(self._note_loss(name, outcome.error, False))
-                continue
-            if name not in self.lost:  # Nobody had anything for it to do.
-                events.append(self._note_loss(name, outcome.why, True))
-            del self.lost[name]
-            self.returning.discard(name)
-            events.append(InstanceBack(name, outcome.without))
-        if outcome.error and len(self._workers) == 1:
-            raise JaxinferError(outcome.error)
-        return events
+        if outcome := self._restarts.take(group):
+            self.restarted.append(outcome)
+            for name in outcome.instances:
+                events += self._return(name, outcome)
+            if outcome.error and outcome.instances and len(self._workers) == 1:
+                raise JaxinferError(outcome.error)
+        return [*events, *self._tell_of_shards()]
+
+    def _return(self, name: str, outcome: RestartResult) -> Iterator[Event]:
+        if outcome.error:
+            yield self._note_loss(name, outcome.error, False)
+            return
+        if name not in self.lost:  # Nobody had anything for it to do.
+            yield self._note_loss(name, outcome.why, True)
+        del self.lost[name]
+        self.returning.discard(name)
+        self._without[name] = (), False
+        yield InstanceBack(name)
+
+    def _tell_of_shards(self) -> Iterator[Event]:
+        """Tell which shards of their KV instances have, where that is not what was told."""
+        assert self._restarts
+        for name in self._workers:
+            now = self._restarts.goes_without(name)
+            if name not in self.lost and now != self._without[name]:
+                self._without[name] = now
+                yield GoesWithout(name, *now)
 
     def _next_by_clock(self) -> float | None:
         times = self._ticks[:1]

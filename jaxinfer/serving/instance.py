@@ -122,9 +122,12 @@ class Instance:
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
 
     def go_without(self, shards: Sequence[int]) -> None:
-        """Give up shards of the KV, by their numbers, which are lost for good."""
-        for number in shards:
-            self.kv.shards[number].pool.close()
+        """Have all shards of the KV but these, by their numbers; those that are back are empty."""
+        for number, shard in enumerate(self.kv.shards):
+            if number in shards:
+                shard.pool.close()
+            elif shard.pool.is_closed:
+                shard.pool.open()
         self.watermark_pages = math.ceil(self.options.watermark * self.kv.num_pages)
 
     @property

@@ -110,6 +110,27 @@ def test_whatever_a_system_does(scenario: Scenario, seed: int, actions: int) -> 
     assert first_difference(real, again(real, scenario, system())) is None
 
 
+@st.composite
+def lost_shards(draw: st.DrawFn) -> Scenario:
+    """Some of those shards are lost that another of their stage may stand in for."""
+    scenario = draw(outages())
+    without = {}
+    for name, pages, size, layout, _ in scenario.instances if not scenario.caching else ():
+        stages = [shard.stage for shard in make_kv(pages, size, layout).shards]
+        others = [n for n, stage in enumerate(stages) if stage in stages[:n]]
+        if others:
+            shards = draw(st.lists(st.sampled_from(others), unique=True, min_size=1))
+            without[name] = shards, draw(st.none() | st.integers(0, 20))
+    return replace(scenario, timing=replace(scenario.timing, without=without))
+
+
+@examples(50)
+@given(lost_shards())
+def test_whatever_shards_are_lost_and_back(scenario: Scenario) -> None:
+    real = ledger_of(scenario, Survivor(scenario.by_id))
+    assert first_difference(real, again(real, scenario, Survivor(scenario.by_id))) is None
+
+
 @examples(25)
 @given(outages())
 def test_whatever_is_lost_and_back(scenario: Scenario) -> None:

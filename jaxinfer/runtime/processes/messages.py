@@ -64,12 +64,16 @@ class OpenPools(NamedTuple):
 
 
 class Borrow(NamedTuple):
-    """Use the pool of a stage's attention group that is at this address. Answered with Left."""
+    """Use the pool of a stage's attention group that is at this address.
+
+    Answered with Left, if somebody may ``wait``.
+    """
 
     instance: str
     stage: int
     number: int
     address: Address
+    wait: bool = True
 
 
 class BreakOff(NamedTuple):

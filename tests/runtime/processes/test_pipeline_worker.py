@@ -24,8 +24,8 @@ from jaxinfer.runtime.processes.messages import (
     Loaded,
     Prepare,
 )
+from jaxinfer.runtime.processes.pipeline_side import PipelineSide
 from jaxinfer.runtime.processes.pipeline_worker import (
-    PipelineSide,
     PipelineWorker,
     divided_layers,
 )

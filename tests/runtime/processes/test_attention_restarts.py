@@ -1,0 +1,216 @@
+"""Attention groups whose processes are lost and started again: tokens, and who uses them again."""
+
+import gc
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_cases import load, roomy
+from cluster_checks import Done, serve
+from host_cases import KEY, jobs, listening
+from process_cases import (
+    SILENT,
+    call_silent_who_is_stopped,
+    check_nothing_left,
+    children,
+    serve_once,
+    wait_until,
+)
+from scatter import spread
+
+from jaxinfer import LLM
+from jaxinfer.runtime.processes.homes import Home
+from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+from jaxinfer.serving.world import StepDone
+from jaxinfer.simulate.same_decisions import check_decisions
+
+
+def restartable(times: int, **sections: Any) -> dict[str, Any]:
+    """A stage and two attention groups in a process each; the first of those may come back."""
+    found = spread([None, None], 1, **roomy(16)) | {"ledger": True} | sections
+    for group in found["groups"].values():
+        group["process"] = "own"
+    found["groups"]["a0"]["restart"] = times
+    return found
+
+
+def worker_of(llm: LLM) -> PipelineWorker:
+    worker = llm.cluster.engines["x"].worker
+    assert isinstance(worker, PipelineWorker)
+    return worker
+
+
+def pid_of(llm: LLM, group: str) -> int:
+    (process,) = [each for each in worker_of(llm).processes if each.name == group]
+    pid: int = process.peer.pid  # type: ignore[attr-defined]
+    return pid
+
+
+def home_of(llm: LLM) -> Home:
+    restarts = llm.cluster.restarts
+    assert restarts
+    return restarts._homes["a0"]
+
+
+def wait_for_news(home: Home) -> None:
+    wait_until(lambda: home.news is not None)
+
+
+def serve_with(
+    llm: LLM, folder: Path, acts: dict[int, Callable[[], object]]
+) -> tuple[list[Done], dict[str, Any], list[list[int]]]:
+    """The requests, with something done when so many steps have ended; slices of each in shards."""
+    slices: list[list[int]] = []
+
+    def on_step(done: StepDone) -> None:
+        tables = [row.hold.tables for row in done.batch.rows]
+        slices.append([sum(len(each[n]) for each in tables) for n in range(len(tables[0]))])
+        acts.get(len(slices), lambda: None)()
+
+    found, run = serve_once(llm, folder, on_step)
+    assert len(slices) > max(acts, default=0)
+    return found, run, slices
+
+
+def told(run: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Groups, instances, errors and shards of a run's restarts."""
+    keys = "group", "instances", "error", "without"
+    return [tuple(each[key] for key in keys) for each in run["restarts"]]
+
+
+WITHOUT, BACK = ("a0", ["x"], None, [1]), ("a0", [], None, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "by", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
+def test_heads_lie_there_again(
+    by: signal.Signals,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice in two runs, and once between them; the fourth loss is for good.
+
+    The simulator decides alike on what each run has heard.
+    """
+    call_silent_who_is_stopped(monkeypatch)
+    before = children()
+    llm = load(models["two"], tmp_path, **restartable(3))
+    runs, pids, back = tmp_path / "runs", [pid_of(llm, "a0")], partial(wait_for_news, home_of(llm))
+    found, run, slices = serve_with(llm, runs, {9: partial(os.kill, pids[0], by), 30: back})
+    assert (found, run["lost"], told(run)) == (expected["two"], {}, [WITHOUT, BACK])
+    why = f"was ended by signal {by}" if by == signal.SIGKILL else SILENT
+    assert run["restarts"][1]["why"] == f"process of group a0 (pid {pids[0]}) {why}"
+    lies_there = [each[1] > 0 for each in slices]
+    assert any(lies_there[:9])
+    assert not any(lies_there[12:30])
+    assert any(lies_there[30:])
+    assert run["metrics"]["late_compiles"] == 0
+    pids.append(pid_of(llm, "a0"))
+
+    os.kill(pids[1], by)
+    back()
+    found, run, slices = serve_with(llm, runs, {})
+    assert (found, run["lost"], told(run)) == (expected["two"], {}, [WITHOUT, BACK])
+    assert any(each[1] for each in slices[9:])
+    pids.append(pid_of(llm, "a0"))
+
+    found, run, slices = serve_with(llm, runs, {9: partial(os.kill, pids[2], by), 30: back})
+    assert (found, told(run)) == (expected["two"], [WITHOUT, BACK])
+    assert any(each[1] for each in slices[30:])
+    pids.append(pid_of(llm, "a0"))
+    assert len({*pids}) == 4
+
+    found, run, slices = serve_with(llm, runs, {9: partial(os.kill, pids[3], by)})
+    assert (found, run["lost"], told(run)) == (expected["two"], {}, [WITHOUT])
+    assert not any(each[1] for each in slices[12:])
+    for number in range(1, 5):
+        assert check_decisions(runs / str(number)).difference is None
+    check_nothing_left(llm)
+    assert [shard.num_pages > 0 for shard in llm._runs.kv["x"].shards] == [True, False, True]
+    del llm
+    gc.collect()
+    wait_until(lambda: children() <= before)
+
+
+@pytest.mark.slow
+def test_one_that_cannot_be_started(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """The instance goes on without it for good, and no process is left of the attempts."""
+    before = children()
+    llm = load(models["two"], tmp_path, **restartable(2))
+    llm.cluster.config.groups["a0"].environment["JAX_PLATFORMS"] = "nonsense"
+    acts = {
+        9: partial(os.kill, pid_of(llm, "a0"), signal.SIGKILL),
+        20: partial(wait_for_news, home_of(llm)),
+    }
+    found, run, _ = serve_with(llm, tmp_path / "runs", acts)
+    assert (found, run["lost"]) == (expected["two"], {})
+    went_on, failed = told(run)
+    assert went_on == WITHOUT
+    assert failed[:2] == ("a0", [])
+    assert "nonsense" in failed[2]
+    assert home_of(llm).left == 0
+    assert check_decisions(tmp_path / "runs" / "1").difference is None
+    assert serve(llm) == expected["two"]
+    wait_until(lambda: len(children() - before) == 2)
+
+
+@pytest.mark.slow
+def test_one_of_another_host(
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker there starts another."""
+    monkeypatch.setenv("JAXINFER_KEY", KEY)
+    with listening() as (address, server):
+        sections = restartable(1)
+        sections["groups"]["a0"] |= {"process": None, "host": address}
+        llm = load(models["two"], tmp_path, **sections)
+        (job,) = jobs(server)
+        acts = {9: job.kill, 30: partial(wait_for_news, home_of(llm))}
+        found, run, slices = serve_with(llm, tmp_path / "runs", acts)
+        assert (found, run["lost"], told(run)) == (expected["two"], {}, [WITHOUT, BACK])
+        assert (
+            run["restarts"][1]["why"]
+            == f"process of group a0 (at {address}) was ended by sig" + "nal 9"
+        )
+        assert any(each[1] for each in slices[30:])
+        (after,) = jobs(server)
+        assert after.pid != job.pid
+        check_nothing_left(llm)
+        del llm
+        gc.collect()
+        wait_until(lambda: not jobs(server))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_stage_is_lost_while_one_is_started(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """Nobody needs the attention group any more, and none of its processes is left."""
+    before = children()
+    sections = restartable(9)
+    sections["groups"]["q"] = {}
+    sections["instances"]["y"] = {"group": "q", "enable_prefix_caching": False} | roomy(16)
+    sections["system"] = "scatter:ScatterFirst"
+    llm = load(models["two"], tmp_path, **sections)
+    acts = {
+        9: partial(os.kill, pid_of(llm, "a0"), signal.SIGKILL),
+        14: partial(os.kill, pid_of(llm, "p"), signal.SIGKILL),
+    }
+    found, run, _ = serve_with(llm, tmp_path / "runs", acts)
+    assert (found, list(run["lost"])) == (expected["two"], ["x"])
+    wait_until(lambda: children() <= before)
+    assert home_of(llm).left >= 8
