@@ -109,7 +109,7 @@ class Instance:
         self.waiting = Waiting(name, kv.page_size)
         self.importing: dict[str, RequestState] = {}
         self.num_exported = self.in_flight = self.num_preemptions = 0
-        self.go_without(())
+        self._note_watermark()
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
         self.on_preempt: Callable[[RequestState], None] = lambda request: None
@@ -128,6 +128,9 @@ class Instance:
                 shard.pool.close()
             elif shard.pool.is_closed:
                 shard.pool.open()
+        self._note_watermark()
+
+    def _note_watermark(self) -> None:
         self.watermark_pages = math.ceil(self.options.watermark * self.kv.num_pages)
 
     @property

@@ -112,7 +112,7 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
         nonlocal steps
         steps += 1
         if steps == first:
-            os.kill(at.peer.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(at.peer.pid, signal.SIGKILL)
         if steps == first + more:
             wait_for(lambda: home.news, time.sleep)
 
