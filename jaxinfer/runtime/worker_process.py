@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -82,7 +84,10 @@ class WorkerProcess:
     def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
         self._connection, self._parent = connection, parent
         self._lock = threading.Lock()
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Two threads take turns: who has read a message does it, and all that the other one reads
+        # meanwhile. From the socket to a launch, one thread has to wake up.
+        self._reading, self._doing = threading.Lock(), threading.Lock()
+        self._to_do: deque[Any] = deque()
         self._cluster: Cluster
         self._groups: Mapping[str, GroupConfig]
         self._endpoint: KVEndpoint
@@ -94,15 +99,27 @@ class WorkerProcess:
 
     def run(self) -> None:
         """Run until the loop's process or the parent has ended, or the connection is closed."""
-        threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._say_alive, daemon=True).start()
         self._say(Hello.here())
+        threading.Thread(target=self._take_turns, daemon=True).start()
+        self._take_turns()
+
+    def _take_turns(self) -> None:
         while True:
-            message = self._inbox.get()
-            if lane := self._lane_of(message):
-                lane.put(message)
-            else:
-                self._attempt(message)
+            with self._reading:
+                self._to_do.append(self._read())
+            # Once more: the other one may have read as this one looked for the last time.
+            while self._to_do and self._doing.acquire(blocking=False):
+                with ExitStack() as done:
+                    done.callback(self._doing.release)
+                    while self._to_do:
+                        self._take(self._to_do.popleft())
+
+    def _take(self, message: Any) -> None:
+        if lane := self._lane_of(message):
+            lane.put(message)
+        else:
+            self._attempt(message)
 
     def _attempt(self, message: Any) -> None:
         try:
@@ -123,11 +140,10 @@ class WorkerProcess:
         while True:
             self._attempt(lane.get())
 
-    def _read(self) -> None:
-        """Read messages; without the loop's process there is nothing to do, whatever runs here."""
+    def _read(self) -> Any:
+        """Read a message; without the loop's process there is nothing to do, whatever runs here."""
         try:
-            while True:
-                self._inbox.put(self._connection.recv())
+            return self._connection.recv()
         except (EOFError, OSError):
             os._exit(0)  # Threads of JAX may hang at the interpreter's end.
         except Exception:

@@ -115,9 +115,6 @@ class NewRequest(NamedTuple):
 
 # Pages of one shard, or by slice where a stage has its slices in several.
 NewPages = list[int] | dict[int, list[int]]
-# Request, start, count, samples, input_pending, epoch; then how many pages of each shard stand
-# already, and those that are new.
-RowDelta = tuple[int, int, int, bool, bool, int, int, Sequence[NewPages]]
 
 
 class Launch(NamedTuple):
@@ -125,7 +122,10 @@ class Launch(NamedTuple):
 
     Attributes:
         new: requests that the process has not heard of; ``gone``: those that nobody has any more.
-        tokens: of requests, the output tokens that it has not heard of.
+        tokens, rows: integers of eight bytes. Of each output token that it has not heard of,
+            request and token; of each row, request, start, count, 1 if it samples and 2 if its
+            input is pending, and epoch.
+        pages: requests, how many pages of each shard stand already, and those that are new.
         halves: of a step that is computed as two halves, each one's rows by their numbers.
     """
 
@@ -134,8 +134,9 @@ class Launch(NamedTuple):
     origin: float
     new: list[NewRequest]
     gone: list[int]
-    tokens: list[tuple[int, list[int]]]
-    rows: list[RowDelta]
+    tokens: bytes
+    rows: bytes
+    pages: list[tuple[int, int, Sequence[NewPages]]]
     halves: Sequence[Sequence[int]] = ()
 
 
