@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import pickle
 import socket
 import struct
 from collections.abc import Callable
@@ -78,6 +79,17 @@ def _introduced(
                 raise ConnectionError("broke off, or is none of jaxinfer's") from None
         raise
     return there
+
+
+def send(there: "Connection[Any, Any]", message: object) -> None:
+    """Send what the other side's ``recv`` returns: ``Connection.send`` takes five times as long.
+
+    That is by a pickler of Python's own that knows of sockets, of which no message has any.
+
+    Raises:
+        OSError: nobody is there.
+    """
+    there.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 def set_patience(there: socket.socket, seconds: float) -> None:

@@ -15,7 +15,6 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -63,7 +62,7 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import DeviceFacts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
-from jaxinfer.sockets import Address
+from jaxinfer.sockets import Address, send
 
 ALIVE_S = 1.0
 # A step's ends are known for so many steps more: an offer that follows it waits for one of them.
@@ -110,10 +109,11 @@ class WorkerProcess:
                 self._to_do.append(self._read())
             # Once more: the other one may have read as this one looked for the last time.
             while self._to_do and self._doing.acquire(blocking=False):
-                with ExitStack() as done:
-                    done.callback(self._doing.release)
+                try:
                     while self._to_do:
                         self._take(self._to_do.popleft())
+                finally:
+                    self._doing.release()
 
     def _take(self, message: Any) -> None:
         if lane := self._lane_of(message):
@@ -153,7 +153,7 @@ class WorkerProcess:
     def _say(self, answer: Any) -> None:
         try:
             with self._lock:
-                self._connection.send(answer)
+                send(self._connection, answer)
         except OSError:
             os._exit(0)
 

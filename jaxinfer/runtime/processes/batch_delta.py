@@ -47,6 +47,7 @@ class BatchEncoder:
         pages: list[tuple[int, int, Sequence[NewPages]]] = []
         tokens: list[int] = []
         rows: list[int] = []
+        spread = any(row.hold.kv.is_spread for row in batch.rows[:1])
         for row in batch.rows:  # Of each step, the rows are the most: no call for most of them.
             request, hold = row.request, row.hold
             told = self._told.get(id(request)) or self._introduce(request, new)
@@ -55,7 +56,7 @@ class BatchEncoder:
                 for token in outputs[told.tokens :]:
                     tokens += number, token
                 told.tokens = len(outputs)
-            if told.hold is not hold or told.pages < hold.num_pages or hold.kv.is_spread:
+            if told.hold is not hold or told.pages < hold.num_pages or spread:
                 pages += self._new_pages(told, hold)
             rows += number, row.start, row.count, row.samples, row.input_pending, row.epoch
         # One by one: a request may go at any moment, in any thread.
