@@ -45,25 +45,28 @@ class BatchEncoder:
         """Return all that the decoder needs for its own copy of the batch."""
         new: list[NewRequest] = []
         pages: list[tuple[int, int, Sequence[NewPages]]] = []
-        tokens: list[int] = []
+        tokens: list[tuple[int, list[int]]] = []
         rows: list[int] = []
         spread = any(row.hold.kv.is_spread for row in batch.rows[:1])
         for row in batch.rows:  # Of each step, the rows are the most: no call for most of them.
             request, hold = row.request, row.hold
             told = self._told.get(id(request)) or self._introduce(request, new)
-            number, outputs = told.number, request.output_token_ids
+            number, outputs, token = told.number, request.output_token_ids, -1
             if told.tokens < len(outputs):
-                for token in outputs[told.tokens :]:
-                    tokens += number, token
+                if told.tokens == len(outputs) - 1:
+                    token = outputs[-1]
+                else:
+                    tokens.append((number, outputs[told.tokens :]))
                 told.tokens = len(outputs)
             if told.hold is not hold or told.pages < hold.num_pages or spread:
                 pages += self._new_pages(told, hold)
-            rows += number, row.start, row.count, row.samples, row.input_pending, row.epoch
+            flags = row.samples, row.input_pending
+            rows += number, token, row.start, row.count, *flags, row.epoch
         # One by one: a request may go at any moment, in any thread.
         gone = [self._gone.pop() for _ in range(len(self._gone))]
         halves = [_numbers(half, batch.rows) for half in batch.halves]
-        ints = _packed(tokens), _packed(rows)
-        return Launch(batch.instance, step, origin, new, gone, *ints, pages, halves)
+        packed = struct.pack(f"{len(rows)}q", *rows)
+        return Launch(batch.instance, step, origin, new, gone, tokens, packed, pages, halves)
 
     def _introduce(self, request: RequestState, new: list[NewRequest]) -> _Told:
         told = self._told[id(request)] = _Told(self._numbers)
@@ -100,10 +103,6 @@ class BatchEncoder:
             yield told.number, known, pages
         else:
             yield told.number, known, [table[0][known:] for table in tables]
-
-
-def _packed(ints: list[int]) -> bytes:
-    return struct.pack(f"{len(ints)}q", *ints)
 
 
 def _forget(told: dict[int, _Told], key: int, gone: list[int]) -> None:
@@ -157,23 +156,20 @@ class BatchDecoder:
                 new.id, new.prompt_len, new.max_tokens, 0.0, new.prompt_token_ids, new.payload
             )
             self._pages[new.number] = _Pages(self._num_shards)
-        for number, token in _by(2, told.tokens):
-            self._requests[number].output_token_ids.append(token)
+        for number, tokens in told.tokens:
+            self._requests[number].output_token_ids += tokens
         for number, known, pages in told.pages:
             self._pages[number].grow(known, pages)
         requests, holds = self._requests, cast("dict[int, HeldPages]", self._pages)
-        rows = [
-            Row(requests[number], start, count, samples > 0, pending > 0, epoch, holds[number])
-            for number, start, count, samples, pending, epoch in _by(6, told.rows)
-        ]
+        rows, ints = [], iter(struct.unpack(f"{len(told.rows) // 8}q", told.rows))
+        for number, token, start, count, samples, pending, epoch in zip(*[ints] * 7, strict=True):
+            request = requests[number]
+            if token >= 0:
+                request.output_token_ids.append(token)
+            row = Row(request, start, count, samples > 0, pending > 0, epoch, holds[number])
+            rows.append(row)
         batch = Batch(told.instance, rows, 0, 0, 0)
         if told.halves:
             one, other = ([batch.rows[number] for number in half] for half in told.halves)
             batch.halves = one, other
         return batch
-
-
-def _by(count: int, told: bytes) -> "zip[tuple[int, ...]]":
-    """Return packed integers by so many."""
-    each = iter(struct.unpack(f"{len(told) // 8}q", told))
-    return zip(*[each] * count, strict=True)

@@ -122,9 +122,9 @@ class Launch(NamedTuple):
 
     Attributes:
         new: requests that the process has not heard of; ``gone``: those that nobody has any more.
-        tokens, rows: integers of eight bytes. Of each output token that it has not heard of,
-            request and token; of each row, request, start, count, 1 if it samples and 2 if its
-            input is pending, and epoch.
+        tokens: of requests, the output tokens that it has not heard of, where they are several.
+        rows: integers of eight bytes; of each row, request, output token that it has not heard of
+            (-1: none, or several), start, count, samples, input_pending, epoch.
         pages: requests, how many pages of each shard stand already, and those that are new.
         halves: of a step that is computed as two halves, each one's rows by their numbers.
     """
@@ -134,7 +134,7 @@ class Launch(NamedTuple):
     origin: float
     new: list[NewRequest]
     gone: list[int]
-    tokens: bytes
+    tokens: list[tuple[int, list[int]]]
     rows: bytes
     pages: list[tuple[int, int, Sequence[NewPages]]]
     halves: Sequence[Sequence[int]] = ()

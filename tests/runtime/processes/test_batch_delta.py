@@ -51,7 +51,8 @@ class Told:
         told = pickle.loads(pickle.dumps(self.encoder.encode(batch, self.steps, 1.5)))
         assert (told.instance, told.step, told.origin) == (batch.instance, self.steps, 1.5)
         self.steps += 1
-        self.tokens += len(ints(told.tokens)) // 2
+        self.tokens += sum(len(tokens) for _, tokens in told.tokens)
+        self.tokens += sum(token >= 0 for token in ints(told.rows)[1::7])
         found = self.decoder.decode(told)
         assert [seen(row) for row in found.rows] == [seen(row) for row in batch.rows]
         assert found.work == replace(batch.work, shards=())
@@ -100,19 +101,23 @@ def test_a_page_a_token_and_a_prompt_are_told_once() -> None:
     first = encoder.encode(batch, 0, 0.0)
     assert first.new == [(0, "r", 40, 4, range(40), None)]
     table = hold.tables[0][0]
-    assert ints(first.rows) == [0, 0, 5, False, False, 0]
+    assert ints(first.rows) == [0, -1, 0, 5, False, False, 0]
     assert first.pages == [(0, 0, [table])]
-    assert encoder.encode(batch, 1, 0.0) == ("a", 1, 0.0, [], [], b"", first.rows, [], [])
+    assert encoder.encode(batch, 1, 0.0) == ("a", 1, 0.0, [], [], [], first.rows, [], [])
     hold.grow(9)
     request.output_token_ids += [7, 8]
     told = encoder.encode(batch, 2, 0.0)
-    assert ints(told.tokens) == [0, 7, 0, 8]
+    assert told.tokens == [(0, [7, 8])]
     assert (told.rows, told.pages) == (first.rows, [(0, 2, [table[2:]])])
+    request.output_token_ids += [9]
+    told = encoder.encode(batch, 2, 0.0)
+    assert (told.tokens, ints(told.rows)) == ([], [0, 9, 0, 5, False, False, 0])
     # After a preemption, other pages: all of them.
     batch.rows[0].hold = other = kv.reserve(3)
     assert other
     again = encoder.encode(batch, 3, 0.0)
-    assert (again.tokens, again.pages) == (b"", [(0, 0, [other.tables[0][0]])])
+    assert (again.tokens, again.rows) == ([], first.rows)
+    assert again.pages == [(0, 0, [other.tables[0][0]])]
 
 
 def test_slices_that_have_moved_are_told_anew() -> None:
