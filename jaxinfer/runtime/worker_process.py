@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -53,6 +52,7 @@ from jaxinfer.runtime.processes.messages import (
     StepEnded,
     WorkerFailed,
 )
+from jaxinfer.runtime.processes.turns import Turns
 from jaxinfer.runtime.spread.lent_pool import LentPool
 from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
@@ -83,10 +83,6 @@ class WorkerProcess:
     def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
         self._connection, self._parent = connection, parent
         self._lock = threading.Lock()
-        # Two threads take turns: who has read a message does it, and all that the other one reads
-        # meanwhile. From the socket to a launch, one thread has to wake up.
-        self._reading, self._doing = threading.Lock(), threading.Lock()
-        self._to_do: deque[Any] = deque()
         self._cluster: Cluster
         self._groups: Mapping[str, GroupConfig]
         self._endpoint: KVEndpoint
@@ -100,20 +96,7 @@ class WorkerProcess:
         """Run until the loop's process or the parent has ended, or the connection is closed."""
         threading.Thread(target=self._say_alive, daemon=True).start()
         self._say(Hello.here())
-        threading.Thread(target=self._take_turns, daemon=True).start()
-        self._take_turns()
-
-    def _take_turns(self) -> None:
-        while True:
-            with self._reading:
-                self._to_do.append(self._read())
-            # Once more: the other one may have read as this one looked for the last time.
-            while self._to_do and self._doing.acquire(blocking=False):
-                try:
-                    while self._to_do:
-                        self._take(self._to_do.popleft())
-                finally:
-                    self._doing.release()
+        Turns(self._read, self._take).run()
 
     def _take(self, message: Any) -> None:
         if lane := self._lane_of(message):

@@ -4,7 +4,7 @@ import heapq
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -12,7 +12,8 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
-from jaxinfer.runtime.processes.homes import Restarted, RestartResult
+from jaxinfer.runtime.losses import Losses
+from jaxinfer.runtime.processes.homes import Restarted
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.processes.restarts import Restarts
@@ -22,9 +23,6 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import (
     Arrival,
     Event,
-    GoesWithout,
-    InstanceBack,
-    InstanceLost,
     StepDone,
     Tick,
     TransferDone,
@@ -57,9 +55,7 @@ class RealWorld:
     Attributes:
         waited_s: seconds spent waiting for devices and arrivals.
         launching_s: seconds spent on building and launching steps.
-        lost: instances that have failed, and why; ``returning``: those of them that are being
-            started again.
-        restarted: what has come of that so far.
+        lost, returning, restarted: see Losses.
     """
 
     def __init__(
@@ -94,15 +90,9 @@ class RealWorld:
         # given the first or reported one.
         self._steps: dict[str, int] = {}
         self._heard_at: dict[str, float] = {}
-        self.lost: dict[str, str] = {}
-        self.returning: set[str] = set()
-        # Of instances with shards of their KV that are lost, what the loop has been told of them.
-        self._without: dict[str, tuple[Sequence[int], bool]] = {}
-        self.restarted: list[RestartResult] = []
-        self._restarts = restarts
-        if restarts:
-            self._without = {name: (restarts.goes_without(name)[0], False) for name in workers}
-            restarts.listen(self._posted.put)
+        self._losses = losses = Losses(restarts, workers, self._forget)
+        self.lost, self.returning, self.restarted = losses.lost, losses.returning, losses.restarted
+        losses.listen(self._posted.put)
 
     def now(self) -> float:
         """Seconds since the world's creation."""
@@ -121,8 +111,7 @@ class RealWorld:
     @property
     def is_idle(self) -> bool:
         """True if nothing is under way, nothing is to return and no request known is to arrive."""
-        returns = self.returning or any(returns for _, returns in self._without.values())
-        return not (self._steps or self._slabs_left or returns or self._arrivals)
+        return not (self._steps or self._slabs_left or self._losses.awaits or self._arrivals)
 
     def drain(self) -> None:
         """Wait for steps and transfers, for their own sake: nothing arrives or ticks any more.
@@ -284,55 +273,13 @@ class RealWorld:
         before = time.perf_counter() - self._watchdog_s
         return [_Quiet(name) for name, since in self._quiet_since().items() if since <= before]
 
-    def _lose(self, instance: str, reason: str) -> InstanceLost:
-        returns = self._restarts is not None and self._restarts.expect(instance, reason)
-        return self._note_loss(instance, reason, returns)
-
-    def _note_loss(self, instance: str, reason: str, returns: bool) -> InstanceLost:
-        self.lost[instance] = reason
-        if returns:
-            self.returning.add(instance)
-        else:
-            self.returning.discard(instance)
+    def _forget(self, instance: str) -> None:
+        """Expect nothing any more of an instance that is lost."""
         self._steps.pop(instance, None)
-        self._without[instance] = (), False
         for transfer in list(self._slabs_left):
             if instance in (transfer.source, transfer.dest):
                 del self._slabs_left[transfer]
                 self._left_at.pop(transfer, None)
-        return InstanceLost(instance, reason, returns)
-
-    def _learn(self, group: str) -> list[Event]:
-        """Return the events that come of starting a process again."""
-        assert self._restarts
-        events: list[Event] = []
-        if outcome := self._restarts.take(group):
-            self.restarted.append(outcome)
-            for name in outcome.instances:
-                events += self._return(name, outcome)
-            if outcome.error and outcome.instances and len(self._workers) == 1:
-                raise JaxinferError(outcome.error)
-        return [*events, *self._tell_of_shards()]
-
-    def _return(self, name: str, outcome: RestartResult) -> Iterator[Event]:
-        if outcome.error:
-            yield self._note_loss(name, outcome.error, False)
-            return
-        if name not in self.lost:  # Nobody had anything for it to do.
-            yield self._note_loss(name, outcome.why, True)
-        del self.lost[name]
-        self.returning.discard(name)
-        self._without[name] = (), False
-        yield InstanceBack(name)
-
-    def _tell_of_shards(self) -> Iterator[Event]:
-        """Tell which shards of their KV instances have, where that is not what was told."""
-        assert self._restarts
-        for name in self._workers:
-            now = self._restarts.goes_without(name)
-            if name not in self.lost and now != self._without[name]:
-                self._without[name] = now
-                yield GoesWithout(name, *now)
 
     def _next_by_clock(self) -> float | None:
         times = self._ticks[:1]
@@ -355,10 +302,10 @@ class RealWorld:
             case Failed():
                 return self._fail(posted)
             case Restarted(group):
-                return self._learn(group)
+                return list(self._losses.learn(group))
             case _Quiet(name):
                 why = f"it has not reported for {self._watchdog_s:g} s"
-                return [] if name in self.lost else [self._lose(name, why)]
+                return [] if name in self.lost else [self._losses.lose(name, why)]
             case TransferDone(transfer):
                 return [posted] if self._end(transfer.source) else []
             case StepDone(batch):
@@ -377,7 +324,7 @@ class RealWorld:
         if failed.instance in self.lost or is_old:
             return []
         kind = "" if isinstance(error, SlabLost) else f"{type(error).__name__}: "
-        lost = self._lose(failed.instance, kind + one_line(error))
+        lost = self._losses.lose(failed.instance, kind + one_line(error))
         if len(self._workers) == 1 and not lost.returns:
             raise JaxinferError(str(error)) if isinstance(error, ProcessLost) else error
         return [lost]

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.sockets import Address, call, join_address
+from jaxinfer.sockets import Address, call, join_address, send
 from jaxinfer.steps.shapes import StepShape
 
 # Steps, or halves of steps, that are under way at once, and a few more.
@@ -121,7 +121,7 @@ class PoolElsewhere:
 
     def _send(self, message: Any) -> None:
         try:
-            self._connection.send(message)
+            send(self._connection, message)
         except OSError:
             self.close()  # The thread that hears learns of it, and tells.
 
