@@ -35,15 +35,15 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=16)
 
 
-def call(host: str, port: int, key: bytes) -> socket.socket:
-    """A connection to who listens there.
+def call(host: str, port: int, key: bytes, patience: float = CONNECT_S) -> socket.socket:
+    """A connection to who listens there, and answers within so many seconds.
 
     Raises:
         OSError: nobody does, or somebody who has another key.
     """
-    called = socket.create_connection((host, port), CONNECT_S)
+    called = socket.create_connection((host, port), patience)
     called.settimeout(None)
-    return _introduced(called, key, (answer_challenge, deliver_challenge))
+    return _introduced(called, key, (answer_challenge, deliver_challenge), patience)
 
 
 def let_in(caller: socket.socket, key: bytes) -> socket.socket:
@@ -59,11 +59,14 @@ Introduction = Callable[["Connection[Any, Any]", bytes], None]
 
 
 def _introduced(
-    there: socket.socket, key: bytes, steps: tuple[Introduction, Introduction]
+    there: socket.socket,
+    key: bytes,
+    steps: tuple[Introduction, Introduction],
+    patience: float = CONNECT_S,
 ) -> socket.socket:
     try:
         _keep_watch(there)
-        set_patience(there, CONNECT_S)
+        set_patience(there, patience)
         with Connection(os.dup(there.fileno())) as connection:
             for step in steps:
                 step(connection, key)
@@ -72,7 +75,7 @@ def _introduced(
         there.close()
         match error:
             case BlockingIOError():
-                raise TimeoutError(f"said nothing for {CONNECT_S:g} s") from None
+                raise TimeoutError(f"said nothing for {patience:g} s") from None
             case AuthenticationError():
                 raise PermissionError("has another key") from None
             case EOFError() | AssertionError():

@@ -62,9 +62,12 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import DeviceFacts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
-from jaxinfer.sockets import Address, send
+from jaxinfer.sockets import CONNECT_S, Address, send
 
 ALIVE_S = 1.0
+# A process that lends in the place of a lost one is waited for until the loop has ended it, as it
+# does with those that are silent: nobody else is to be taken for the cause.
+LENDER_S = 60.0
 # A step's ends are known for so many steps more: an offer that follows it waits for one of them.
 STEPS_KEPT = 16
 
@@ -188,7 +191,8 @@ class WorkerProcess:
                 spread = self._worker(instance).stages[stage]
                 assert isinstance(spread, SpreadStage)
                 group = spread.plan.attention[number].group
-                spread.elsewhere[number + 1] = PoolElsewhere(address, group)
+                patience = CONNECT_S if wait else LENDER_S
+                spread.elsewhere[number + 1] = PoolElsewhere(address, group, patience)
                 if wait:
                     self._say(Left("pools", 0))
             case BreakOff():

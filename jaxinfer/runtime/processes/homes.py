@@ -214,6 +214,8 @@ class LenderHome(Home):
         """See Home."""
         (process,), worker = processes.values(), self.rest.worker
         worker.coming = {**worker.coming, **processes}
+        if not self.is_wanted:  # Who gives the instance up may not have seen this one.
+            raise JaxinferError("its instance is lost")
         wait_until_loaded(process)
         plans = [stage.plan for stage in worker.stages]
         lent = lend_pools(worker.instance, plans, process, self.others.host_of(process))
