@@ -35,12 +35,16 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=16)
 
 
-def call(host: str, port: int, key: bytes, patience: float = CONNECT_S) -> socket.socket:
-    """A connection to who listens there, and answers within so many seconds.
+def call(host: str, port: int, key: bytes, patience: float | None = None) -> socket.socket:
+    """A connection to who listens there.
+
+    Args:
+        patience: seconds within which it is to answer, by default ``CONNECT_S``.
 
     Raises:
         OSError: nobody does, or somebody who has another key.
     """
+    patience = patience or CONNECT_S
     called = socket.create_connection((host, port), patience)
     called.settimeout(None)
     return _introduced(called, key, (answer_challenge, deliver_challenge), patience)
@@ -52,7 +56,7 @@ def let_in(caller: socket.socket, key: bytes) -> socket.socket:
     Raises:
         OSError: it has another key, or does not say who it is.
     """
-    return _introduced(caller, key, (deliver_challenge, answer_challenge))
+    return _introduced(caller, key, (deliver_challenge, answer_challenge), CONNECT_S)
 
 
 Introduction = Callable[["Connection[Any, Any]", bytes], None]
@@ -62,7 +66,7 @@ def _introduced(
     there: socket.socket,
     key: bytes,
     steps: tuple[Introduction, Introduction],
-    patience: float = CONNECT_S,
+    patience: float,
 ) -> socket.socket:
     try:
         _keep_watch(there)

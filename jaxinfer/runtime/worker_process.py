@@ -62,7 +62,7 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import DeviceFacts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
-from jaxinfer.sockets import CONNECT_S, Address, send
+from jaxinfer.sockets import Address, send
 
 ALIVE_S = 1.0
 # A process that lends in the place of a lost one is waited for until the loop has ended it, as it
@@ -191,7 +191,7 @@ class WorkerProcess:
                 spread = self._worker(instance).stages[stage]
                 assert isinstance(spread, SpreadStage)
                 group = spread.plan.attention[number].group
-                patience = CONNECT_S if wait else LENDER_S
+                patience = None if wait else LENDER_S
                 spread.elsewhere[number + 1] = PoolElsewhere(address, group, patience)
                 if wait:
                     self._say(Left("pools", 0))

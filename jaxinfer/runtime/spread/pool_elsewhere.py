@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.sockets import CONNECT_S, Address, call, join_address, send
+from jaxinfer.sockets import Address, call, join_address, send
 from jaxinfer.steps.shapes import StepShape
 
 # Steps, or halves of steps, that are under way at once, and a few more.
@@ -65,13 +65,13 @@ class PoolElsewhere:
     One thread asks; another one hears the answers.
 
     Args:
-        group: the one whose process that is; ``patience``: seconds within which it is to answer.
+        group: the one whose process that is; ``patience``: see ``call``.
 
     Raises:
         JaxinferError: that process cannot be reached.
     """
 
-    def __init__(self, address: Address, group: str, patience: float = CONNECT_S) -> None:
+    def __init__(self, address: Address, group: str, patience: float | None = None) -> None:
         self._who = f"attention group {group}"
         try:
             self._connection: Connection[Any, Any] = Connection(call(*address, patience).detach())
