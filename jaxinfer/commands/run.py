@@ -114,6 +114,8 @@ def _print_restarts(console: Console, run_folder: Path) -> None:
         ended = f"was started again in {restart['seconds']:.1f} s"
         if error := restart["error"]:
             ended = f"could not be started again: {error}"
+        elif restart["without"]:
+            ended = f"is done without by instance {restart['instances'][0]}"
         line = f"group {restart['group']}: {restart['why']}; it {ended}"
         console.print(line, markup=False, soft_wrap=True)
 

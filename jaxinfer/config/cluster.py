@@ -200,13 +200,17 @@ class ClusterConfig(Options):
                     "process of its own"
                 )
             times = {group: self.groups[group].restart for group in sorted(homes)}
-            most, lends = max(times, key=times.__getitem__), self.attention_of(name)
-            for group, restart in times.items():
+            lends = self.attention_of(name)
+            apart = {group: times.pop(group) for group in lends}
+            most = max(times, key=times.__getitem__)
+            for group, restart in (times | (apart if len(times) > 1 else {})).items():
                 if lends and restart:
                     raise JaxinferError(
                         f"groups.{group}.restart is {restart}, must be 0: instances.{name} has "
-                        "attention groups in other processes"
+                        "attention groups in other processes, which alone are started again, where "
+                        "its stages share one"
                     )
+            for group, restart in times.items():
                 if restart != times[most]:
                     raise JaxinferError(
                         f"groups.{group}.restart is {restart}, must be {times[most]} as that of "

@@ -16,6 +16,7 @@ _WORDS = {
     "tick": "a tick",
     "lost": "instance {0} is lost",
     "back": "instance {0} is back",
+    "without": "instance {0} goes without shards {1}",
     "legs": "request {0!r} is to go by {legs}",
     "batch": "a step of {0} is launched: {rows}",
     "send": "KV {3} to {4} of request {0!r} leaves {1} for {2}, from pages {5} to {6}",
@@ -38,7 +39,7 @@ def first_difference(real: Sequence[Entry], simulated: Sequence[Entry]) -> str |
         kind, decided, measured = one
         if kind == "round":
             time = measured or time
-        elif kind in ("arrival", "step", "landed", "tick", "lost", "back"):
+        elif kind in ("arrival", "step", "landed", "tick", "lost", "back", "without"):
             event = describe((kind, decided, None))
     return None
 

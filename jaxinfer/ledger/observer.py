@@ -13,6 +13,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import (
     Arrival,
     Event,
+    GoesWithout,
     InstanceBack,
     InstanceLost,
     StepDone,
@@ -146,8 +147,8 @@ class ObservedWorld(DecidedWorld):
 
 
 def _closed(kv: KVShards) -> list[int]:
-    """Numbers of the shards that are lost for good."""
-    return [number for number, shard in enumerate(kv.shards) if not shard.num_pages]
+    """Numbers of the shards that are lost."""
+    return [number for number, shard in enumerate(kv.shards) if shard.pool.is_closed]
 
 
 def _rows(batch: Batch) -> str:
@@ -236,7 +237,11 @@ def _lost(ledger: Ledger, event: InstanceLost) -> None:
 
 
 def _back(ledger: Ledger, event: InstanceBack) -> None:
-    ledger.keep("back", [event.instance, *event.without])
+    ledger.keep("back", [event.instance])
+
+
+def _without(ledger: Ledger, event: GoesWithout) -> None:
+    ledger.keep("without", [event.instance, list(event.without), event.returns])
 
 
 def _tick(ledger: Ledger, event: Tick) -> None:
@@ -249,5 +254,6 @@ _NOTES: dict[type, Callable[[Ledger, Any], None]] = {
     TransferDone: _transfer,
     InstanceLost: _lost,
     InstanceBack: _back,
+    GoesWithout: _without,
     Tick: _tick,
 }

@@ -52,6 +52,7 @@ from jaxinfer.runtime.processes.messages import (
     StepEnded,
     WorkerFailed,
 )
+from jaxinfer.runtime.processes.turns import Turns
 from jaxinfer.runtime.spread.lent_pool import LentPool
 from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
@@ -61,9 +62,12 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import DeviceFacts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
-from jaxinfer.sockets import Address
+from jaxinfer.sockets import Address, send
 
 ALIVE_S = 1.0
+# A process that lends in the place of a lost one is waited for until the loop has ended it, as it
+# does with those that are silent: nobody else is to be taken for the cause.
+LENDER_S = 60.0
 # A step's ends are known for so many steps more: an offer that follows it waits for one of them.
 STEPS_KEPT = 16
 
@@ -82,7 +86,6 @@ class WorkerProcess:
     def __init__(self, connection: "Connection[Any, Any]", parent: int) -> None:
         self._connection, self._parent = connection, parent
         self._lock = threading.Lock()
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cluster: Cluster
         self._groups: Mapping[str, GroupConfig]
         self._endpoint: KVEndpoint
@@ -94,15 +97,15 @@ class WorkerProcess:
 
     def run(self) -> None:
         """Run until the loop's process or the parent has ended, or the connection is closed."""
-        threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._say_alive, daemon=True).start()
         self._say(Hello.here())
-        while True:
-            message = self._inbox.get()
-            if lane := self._lane_of(message):
-                lane.put(message)
-            else:
-                self._attempt(message)
+        Turns(self._read, self._take).run()
+
+    def _take(self, message: Any) -> None:
+        if lane := self._lane_of(message):
+            lane.put(message)
+        else:
+            self._attempt(message)
 
     def _attempt(self, message: Any) -> None:
         try:
@@ -123,11 +126,10 @@ class WorkerProcess:
         while True:
             self._attempt(lane.get())
 
-    def _read(self) -> None:
-        """Read messages; without the loop's process there is nothing to do, whatever runs here."""
+    def _read(self) -> Any:
+        """Read a message; without the loop's process there is nothing to do, whatever runs here."""
         try:
-            while True:
-                self._inbox.put(self._connection.recv())
+            return self._connection.recv()
         except (EOFError, OSError):
             os._exit(0)  # Threads of JAX may hang at the interpreter's end.
         except Exception:
@@ -137,7 +139,7 @@ class WorkerProcess:
     def _say(self, answer: Any) -> None:
         try:
             with self._lock:
-                self._connection.send(answer)
+                send(self._connection, answer)
         except OSError:
             os._exit(0)
 
@@ -154,6 +156,8 @@ class WorkerProcess:
         match message:
             case Launch() | Move() | EmulateSteps() | Prepare(wait=False):
                 return WorkerFailed(message.instance, mistake, line)
+            case Borrow(wait=False):
+                return WorkerFailed(message.instance, False, line)  # Who lends may have been lost.
             case Offer() | Pull() | Place() | Drop():
                 return SlabFailed(message.end, message.slab, isinstance(message, Offer), line)
         return Refused(line)
@@ -183,12 +187,14 @@ class WorkerProcess:
                 while self._lent:
                     for left in self._lent.pop().compile_ahead():
                         self._say(Left("compiling attention", left + len(self._lent)))
-            case Borrow(instance, stage, number, address):
+            case Borrow(instance, stage, number, address, wait):
                 spread = self._worker(instance).stages[stage]
                 assert isinstance(spread, SpreadStage)
                 group = spread.plan.attention[number].group
-                spread.elsewhere[number + 1] = PoolElsewhere(address, group)
-                self._say(Left("pools", 0))
+                patience = None if wait else LENDER_S
+                spread.elsewhere[number + 1] = PoolElsewhere(address, group, patience)
+                if wait:
+                    self._say(Left("pools", 0))
             case BreakOff():
                 for spread, number in self._borrowed(message):
                     spread.elsewhere[number].close()
@@ -247,11 +253,15 @@ class WorkerProcess:
         self._say(Left("pools", 0))
 
     def _borrowed(self, message: BreakOff | Forget) -> Iterator[tuple[SpreadStage, int]]:
-        """The pools of a message: each one's stage, and its number there."""
+        """The pools of a message: each one's stage, and its number there.
+
+        One in the place of a lost one may have been lost before it was reached.
+        """
         for stage, number in message.pools:
             spread = self._worker(message.instance).stages[stage]
             assert isinstance(spread, SpreadStage)
-            yield spread, number + 1
+            if number + 1 in spread.elsewhere:
+                yield spread, number + 1
 
     def _move(self, message: Move) -> None:
         instance, number, copies = message

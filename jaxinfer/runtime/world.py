@@ -12,17 +12,17 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
+from jaxinfer.runtime.losses import Losses
+from jaxinfer.runtime.processes.homes import Restarted
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
-from jaxinfer.runtime.processes.restarts import Restarted, RestartResult, Restarts
+from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import (
     Arrival,
     Event,
-    InstanceBack,
-    InstanceLost,
     StepDone,
     Tick,
     TransferDone,
@@ -55,9 +55,7 @@ class RealWorld:
     Attributes:
         waited_s: seconds spent waiting for devices and arrivals.
         launching_s: seconds spent on building and launching steps.
-        lost: instances that have failed, and why; ``returning``: those of them that are being
-            started again.
-        restarted: what has come of that so far.
+        lost, returning, restarted: see Losses.
     """
 
     def __init__(
@@ -92,12 +90,9 @@ class RealWorld:
         # given the first or reported one.
         self._steps: dict[str, int] = {}
         self._heard_at: dict[str, float] = {}
-        self.lost: dict[str, str] = {}
-        self.returning: set[str] = set()
-        self.restarted: list[RestartResult] = []
-        self._restarts = restarts
-        if restarts:
-            restarts.listen(self._posted.put)
+        self._losses = losses = Losses(restarts, workers, self._forget)
+        self.lost, self.returning, self.restarted = losses.lost, losses.returning, losses.restarted
+        losses.listen(self._posted.put)
 
     def now(self) -> float:
         """Seconds since the world's creation."""
@@ -115,8 +110,8 @@ class RealWorld:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is under way, nobody is to return and no request known is to arrive."""
-        return not (self._steps or self._slabs_left or self.returning or self._arrivals)
+        """True if nothing is under way, nothing is to return and no request known is to arrive."""
+        return not (self._steps or self._slabs_left or self._losses.awaits or self._arrivals)
 
     def drain(self) -> None:
         """Wait for steps and transfers, for their own sake: nothing arrives or ticks any more.
@@ -278,42 +273,13 @@ class RealWorld:
         before = time.perf_counter() - self._watchdog_s
         return [_Quiet(name) for name, since in self._quiet_since().items() if since <= before]
 
-    def _lose(self, instance: str, reason: str) -> InstanceLost:
-        returns = self._restarts is not None and self._restarts.expect(instance, reason)
-        return self._note_loss(instance, reason, returns)
-
-    def _note_loss(self, instance: str, reason: str, returns: bool) -> InstanceLost:
-        self.lost[instance] = reason
-        if returns:
-            self.returning.add(instance)
-        else:
-            self.returning.discard(instance)
+    def _forget(self, instance: str) -> None:
+        """Expect nothing any more of an instance that is lost."""
         self._steps.pop(instance, None)
         for transfer in list(self._slabs_left):
             if instance in (transfer.source, transfer.dest):
                 del self._slabs_left[transfer]
                 self._left_at.pop(transfer, None)
-        return InstanceLost(instance, reason, returns)
-
-    def _learn(self, group: str) -> list[Event]:
-        """Return the events that come of starting a process again."""
-        assert self._restarts
-        events: list[Event] = []
-        if (outcome := self._restarts.take(group)) is None:
-            return events
-        self.restarted.append(outcome)
-        for name in outcome.instances:
-            if outcome.error:
-                events.append(self._note_loss(name, outcome.error, False))
-                continue
-            if name not in self.lost:  # Nobody had anything for it to do.
-                events.append(self._note_loss(name, outcome.why, True))
-            del self.lost[name]
-            self.returning.discard(name)
-            events.append(InstanceBack(name, outcome.without))
-        if outcome.error and len(self._workers) == 1:
-            raise JaxinferError(outcome.error)
-        return events
 
     def _next_by_clock(self) -> float | None:
         times = self._ticks[:1]
@@ -336,10 +302,10 @@ class RealWorld:
             case Failed():
                 return self._fail(posted)
             case Restarted(group):
-                return self._learn(group)
+                return list(self._losses.learn(group))
             case _Quiet(name):
                 why = f"it has not reported for {self._watchdog_s:g} s"
-                return [] if name in self.lost else [self._lose(name, why)]
+                return [] if name in self.lost else [self._losses.lose(name, why)]
             case TransferDone(transfer):
                 return [posted] if self._end(transfer.source) else []
             case StepDone(batch):
@@ -358,7 +324,7 @@ class RealWorld:
         if failed.instance in self.lost or is_old:
             return []
         kind = "" if isinstance(error, SlabLost) else f"{type(error).__name__}: "
-        lost = self._lose(failed.instance, kind + one_line(error))
+        lost = self._losses.lose(failed.instance, kind + one_line(error))
         if len(self._workers) == 1 and not lost.returns:
             raise JaxinferError(str(error)) if isinstance(error, ProcessLost) else error
         return [lost]

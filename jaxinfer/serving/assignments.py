@@ -24,7 +24,7 @@ from jaxinfer.serving.system import (
     SetRole,
 )
 from jaxinfer.serving.transfer import HandOffs
-from jaxinfer.serving.world import InstanceLost, World
+from jaxinfer.serving.world import GoesWithout, InstanceLost, World
 
 
 class Assignments:
@@ -38,6 +38,7 @@ class Assignments:
     Attributes:
         instances: those that are not lost.
         lost: of each lost instance, why; ``returning``: those of them that are being started again.
+        regaining: instances that are there, and to which shards of their KV are to return.
         live: what has come in and not ended, by id, in the order of arrival.
         unrouted: what the system has yet to route.
         changed: instances whose state has changed since they were last asked for a batch.
@@ -57,6 +58,7 @@ class Assignments:
         self.instances: dict[str, Instance] = {i.name: i for i in instances}
         self.lost: dict[str, str] = {}
         self.returning: set[str] = set()
+        self.regaining: set[str] = set()
         self.live: dict[str, RequestState] = {}
         self.unrouted: dict[str, RequestState] = {}
         self.changed: dict[str, None] = {}
@@ -70,7 +72,7 @@ class Assignments:
         self._on_leg_end, self._on_finish = on_leg_end, on_finish
         self._draining: dict[str, None] = {}
         self._order = list(self.instances)
-        # What systems see of the instances, until one is lost or back.
+        # What systems see of the instances, until one is lost or back, or shards of it.
         self._there: AliveInstances | None = None
         self._view: ClusterView | None = None
         for instance in self.instances.values():
@@ -149,6 +151,7 @@ class Assignments:
             How many of its steps were in flight.
         """
         name = event.instance
+        self.regaining.discard(name)
         self.lost.pop(name, None)  # The last is the one lost last.
         self.lost[name] = event.reason
         if event.returns:
@@ -177,6 +180,17 @@ class Assignments:
         self.instances.update({name: instances[name] for name in self._order if name in instances})
         self._there = None
         self._watch(instance)
+
+    def go_without(self, event: GoesWithout) -> None:
+        """Have an instance's shards be those that are there."""
+        instance = self.instances[event.instance]
+        instance.go_without(event.without)
+        if event.returns:
+            self.regaining.add(instance.name)
+        else:
+            self.regaining.discard(instance.name)
+        self._there = None
+        self.changed[instance.name] = None
 
     def fail_all(self, requests: Iterable[RequestState], lost: str) -> None:
         """End requests that only the instance ``lost`` could have served."""
@@ -222,6 +236,8 @@ class Assignments:
                 f"{self._system} gives {request.id!r} no leg past {request.computed}"
             )
         if refusal := self._refusal(request, legs):
+            if self.regaining & {leg.instance for leg in legs}:
+                return  # There may be room again.
             request.error = refusal
             self.finish(request, "error", None)
             return

@@ -109,7 +109,7 @@ class Instance:
         self.waiting = Waiting(name, kv.page_size)
         self.importing: dict[str, RequestState] = {}
         self.num_exported = self.in_flight = self.num_preemptions = 0
-        self.go_without(())
+        self._note_watermark()
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
         self.on_preempt: Callable[[RequestState], None] = lambda request: None
@@ -122,9 +122,15 @@ class Instance:
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
 
     def go_without(self, shards: Sequence[int]) -> None:
-        """Give up shards of the KV, by their numbers, which are lost for good."""
-        for number in shards:
-            self.kv.shards[number].pool.close()
+        """Have all shards of the KV but these, by their numbers; those that are back are empty."""
+        for number, shard in enumerate(self.kv.shards):
+            if number in shards:
+                shard.pool.close()
+            elif shard.pool.is_closed:
+                shard.pool.open()
+        self._note_watermark()
+
+    def _note_watermark(self) -> None:
         self.watermark_pages = math.ceil(self.options.watermark * self.kv.num_pages)
 
     @property

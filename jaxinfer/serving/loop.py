@@ -12,6 +12,7 @@ from jaxinfer.serving.system import Assignment, Leg, System
 from jaxinfer.serving.world import (
     Arrival,
     Event,
+    GoesWithout,
     InstanceBack,
     InstanceLost,
     StepDone,
@@ -132,7 +133,8 @@ class ServingLoop:
     @property
     def _more_to_come(self) -> bool:
         """True if something is to come that nothing in flight brings."""
-        return self.world.arrivals_left() or bool(self.assignments.returning)
+        waits_for = self.assignments.returning | self.assignments.regaining
+        return self.world.arrivals_left() or bool(waits_for)
 
     # Events: the only places where time moves a request on.
 
@@ -159,9 +161,10 @@ class ServingLoop:
                 self._on_event(event)
             case InstanceBack():
                 assert self._renew
-                instance = self._renew(event.instance)
-                instance.go_without(event.without)
-                self.assignments.take_back(instance)
+                self.assignments.take_back(self._renew(event.instance))
+                self._on_event(event)
+            case GoesWithout():
+                self.assignments.go_without(event)
                 self._on_event(event)
 
     def _commit_step(self, done: StepDone) -> None:

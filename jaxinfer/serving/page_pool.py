@@ -23,7 +23,7 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2 or page_size < 1:
             raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens holds nothing")
-        self.num_usable = num_pages - 1
+        self.num_usable = self._size = num_pages - 1
         self.page_size = page_size
         self.num_pinned = 0
         self.num_idle = 0
@@ -55,6 +55,16 @@ class PagePool:
         """Hand out no page any more, and forget those that were."""
         self.num_usable = 0
         self.clear()
+
+    def open(self) -> None:
+        """Have all pages again, all free, after ``close``."""
+        self.num_usable = self._size
+        self.clear()
+
+    @property
+    def is_closed(self) -> bool:
+        """True if it has no pages."""
+        return not self.num_usable
 
 
 class CountedPages(PagePool):

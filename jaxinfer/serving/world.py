@@ -74,16 +74,25 @@ class InstanceLost:
 
 @dataclass(slots=True)
 class InstanceBack:
-    """An instance that was lost takes requests again. It has no KV.
+    """An instance that was lost takes requests again. It has no KV."""
 
-    ``without``: numbers of the shards that it has lost for good.
+    instance: str
+
+
+@dataclass(slots=True)
+class GoesWithout:
+    """An instance has all shards of its KV but these, by their numbers, from here on.
+
+    Those that it has again are empty; what lies in the others stays. ``returns``: more of them are
+    being started again, and the next GoesWithout says what has come of it.
     """
 
     instance: str
     without: Sequence[int] = ()
+    returns: bool = False
 
 
-Event = Arrival | StepDone | TransferDone | Tick | InstanceLost | InstanceBack
+Event = Arrival | StepDone | TransferDone | Tick | InstanceLost | InstanceBack | GoesWithout
 
 
 class World(Protocol):

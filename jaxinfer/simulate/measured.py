@@ -14,6 +14,7 @@ from jaxinfer.serving.loop import Stop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import (
     Event,
+    GoesWithout,
     InstanceBack,
     InstanceLost,
     StepDone,
@@ -42,7 +43,7 @@ class Measured:
         start: the time at which the loop began.
         cached: pages that prefix caches had by then.
         keeps_tokens: whether prompts and sampled tokens are there.
-        without: by instance, numbers of the shards that it had lost for good by then.
+        without: by instance, numbers of the shards that it had lost by then.
     """
 
     steps: dict[tuple[str, int], deque[tuple[When, Any]]] = field(
@@ -53,7 +54,7 @@ class Measured:
     )
     ticks: deque[When] = field(default_factory=deque)
     arrivals: list[tuple[When, RequestState]] = field(default_factory=list)
-    losses: list[tuple[When, InstanceLost | InstanceBack]] = field(default_factory=list)
+    losses: list[tuple[When, Event]] = field(default_factory=list)
     predicted: dict[str, tuple[int, int]] = field(default_factory=dict)
     ends: dict[str, tuple[str, int, Any]] = field(default_factory=dict)
     kv_token_s: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -98,7 +99,9 @@ def measured(entries: Sequence[Entry]) -> Measured:
                 found.losses.append((when, InstanceLost(decided[0], given, decided[1])))
                 lives[decided[0]] += 1
             case "back":
-                found.losses.append((when, InstanceBack(decided[0], decided[1:])))
+                found.losses.append((when, InstanceBack(*decided)))
+            case "without":
+                found.losses.append((when, GoesWithout(*decided)))
             case "legs" if given:
                 found.predicted[decided[0]] = given[0], given[1]
             case "end":

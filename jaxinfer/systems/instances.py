@@ -98,15 +98,17 @@ def capacity(instance: InstanceView) -> int:
 
 
 class KVRoom:
-    """The KV entries that pools have room for; looked up once, since pools stay as they are."""
+    """The KV entries that pools have room for; looked up once, until one is lost or back."""
 
     def __init__(self) -> None:
         self._capacities: dict[str, int] = {}
+        self._of: Mapping[str, InstanceView] | None = None
         self._least = 0
 
     def that_hold(self, entries: int, names: Sequence[str], cluster: ClusterView) -> Sequence[str]:
         """Return those of these instances that have room for so many."""
-        if not cluster.instances.keys() <= self._capacities.keys():  # One may have come back.
+        if cluster.instances is not self._of:
+            self._of = cluster.instances
             self._capacities |= {name: capacity(i) for name, i in cluster.instances.items()}
             self._least = min(self._capacities.values())
         if entries <= self._least:

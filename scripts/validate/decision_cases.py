@@ -101,9 +101,9 @@ def sections(system: str, cluster: str, seed: int) -> dict[str, Any]:
         elif cluster == "roomy" and "hand_off" in options:
             instances["p"]["segments"] = 2
     if cluster == "processes":
-        apart = len(instances) == 1 and len(groups) > 1  # An instance's parts are not restarted.
+        whole = len(instances) > 1 or len(groups) == 1  # Else, an attention group alone comes back.
         groups = {
-            name: group | {"process": "own"} | ({} if apart else {"restart": 1})
+            name: group | {"process": "own"} | ({"restart": 1} if whole or name == "d" else {})
             for name, group in groups.items()
         }
     return {

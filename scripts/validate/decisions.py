@@ -99,21 +99,21 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
     assert restarts
     name = rng.choice([*llm.cluster.engines])
     worker = llm.cluster.engines[name].worker
-    home: Any = None
-    if isinstance(worker, PipelineWorker):  # The loop has it go on without its attention group.
-        (at,) = [each for each in worker.processes if each.name == "d"]
+    steps, first, more = 0, rng.randint(3, 9), rng.choice([0, 0, 2, 5])
+    if isinstance(worker, PipelineWorker):  # It goes on without its attention group meanwhile.
+        home: Any = restarts._homes["d"]
+        (at,) = home.processes.values()
     else:
         at, home = worker.process, restarts._of[name]  # type: ignore[union-attr]
-    steps, first, more = 0, rng.randint(3, 9), rng.choice([0, 0, 2, 5])
-    if len(llm.cluster.engines) == 1:
-        more = 0  # No step ends until it is back.
+        if len(llm.cluster.engines) == 1:
+            more = 0  # No step ends until it is back.
 
     def on_step(done: StepDone) -> None:
         nonlocal steps
         steps += 1
         if steps == first:
-            os.kill(at.peer.pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        if home and steps == first + more:
+            os.kill(at.peer.pid, signal.SIGKILL)
+        if steps == first + more:
             wait_for(lambda: home.news, time.sleep)
 
     return on_step

@@ -357,13 +357,15 @@ def test_kills(run_file: Path, tmp_path: Path, kills: Sequence[int], count: int)
 
 def test_processes_that_were_started_again_are_told(tmp_path: Path) -> None:
     given = {"group": "b", "instances": ["b"], "why": "killed", "seconds": 12.345, "error": None}
-    restarts = [given, given | {"error": "no [room]"}]
+    given |= {"without": []}
+    restarts = [given, given | {"error": "no [room]"}, given | {"without": [1]}]
     (tmp_path / "run.json").write_text(json.dumps({"restarts": restarts}))
     out = io.StringIO()
     _print_restarts(Console(file=out, width=20), tmp_path)
     assert out.getvalue() == (
         "group b: killed; it was started again in 12.3 s\n"
         "group b: killed; it could not be started again: no [room]\n"
+        "group b: killed; it is done without by instance b\n"
     )
 
 

@@ -183,12 +183,17 @@ def test_what_may_be_started_again_has_a_process_of_its_own() -> None:
 
 
 def divided(
-    *groups: str, restart: int = 0, here: str = "", lends: Any = (), **options: Any
+    *groups: str,
+    restart: int = 0,
+    here: str = "",
+    lends: Any = (),
+    again: Any = (),
+    **options: Any,
 ) -> ClusterConfig:
     """Return a pipeline over groups that have a process each, but those ``here``.
 
     Args:
-        lends: attention groups of all stages.
+        lends: attention groups of all stages; ``again``: those that are started again.
     """
     stages = tuple(
         StageConfig(group=name, layers=n, attention=lends) for n, name in enumerate(groups, 1)
@@ -199,7 +204,7 @@ def divided(
                 devices=1 if name in lends else 4,
                 tensor_parallel_size=1,
                 process=None if name in here else "own",
-                restart=restart if name == groups[-1] else 0,
+                restart=restart if name == groups[-1] else int(name in again),
             )
             for name in (*groups, *lends)
         },
@@ -238,6 +243,11 @@ def test_each_process_has_its_stages_of_a_pipeline() -> None:
             "a",
             {"restart": 2, "lends": ["c"], "enable_prefix_caching": False},
             r"^groups\.a\.restart is 2, must be 0: instances\.x has attention groups in other",
+        ),
+        (
+            "ab",
+            {"again": ["c"], "lends": ["c"], "enable_prefix_caching": False},
+            r"^groups\.c\.restart is 1, must be 0: instances\.x has attention groups in other",
         ),
     ],
 )

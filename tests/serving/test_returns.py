@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from fake_world import FakeWorld
 from schedules import TO_A, follow, moves, pool, serve, steps, times, unit
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
@@ -39,23 +38,42 @@ def test_who_has_nowhere_else_to_go_waits() -> None:
     assert (outcome.loop.assignments.lost, outcome.loop.assignments.returning) == ({}, set())
 
 
-def test_one_that_is_back_without_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """r0's two slices lay in two shards, and both lie in the one that is left."""
+def without(seconds: int | None, *requests: tuple[int, int]) -> tuple[Outcome, list[Instance]]:
+    """A with three shards, of two slices; lost at 1.5, and at 5.5 back without two for a time."""
     opts = replace(pool("A").options, watermark=0.1)
     instances = [new_instance("A", make_kv(20, 1, ((0,), (1,), ())), opts) for _ in "ab"]
-    back = FakeWorld._return
-    monkeypatch.setattr(FakeWorld, "_return", lambda *who: replace(back(*who), without=(1, 2)))
-    outcome = follow(
-        [TO_A],
-        instances[:1],
-        [(4, 3)],
-        timing=unit(lost={"A": (1.5, 5.5)}),
-        renew=lambda name: instances[1],
-    )
+    timing = unit(lost={"A": (1.5, 5.5)}, without={"A": ((1, 2), seconds)})
+    legs = [TO_A] * len(requests)
+    found = follow(legs, instances[:1], requests, timing=timing, renew=lambda name: instances[1])
+    return found, instances
+
+
+def test_one_that_is_back_without_a_shard() -> None:
+    """r0's two slices lay in two shards, and both lie in the one that is left."""
+    outcome, instances = without(None, (4, 3))
     assert outcome.ended == {"r0": 8.5}
     assert [shard.num_pages for shard in instances[1].kv.shards] == [20, 0, 0]
     # Two slices of 20 pages each, then of 10 each.
     assert [each.watermark_pages for each in instances] == [2, 1]
+
+
+@pytest.mark.parametrize("seconds", [3, None])
+def test_who_has_no_room_without_a_shard_waits_where_that_is_to_return(seconds: int | None) -> None:
+    """r0 needs 6 pages of each slice, r1 12: more than two slices have in the shard of 20."""
+    outcome, instances = without(seconds, (4, 3), (9, 4))
+    assert outcome.ended["r0"] == 8.5
+    if seconds is None:
+        assert outcome.finished["r1"].error == (
+            "request 'r1' needs 12 pages of 1 tokens (9 prompt + 4 output tokens) on instance 'A', "
+            "which has 10"
+        )
+        return
+    # A step has four tokens: those of r1 come after r0's last, or beside it.
+    assert steps(outcome)[-1] == "13.5-14.5 A r1:11+1"
+    assert outcome.finished["r1"].error is None
+    assert [shard.num_pages for shard in instances[1].kv.shards] == [20, 20, 20]
+    assert (instances[1].watermark_pages, instances[1].num_pages) == (2, 20)
+    assert outcome.loop.assignments.regaining == set()
 
 
 def test_one_that_cannot_be_started_fails_who_has_waited() -> None:

@@ -20,7 +20,7 @@ from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg, System
-from jaxinfer.serving.world import Event, InstanceLost
+from jaxinfer.serving.world import Event, GoesWithout, InstanceLost
 from jaxinfer.simulate.measured import MeasuredWorld, measured
 from jaxinfer.simulate.same_decisions import run_to_its_end
 
@@ -110,6 +110,27 @@ def test_whatever_a_system_does(scenario: Scenario, seed: int, actions: int) -> 
     assert first_difference(real, again(real, scenario, system())) is None
 
 
+@st.composite
+def lost_shards(draw: st.DrawFn) -> Scenario:
+    """Some of those shards are lost that another of their stage may stand in for."""
+    scenario = draw(outages())
+    without = {}
+    for name, pages, size, layout, _ in scenario.instances if not scenario.caching else ():
+        stages = [shard.stage for shard in make_kv(pages, size, layout).shards]
+        others = [n for n, stage in enumerate(stages) if stage in stages[:n]]
+        if others:
+            shards = draw(st.lists(st.sampled_from(others), unique=True, min_size=1))
+            without[name] = shards, draw(st.none() | st.integers(0, 20))
+    return replace(scenario, timing=replace(scenario.timing, without=without))
+
+
+@examples(50)
+@given(lost_shards())
+def test_whatever_shards_are_lost_and_back(scenario: Scenario) -> None:
+    real = ledger_of(scenario, Survivor(scenario.by_id))
+    assert first_difference(real, again(real, scenario, Survivor(scenario.by_id))) is None
+
+
 @examples(25)
 @given(outages())
 def test_whatever_is_lost_and_back(scenario: Scenario) -> None:
@@ -148,6 +169,11 @@ class DeafToLosses(MeasuredWorld):
         return [event for event in super().due_events() if not isinstance(event, InstanceLost)]
 
 
+class DeafToShards(MeasuredWorld):
+    def due_events(self) -> Sequence[Event]:
+        return [event for event in super().due_events() if not isinstance(event, GoesWithout)]
+
+
 def oldest_first(instance: Instance) -> None:
     instance.policies = Policies(victim=lambda candidates: candidates[0])
 
@@ -172,3 +198,19 @@ def test_a_broken_simulator_is_caught(fault: str) -> None:
     found = first_difference(real, broken)
     assert found is not None
     assert words in found
+
+
+def test_a_simulator_that_is_deaf_to_shards_is_caught() -> None:
+    """A is back without one of its three shards, which is back a while later."""
+    name, pages, size, _, options = BY_HAND.instances[0]
+    spread = (name, pages, size, ((0, 1), (2,), ()), options)
+    timing = replace(BY_HAND.timing, without={"A": ((1,), 20)})
+    scenario = replace(BY_HAND, instances=[spread, BY_HAND.instances[1]], timing=timing)
+    real = ledger_of(scenario, Survivor(scenario.by_id))
+    told = [decided for kind, decided, _ in real if kind == "without"]
+    assert told == [["A", [1], True], ["A", [], False]]
+    assert first_difference(real, again(real, scenario, Survivor(scenario.by_id))) is None
+    deaf = again(real, scenario, Survivor(scenario.by_id), DeafToShards)
+    found = first_difference(real, deaf)
+    assert found is not None
+    assert "real: instance A goes without shards [1]; simulated: " in found

@@ -12,13 +12,10 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes import restarts as module
+from jaxinfer.runtime.processes.homes import InstancesHome, Restarted
 from jaxinfer.runtime.processes.messages import Left
 from jaxinfer.runtime.processes.remote_worker import NobodyThere
-from jaxinfer.runtime.processes.restarts import (
-    Restarted,
-    Restarts,
-)
+from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 
 
@@ -105,7 +102,7 @@ class Cluster:
         config = ClusterConfig(groups={"g": group}, instances=instances)
         self.process = FakeProcess(lost)
         self.workers = {name: FakeWorker(self.process) for name in "xy"}
-        monkeypatch.setattr(module, "_get_ready", self._get_ready)
+        monkeypatch.setattr(InstancesHome, "get_ready", self._get_ready)
         others: Any = SimpleNamespace(
             begin_again=self._begin,
             side_of=lambda name: SimpleNamespace(pieces=()),
@@ -122,11 +119,12 @@ class Cluster:
         self.started.append(FakeProcess())
         return self.started[-1]
 
-    def _get_ready(self, home: Any, process: Any) -> Any:
+    def _get_ready(self, process: Any) -> None:
         assert self.go.wait(HANG_S)
         if line := next(self._attempts):
             raise JaxinferError(line)
-        return dict.fromkeys(self.workers, PLAIN_SAMPLER)
+        home: Any = self.restarts._homes["g"]
+        home.prepared = dict.fromkeys(self.workers, PLAIN_SAMPLER)
 
     def wait_for_news(self, count: int = 1) -> None:
         wait_until(lambda: len(self.heard) >= count)

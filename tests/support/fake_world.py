@@ -23,6 +23,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import (
     Arrival,
     Event,
+    GoesWithout,
     InstanceBack,
     InstanceLost,
     StepDone,
@@ -54,7 +55,9 @@ class Timing:
 
     ``transfers`` has the seconds of those to an instance, and ``lost`` says when one fails, is back
     and fails again, by turns; of those in ``fail_to_start``, what would be the last return is the
-    news that there is none. What happens at one time happens in any order, unless ``in_order``.
+    news that there is none. An instance that is back goes ``without`` some shards, by number, for
+    so many seconds; None: for good. What happens at one time happens in any order, unless
+    ``in_order``.
     """
 
     seed: int = 0
@@ -64,6 +67,7 @@ class Timing:
     transfers: dict[str, int] = field(default_factory=dict)
     lost: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
     fail_to_start: Collection[str] = ()
+    without: Mapping[str, tuple[Sequence[int], int | None]] = field(default_factory=dict)
     in_order: bool = False
 
 
@@ -113,6 +117,7 @@ class FakeWorld:
         self._last: dict[str, tuple[float, float]] = {}
         self._delivered: deque[Event] = deque()
         self._gone: set[str] = set()
+        self._lives = Counter[str]()
         for request in requests:
             self._at(request.arrival, lambda r=request: self._arrive(r))
         for name in self.timing.lost:
@@ -143,7 +148,7 @@ class FakeWorld:
             self._now = time
             if (event := happen()) is not None:
                 events.append(event)
-        committed = StepDone | TransferDone | InstanceLost | InstanceBack
+        committed = StepDone | TransferDone | InstanceLost | InstanceBack | GoesWithout
         self._delivered = deque(e for e in events if isinstance(e, committed))
         return events
 
@@ -269,13 +274,24 @@ class FakeWorld:
     def _lose(self, name: str, returns: bool) -> Event:
         """Lose an instance: its earlier reports are still to be committed, and no others come."""
         self._gone.add(name)
+        self._lives[name] += 1
         return InstanceLost(name, "killed", returns)
 
     def _return(self, name: str) -> Event:
         self._gone.remove(name)
         self._last.pop(name, None)
         assert not any(users for (of, *_), users in self._users.items() if of == name)
+        if name in self.timing.without:
+            shards, seconds = self.timing.without[name]
+            self._go_without(name, 0, GoesWithout(name, shards, seconds is not None))
+            if seconds is not None:
+                self._go_without(name, seconds, GoesWithout(name))
         return InstanceBack(name)
+
+    def _go_without(self, name: str, seconds: float, event: GoesWithout) -> None:
+        """Tell of an instance's shards after a time, unless it is lost by then."""
+        life = self._lives[name]
+        self._at(self._now + seconds, lambda: event if self._lives[name] == life else None)
 
     def renew(self, instance: Instance) -> Instance:
         """Note the one that takes the place of a lost one."""

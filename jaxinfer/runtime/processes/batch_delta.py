@@ -1,11 +1,13 @@
 """Batches told to another process by what is new of them since the last one."""
 
+import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_not
+from typing import cast
 
-from jaxinfer.runtime.processes.messages import Launch, NewPages, NewRequest, RowDelta
+from jaxinfer.runtime.processes.messages import Launch, NewPages, NewRequest
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
@@ -35,74 +37,81 @@ class BatchEncoder:
 
     def __init__(self, shards: slice = slice(None)) -> None:
         self._shards = shards
-        self._told: weakref.WeakKeyDictionary[RequestState, _Told] = weakref.WeakKeyDictionary()
+        self._told: dict[int, _Told] = {}
         self._gone: list[int] = []
         self._numbers = 0
 
     def encode(self, batch: Batch, step: int, origin: float) -> Launch:
         """Return all that the decoder needs for its own copy of the batch."""
         new: list[NewRequest] = []
+        pages: list[tuple[int, int, Sequence[NewPages]]] = []
         tokens: list[tuple[int, list[int]]] = []
-        rows = [self._encode_row(row, new, tokens) for row in batch.rows]
+        rows: list[int] = []
+        spread = any(row.hold.kv.is_spread for row in batch.rows[:1])
+        for row in batch.rows:  # Of each step, the rows are the most: no call for most of them.
+            request, hold = row.request, row.hold
+            told = self._told.get(id(request)) or self._introduce(request, new)
+            number, outputs, token = told.number, request.output_token_ids, -1
+            if told.tokens < len(outputs):
+                if told.tokens == len(outputs) - 1:
+                    token = outputs[-1]
+                else:
+                    tokens.append((number, outputs[told.tokens :]))
+                told.tokens = len(outputs)
+            if told.hold is not hold or told.pages < hold.num_pages or spread:
+                pages += self._new_pages(told, hold)
+            flags = row.samples, row.input_pending
+            rows += number, token, row.start, row.count, *flags, row.epoch
         # One by one: a request may go at any moment, in any thread.
         gone = [self._gone.pop() for _ in range(len(self._gone))]
         halves = [_numbers(half, batch.rows) for half in batch.halves]
-        return Launch(batch.instance, step, origin, new, gone, tokens, rows, halves)
+        packed = struct.pack(f"{len(rows)}q", *rows)
+        return Launch(batch.instance, step, origin, new, gone, tokens, packed, pages, halves)
 
-    def _encode_row(
-        self, row: Row, new: list[NewRequest], tokens: list[tuple[int, list[int]]]
-    ) -> RowDelta:
-        request, hold = row.request, row.hold
-        told = self._told.get(request)
-        if told is None:
-            told = self._told[request] = _Told(self._numbers)
-            self._numbers += 1
-            weakref.finalize(request, self._gone.append, told.number).atexit = False
-            new.append(_introduce(told.number, request))
-        outputs = request.output_token_ids
-        if told.tokens < len(outputs):
-            tokens.append((told.number, outputs[told.tokens :]))
-            told.tokens = len(outputs)
+    def _introduce(self, request: RequestState, new: list[NewRequest]) -> _Told:
+        told = self._told[id(request)] = _Told(self._numbers)
+        self._numbers += 1
+        known = self._told, id(request), self._gone
+        weakref.finalize(request, _forget, *known).atexit = False
+        new.append(
+            NewRequest(
+                told.number,
+                request.id,
+                request.prompt_len,
+                request.max_tokens,
+                request.prompt_token_ids,
+                request.payload,
+            )
+        )
+        return told
+
+    def _new_pages(
+        self, told: _Told, hold: HeldPages
+    ) -> Iterator[tuple[int, int, Sequence[NewPages]]]:
         if told.hold is not hold:
             told.hold, told.pages = hold, 0
+        tables = hold.tables[self._shards]
         if hold.kv.is_spread:
-            slices = [p for table in hold.tables[self._shards] for p in table.values()]
+            slices = [p for table in tables for p in table.values()]
             if len(slices) != len(told.slices) or any(map(is_not, slices, told.slices)):
                 told.slices, told.pages = slices, 0  # Some have moved.
         known, told.pages = told.pages, hold.num_pages
-        pages: Sequence[NewPages] = []
-        if known < told.pages:  # Seldom: all the rest is done for each row of each step.
-            tables = hold.tables[self._shards]
-            if hold.kv.is_spread:
-                pages = [{piece: p[known:] for piece, p in table.items()} for table in tables]
-            else:
-                pages = [table[0][known:] for table in tables]
-        return (
-            told.number,
-            row.start,
-            row.count,
-            row.samples,
-            row.input_pending,
-            row.epoch,
-            known,
-            pages,
-        )
+        if known == told.pages:
+            return
+        if hold.kv.is_spread:
+            pages = [{piece: p[known:] for piece, p in table.items()} for table in tables]
+            yield told.number, known, pages
+        else:
+            yield told.number, known, [table[0][known:] for table in tables]
+
+
+def _forget(told: dict[int, _Told], key: int, gone: list[int]) -> None:
+    gone.append(told.pop(key).number)
 
 
 def _numbers(half: Sequence[Row], rows: Sequence[Row]) -> list[int]:
     at = {id(row): number for number, row in enumerate(rows)}
     return [at[id(row)] for row in half]
-
-
-def _introduce(number: int, request: RequestState) -> NewRequest:
-    return NewRequest(
-        number,
-        request.id,
-        request.prompt_len,
-        request.max_tokens,
-        request.prompt_token_ids,
-        request.payload,
-    )
 
 
 class _Pages:
@@ -149,16 +158,18 @@ class BatchDecoder:
             self._pages[new.number] = _Pages(self._num_shards)
         for number, tokens in told.tokens:
             self._requests[number].output_token_ids += tokens
-        batch = Batch(told.instance, [self._row(row) for row in told.rows], 0, 0, 0)
+        for number, known, pages in told.pages:
+            self._pages[number].grow(known, pages)
+        requests, holds = self._requests, cast("dict[int, HeldPages]", self._pages)
+        rows, ints = [], iter(struct.unpack(f"{len(told.rows) // 8}q", told.rows))
+        for number, token, start, count, samples, pending, epoch in zip(*[ints] * 7, strict=True):
+            request = requests[number]
+            if token >= 0:
+                request.output_token_ids.append(token)
+            row = Row(request, start, count, samples > 0, pending > 0, epoch, holds[number])
+            rows.append(row)
+        batch = Batch(told.instance, rows, 0, 0, 0)
         if told.halves:
             one, other = ([batch.rows[number] for number in half] for half in told.halves)
             batch.halves = one, other
         return batch
-
-    def _row(self, told: RowDelta) -> Row:
-        number, start, count, samples, input_pending, epoch, known, pages = told
-        here = self._pages[number]
-        if pages:
-            here.grow(known, pages)
-        hold: HeldPages = here  # type: ignore[assignment]
-        return Row(self._requests[number], start, count, samples, input_pending, epoch, hold)

@@ -64,12 +64,16 @@ class OpenPools(NamedTuple):
 
 
 class Borrow(NamedTuple):
-    """Use the pool of a stage's attention group that is at this address. Answered with Left."""
+    """Use the pool of a stage's attention group that is at this address.
+
+    Answered with Left, if somebody may ``wait``.
+    """
 
     instance: str
     stage: int
     number: int
     address: Address
+    wait: bool = True
 
 
 class BreakOff(NamedTuple):
@@ -111,9 +115,6 @@ class NewRequest(NamedTuple):
 
 # Pages of one shard, or by slice where a stage has its slices in several.
 NewPages = list[int] | dict[int, list[int]]
-# Request, start, count, samples, input_pending, epoch; then how many pages of each shard stand
-# already, and those that are new.
-RowDelta = tuple[int, int, int, bool, bool, int, int, Sequence[NewPages]]
 
 
 class Launch(NamedTuple):
@@ -121,7 +122,10 @@ class Launch(NamedTuple):
 
     Attributes:
         new: requests that the process has not heard of; ``gone``: those that nobody has any more.
-        tokens: of requests, the output tokens that it has not heard of.
+        tokens: of requests, the output tokens that it has not heard of, where they are several.
+        rows: integers of eight bytes; of each row, request, output token that it has not heard of
+            (-1: none, or several), start, count, samples, input_pending, epoch.
+        pages: requests, how many pages of each shard stand already, and those that are new.
         halves: of a step that is computed as two halves, each one's rows by their numbers.
     """
 
@@ -131,7 +135,8 @@ class Launch(NamedTuple):
     new: list[NewRequest]
     gone: list[int]
     tokens: list[tuple[int, list[int]]]
-    rows: list[RowDelta]
+    rows: bytes
+    pages: list[tuple[int, int, Sequence[NewPages]]]
     halves: Sequence[Sequence[int]] = ()
 
 

@@ -1,7 +1,7 @@
 """The parts of one instance in several processes, as the loop's process sees them."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -13,10 +13,9 @@ from jaxinfer.config.layer_split import count_layers
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.kv.channel import EXPLAINED_S
-from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
-from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
 from jaxinfer.runtime.processes.messages import (
+    Borrow,
     BreakOff,
     FollowOn,
     Forget,
@@ -30,6 +29,7 @@ from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.world import StepDone, TransferDone
+from jaxinfer.sockets import Address
 
 T = TypeVar("T")
 
@@ -89,6 +89,8 @@ class PipelineWorker:
         parts: numbers of the stages, those that follow one another on one mesh together.
         sampler: the one that was asked for last.
         without: numbers of the shards of the instance's KV that it has gone on without.
+        coming: by group, processes that are to lend pools in place of lost ones.
+        given_up: whether it is lost, and its processes with it.
     """
 
     def __init__(
@@ -110,6 +112,8 @@ class PipelineWorker:
         ]
         self._lenders = [_Part(process, instance, [], []) for process in lenders]
         self.without: list[int] = []
+        self.coming: Mapping[str, Process] = {}
+        self.given_up = False
         self._failed: Exception | None = None
         self._lock = threading.Lock()
         for part in [*self._there, *self._lenders]:
@@ -156,6 +160,11 @@ class PipelineWorker:
     def processes(self) -> list[Process]:
         """The processes that have stages, in their order, and those of attention groups."""
         return [part.process for part in [*self._there, *self._lenders]]
+
+    @property
+    def lending(self) -> list[Process]:
+        """The processes of attention groups alone."""
+        return [part.process for part in self._lenders]
 
     @property
     def first_stages(self) -> list[int]:
@@ -253,8 +262,9 @@ class PipelineWorker:
 
     def give_up(self, why: Exception) -> None:
         """End those of its processes that have no other instance."""
-        for process in self.processes:
-            if process.workers.keys() == {self.instance}:
+        self.given_up = True  # First: else, one may be started again.
+        for process in [*self.processes, *self.coming.values()]:
+            if process.workers.keys() <= {self.instance}:
                 process.give_up(f"instance {self.instance}: {why}")
 
     @property
@@ -285,8 +295,7 @@ class PipelineWorker:
                 each.process.wait_until_told()
         self._lenders = [each for each in self._lenders if each.process.name not in gone]
         pools = self._pools_of(gone)
-        first = [0, *accumulate(len(stage.plan.pool_pages) for stage in part.stages)]
-        self.without += [first[stage] + number + 1 for stage, number in pools]
+        self.without = sorted({*self.without, *self._shards_of(pools)})
         with part.process.asking:
             next(part.process.ask(Forget(self.instance, pools)))
         part.begin_again()
@@ -297,6 +306,24 @@ class PipelineWorker:
         for each in self._lenders:
             if each.process.lost:
                 self._fail(each, ProcessLost(each.process.lost))
+
+    def _shards_of(self, pools: Iterable[tuple[int, int]]) -> list[int]:
+        first = [0, *accumulate(len(stage.plan.pool_pages) for stage in self.stages)]
+        return [first[stage] + number + 1 for stage, number in pools]
+
+    def take_back(self, process: Process, pools: Mapping[tuple[int, int], Address]) -> None:
+        """Use the pools, as in ``Forget``, that a process lends in the place of a lost one."""
+        part = _Part(process, self.instance, [], [])
+        part.on_failure = partial(self._fail, part)
+        self._lenders = [*self._lenders, part]
+        self.coming = {name: each for name, each in self.coming.items() if each is not process}
+        with suppress(ProcessLost):  # The first step will show it.
+            for (stage, number), address in pools.items():
+                borrow = Borrow(self.instance, stage, number, address, wait=False)
+                self._there[0].process.send(borrow)
+        self.without = [n for n in self.without if n not in self._shards_of(pools)]
+        if process.lost:  # It may have been before anybody was told of it here.
+            part.on_loss(ProcessLost(process.lost))
 
     def _cause(self, part: _Part) -> Exception | None:
         """A process that has ended is missed by its neighbours."""
@@ -315,41 +342,6 @@ def _whole(parts: Sequence[StepDone]) -> StepDone:
     """A step's results of what each process tells of its stages."""
     stages = [stage for part in parts for stage in part.stages]
     return replace(parts[-1], start=stages[0][0], stages=stages)
-
-
-class PipelineSide:
-    """The processes of one instance as a side of channels; see ``KVProcess``.
-
-    Args:
-        sides: each process, in the stages' order; ``first_stages``: of each, its first stage.
-    """
-
-    waits_for: Mapping[int, tuple[str, float]] = {}
-
-    def __init__(self, sides: Sequence[Any], first_stages: Sequence[int]) -> None:
-        self.pieces = self._sides = sides
-        self._first = first_stages
-        self._of: dict[int, KVProcess] = {}
-
-    def open(self, message: OpenEnd, hear: Hear) -> None:
-        """See KVProcess; the stage is a number among all of the instance."""
-        number = max(i for i, first in enumerate(self._first) if first <= message.stage)
-        side = self._of[message.end] = self._sides[number]
-        side.open(message._replace(stage=message.stage - self._first[number]), hear)
-
-    def do(self, message: SlabMessage) -> None:
-        """See KVProcess."""
-        self._of[message.end].do(message)
-
-    def on_loss(self, hear: Callable[[str], None]) -> None:
-        """See KVProcess; the first that is lost is the loss of all."""
-        for side in self._sides:
-            side.on_loss(hear)
-
-    def why_lost(self, seconds: float) -> str | None:
-        """See KVProcess."""
-        each = seconds / len(self._sides)
-        return next((why for side in self._sides if (why := side.why_lost(each))), None)
 
 
 AnyRemote = RemoteWorker | PipelineWorker

@@ -14,6 +14,7 @@ from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import ProcessLost
 from jaxinfer.runtime.processes.messages import (
     Borrow,
+    Left,
     Lend,
     Lent,
     Loaded,
@@ -21,9 +22,11 @@ from jaxinfer.runtime.processes.messages import (
     OpenPools,
 )
 from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
-from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineSide, PipelineWorker
+from jaxinfer.runtime.processes.pipeline_side import PipelineSide
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
 from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
 from jaxinfer.runtime.stage.attention_plan import check_attention
+from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.sockets import LOOPBACK
 
 # What the user sees of a long start: a description, and how many parts are left.
@@ -171,9 +174,9 @@ class OtherProcesses:
             if name in part.instances
         }
         with suppress(ProcessLost):  # Whoever waits for it hears of it.
-            process.send(LoadInstances(self._model, part, self._host_of(process), layers))
+            process.send(LoadInstances(self._model, part, self.host_of(process), layers))
 
-    def _host_of(self, process: Process) -> str:
+    def host_of(self, process: Process) -> str:
         """The address by which others reach a process."""
         return process.peer.way[1] if process.peer.way else self.host
 
@@ -217,21 +220,17 @@ class OtherProcesses:
     ) -> tuple[Process, Loaded]:
         """Have attention groups give pools to a process's stages, whose plans then show them."""
         plans = list(loaded.plans[instance])
-        lent: list[tuple[int, int, Lent]] = []
-        lenders: dict[str, Process] = {}
+        lent: dict[tuple[int, int], Lent] = {}
+        groups = dict.fromkeys(place.group for plan in plans for place in plan.attention)
+        lenders = [self._processes[group] for group in groups]
         # One after the other: those on one host have one memory.
-        for stage, plan in enumerate(plans):
-            for number, place in enumerate(plan.attention):
-                lenders[place.group] = lender = self._processes[place.group]
-                lend = Lend(instance, plan, number, self._host_of(lender))
-                lent.append((stage, number, next(lender.ask(lend))))
+        for lender in lenders:
+            lent |= lend_pools(instance, plans, lender, self.host_of(lender))
         # All at once, and heard one after the other.
-        for of, answers in [(of, lender.ask(OpenPools())) for of, lender in lenders.items()]:
+        for lender, answers in [(lender, open_pools(lender)) for lender in lenders]:
             for left in answers:
-                progress(f"{of}: {left.what}", left.parts)
-                if not left.parts:
-                    break
-        for stage, number, pool in lent:
+                progress(f"{lender.name}: {left.what}", left.parts)
+        for (stage, number), pool in lent.items():
             next(process.ask(Borrow(instance, stage, number, pool.address)))
             places = list(plans[stage].attention)
             places[number] = pool.plan
@@ -246,6 +245,39 @@ class OtherProcesses:
         """End them all."""
         for process in self._processes.values():
             process.close()
+
+
+def lend_pools(
+    instance: str, plans: Sequence[StageFacts], lender: Process, host: str
+) -> dict[tuple[int, int], Lent]:
+    """Have an attention group's process take memory for all stages that name it.
+
+    Args:
+        plans: of the stages.
+        host: the address by which the process is reached.
+
+    Returns:
+        Its pools by the number of the stage, and of the group in it.
+    """
+    return {
+        (stage, number): next(lender.ask(Lend(instance, plan, number, host)))
+        for stage, plan in enumerate(plans)
+        for number, place in enumerate(plan.attention)
+        if place.group == lender.name
+    }
+
+
+def open_pools(lender: Process) -> Iterator[Left]:
+    """Ask for what comes before pools can be used; yields what is left, as it is heard."""
+    answers = lender.ask(OpenPools())
+
+    def until_done() -> Iterator[Left]:
+        for left in answers:
+            yield left
+            if not left.parts:
+                return
+
+    return until_done()
 
 
 def wait_until_loaded(process: Process, progress: Progress = lambda what, left: None) -> Loaded:

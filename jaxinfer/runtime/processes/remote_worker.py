@@ -37,7 +37,7 @@ from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import StepDone
-from jaxinfer.sockets import set_patience
+from jaxinfer.sockets import send, set_patience
 
 # A process says each second that it is alive; one that has not for so long has gone.
 SILENCE_S = 10.0
@@ -95,7 +95,7 @@ class Process:
             raise ProcessLost(self.lost)
         try:
             with self._lock:
-                self._connection.send(message)
+                send(self._connection, message)
         except OSError as error:
             # The thread that reads is about to learn how it ended, unless that is this one.
             reads = threading.current_thread() is self._reader

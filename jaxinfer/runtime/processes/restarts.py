@@ -2,95 +2,31 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from functools import partial
 
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineSide, PipelineWorker
-from jaxinfer.runtime.processes.process_group import (
-    AnotherProcess,
-    OtherProcesses,
-    wait_until_loaded,
+from jaxinfer.runtime.processes.homes import (
+    Hear,
+    Home,
+    InstancesHome,
+    LenderHome,
+    Rest,
+    Restarted,
+    RestartResult,
 )
-from jaxinfer.runtime.processes.remote_worker import NobodyThere, Process, RemoteWorker
-from jaxinfer.runtime.stage.sampler import SamplerShape
-from jaxinfer.runtime.stage.stage_plan import StageFacts
-
-
-@dataclass(frozen=True)
-class Restarted:
-    """There is news of a group's process: ``Restarts.take`` tells it."""
-
-    group: str
-
-
-@dataclass(frozen=True)
-class RestartResult:
-    """The outcome of a loss.
-
-    Attributes:
-        instances: instances of the process.
-        why: the reason why it was lost.
-        seconds: time from then until it was ready, or was given up.
-        error: the reason why it could not be started; None if it was.
-        without: numbers of the shards that its one instance has gone on without.
-    """
-
-    group: str
-    instances: Sequence[str]
-    why: str
-    seconds: float
-    error: str | None = None
-    without: Sequence[int] = ()
-
-
-@dataclass
-class _Home:
-    """Processes that are started again together: a group's, or those that share a pipeline.
-
-    Attributes:
-        name: of its groups.
-        parts: of the cluster, by group; ``processes``: those that have them.
-        left: how often they may be started.
-        starting: whether a thread is about it, and ``why``: as one before was lost.
-        prepared: of each instance, the sampler that the processes have.
-        news: an outcome that nobody has taken.
-    """
-
-    name: str
-    parts: Mapping[str, ClusterConfig]
-    left: int
-    processes: Mapping[str, Process]
-    workers: Mapping[str, AnyRemote]
-    sides: Mapping[str, AnotherProcess | PipelineSide]
-    starting: bool = False
-    why: str = ""
-    prepared: Mapping[str, SamplerShape] | None = None
-    news: RestartResult | None = None
-
-
-@dataclass
-class _Rest:
-    """An instance that can go on without attention groups whose processes are lost.
-
-    Attributes:
-        why: as one is lost, while a thread is about it; ``news``: an outcome that nobody has taken.
-    """
-
-    worker: PipelineWorker
-    why: str | None = None
-    news: RestartResult | None = None
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
+from jaxinfer.runtime.processes.process_group import OtherProcesses
+from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
 
 
 class Restarts:
     """Starts lost processes again, as often as their groups say.
 
-    Instances with attention groups in other processes go on without these.
+    Instances with attention groups in other processes go on without these, until they are back.
 
     What has loaded and compiled waits until the loop's thread takes it: from then on, its workers
     and the ways to and from them are those of the new process.
@@ -102,34 +38,39 @@ class Restarts:
     def __init__(
         self, config: ClusterConfig, others: OtherProcesses, remotes: Mapping[str, AnyRemote]
     ) -> None:
-        self._rests: dict[str, _Rest] = {}
         self._others = others
-        self._hear: Callable[[Restarted | Failed], object] = lambda news: None
+        self._hear: Hear = lambda news: None
         self._lock = threading.Lock()
         self._closed = False
-        self._homes: dict[str, _Home] = {}
-        self._of: dict[str, _Home] = {}
+        self._homes: dict[str, Home] = {}
+        self._of: dict[str, InstancesHome] = {}
+        self._lenders: dict[str, list[LenderHome]] = {}
         for groups in config.started_together():
             here = {n: w for n, w in remotes.items() if w.pieces[0].process.name in groups}
-            sides = {instance: others.side_of(instance) for instance in here}
-            pieces = [(n, piece) for n, worker in here.items() for piece in worker.pieces]
-            parts = {
-                group: _as_planned(
-                    config.part(group), {n: p for n, p in pieces if p.process.name == group}
-                )
-                for group in groups
-            }
-            processes = {piece.process.name: piece.process for _, piece in pieces}
-            left = config.groups[groups[0]].restart
-            home = _Home(" and ".join(groups), parts, left, processes, here, sides)
-            self._homes[home.name] = home
-            self._of |= dict.fromkeys(here, home)
-            self._watch(home)
-        for name, worker in remotes.items():
-            if isinstance(worker, PipelineWorker) and name not in self._of:
-                self._rests[name] = _Rest(worker)
+            if here:
+                home = _home_of(config, groups, here, others)
+                self._of |= dict.fromkeys(here, home)
+                self._add(home)
+        self._rests = {
+            name: Rest(worker)
+            for name, worker in remotes.items()
+            if isinstance(worker, PipelineWorker) and name not in self._of
+        }
+        for name, rest in self._rests.items():
+            self._lenders[name] = [
+                LenderHome(each.name, {each.name: part}, times, {each.name: each}, rest, others)
+                for each in rest.worker.lending
+                if (times := config.groups[each.name].restart)
+                for part in [config.part(each.name)]
+            ]
+            for lender in self._lenders[name]:
+                self._add(lender)
 
-    def listen(self, hear: Callable[[Restarted | Failed], object]) -> None:
+    def _add(self, home: Home) -> None:
+        self._homes[home.name] = home
+        self._watch(home)
+
+    def listen(self, hear: Hear) -> None:
         """Have a run told of news, by any thread, and of those that nobody has taken.
 
         Who is being started, or comes to be, has failed: nobody is to find out by a step.
@@ -140,17 +81,13 @@ class Restarts:
                 if home.news:
                     hear(Restarted(group))
                 elif home.starting:
-                    self._tell_of_loss(home)
+                    home.tell_of_loss(hear)
 
             for name, rest in self._rests.items():
                 if rest.news:
                     hear(Restarted(rest.news.group))
                 elif rest.why:
                     hear(Failed(name, ProcessLost(rest.why)))
-
-    def _tell_of_loss(self, home: _Home) -> None:
-        for name in home.workers:
-            self._hear(Failed(name, ProcessLost(home.why)))
 
     def expect(self, instance: str, why: str) -> bool:
         """Return whether a lost instance is to return; if so, all of its process is lost."""
@@ -169,7 +106,15 @@ class Restarts:
                     process.give_up(f"instance {instance}: {why}")
             return is_on_its_way or home.left > 0
 
-    def _go_on(self, instance: str, rest: _Rest, why: str) -> bool:
+    def goes_without(self, instance: str) -> tuple[tuple[int, ...], bool]:
+        """The shards of an instance's KV that are lost, and whether some are to return."""
+        if (rest := self._rests.get(instance)) is None:
+            return (), False
+        without = tuple(rest.worker.without)
+        coming = [each for each in self._lenders[instance] if each.starting or each.is_ready]
+        return without, bool(without and coming)
+
+    def _go_on(self, instance: str, rest: Rest, why: str) -> bool:
         """Have an instance go on without what is lost of it, if it can."""
         with self._lock:
             if rest.why or rest.news:
@@ -194,6 +139,9 @@ class Restarts:
                 group, rest.why = " and ".join(groups), None
                 rest.news = RestartResult(group, [instance], why, seconds, error, without)
             self._hear(Restarted(group))
+            for home in self._lenders[instance]:
+                if home.news:  # It has been there before it could be used.
+                    self._hear(Restarted(home.name))
 
         threading.Thread(target=go_on, daemon=True).start()
         return True
@@ -205,64 +153,54 @@ class Restarts:
                 if rest.news and rest.news.group == group:
                     news, rest.news = rest.news, None
                     return news
-        if (home := self._homes.get(group)) is None:
-            return None
-        with self._lock:
+            home = self._homes.get(group)
+            if home is None or not home.news or not (home.news.error or home.is_clear):
+                return None
             outcome, home.news = home.news, None
-        if outcome is None or outcome.error:
-            return outcome
-        assert home.prepared is not None
-        for name, worker in home.workers.items():
-            for side in home.sides[name].pieces:
-                side.move_to(home.processes[side.group])
-            for piece in worker.pieces:
-                piece.move_to(home.processes[piece.process.name])
-            worker.begin_again()
-            if home.prepared[name] != worker.sampler:  # Asked for when it was ready.
-                with suppress(NobodyThere):  # The first step for it will show it.
-                    next(worker.prepare(worker.sampler, wait=False))
+        if not outcome.error:
+            home.use()
         return outcome
 
     def close(self) -> None:
         """Start none any more."""
         self._closed = True
 
-    def _watch(self, home: _Home) -> None:
+    def _watch(self, home: Home) -> None:
         for process in home.processes.values():
             # After the workers and the ways, which are told of the loss first.
             process.on_loss.append(partial(self._lose, home, process))
             if process.lost:
                 self._lose(home, process, process.lost)
 
-    def _lose(self, home: _Home, process: Process, why: str) -> None:
+    def _lose(self, home: Home, process: Process, why: str) -> None:
         with self._lock:
             if process not in home.processes.values() or home.starting or self._closed:
                 return
-            if home.news.error if home.news else not home.left:
+            if not home.is_wanted or (home.news.error if home.news else not home.left):
                 return  # Its instances are lost for good, as those of any process.
             home.starting, home.news, home.why = True, None, why
-            self._tell_of_loss(home)
+            home.tell_of_loss(self._hear)
         threading.Thread(target=self._start_again, args=(home, why), daemon=True).start()
 
-    def _start_again(self, home: _Home, why: str) -> None:
+    def _start_again(self, home: Home, why: str) -> None:
         begin = time.perf_counter()
         for process in home.processes.values():  # What they have is needed.
             if not process.lost:
                 process.give_up(why)
             process.wait_until_told()
         error: str | None = why
-        while error and home.left and not self._closed:
+        while error and home.left and home.is_wanted and not self._closed:
             home.left -= 1
             error = self._attempt(home)
         seconds = time.perf_counter() - begin
         with self._lock:
             home.starting = False
-            home.news = RestartResult(home.name, [*home.workers], why, seconds, error)
+            home.news = RestartResult(home.name, [*home.instances], why, seconds, error)
         if not error:
             self._watch(home)
         self._hear(Restarted(home.name))
 
-    def _attempt(self, home: _Home) -> str | None:
+    def _attempt(self, home: Home) -> str | None:
         """Start the processes once; return why that failed, or None when they are ready."""
         processes: dict[str, Process] = {}
         try:
@@ -271,7 +209,7 @@ class Restarts:
                 processes[group] = self._others.begin_again(group, part)
                 if self._closed:
                     raise JaxinferError("closed")
-            home.prepared = _get_ready(home, processes)
+            home.get_ready(processes)
         except Exception as error:
             for process in processes.values():
                 process.close()
@@ -282,31 +220,22 @@ class Restarts:
         return None
 
 
-def _get_ready(home: _Home, processes: Mapping[str, Process]) -> dict[str, SamplerShape]:
-    """Have new processes load, compile and open all that the lost ones had; their samplers.
-
-    Args:
-        processes: by group.
-    """
-    loaded = {group: wait_until_loaded(process) for group, process in processes.items()}
-    prepared: dict[str, SamplerShape] = {}
-    for name, worker in home.workers.items():
-        there = [(piece, piece.process.name) for piece in worker.pieces]
-        for piece, group in there:
-            for stage, plan in zip(piece.stages, loaded[group].plans[name], strict=True):
-                _check_same(name, stage.plan, plan)
-        if isinstance(worker, PipelineWorker):
-            worker.follow_on([(processes[group], loaded[group]) for _, group in there])
-        while prepared.get(name) != (wanted := worker.sampler):
-            prepared[name] = wanted
-            for piece, group in there:
-                for _ in piece.prepare_on(processes[group], wanted):
-                    pass
-        for side in home.sides[name].pieces:
-            side.open_on(processes[side.group])
-        for piece, group in there:
-            piece.emulate_on(processes[group])
-    return prepared
+def _home_of(
+    config: ClusterConfig,
+    groups: list[str],
+    workers: Mapping[str, AnyRemote],
+    others: OtherProcesses,
+) -> InstancesHome:
+    """The home of some groups that share a pipeline, or of one, with the instances there."""
+    sides = {instance: others.side_of(instance) for instance in workers}
+    pieces = [(name, piece) for name, worker in workers.items() for piece in worker.pieces]
+    parts = {
+        group: _as_planned(config.part(group), {n: p for n, p in pieces if p.process.name == group})
+        for group in groups
+    }
+    processes = {piece.process.name: piece.process for _, piece in pieces}
+    left = config.groups[groups[0]].restart
+    return InstancesHome(" and ".join(groups), parts, left, processes, workers, sides)
 
 
 def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> ClusterConfig:
@@ -326,14 +255,3 @@ def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> C
             )
         instances[name] = instance.model_copy(update=found)
     return config.model_copy(update={"instances": instances})
-
-
-def _check_same(instance: str, before: StageFacts, now: StageFacts) -> None:
-    """Raise JaxinferError where the loop's plan is none of what the new process has."""
-    # Pages that the loop does not know of are not used.
-    sizes = {name: getattr(before, name) for name in ("num_pages", "kv_bytes", "memory_bytes")}
-    if now.num_pages < before.num_pages or replace(now, options=before.options, **sizes) != before:
-        raise JaxinferError(
-            f"instances.{instance} has another plan than before: {now.num_pages} pages of "
-            f"{before.num_pages}, devices {now.devices}, layers {now.layers}"
-        )

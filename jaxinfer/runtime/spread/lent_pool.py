@@ -25,7 +25,7 @@ from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shap
 from jaxinfer.runtime.spread.spread_step import Cut, compile_attend
 from jaxinfer.runtime.stage.kv_cache import allocate
 from jaxinfer.runtime.stage.stage_plan import StageFacts
-from jaxinfer.sockets import Address, let_in, listen
+from jaxinfer.sockets import Address, let_in, listen, send
 from jaxinfer.steps.shapes import StepShape
 
 
@@ -94,7 +94,7 @@ class LentPool:
                 except Exception as error:
                     answer = PoolFailed(f"{type(error).__name__}: {one_line(error)}")
                 if answer is not None:
-                    connection.send(answer)
+                    send(connection, answer)
 
     def _do(self, message: Any) -> Any:
         match message:

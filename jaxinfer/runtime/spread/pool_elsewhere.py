@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.sockets import Address, call, join_address
+from jaxinfer.sockets import Address, call, join_address, send
 from jaxinfer.steps.shapes import StepShape
 
 # Steps, or halves of steps, that are under way at once, and a few more.
@@ -65,16 +65,16 @@ class PoolElsewhere:
     One thread asks; another one hears the answers.
 
     Args:
-        group: the one whose process that is.
+        group: the one whose process that is; ``patience``: see ``call``.
 
     Raises:
         JaxinferError: that process cannot be reached.
     """
 
-    def __init__(self, address: Address, group: str) -> None:
+    def __init__(self, address: Address, group: str, patience: float | None = None) -> None:
         self._who = f"attention group {group}"
         try:
-            self._connection: Connection[Any, Any] = Connection(call(*address).detach())
+            self._connection: Connection[Any, Any] = Connection(call(*address, patience).detach())
         except OSError as error:
             where = join_address(address.host, address.port)
             raise JaxinferError(f"{self._who} cannot be reached at {where}: {error}") from None
@@ -121,7 +121,7 @@ class PoolElsewhere:
 
     def _send(self, message: Any) -> None:
         try:
-            self._connection.send(message)
+            send(self._connection, message)
         except OSError:
             self.close()  # The thread that hears learns of it, and tells.
 

@@ -103,6 +103,16 @@ def test_a_prompt_is_attended_to_on_the_own_device_and_then_handed_out() -> None
     assert hand_out(make(), instance) == [(0, 1, (2, 3))]
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_heads_are_handed_out_to_a_shard_that_was_lost_once_it_is_back(is_back: bool) -> None:
+    """Four own heads take 40, a far one 40 + 20; by the near one, as above."""
+    instance = spread([99, 99, 99])
+    instance.go_without((1,))
+    if is_back:
+        instance.go_without(())
+    assert hand_out(make(), instance) == ([(0, 1, (3,))] if is_back else [])
+
+
 def stages_of_two(*layers: int) -> Instance:
     """Two stages of so many layers, with own devices and one that they share."""
     shards = [

@@ -19,7 +19,7 @@ from jaxinfer.runtime.kv.kv_messages import (
     SlabFailed,
 )
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes.restarts import Restarted, RestartResult
+from jaxinfer.runtime.processes.homes import Restarted, RestartResult
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.world import InstanceBack, InstanceLost, TransferDone
@@ -156,7 +156,10 @@ def test_an_offer_to_who_was_lost_is_no_failure_of_who_came_in_its_place(channel
     heard: list[Any] = []
     outcome = RestartResult("g", ["b"], "killed", 1.0)
     restarts: Any = SimpleNamespace(
-        listen=heard.append, expect=lambda *args: True, take=lambda group: outcome
+        listen=heard.append,
+        expect=lambda *args: True,
+        take=lambda group: outcome,
+        goes_without=lambda name: ((), False),
     )
     workers: Any = dict.fromkeys("ab")
     world = RealWorld(workers, [], {("a", "b"): channel}, restarts=restarts)

@@ -376,7 +376,7 @@ def test_what_cannot_be_run_is_refused_before_a_process_is_started(
     for group, options, message in (
         ("a0", {"devices": 2}, r"groups\.a0\.devices is 2, an attention group runs on 1"),
         ("a0", {"process": None}, r"group p has a process of its own, must a0 have, too"),
-        ("a0", {"restart": 1}, r"a0\.restart is 1, must be 0: instances\.x has attention groups"),
+        ("p", {"restart": 1}, r"p\.restart is 1, must be 0: instances\.x has attention groups"),
     ):
         sections = apart([None])
         sections["groups"][group] |= options

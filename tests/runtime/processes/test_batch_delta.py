@@ -32,6 +32,11 @@ def seen(row: Row) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def ints(packed: bytes) -> list[int]:
+    """Integers of eight bytes each, as a packed message has them."""
+    return list(memoryview(packed).cast("q"))
+
+
 class Told:
     """An encoder and a decoder of an instance, and how many steps and tokens were told."""
 
@@ -47,6 +52,7 @@ class Told:
         assert (told.instance, told.step, told.origin) == (batch.instance, self.steps, 1.5)
         self.steps += 1
         self.tokens += sum(len(tokens) for _, tokens in told.tokens)
+        self.tokens += sum(token >= 0 for token in ints(told.rows)[1::7])
         found = self.decoder.decode(told)
         assert [seen(row) for row in found.rows] == [seen(row) for row in batch.rows]
         assert found.work == replace(batch.work, shards=())
@@ -95,27 +101,23 @@ def test_a_page_a_token_and_a_prompt_are_told_once() -> None:
     first = encoder.encode(batch, 0, 0.0)
     assert first.new == [(0, "r", 40, 4, range(40), None)]
     table = hold.tables[0][0]
-    assert first.rows == [(0, 0, 5, False, False, 0, 0, [table])]
-    assert encoder.encode(batch, 1, 0.0) == (
-        "a",
-        1,
-        0.0,
-        [],
-        [],
-        [],
-        [(*first.rows[0][:6], 2, [])],
-        [],
-    )
+    assert ints(first.rows) == [0, -1, 0, 5, False, False, 0]
+    assert first.pages == [(0, 0, [table])]
+    assert encoder.encode(batch, 1, 0.0) == ("a", 1, 0.0, [], [], [], first.rows, [], [])
     hold.grow(9)
     request.output_token_ids += [7, 8]
     told = encoder.encode(batch, 2, 0.0)
     assert told.tokens == [(0, [7, 8])]
-    assert told.rows == [(*first.rows[0][:6], 2, [table[2:]])]
+    assert (told.rows, told.pages) == (first.rows, [(0, 2, [table[2:]])])
+    request.output_token_ids += [9]
+    told = encoder.encode(batch, 2, 0.0)
+    assert (told.tokens, ints(told.rows)) == ([], [0, 9, 0, 5, False, False, 0])
     # After a preemption, other pages: all of them.
     batch.rows[0].hold = other = kv.reserve(3)
     assert other
     again = encoder.encode(batch, 3, 0.0)
-    assert (again.tokens, again.rows[0][6:]) == ([], (0, [other.tables[0][0]]))
+    assert (again.tokens, again.rows) == ([], first.rows)
+    assert again.pages == [(0, 0, [other.tables[0][0]])]
 
 
 def test_slices_that_have_moved_are_told_anew() -> None:
@@ -127,22 +129,22 @@ def test_slices_that_have_moved_are_told_anew() -> None:
     batch.rows += other.rows
     encoder, decoder = BatchEncoder(), BatchDecoder(2)
 
-    def tell() -> list[Any]:
+    def tell() -> dict[int, Any]:
         told = encoder.encode(batch, 0, 0.0)
         found = decoder.decode(told)
         for there, here in zip(found.rows, batch.rows, strict=True):
             assert there.hold.tables == here.hold.tables
             assert there.hold.num_pages == here.hold.num_pages
-        return [new for *_, new in told.rows]
+        return {number: new for number, _, new in told.pages}
 
     hold = batch.rows[0].hold
     first = [{0: hold.tables[0][0]}, {1: hold.tables[1][1]}]
     assert tell()[0] == first
-    assert tell() == [[], []]
+    assert tell() == {}
     for source, dest in ((0, 1), (1, 0)):
         assert hold.copy_slices([(source, dest, (0,))])
         hold.take_copies([(source, dest, (0,))])
-    assert tell() == [[*hold.tables], []]
+    assert tell() == {0: [*hold.tables]}
     batch.halves = batch.rows[1:], batch.rows[:1]
     found = decoder.decode(encoder.encode(batch, 0, 0.0))
     assert [[found.rows.index(row) for row in half] for half in found.halves] == [[1], [0]]

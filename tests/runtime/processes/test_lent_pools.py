@@ -12,6 +12,7 @@ from fake_pipelines import FakeProcess, batch
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes.messages import (
+    Borrow,
     BreakOff,
     Forget,
     Launch,
@@ -29,6 +30,7 @@ from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import TransferDone
+from jaxinfer.sockets import Address
 
 
 def spread_worker(*processes: Any, lenders: tuple[str, ...] = ()) -> PipelineWorker:
@@ -211,3 +213,51 @@ def test_a_process_that_is_lost_while_it_forgets_is_not_overlooked() -> None:
     process.ask = ask  # type: ignore[method-assign]
     with pytest.raises(JaxinferError, match=r"^killed, too$"):
         worker.go_on()
+
+
+WHERE = Address("127.0.0.1", 7, b"key")
+
+
+def test_what_a_new_process_lends_is_in_use_from_then_on() -> None:
+    """The stages' process is told, and waited for by nobody; the new one may be lost, too."""
+    process: Any = FakeProcess()
+    worker = spread_worker(process, lenders=("a", "b"))
+    _, a, b = worker.processes
+    lose(a, "killed")  # type: ignore[arg-type]
+    worker.go_on()
+    new: Any = FakeProcess(name="a")
+    worker.coming = {"a": new}
+    worker.take_back(new, {(0, 0): WHERE})
+    assert process.sent[-1] == Borrow("x", 0, 0, WHERE, wait=False)
+    assert (worker.without, worker.coming, worker.processes) == ([], {}, [process, b, new])
+    worker.launch(batch(), 0.0, print)
+    lose(new, "killed again")
+    assert worker.lost_lenders == ["a"]
+    worker.go_on()
+    assert (worker.without, worker.processes, process.given_up) == ([1], [process, b], [])
+
+
+def test_a_new_process_that_is_lost_before_it_is_in_use_is_not_overlooked() -> None:
+    """Its own thread has told of it when nobody here was to hear."""
+    process: Any = FakeProcess()
+    worker = spread_worker(process, lenders=("a",))
+    lose(worker.processes[1], "killed")  # type: ignore[arg-type]
+    worker.go_on()
+    new: Any = FakeProcess(name="a")
+    new.lost = "killed again"
+    worker.take_back(new, {(0, 0): WHERE})
+    with pytest.raises(ProcessLost, match=r"^killed again$"):
+        worker.launch(batch(), 0.0, print)
+    assert worker.lost_lenders == ["a"]
+
+
+def test_a_process_that_is_to_lend_is_ended_with_the_instance() -> None:
+    process: Any = FakeProcess()
+    worker = spread_worker(process, lenders=("a",))
+    lose(worker.processes[1], "killed")  # type: ignore[arg-type]
+    worker.go_on()
+    new: Any = FakeProcess(name="a")
+    worker.coming = {"a": new}
+    assert not worker.given_up
+    lose(process, "killed, too")
+    assert (worker.given_up, new.given_up) == (True, ["instance x: killed, too"])

@@ -24,8 +24,8 @@ from jaxinfer.runtime.processes.messages import (
     Loaded,
     Prepare,
 )
+from jaxinfer.runtime.processes.pipeline_side import PipelineSide
 from jaxinfer.runtime.processes.pipeline_worker import (
-    PipelineSide,
     PipelineWorker,
     divided_layers,
 )
@@ -48,8 +48,8 @@ def test_a_step_is_what_all_of_them_tell_of_it() -> None:
         worker.launch(given, 1.0, posted.append, lambda *end: ends.append(end))
     (told, _), (other, _) = ([m for m in p.sent if isinstance(m, Launch)] for p in (one, two))
     tables = given.rows[0].hold.tables
-    assert told.rows[0][-1] == [tables[0][0]]
-    assert other.rows[0][-1] == [tables[1][0], tables[2][0]]
+    assert told.pages == [(0, 0, [tables[0][0]])]
+    assert other.pages == [(0, 0, [tables[1][0], tables[2][0]])]
     assert (told.origin, other.origin) == (1.0, 6.0)
     first = [(0, StepEnd("x", 0, 0)), (1, StepEnd("x", 0, 0)), (2, StepEnd("x", 0, 1))]
     assert ends[:3] == first

@@ -200,11 +200,11 @@ class Said(Exception):
 def test_a_process_with_nothing_to_do_says_that_it_is_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def send(answer: Any) -> None:
-        raise Said(answer)
+    def send_bytes(answer: bytes) -> None:
+        raise Said(pickle.loads(answer))
 
     monkeypatch.setattr(worker_process, "ALIVE_S", 0.0)
-    end: Any = SimpleNamespace(send=send)
+    end: Any = SimpleNamespace(send_bytes=send_bytes)
     with pytest.raises(Said) as said:
         worker_process.WorkerProcess(end, os.getppid())._say_alive()
     assert said.value.args == (Heartbeat(),)

@@ -11,17 +11,14 @@ from waiting import wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
+from jaxinfer.runtime.processes.homes import Restarted, RestartResult
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.remote_worker import NobodyThere
-from jaxinfer.runtime.processes.restarts import (
-    Restarted,
-    RestartResult,
-    Restarts,
-)
+from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.world import InstanceBack, InstanceLost
+from jaxinfer.serving.world import GoesWithout, InstanceBack, InstanceLost
 
 
 class News:
@@ -46,6 +43,9 @@ class News:
     def expect(self, instance: str, why: str) -> bool:
         self.lost.append((instance, why))
         return self.expects
+
+    def goes_without(self, instance: str) -> tuple[tuple[int, ...], bool]:
+        return (), False
 
     def take(self, group: str) -> RestartResult | None:
         outcome, self.outcome = self.outcome, None
@@ -150,6 +150,10 @@ class FakePipeline(PipelineWorker):
     def lost_lenders(self) -> list[str]:
         return self._gone
 
+    @property
+    def lending(self) -> list[Any]:
+        return []
+
     def go_on(self) -> None:
         assert self.go.wait(20)
         if self._fails:
@@ -181,7 +185,7 @@ def test_an_instance_goes_on_in_the_world_without_some_shards() -> None:
     world.launch(Batch("x", [], 0, 0, 0))
     assert world.due_events() == [InstanceLost("x", "ProcessLost: killed", returns=True)]
     worker.go.set()
-    assert world.due_events() == [InstanceBack("x", (2,))]
+    assert world.due_events() == [InstanceBack("x"), GoesWithout("x", (2,))]
     assert world.lost == {}
     (told,) = world.restarted
     assert (told.group, told.error, told.without) == ("a", None, (2,))

@@ -17,17 +17,13 @@ from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.kv_messages import Drop, OpenEnd
 from jaxinfer.runtime.kv.outcome import ProcessLost
-from jaxinfer.runtime.processes import restarts as module
+from jaxinfer.runtime.processes import homes as module
+from jaxinfer.runtime.processes.homes import Restarted, RestartResult, check_same
 from jaxinfer.runtime.processes.messages import FollowOn, Launch, Loaded, Prepare
-from jaxinfer.runtime.processes.pipeline_worker import PipelineSide, PipelineWorker
+from jaxinfer.runtime.processes.pipeline_side import PipelineSide
+from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.process_group import AnotherProcess
-from jaxinfer.runtime.processes.restarts import (
-    Restarted,
-    RestartResult,
-    Restarts,
-    _as_planned,
-    _check_same,
-)
+from jaxinfer.runtime.processes.restarts import Restarts, _as_planned
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.serving.batch import Batch
 
@@ -136,7 +132,7 @@ def test_another_plan_is_refused() -> None:
     layers = Layers(0, 8, 8)
     before: Any = Facts("auto", layers)
     more: Any = Facts("40", layers, num_pages=41, kv_bytes=410, memory_bytes=1)
-    _check_same("x", before, more)
+    check_same("x", before, more)
     for other in (
         Facts("", layers, num_pages=39),
         Facts("", Layers(0, 7, 8)),
@@ -144,4 +140,4 @@ def test_another_plan_is_refused() -> None:
     ):
         now: Any = other
         with pytest.raises(JaxinferError, match=r"^instances\.x has another plan than before"):
-            _check_same("x", before, now)
+            check_same("x", before, now)

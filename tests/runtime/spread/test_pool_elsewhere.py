@@ -125,3 +125,18 @@ def test_who_cannot_be_reached_is_named() -> None:
         JaxinferError, match=rf"^attention group a cannot be .* 127\.0\.0\.1:{port}: "
     ):
         PoolElsewhere(Address(LOOPBACK, port, b"key"), "a")
+
+
+def test_one_that_is_silent_is_waited_for_as_long_as_is_said() -> None:
+    """It listens and takes nobody in, as when it is stopped; and breaks off when it is ended."""
+    listener = listen(LOOPBACK, 0)
+    address = Address(LOOPBACK, listener.getsockname()[1], b"key")
+    with pytest.raises(
+        JaxinferError, match=r"^attention group a cannot .*: said nothing for 0\.2 s"
+    ):
+        PoolElsewhere(address, "a", 0.2)
+    end = threading.Timer(0.2, listener.close)
+    end.start()
+    with pytest.raises(JaxinferError, match=r"^attention group a cannot .*: "):
+        PoolElsewhere(address, "a", 60.0)
+    end.join()

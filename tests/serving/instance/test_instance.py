@@ -19,6 +19,18 @@ def test_default_limits() -> None:
     assert instance.taking_part.ready_group() is None
 
 
+def test_one_made_of_pools_of_which_one_is_lost_leaves_that_closed() -> None:
+    """The next run's, after a loss in the last one; it counts what is left."""
+    kv = make_kv(20, 4, ((0,), (1,), ()))
+    new_instance("A", kv).go_without((1, 2))
+    again = new_instance("A", kv, InstanceOptions(watermark=0.1))
+    assert [shard.num_pages for shard in again.shards] == [20, 0, 0]
+    assert again.watermark_pages == 1
+    again.go_without((2,))
+    assert [shard.num_pages for shard in again.shards] == [20, 20, 0]
+    assert again.watermark_pages == 2
+
+
 def test_what_a_system_sees() -> None:
     instance = new_instance("A", make_kv(10, 4, [(0, 1), (2,)]), InstanceOptions(8, 77))
     running(instance, "r")

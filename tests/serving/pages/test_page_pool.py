@@ -277,3 +277,15 @@ TestPools = Pools.TestCase
 
 
 TestPools.settings = examples(60)
+
+
+@pytest.mark.parametrize("kind", [PagePool, CountedPages])
+def test_a_closed_pool_that_is_opened_again_is_as_at_the_start(kind: type[PagePool]) -> None:
+    pool = kind(10, 4)
+    pool.take(3)
+    pool.num_pinned = 2
+    pool.close()
+    assert (pool.is_closed, pool.num_free, pool.num_usable) == (True, 0, 0)
+    pool.open()
+    assert (pool.is_closed, pool.num_free, pool.num_usable, pool.num_pinned) == (False, 9, 9, 0)
+    assert len(pool.take(9)) == 9
