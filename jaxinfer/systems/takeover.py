@@ -165,7 +165,8 @@ class Takeover(System):
         """Tell whether these instances' room is for decodes of smaller pools."""
         if not self.options.keeps_room or not self.options.most_moves:
             return False
-        if self._is_scarce(kind, kind.below):
+        context = self._books.mean_context
+        if self._is_scarce(kind, [e for e in kind.below if self._gives(e, kind, context)]):
             return True
         if kind.seats > _AMPLE * kind.all_seats and kind.room > _AMPLE * kind.all_room:
             return False
@@ -241,9 +242,7 @@ class Takeover(System):
         if not kind.decodes:
             return False
         ratio = to.speeds.displaced(context) / kind.speeds.displaced(context)
-        if kind not in to.below:
-            return ratio < _LESS
-        return ratio < _LITTLE_MORE or self._is_scarce(to, [kind])
+        return ratio < (_LITTLE_MORE if kind in to.below else _LESS)
 
     def _worse(self, book: Book) -> list[Collection[Book]]:
         """The instances whose decodes this one takes, the worst first, those alike together."""
@@ -277,10 +276,12 @@ class Takeover(System):
         return (each for kind in kinds for each in kind.books if each.has_room)
 
     def _make_room(self, book: Book, actions: list[Action]) -> None:
-        """Hand decodes on to a larger pool, so that the next prompt may begin here."""
+        """Hand decodes on to a larger pool, so that the next prompts may begin here."""
         if self._next > book.kind.entries_held:
             return
-        lacking = book.pages_for(self._next) - book.room
+        # As if all that are to begin before the next step were as long as the first one.
+        prompts = max(-(-(book.most_backlog - book.backlog) // self._next), 1)
+        lacking = prompts * book.pages_for(self._next) - book.room
         if lacking <= 0:
             return
         larger = [
