@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from jaxinfer.serving.system import (
 )
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.systems.takeover import Takeover, TakeoverOptions
-from jaxinfer.systems.takeover_books import Speeds
+from jaxinfer.systems.takeover_books import Book, Kind, Speeds
 from jaxinfer.systems.takeover_prompts import Slo
+from jaxinfer.systems.takeover_takes import Takes
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.takeover import cases
 
@@ -331,6 +333,35 @@ def test_a_large_pool_that_is_mostly_free_begins_prompts_too() -> None:
     assert kept is not None
     assert let_go is not None
     assert kept < 1.1 * let_go
+
+
+@pytest.mark.parametrize(("sequence_s", "gives"), [(0.005, True), (0.4, False)])
+def test_a_large_pool_that_is_nearly_full_is_for_decodes_that_displace_less_there(
+    sequence_s: float, gives: bool
+) -> None:
+    """A small pool's decodes displace one token there, and 1.05 or 5 on the large one."""
+    small = Kind(Speeds.of(fit(0.4, step_s=4.0)), 100, decodes=8, due=80, all_seats=8)
+    large = Kind(Speeds.of(fit(0.1, sequence_s)), 1000, seats=1, room=500, below=[small])
+    large.all_seats, large.all_room = 8, 1000
+    system = Takeover()
+    assert system._gives(small, large, 10.0) == gives
+    assert system._is_kept(large) == gives
+
+
+def test_room_is_made_for_all_prompts_of_two_steps() -> None:
+    """Two steps have eight tokens: with two, four or six of others, prompts of the rest begin."""
+    made: set[tuple[int, float]] = set()
+
+    class Noted(Takes):
+        def take(self, to: Book, book: Book, actions: list[Action], wanted: float = inf) -> None:
+            if wanted < inf:
+                made.add((book.backlog, wanted + book.room))
+            super().take(to, book, actions, wanted)
+
+    system = Checked()
+    system._takes = Noted(system._books, 2)
+    pair(system, [(2, 9)] * 24)
+    assert made == {(2, 6), (4, 4), (6, 2)}
 
 
 def test_shares_of_all_systems_are_of_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
