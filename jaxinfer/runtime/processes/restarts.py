@@ -111,8 +111,9 @@ class Restarts:
         if (rest := self._rests.get(instance)) is None:
             return (), False
         without = tuple(rest.worker.without)
-        coming = [each for each in self._lenders[instance] if each.starting or each.is_ready]
-        return without, bool(without and coming)
+        # One that is not missed as yet brings back nothing that is lost by now.
+        gone = (each for each in self._lenders[instance] if each.is_clear)
+        return without, any(each.starting or each.is_ready for each in gone)
 
     def _go_on(self, instance: str, rest: Rest, why: str) -> bool:
         """Have an instance go on without what is lost of it, if it can."""
