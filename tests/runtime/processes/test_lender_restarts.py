@@ -179,6 +179,26 @@ def test_one_that_nobody_has_missed_does_not_bring_back_what_is_lost_for_good(
     assert back == GoesWithout("x", (2,))
 
 
+def test_a_return_is_promised_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for between the start's end and its news, by which requests without room would fail."""
+    cluster = Lent(monkeypatch, 1)
+    told: list[Any] = []
+    asked = threading.Thread(target=lambda: told.append(cluster.restarts.goes_without("x")))
+
+    def ask_and_note(*args: Any) -> RestartResult:
+        asked.start()
+        asked.join(0.2)
+        return RestartResult(*args)
+
+    cluster.lender.die("killed")
+    cluster.worker.go_on()
+    monkeypatch.setattr("jaxinfer.runtime.processes.restarts.RestartResult", ask_and_note)
+    cluster.go.set()
+    wait_until(cluster.is_done)
+    asked.join()
+    assert told == [((1,), True)]
+
+
 def test_one_that_cannot_be_started_is_done_without_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
