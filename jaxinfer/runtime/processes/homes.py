@@ -213,7 +213,7 @@ class LenderHome(Home):
     def get_ready(self, processes: Mapping[str, Process]) -> None:
         """See Home."""
         (process,), worker = processes.values(), self.rest.worker
-        worker.coming = {**worker.coming, **processes}
+        worker.coming.update(processes)
         if not self.is_wanted:  # Who gives the instance up may not have seen this one.
             raise JaxinferError("its instance is lost")
         wait_until_loaded(process)

@@ -112,7 +112,7 @@ class PipelineWorker:
         ]
         self._lenders = [_Part(process, instance, [], []) for process in lenders]
         self.without: list[int] = []
-        self.coming: Mapping[str, Process] = {}
+        self.coming: dict[str, Process] = {}
         self.given_up = False
         self._failed: Exception | None = None
         self._lock = threading.Lock()
@@ -316,7 +316,8 @@ class PipelineWorker:
         part = _Part(process, self.instance, [], [])
         part.on_failure = partial(self._fail, part)
         self._lenders = [*self._lenders, part]
-        self.coming = {name: each for name, each in self.coming.items() if each is not process}
+        if self.coming.get(process.name) is process:  # Else, the next one is being started.
+            del self.coming[process.name]
         with suppress(ProcessLost):  # The first step will show it.
             for (stage, number), address in pools.items():
                 borrow = Borrow(self.instance, stage, number, address, wait=False)

@@ -110,9 +110,11 @@ class Restarts:
         """The shards of an instance's KV that are lost, and whether some are to return."""
         if (rest := self._rests.get(instance)) is None:
             return (), False
-        without = tuple(rest.worker.without)
-        coming = [each for each in self._lenders[instance] if each.starting or each.is_ready]
-        return without, bool(without and coming)
+        # One that is not missed as yet brings back nothing that is lost by now.
+        with self._lock:
+            gone = (each for each in self._lenders[instance] if each.is_clear)
+            returns = any(each.starting or each.is_ready for each in gone)
+        return tuple(rest.worker.without), returns
 
     def _go_on(self, instance: str, rest: Rest, why: str) -> bool:
         """Have an instance go on without what is lost of it, if it can."""

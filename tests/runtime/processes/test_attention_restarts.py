@@ -188,10 +188,8 @@ def test_one_of_another_host(
         acts = {9: job.kill, 30: partial(wait_for_news, home_of(llm))}
         found, run, slices = serve_with(llm, tmp_path / "runs", acts)
         assert (found, run["lost"], told(run)) == (expected["two"], {}, [WITHOUT, BACK])
-        assert (
-            run["restarts"][1]["why"]
-            == f"process of group a0 (at {address}) was ended by sig" + "nal 9"
-        )
+        why = f"process of group a0 (at {address}) was ended by signal 9"
+        assert run["restarts"][1]["why"] == why
         assert any(each[1] for each in slices[30:])
         (after,) = jobs(server)
         assert after.pid != job.pid

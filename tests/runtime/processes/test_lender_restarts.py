@@ -45,7 +45,7 @@ class FakePipeline(PipelineWorker):
         return [each.name for each in self.there if each.lost]
 
     def go_on(self) -> None:
-        self.there, self.without = [], [1]
+        self.there, self.without = [], sorted({*self.without, 1})
 
     def launch(self, *args: Any) -> None:
         for each in self.there:
@@ -56,7 +56,7 @@ class FakePipeline(PipelineWorker):
         self.given_up = True
 
     def take_back(self, process: Any, pools: Any) -> None:
-        self.there, self.without = [process], []
+        self.there, self.without = [process], [n for n in self.without if n != 1]
         self.taken.append(process)
 
 
@@ -158,6 +158,45 @@ def test_a_run_that_begins_meanwhile_knows_of_the_return(monkeypatch: pytest.Mon
     assert cluster.world.due_events() == [GoesWithout("x", (1,), returns=True)]
     cluster.go.set()
     assert cluster.hear() == [GoesWithout("x")]
+
+
+def test_one_that_nobody_has_missed_does_not_bring_back_what_is_lost_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shard 2 is another group's; who waits for it would wait for ever."""
+    cluster = Lent(monkeypatch, 1)
+    cluster.worker.without = [2]
+    cluster.world = cluster.new_world()
+    cluster.lender.die("killed")
+    assert cluster.world.due_events() == []
+    cluster.go.set()
+    wait_until(cluster.is_done)
+    assert cluster.world.is_idle
+    assert cluster.world.due_events() == []
+    cluster.world.launch(Batch("x", [], 0, 0, 0))
+    *_, less, back = cluster.hear(4)
+    assert less == GoesWithout("x", (1, 2), returns=True)
+    assert back == GoesWithout("x", (2,))
+
+
+def test_a_return_is_promised_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for between the start's end and its news, by which requests without room would fail."""
+    cluster = Lent(monkeypatch, 1)
+    told: list[Any] = []
+    asked = threading.Thread(target=lambda: told.append(cluster.restarts.goes_without("x")))
+
+    def ask_and_note(*args: Any) -> RestartResult:
+        asked.start()
+        asked.join(0.2)
+        return RestartResult(*args)
+
+    cluster.lender.die("killed")
+    cluster.worker.go_on()
+    monkeypatch.setattr("jaxinfer.runtime.processes.restarts.RestartResult", ask_and_note)
+    cluster.go.set()
+    wait_until(cluster.is_done)
+    asked.join()
+    assert told == [((1,), True)]
 
 
 def test_one_that_cannot_be_started_is_done_without_for_good(

@@ -3,6 +3,8 @@
 import queue
 import threading
 import time
+from collections import UserDict
+from collections.abc import KeysView, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ from fake_pipelines import FakeProcess, batch
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
+from jaxinfer.runtime.processes.homes import LenderHome, Rest
 from jaxinfer.runtime.processes.messages import (
     Borrow,
     BreakOff,
@@ -22,9 +25,8 @@ from jaxinfer.runtime.processes.messages import (
     Moved,
     Prepare,
 )
-from jaxinfer.runtime.processes.pipeline_worker import (
-    PipelineWorker,
-)
+from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+from jaxinfer.runtime.processes.process_group import OtherProcesses
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
@@ -261,3 +263,24 @@ def test_a_process_that_is_to_lend_is_ended_with_the_instance() -> None:
     assert not worker.given_up
     lose(process, "killed, too")
     assert (worker.given_up, new.given_up) == (True, ["instance x: killed, too"])
+
+
+def test_two_processes_that_are_to_lend_at_once_are_both_ended_with_the_instance() -> None:
+    """The second one begins in the midst of what the first one's thread writes down."""
+    worker = spread_worker(FakeProcess(), lenders=("a", "b"))
+    new: dict[str, Any] = {name: FakeProcess(name=name) for name in "ab"}
+    worker.given_up = True  # There is no more to get ready.
+
+    def begin(processes: Mapping[str, Any]) -> None:
+        home = LenderHome("", {}, 1, {}, Rest(worker), OtherProcesses.__new__(OtherProcesses))
+        with pytest.raises(JaxinferError, match=r"^its instance is lost$"):
+            home.get_ready(processes)
+
+    class Meanwhile(UserDict[str, Any]):
+        def keys(self) -> KeysView[str]:
+            begin({"b": new["b"]})
+            return super().keys()
+
+    begin(Meanwhile(a=new["a"]))
+    worker.give_up(ProcessLost("killed"))
+    assert [each.given_up for each in new.values()] == [["instance x: killed"]] * 2
