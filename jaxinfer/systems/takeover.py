@@ -281,7 +281,10 @@ class Takeover(System):
             return
         # As if all that are to begin before the next step were as long as the first one.
         prompts = max(-(-(book.most_backlog - book.backlog) // self._next), 1)
-        lacking = prompts * book.pages_for(self._next) - book.room
+        each_decode = book.pages_for(-(-book.entries // max(book.decodes, 1)))
+        lacking = max(
+            prompts * book.pages_for(self._next) - book.room, (prompts - book.seats) * each_decode
+        )
         if lacking <= 0:
             return
         larger = [

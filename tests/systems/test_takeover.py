@@ -364,6 +364,29 @@ def test_room_is_made_for_all_prompts_of_two_steps() -> None:
     assert made == {(2, 6), (4, 4), (6, 2)}
 
 
+def test_room_is_made_where_seats_are_lacking_too() -> None:
+    """The small pool has four seats and a page of 64 entries for each request, others to spare."""
+    made: set[tuple[int, int, float]] = set()
+
+    class Noted(Takes):
+        def take(self, to: Book, book: Book, actions: list[Action], wanted: float = inf) -> None:
+            if wanted < inf:
+                assert (book.name, to.name) == ("A", "B")
+                made.add((book.backlog, book.seats, wanted))
+            super().take(to, book, actions, wanted)
+
+    system = Checked()
+    system._takes = Noted(system._books, 2)
+    both = [pool("A", 20, 64, max_num_seqs=4), pool("B", 200, 64, max_num_seqs=8)]
+    both[0].fit, both[1].fit = fit(0.4, step_s=4.0), fit(0.1, 0.4)
+    run = Run(system, both, make_requests([(2, 9)] * 24, None), unit())
+    run.greedy = False
+    run.verify()
+    assert made
+    for backlog, seats, wanted in made:
+        assert wanted == (8 - backlog) / 2 - seats > 0
+
+
 def test_shares_of_all_systems_are_of_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A10s that compute prompts alone bound what a cluster can do at 9.02 / 10.54 of it."""
     monkeypatch.setattr(cases.Cell, "count", 40)
