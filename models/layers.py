@@ -70,7 +70,7 @@ def dense(x_TD: jax.Array, weight: Weight, kernels: str) -> jax.Array:
     if isinstance(weight, Scaled):
         return _scaled(x_TD, weight, kernels)
     if own := _own_products(kernels, weight):
-        out_TF = own.matmul(x_TD.astype(jnp.float32), weight.reshape(len(weight), -1))
+        out_TF = own.matmul(x_TD, weight.reshape(len(weight), -1))
         return out_TF.reshape(len(x_TD), *weight.shape[1:])
     x_TD = x_TD.astype(weight.dtype)
     return jnp.tensordot(x_TD, weight, 1, preferred_element_type=jnp.float32)
@@ -82,7 +82,7 @@ def _scaled(x_TD: jax.Array, weight: Scaled, kernels: str) -> jax.Array:
     own = scaled_products(kernels, values.dtype) if alone() else None
     if own:
         matrix_DF = values.reshape(len(values), -1)
-        out_TF = own.matmul(x_TD.astype(jnp.float32), matrix_DF, scale.reshape(-1))
+        out_TF = own.matmul(x_TD, matrix_DF, scale.reshape(-1))
         return out_TF.reshape(len(x_TD), *scale.shape)
     x_TD, values = x_TD.astype(weight.computed), values.astype(weight.computed)
     return jnp.tensordot(x_TD, values, 1, preferred_element_type=jnp.float32) * scale
@@ -103,9 +103,9 @@ def gated(
         if isinstance(gate_DF, Scaled) and isinstance(up_DF, Scaled):
             if scaled := scaled_products(kernels, gate_DF.values.dtype):
                 pairs = gate_DF[:2], up_DF[:2]
-                return scaled.gated(x_TD.astype(jnp.float32), *pairs[0], *pairs[1])
+                return scaled.gated(x_TD, *pairs[0], *pairs[1])
         elif not isinstance(gate_DF, Scaled) and (own := _own_products(kernels, gate_DF)):
-            return own.gated(x_TD.astype(jnp.float32), gate_DF, up_DF)
+            return own.gated(x_TD, gate_DF, up_DF)
     if isinstance(gate_DF, jax.Array) and kernels in ON_GPUS and alone():
         # Rounded, as torch's are: half to write, and to read again. On a mesh, they may be parts
         # of sums.
@@ -120,7 +120,7 @@ def head(x_SD: jax.Array, head_VD: jax.Array, kernels: str) -> jax.Array:
     """Logits [S, V] in float32."""
     own = _own_products(kernels, head_VD)
     if own and len(head_VD) >= 16:
-        return own.logits(x_SD.astype(jnp.float32), head_VD)
+        return own.logits(x_SD, head_VD)
     return project("sd,vd->sv", x_SD, head_VD)
 
 

@@ -63,7 +63,7 @@ class Products(NamedTuple):
 
 def products(kernels: str, dtype: jnp.dtype) -> Products | None:
     """Return the products of that name for weights of this dtype; None for XLA's own."""
-    if kernels != "numba" or dtype != jnp.float32:
+    if kernels != "numba" or dtype not in (jnp.float32, jnp.bfloat16):
         return None
     from jaxinfer.pallas_kernels import numba_matmul
 

@@ -74,8 +74,10 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
     G, H, B, bits, _ = sizes
     block, padded = sizes.block, sizes.padded
     head = H * B * bits // 8
-    scores_of = RowProduct(block, B, bits).intrinsic()
-    add_values = RowProduct(block, H, bits, add=True).intrinsic()
+    # A decode goes through its pages once: memory is what it waits for.
+    lines = [-(-entries * bits // 512) if sizes.rows == 1 else 0 for entries in (B, H)]
+    scores_of = RowProduct(block, B, bits, prefetch=lines[0]).intrinsic()
+    add_values = RowProduct(block, H, bits, add=True, prefetch=lines[1]).intrinsic()
 
     @part
     def tile(
@@ -98,14 +100,16 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
                 query[v, h] = q[row + v // G, k * G + v % G, h] if v < used else np.float32(0)
                 sums[v, h] = np.float32(0)
         begin = max(first - window + 1, 0) // B if window > 0 else 0
-        for j in range(begin, (first + rows - 1) // B + 1):
+        end = (first + rows - 1) // B
+        for j in range(begin, end + 1):
             at = (np.int64(page[j]) * K + k) * head
+            following = keys + (np.int64(page[min(j + 1, end)]) * K + k) * head
             for b in range(0, used, block):
                 last = first + min(b + block - 1, used - 1) // G - j * B
                 if last < 0 or (window > 0 and first + b // G - window - j * B >= B - 1):
                     continue
-                query_ = scratch + 4 * H * b
-                scores_of(query_, 4 * H, keys + at, B * bits // 8, scores_, 4 * B, H, 0, 0)
+                query_, by = scratch + 4 * H * b, B * bits // 8
+                scores_of(query_, 4 * H, keys + at, by, scores_, 4 * B, H, values + at, by)
                 for i in range(block):
                     # Entries from `low` to `high` of this page are seen.
                     high = first + min(b + i, used - 1) // G - j * B + 1
@@ -137,8 +141,8 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
                     sums_ + 4 * H * b,
                     4 * H,
                     min(B, last + 1),
-                    0,
-                    0,
+                    following,
+                    H * bits // 8,
                 )
         for v in range(used):
             scale = np.float32(1) / max(m[1, v], np.float32(1e-30))

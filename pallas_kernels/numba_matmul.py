@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numba as nb
 import numpy as np
 
-from jaxinfer.pallas_kernels.numba_vectors import FP8_UNIT, RowProduct, silu, tiles
+from jaxinfer.pallas_kernels.numba_vectors import FP8_UNIT, RowProduct, has, pair_up, silu, tiles
 from jaxinfer.pallas_kernels.xla_call import (
     COUNT,
     NativeCode,
@@ -34,13 +34,15 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Tokens of the vocabulary that are looked at together: their logits fill a cache line.
-TOKENS = 16
+# Tokens of the vocabulary whose logits fill a cache line; so many lines of a unit's.
+LINE, LINES = 16, 4
 # Products that are summed by themselves: one sum of thousands would round more than XLA's do.
 BLOCK = 768
 # Columns of a tile of weights of 8 bits: a cache line. Registers of a row of other tiles, at most.
 SCALED_COLUMNS, VECTORS = 64, 3
-# Rows up to which float32 weights are read where they lie: packing them would take longer.
+# Columns whose pairs of bfloat16 fill a register of AVX-512.
+PAIRS = 16
+# Rows up to which weights of 32 or 16 bits are read where they lie: packing them would take longer.
 IN_PLACE = 64
 
 
@@ -49,9 +51,10 @@ class MatmulSizes(NamedTuple):
 
     Attributes:
         rows, columns: of a tile.
-        dtype: of the weights: float32, int8 or float8_e4m3fn.
+        dtype: of the weights: float32, bfloat16, int8 or float8_e4m3fn.
         gated: two products in one pass.
-        packed: the columns of a unit are copied side by side first, as float32.
+        packed: the columns of a unit are copied side by side first, as float32 or as pairs.
+        pairs: rows of bfloat16 are multiplied two at a time.
     """
 
     rows: int
@@ -59,6 +62,7 @@ class MatmulSizes(NamedTuple):
     dtype: str
     gated: bool
     packed: bool
+    pairs: bool
 
 
 def _in_blocks(product: RowProduct) -> Any:
@@ -79,6 +83,28 @@ def _in_blocks(product: RowProduct) -> Any:
     return run
 
 
+def _widened(kept: RowProduct) -> Any:
+    """``run(row, row_bytes, to)``: copies a row of a tile as float32."""
+    as_floats = kept.floats()
+
+    @part
+    def run(row: int, row_bytes: int, to: int) -> None:
+        as_floats(row, to)
+
+    return run
+
+
+def _paired(columns: int) -> Any:
+    """``run(row, row_bytes, to)``: copies two rows of a tile as pairs of bfloat16."""
+
+    @part
+    def run(row: int, row_bytes: int, to: int) -> None:
+        for c in range(0, columns, 16):
+            pair_up(row + 2 * c, row_bytes, to + 4 * c)
+
+    return run
+
+
 @compiled_once
 def _matmul(sizes: MatmulSizes) -> NativeCode:
     """Compile a kernel whose units are some tiles of columns, for all rows.
@@ -86,15 +112,19 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     Its arguments are the rows, each weight, followed by its scales where it has 8 bits, and the
     number of tiles of a unit.
     """
-    rows, columns, dtype, gated, packed = sizes
-    weights, scaled, is_float = 1 + gated, dtype != "float32", dtype == "float8_e4m3fn"
-    each, size, unit = 1 + scaled, 1 if scaled else 4, np.float32(FP8_UNIT if is_float else 1)
-    kept = RowProduct(rows, columns, 8 * size, prefetch=True, is_float=is_float)
-    fetching = _in_blocks(RowProduct(rows, columns, 32, prefetch=True) if packed else kept)
-    product = _in_blocks(RowProduct(rows, columns, 32)) if packed else fetching
-    as_floats = kept.floats()
-    # Cache lines of a row of the tile's columns; each tile of rows fetches one.
+    rows, columns, dtype, gated, packed, pairs = sizes
+    size, is_float = jnp.dtype(dtype).itemsize, dtype == "float8_e4m3fn"
+    weights, scaled, unit = 1 + gated, size == 1, np.float32(FP8_UNIT if is_float else 1)
+    each = 1 + scaled
+    kept = RowProduct(rows, columns, 8 * size, prefetch=1, is_float=is_float)
+    panel = RowProduct(rows, columns, 32, prefetch=1, pairs=pairs)
+    fetching = _in_blocks(panel if packed else kept)
+    product = _in_blocks(panel._replace(prefetch=0)) if packed else fetching
+    pack, together = (_paired(columns), 2) if pairs else (_widened(kept), 1)
+    # Cache lines of a row of the tile's columns, and of all rows that are read together; each tile
+    # of rows fetches one.
     lines = -(-columns * size // 64)
+    fetched = lines * together
 
     @part
     def tiles_of(args: int) -> int:
@@ -107,7 +137,8 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
         if worker == COUNT:
             return units(args)
-        T, D, F, count = dim(args, 0, 0), dim(args, 1, 0), dim(args, 1, 1), tiles_of(args)
+        T, F, count = dim(args, 0, 0), dim(args, 1, 1), tiles_of(args)
+        D = dim(args, 1, 0) // together
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
         panels = scratch + 4 * weights * rows * columns
         found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
@@ -120,10 +151,10 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
             if packed:
                 for d in range(D):
                     for g in range(weights):
-                        weight = data(args, 1 + each * g) + size * F * d
+                        weight = data(args, 1 + each * g) + size * F * together * d
                         for j in range(first, last):
                             to = panels + 4 * columns * (((j - first) * weights + g) * D + d)
-                            as_floats(weight + size * min(j * columns, F - columns), to)
+                            pack(weight + size * min(j * columns, F - columns), size * F, to)
             for i in range((T + rows - 1) // rows):
                 # The last rows, and the last columns, may be some that were computed already.
                 row = min(i * rows, T - rows)
@@ -133,11 +164,12 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                     following = min((j + count * dim(rets, 1, 0)) * columns, F - columns)
                     for g in range(weights):
                         sums, weight = scratch + 4 * g * rows * columns, data(args, 1 + each * g)
-                        ahead = weight + size * following + 64 * min(i, lines - 1)
+                        down, along = divmod(min(i, fetched - 1), lines)
+                        ahead = weight + size * (following + F * down) + 64 * along
                         if packed:
                             panel = panels + 4 * columns * D * ((j - first) * weights + g)
-                            if i == 0:
-                                fetching(x, panel, D, 4 * columns, sums, ahead, size * F)
+                            if i < fetched:
+                                fetching(x, panel, D, 4 * columns, sums, ahead, size * F * together)
                             else:
                                 product(x, panel, D, 4 * columns, sums, 0, 0)
                         else:
@@ -163,46 +195,53 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
 
 
 class LogitsSizes(NamedTuple):
-    """Sizes that a kernel is compiled for: tokens of the vocabulary and rows of a tile."""
+    """Sizes that a kernel is compiled for.
 
+    Attributes:
+        tokens: of the vocabulary, of a unit; ``rows`` of them, and ``columns`` rows, of a tile.
+        pairs: of bfloat16, those of a row side by side.
+    """
+
+    tokens: int
     rows: int
     columns: int
+    pairs: bool
 
 
 @compiled_once
 def _logits(sizes: LogitsSizes) -> NativeCode:
     """Compile logits with weights and rows swapped: the vocabulary's lie one after the other."""
-    rows, columns = sizes
-    product = RowProduct(rows, columns, 32).intrinsic()
+    tokens, rows, columns, pairs = sizes
+    product = RowProduct(rows, columns, 32, pairs=pairs).intrinsic()
+    fetching = RowProduct(rows, columns, 32, prefetch=1, pairs=pairs).intrinsic()
 
     @part
     def units(args: int) -> int:
-        return -(-dim(args, 1, 0) // TOKENS)
+        return -(-dim(args, 1, 0) // tokens)
 
     def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
         if worker == COUNT:
             return units(args)
-        S, (V, D), padded = dim(rets, 0, 0), (dim(args, 1, 0), dim(args, 1, 1)), dim(args, 0, 1)
+        S, V, D, padded = dim(rets, 0, 0), dim(args, 1, 0), dim(args, 0, 0), dim(args, 0, 1)
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
-        found = nb.carray(pointer(scratch, np.float32(0)), (TOKENS, padded))
+        found = nb.carray(pointer(scratch, np.float32(0)), (tokens, padded))
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (S, V))
         while True:
-            token = min(mine * TOKENS, V - TOKENS)
-            for v in range(0, TOKENS, rows):
+            token = min(mine * tokens, V - tokens)
+            # Of the next unit; LINE tokens are as many lines as x_DS has rows.
+            ahead = data(args, 1) + 4 * D * min((mine + dim(rets, 1, 0)) * tokens, V - tokens)
+            for v in range(0, tokens, rows):
+                head = data(args, 1) + 4 * D * (token + v)
                 for s in range(0, padded, columns):
-                    product(
-                        data(args, 1) + 4 * D * (token + v),
-                        4 * D,
-                        data(args, 0) + 4 * s,
-                        4 * padded,
-                        scratch + 4 * (v * padded + s),
-                        4 * padded,
-                        D,
-                        0,
-                        0,
-                    )
+                    x, sums = data(args, 0) + 4 * s, scratch + 4 * (v * padded + s)
+                    if s == 0 and v % LINE == 0:
+                        fetching(
+                            head, 4 * D, x, 4 * padded, sums, 4 * padded, D, ahead + 4 * D * v, 64
+                        )
+                    else:
+                        product(head, 4 * D, x, 4 * padded, sums, 4 * padded, D, 0, 0)
             for s in range(S):
-                for v in range(TOKENS):
+                for v in range(tokens):
                     out[s, token + v] = found[v, s]
             mine = take_after(shared)
             if is_past(shared, mine):
@@ -217,8 +256,14 @@ def _call(target: NativeCode, shape: tuple[int, int], scratch: int, *args: jax.A
     return out
 
 
+def has_pairs(dtype: jnp.dtype) -> bool:
+    """True if this processor multiplies pairs of entries of this dtype: bfloat16, if any."""
+    return dtype == jnp.bfloat16 and has("avx512bf16")
+
+
 def matmul(x_TD: jax.Array, *weight: jax.Array) -> jax.Array:
-    """``x_TD @ weight_DF`` in float32; a weight of 8 bits is followed by its columns' scales."""
+    """``x_TD @ weight_DF``, summed in float32; a weight of 8 bits is followed by its columns'
+    scales. Rows are rounded to bfloat16 where the weight is."""
     return _product(x_TD, weight, 1)
 
 
@@ -228,9 +273,16 @@ def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
 
 
 def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax.Array:
-    (T, D), F, dtype, tile = x_TD.shape, weights[0].shape[1], weights[0].dtype, tiles()
-    scaled = dtype != jnp.float32
-    in_place = tile.scaled if scaled else IN_PLACE
+    (T, D), (_, F), dtype, tile = x_TD.shape, weights[0].shape, weights[0].dtype, tiles()
+    scaled, pairs = dtype.itemsize == 1, has_pairs(dtype)
+    x_TD = x_TD.astype(dtype if dtype == jnp.bfloat16 else jnp.float32)
+    if pairs:
+        # Whole pairs, and a register of columns at least; mostly, nothing is added.
+        x_TD = jnp.pad(x_TD, ((0, 0), (0, D % 2)))
+        weights = tuple(jnp.pad(w, ((0, D % 2), (0, max(PAIRS - F, 0)))) for w in weights)
+    else:
+        x_TD = x_TD.astype(jnp.float32)
+    in_place = 0 if pairs else tile.scaled if scaled else IN_PLACE
     packed = tile.panel > 0 and in_place < T
     most, columns = tile.matmul, SCALED_COLUMNS
     if scaled and not packed:
@@ -239,11 +291,14 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
     rows = -(-T // -(-T // most))
     if packed or not scaled:
         columns = min(VECTORS, tile.sums // rows) * tile.lanes
-    sizes = MatmulSizes(rows, min(columns, F), dtype.name, count == 2, packed)
-    floats = count * D * sizes.columns
-    each = _tiles_of_unit(-(-F // sizes.columns), floats) if packed else 1
-    scratch = count * sizes.rows * sizes.columns + packed * each * floats
-    return _call(_matmul(sizes), (T, F), scratch, x_TD, *weights, jnp.full(1, each, jnp.int32))
+    wide = weights[0].shape[1]
+    columns = min(columns, wide // PAIRS * PAIRS if pairs else wide)
+    sizes = MatmulSizes(rows, columns, dtype.name, count == 2, packed, pairs)
+    floats = count * columns * (x_TD.shape[1] // 2 if pairs else D)
+    each = _tiles_of_unit(-(-wide // columns), floats) if packed else 1
+    scratch = count * rows * columns + packed * each * floats
+    args = x_TD, *weights, jnp.full(1, each, jnp.int32)
+    return _call(_matmul(sizes), (T, wide), scratch, *args)[:, :F]
 
 
 def _tiles_of_unit(count: int, floats: int) -> int:
@@ -253,9 +308,20 @@ def _tiles_of_unit(count: int, floats: int) -> int:
 
 
 def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """``x_SD @ head_VD.T``, all in float32, of a vocabulary of 16 tokens or more."""
-    S, V = len(x_SD), len(head_VD)
-    x_DS = jnp.pad(x_SD.T, ((0, 0), (0, -S % TOKENS)))
-    columns = next(c for c in (64, 48, 32, TOKENS) if x_DS.shape[1] % c == 0)
-    sizes = LogitsSizes(tiles().logits, columns)
-    return _call(_logits(sizes), (S, V), TOKENS * x_DS.shape[1], x_DS, head_VD)
+    """``x_SD @ head_VD.T`` in float32, of a vocabulary of 16 tokens or more.
+
+    Rows are rounded to bfloat16 where the head is, which is XLA's on processors without pairs.
+    """
+    (S, D), V, dtype = x_SD.shape, len(head_VD), head_VD.dtype
+    x_SD, pairs = x_SD.astype(dtype), has_pairs(dtype)
+    if dtype == jnp.bfloat16 and not pairs:
+        return jnp.einsum("sd,vd->sv", x_SD, head_VD, preferred_element_type=jnp.float32)
+    x_DS = jnp.pad(x_SD.T, ((0, D % 2 if pairs else 0), (0, -S % LINE)))
+    if pairs:
+        head_VD = jnp.pad(head_VD, ((0, 0), (0, D % 2)))
+        x_DS2 = x_DS.reshape(-1, 2, x_DS.shape[1]).swapaxes(1, 2)
+        x_DS = jax.lax.bitcast_convert_type(x_DS2, jnp.int32)
+    columns = next(c for c in (64, 48, 32, LINE) if x_DS.shape[1] % c == 0)
+    tokens = LINE * LINES if V >= LINE * LINES else LINE
+    sizes = LogitsSizes(tokens, tiles().logits, columns, pairs)
+    return _call(_logits(sizes), (S, V), tokens * x_DS.shape[1], x_DS, head_VD)

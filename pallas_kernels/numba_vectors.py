@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import numba as nb
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -20,13 +21,9 @@ _FAST = ("fast",)
 FP8_UNIT = 2.0**8
 
 
-@functools.cache
-def has_avx512() -> bool:
-    """True if this processor has 32 registers of 16 floats; others are taken for 16 of 8."""
-    try:
-        return bool(binding.get_host_cpu_features().get("avx512f"))
-    except RuntimeError:  # LLVM cannot tell on all processors.
-        return False
+def has(feature: str) -> bool:
+    """True if numba compiles for processors with this feature, by LLVM's name for it."""
+    return f"+{feature}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
 class TileSizes(NamedTuple):
@@ -53,10 +50,9 @@ class TileSizes(NamedTuple):
 
 @functools.cache
 def tiles() -> TileSizes:
-    """This processor's."""
-    if has_avx512():
-        return TileSizes(16, 24, 8, 8, 8, scaled=6, grouped=(6, 3, 2, 1), panel=0)
-    # A panel is half of a second cache of 512 KiB.
+    """Those for 32 registers of 16 floats, or for 16 of 8; a panel is half of a second cache."""
+    if has("avx512f"):
+        return TileSizes(16, 24, 8, 8, 8, scaled=6, grouped=(6, 3, 2, 1), panel=2**17)
     return TileSizes(8, 12, 4, 6, 4, scaled=3, grouped=(3, 2, 1), panel=2**16)
 
 
@@ -72,17 +68,19 @@ class RowProduct(NamedTuple):
         rows: of the weights; ``columns``: of the matrix.
         bits: of the matrix' entries, float32, bfloat16 or of 8 bits; the others have 32.
         add: to what the sums are already.
-        prefetch: 64 bytes for each row of the matrix.
+        prefetch: cache lines of 64 bytes for each row of the matrix.
         is_float: entries of 8 bits are fp8 (e4m3), each counted in units of ``FP8_UNIT``; else
             int8.
+        pairs: weights and entries are pairs of bfloat16, in 32 bits, whose products are added.
     """
 
     rows: int
     columns: int
     bits: int
     add: bool = False
-    prefetch: bool = False
+    prefetch: int = 0
     is_float: bool = False
+    pairs: bool = False
 
     @property
     def width(self) -> int:
@@ -147,6 +145,23 @@ class RowProduct(NamedTuple):
         return run
 
 
+@intrinsic
+def pair_up(typingctx: Any, rows: Any, row_bytes: Any, to: Any) -> Any:
+    """Copy 16 entries of two rows of bfloat16, one after the other, as pairs of both rows."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kept, wide = ir.VectorType(ir.IntType(16), 16), ir.VectorType(I32, 16)
+        low, high = (
+            builder.zext(builder.load(builder.inttoptr(at, kept.as_pointer()), align=2), wide)
+            for at in (args[0], builder.add(args[0], args[1]))
+        )
+        both = builder.or_(low, builder.shl(high, ir.Constant(wide, [16] * 16)))
+        builder.store(both, builder.inttoptr(args[2], wide.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 3), codegen
+
+
 def _plus(builder: Any, address: Any, offset: int) -> Any:
     return builder.add(address, ir.Constant(I64, offset))
 
@@ -199,18 +214,35 @@ class _Loop(NamedTuple):
         """The sums with row ``i`` of the matrix."""
         b, of = self.builder, self.of
         down = b.mul(i, self.row_bytes)
-        if of.prefetch:
-            self._prefetch(b.add(self.ahead, b.mul(i, self.ahead_bytes)))
+        for line in range(of.prefetch):
+            self._prefetch(_plus(b, b.add(self.ahead, b.mul(i, self.ahead_bytes)), 64 * line))
         at, each = b.add(matrix, down), of.width * of.bits // 8
-        row = [self.floats(_plus(b, at, each * v), of.bits) for v in range(of.vectors)]
+        row = [self._entries(_plus(b, at, each * v)) for v in range(of.vectors)]
         weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
         for r in range(of.rows):
             weight_at = b.add(weights_at, b.mul(self.weight_bytes, ir.Constant(I64, r)))
-            weight = self._splat(b.load(b.inttoptr(weight_at, F32.as_pointer())))
-            for v, entries in enumerate(row):
-                product = b.fmul(weight, entries, flags=_FAST)
-                new.append(b.fadd(carry[r * of.vectors + v], product, flags=_FAST))
+            kind = I32 if of.pairs else F32
+            weight = self._splat(b.load(b.inttoptr(weight_at, kind.as_pointer())))
+            new += [self._add(carry[r * of.vectors + v], weight, x) for v, x in enumerate(row)]
         return new
+
+    def _entries(self, address: Any) -> Any:
+        """A vector of the matrix' entries."""
+        if not self.of.pairs:
+            return self.floats(address, self.of.bits)
+        vector = ir.VectorType(I32, self.of.width)
+        return self.builder.load(self.builder.inttoptr(address, vector.as_pointer()), align=4)
+
+    def _add(self, total: Any, weight: Any, entries: Any) -> Any:
+        """A vector of sums with further products."""
+        b, kind = self.builder, ir.VectorType(F32, 16)
+        if not self.of.pairs:
+            return b.fadd(total, b.fmul(weight, entries, flags=_FAST), flags=_FAST)
+        # Vectors of 32 bfloat16, to LLVM; it casts those that it is given.
+        wanted = ir.FunctionType(kind, [kind, entries.type, entries.type])
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        found = b.module.globals.get(name) or ir.Function(b.module, wanted, name)
+        return b.call(found, [total, weight, entries])
 
     def _prefetch(self, address: Any) -> None:
         """Prefetch for reading, into the second cache."""
@@ -246,7 +278,7 @@ class _Loop(NamedTuple):
 
     def _splat(self, x: Any) -> Any:
         b, width = self.builder, self.of.width
-        none = ir.Constant(ir.VectorType(F32, width), ir.Undefined)
+        none = ir.Constant(ir.VectorType(x.type, width), ir.Undefined)
         one = b.insert_element(none, x, ir.Constant(I32, 0))
         return b.shuffle_vector(one, none, ir.Constant(ir.VectorType(I32, width), [0] * width))
 

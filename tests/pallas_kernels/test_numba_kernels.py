@@ -29,7 +29,9 @@ from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 pytest.importorskip("numba")
-from jaxinfer.pallas_kernels import numba_cpu, numba_vectors, numba_write, xla_call
+from numba.core.registry import cpu_target
+
+from jaxinfer.pallas_kernels import numba_cpu, numba_matmul, numba_vectors, numba_write, xla_call
 
 ALL = grid(dtype=("float32", "bfloat16"))
 # Odd sizes, as small models have them.
@@ -188,12 +190,18 @@ def test_a_header_that_says_nothing(
     assert str(header) in why
 
 
-def test_a_processor_of_which_llvm_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown() -> None:
-        raise RuntimeError("failed to get host cpu features.")
-
-    monkeypatch.setattr(numba_vectors.binding, "get_host_cpu_features", unknown)
-    assert numba_vectors.has_avx512.__wrapped__() is False
+@pytest.mark.parametrize(
+    ("features", "lanes", "pairs"), [("", 8, False), ("-avx512bf16,+avx512f", 16, False),
+                                     ("+avx512bf16,+avx512f", 16, True)]
+)  # fmt: skip
+def test_tiles_are_by_what_numba_compiles_for(
+    features: str, lanes: int, pairs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NUMBA_CPU_FEATURES says, and nothing where LLVM cannot tell."""
+    codegen = cpu_target.target_context.codegen()
+    monkeypatch.setattr(codegen, "magic_tuple", lambda: ("", "", features))
+    assert numba_vectors.tiles.__wrapped__().lanes == lanes
+    assert numba_matmul.has_pairs(jnp.dtype("bfloat16")) == pairs
 
 
 def test_the_words_of_the_installed_version() -> None:

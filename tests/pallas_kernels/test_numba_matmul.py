@@ -23,20 +23,29 @@ shapes = pytest.mark.parametrize(
 )
 
 
-def operands(T: int, D: int, F: int) -> tuple[jax.Array, jax.Array]:
+@pytest.fixture(params=["float32", "bfloat16", "bfloat16 one by one"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A dtype of weights; bfloat16 also as on processors that do not multiply it in pairs."""
+    if request.param == "bfloat16 one by one":
+        monkeypatch.setattr(numba_matmul, "has_pairs", lambda dtype: False)
+    return str(request.param).split()[0]
+
+
+def operands(T: int, D: int, F: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
     random = np.random.default_rng(T + D + F)
     x_TD, weight_DF = random.normal(size=(T, D)), random.normal(size=(D, F))
-    return jnp.asarray(x_TD, jnp.float32), jnp.asarray(weight_DF, jnp.float32)
+    return jnp.asarray(x_TD, jnp.float32), jnp.asarray(weight_DF, dtype)
 
 
 def exact(x_TD: jax.Array, weight_DF: jax.Array) -> np.ndarray:
-    return np.asarray(x_TD, np.float64) @ np.asarray(weight_DF, np.float64)
+    """The product of rows that are rounded as the weight is, in 64 bits."""
+    return np.asarray(x_TD.astype(weight_DF.dtype), np.float64) @ np.asarray(weight_DF, np.float64)
 
 
 @shapes
-def test_all_sums_are_right(shape: Shape) -> None:
-    x_TD, weight_DF = operands(*shape)
-    got = jax.jit(matmul)(x_TD, weight_DF)
+def test_all_sums_are_right(shape: Shape, dtype: str) -> None:
+    x_TD, weight_DF = operands(*shape, dtype)
+    got = jax.jit(lambda *given: matmul(*given))(x_TD, weight_DF)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, exact(x_TD, weight_DF), rtol=0, atol=4e-7 * shape[1])
 
@@ -59,11 +68,12 @@ def test_any_number_of_threads_finds_the_same_bits(
     np.testing.assert_array_equal(jax.jit(lambda x, w: matmul(x, w))(x_TD, weight_DF), expected)
 
 
-def test_a_row_is_the_same_whatever_stands_beside_it() -> None:
-    x_TD, weight_DF = operands(67, 17, 100)
-    whole = np.asarray(jax.jit(matmul)(x_TD, weight_DF))
+def test_a_row_is_the_same_whatever_stands_beside_it(dtype: str) -> None:
+    x_TD, weight_DF = operands(67, 17, 100, dtype)
+    multiply = jax.jit(lambda *given: matmul(*given))
+    whole = np.asarray(multiply(x_TD, weight_DF))
     for rows in (slice(0, 1), slice(50, 67), slice(5, 25)):
-        np.testing.assert_array_equal(jax.jit(matmul)(x_TD[rows], weight_DF), whole[rows])
+        np.testing.assert_array_equal(multiply(x_TD[rows], weight_DF), whole[rows])
 
 
 @pytest.mark.parametrize(
@@ -97,12 +107,12 @@ def test_packed_weights_give_the_bits_of_weights_in_place(
 
 
 @shapes
-def test_a_gate_with_what_it_lets_through(shape: Shape) -> None:
-    x_TD, gate_DF = operands(*shape)
+def test_a_gate_with_what_it_lets_through(shape: Shape, dtype: str) -> None:
+    x_TD, gate_DF = operands(*shape, dtype)
     up_DF = gate_DF[::-1]
     gate_TF, up_TF = exact(x_TD, gate_DF), exact(x_TD, up_DF)
     expected = gate_TF / (1 + np.exp(-gate_TF)) * up_TF
-    got = jax.jit(gated)(x_TD, gate_DF, up_DF)
+    got = jax.jit(lambda *given: gated(*given))(x_TD, gate_DF, up_DF)
     # Rounding of a sum of D products, carried through the gate, whose slope is at most 1.1.
     D = shape[1]
     gate_error, up_error = (
@@ -126,20 +136,20 @@ def test_a_gate_far_from_zero() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(3, 17, 49), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 5, 16), (50, 20, 64)])],
+    [(3, 17, 49), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 5, 16), (50, 20, 150)])],
     ids=str,
 )
-def test_logits_of_all_rows(shape: Shape) -> None:
-    x_SD, head_DV = operands(*shape)
-    got = jax.jit(logits)(x_SD, head_DV.T)
+def test_logits_of_all_rows(shape: Shape, dtype: str) -> None:
+    x_SD, head_DV = operands(*shape, dtype)
+    got = jax.jit(lambda *given: logits(*given))(x_SD, head_DV.T)
     assert got.shape == (shape[0], shape[2])
     np.testing.assert_allclose(got, exact(x_SD, head_DV), rtol=0, atol=4e-7 * shape[1])
 
 
-def test_layers_use_them_where_the_kernels_have_them() -> None:
-    x_TD, weight_DF = operands(9, 17, 60)
-    gate_TF = exact(x_TD, weight_DF)
-    silu_TF = gate_TF / (1 + np.exp(-gate_TF)) * gate_TF
+def test_layers_use_them_where_the_kernels_have_them(dtype: str) -> None:
+    x_TD, weight_DF = operands(9, 17, 60, dtype)
+    right_TF = exact(x_TD, weight_DF)
+    silu_TF = right_TF / (1 + np.exp(-right_TF)) * right_TF
 
     def all_three(x_TD: jax.Array, kernels: str) -> tuple[jax.Array, ...]:
         return (
@@ -148,13 +158,15 @@ def test_layers_use_them_where_the_kernels_have_them() -> None:
             layers.head(x_TD, weight_DF.T, kernels),
         )
 
-    for kernels, calls in (("numba", 1), ("plain", 0)):
+    pairs = numba_matmul.has_pairs(weight_DF.dtype)
+    for kernels, own_head in (("numba", dtype == "float32" or pairs), ("plain", False)):
         run = jax.jit(all_three, static_argnums=1)
         text = run.lower(x_TD, kernels).as_text()
-        for name in ("matmul", "gated", "logits"):
+        for name, calls in (("matmul", kernels == "numba"), ("gated", kernels == "numba"),
+                            ("logits", own_head)):  # fmt: skip
             assert text.count(f"@jaxinfer_{name}") == calls
         dense, gate, head = run(x_TD, kernels)
         assert dense.shape == (9, 5, 12)
-        np.testing.assert_allclose(dense.reshape(9, 60), gate_TF, atol=1e-5)
+        np.testing.assert_allclose(dense.reshape(9, 60), right_TF, atol=1e-5)
         np.testing.assert_allclose(gate, silu_TF, rtol=1e-5, atol=1e-4)
-        np.testing.assert_allclose(head, gate_TF, atol=1e-5)
+        np.testing.assert_allclose(head, right_TF, atol=1e-5)
