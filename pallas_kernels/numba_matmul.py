@@ -116,8 +116,8 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     size, is_float = jnp.dtype(dtype).itemsize, dtype == "float8_e4m3fn"
     weights, scaled, unit = 1 + gated, size == 1, np.float32(FP8_UNIT if is_float else 1)
     each = 1 + scaled
-    kept = RowProduct(rows, columns, 8 * size, prefetch=1, is_float=is_float)
-    panel = RowProduct(rows, columns, 32, prefetch=1, pairs=pairs)
+    kept = RowProduct(rows, columns, 8 * size, prefetch=1, is_float=is_float, pairs=pairs)
+    panel = kept._replace(bits=32, is_float=False)
     fetching = _in_blocks(panel if packed else kept)
     product = _in_blocks(panel._replace(prefetch=0)) if packed else fetching
     pack, together = (_paired(columns), 2) if pairs else (_widened(kept), 1)
@@ -138,7 +138,8 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
         if worker == COUNT:
             return units(args)
         T, F, count = dim(args, 0, 0), dim(args, 1, 1), tiles_of(args)
-        D = dim(args, 1, 0) // together
+        # Rows or pairs of a weight, and bytes from one to the next.
+        D, by = dim(args, 1, 0) // together, size * F * together
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
         panels = scratch + 4 * weights * rows * columns
         found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
@@ -151,7 +152,7 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
             if packed:
                 for d in range(D):
                     for g in range(weights):
-                        weight = data(args, 1 + each * g) + size * F * together * d
+                        weight = data(args, 1 + each * g) + by * d
                         for j in range(first, last):
                             to = panels + 4 * columns * (((j - first) * weights + g) * D + d)
                             pack(weight + size * min(j * columns, F - columns), size * F, to)
@@ -169,12 +170,12 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                         if packed:
                             panel = panels + 4 * columns * D * ((j - first) * weights + g)
                             if i < fetched:
-                                fetching(x, panel, D, 4 * columns, sums, ahead, size * F * together)
+                                fetching(x, panel, D, 4 * columns, sums, ahead, by)
                             else:
                                 product(x, panel, D, 4 * columns, sums, 0, 0)
                         else:
                             at = weight + size * column
-                            fetching(x, at, D, size * F, sums, ahead, size * F)
+                            fetching(x, at, D, by, sums, ahead, by)
                     # All at once: another core may be at some of these columns, too.
                     for r in range(rows):
                         for c in range(columns):
@@ -282,9 +283,9 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
         weights = tuple(jnp.pad(w, ((0, D % 2), (0, max(PAIRS - F, 0)))) for w in weights)
     else:
         x_TD = x_TD.astype(jnp.float32)
-    in_place = 0 if pairs else tile.scaled if scaled else IN_PLACE
-    packed = tile.panel > 0 and in_place < T
     most, columns = tile.matmul, SCALED_COLUMNS
+    in_place = most if pairs else tile.scaled if scaled else IN_PLACE
+    packed = tile.panel > 0 and in_place < T
     if scaled and not packed:
         most = tile.scaled
     # As few tiles of rows as there can be, of as few rows as they can have.

@@ -15,7 +15,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FAST = ("fast",)
+_FAST, _ONE = ("fast",), ir.Constant(I64, 1)
 # What an fp8 (e4m3) number is to be multiplied by once it has been taken for a half: their
 # exponents' biases are 7 and 15.
 FP8_UNIT = 2.0**8
@@ -71,7 +71,8 @@ class RowProduct(NamedTuple):
         prefetch: cache lines of 64 bytes for each row of the matrix.
         is_float: entries of 8 bits are fp8 (e4m3), each counted in units of ``FP8_UNIT``; else
             int8.
-        pairs: weights and entries are pairs of bfloat16, in 32 bits, whose products are added.
+        pairs: weights are pairs of bfloat16, in 32 bits, and so are the matrix' entries; or these
+            have 16 bits, and two rows of the matrix count as one.
     """
 
     rows: int
@@ -150,16 +151,21 @@ def pair_up(typingctx: Any, rows: Any, row_bytes: Any, to: Any) -> Any:
     """Copy 16 entries of two rows of bfloat16, one after the other, as pairs of both rows."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kept, wide = ir.VectorType(ir.IntType(16), 16), ir.VectorType(I32, 16)
-        low, high = (
-            builder.zext(builder.load(builder.inttoptr(at, kept.as_pointer()), align=2), wide)
-            for at in (args[0], builder.add(args[0], args[1]))
-        )
-        both = builder.or_(low, builder.shl(high, ir.Constant(wide, [16] * 16)))
-        builder.store(both, builder.inttoptr(args[2], wide.as_pointer()), align=4)
+        both = _paired(builder, args[0], args[1])
+        builder.store(both, builder.inttoptr(args[2], both.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(*(types.int64,) * 3), codegen
+
+
+def _paired(builder: Any, rows: Any, row_bytes: Any) -> Any:
+    """A vector of 16 pairs, those of the first row in the lower bits."""
+    kept, wide = ir.VectorType(ir.IntType(16), 16), ir.VectorType(I32, 16)
+    low, high = (
+        builder.zext(builder.load(builder.inttoptr(at, kept.as_pointer()), align=2), wide)
+        for at in (rows, builder.add(rows, row_bytes))
+    )
+    return builder.or_(low, builder.shl(high, ir.Constant(wide, [16] * 16)))
 
 
 def _plus(builder: Any, address: Any, offset: int) -> Any:
@@ -230,6 +236,8 @@ class _Loop(NamedTuple):
         """A vector of the matrix' entries."""
         if not self.of.pairs:
             return self.floats(address, self.of.bits)
+        if self.of.bits == 16:
+            return _paired(self.builder, address, self.builder.lshr(self.row_bytes, _ONE))
         vector = ir.VectorType(I32, self.of.width)
         return self.builder.load(self.builder.inttoptr(address, vector.as_pointer()), align=4)
 
