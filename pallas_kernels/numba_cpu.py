@@ -109,7 +109,7 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
                 if last < 0 or (window > 0 and first + b // G - window - j * B >= B - 1):
                     continue
                 query_, by = scratch + 4 * H * b, B * bits // 8
-                scores_of(query_, 4 * H, keys + at, by, scores_, 4 * B, H, values + at, by)
+                scores_of(query_, 4 * H, keys + at, by, scores_, 4 * B, H, values + at, by, 0)
                 for i in range(block):
                     # Entries from `low` to `high` of this page are seen.
                     high = first + min(b + i, used - 1) // G - j * B + 1
@@ -143,6 +143,7 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
                     min(B, last + 1),
                     following,
                     H * bits // 8,
+                    0,
                 )
         for v in range(used):
             scale = np.float32(1) / max(m[1, v], np.float32(1e-30))

@@ -53,14 +53,14 @@ def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
     """
     columns, bits, _ = sizes
     most, *others = row_counts
-    product = RowProduct(most, columns, bits, add=True, prefetch=True).intrinsic()
+    product = RowProduct(most, columns, bits, add=True, prefetch=1).intrinsic()
     rest = _product(sizes, tuple(others)) if others else None
 
     @part
     def last(
         rows: int, x: int, D: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
     ) -> None:
-        product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, row_bytes)
+        product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, row_bytes, 0)
 
     if rest is None:
         return last
@@ -70,7 +70,7 @@ def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
         rows: int, x: int, D: int, weight: int, row_bytes: int, sums: int, count: int, ahead: int
     ) -> None:
         if rows == most:
-            product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, row_bytes)
+            product(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, row_bytes, 0)
         else:
             rest(rows, x, D, weight, row_bytes, sums, count, ahead)
 

@@ -66,19 +66,20 @@ class MatmulSizes(NamedTuple):
 
 
 def _in_blocks(product: RowProduct) -> Any:
-    """``run(x, weight, D, row_bytes, sums, ahead, ahead_bytes)``: over D, summed in blocks."""
+    """``run(x, weight, D, row_bytes, sums, ahead, ahead_bytes, slowness)``: over D, in blocks."""
     columns = product.columns
     first, more = (product._replace(add=add).intrinsic() for add in (False, True))
 
     @part
     def run(
-        x: int, weight: int, D: int, row_bytes: int, sums: int, ahead: int, ahead_bytes: int
-    ) -> None:
+        x: int, weight: int, D: int, row_bytes: int, sums: int,
+        ahead: int, ahead_bytes: int, slowness: int,
+    ) -> None:  # fmt: skip
         count, by = min(BLOCK, D), ahead_bytes
-        first(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, by)
+        first(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, by, slowness)
         for d in range(BLOCK, D, BLOCK):
-            at, far, count = weight + row_bytes * d, ahead + by * d, min(BLOCK, D - d)
-            more(x + 4 * d, 4 * D, at, row_bytes, sums, 4 * columns, count, far, by)
+            at, far, count = weight + row_bytes * d, ahead + by * (d >> slowness), min(BLOCK, D - d)
+            more(x + 4 * d, 4 * D, at, row_bytes, sums, 4 * columns, count, far, by, slowness)
 
     return run
 
@@ -146,6 +147,10 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (T, F))
         scale = nb.carray(pointer(data(args, each), np.float32(0)), (F,))
         other = nb.carray(pointer(data(args, weights * each), np.float32(0)), (F,))
+        # Lines of the next unit are fetched as evenly as powers of two allow.
+        slowness = 0
+        while fetched << (slowness + 1) <= (T + rows - 1) // rows:
+            slowness += 1
         while True:
             first = mine * count
             last = min(first + count, (F + columns - 1) // columns)
@@ -165,17 +170,19 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                     following = min((j + count * dim(rets, 1, 0)) * columns, F - columns)
                     for g in range(weights):
                         sums, weight = scratch + 4 * g * rows * columns, data(args, 1 + each * g)
-                        down, along = divmod(min(i, fetched - 1), lines)
+                        line, stretch = i >> slowness, i % (1 << slowness)
+                        down, along = divmod(min(line, fetched - 1), lines)
                         ahead = weight + size * (following + F * down) + 64 * along
+                        ahead += by * (stretch * D >> slowness)
                         if packed:
                             panel = panels + 4 * columns * D * ((j - first) * weights + g)
-                            if i < fetched:
-                                fetching(x, panel, D, 4 * columns, sums, ahead, by)
+                            if line < fetched:
+                                fetching(x, panel, D, 4 * columns, sums, ahead, by, slowness)
                             else:
-                                product(x, panel, D, 4 * columns, sums, 0, 0)
+                                product(x, panel, D, 4 * columns, sums, 0, 0, 0)
                         else:
                             at = weight + size * column
-                            fetching(x, at, D, by, sums, ahead, by)
+                            fetching(x, at, D, by, sums, ahead, by, slowness)
                     # All at once: another core may be at some of these columns, too.
                     for r in range(rows):
                         for c in range(columns):
@@ -236,11 +243,10 @@ def _logits(sizes: LogitsSizes) -> NativeCode:
                 for s in range(0, padded, columns):
                     x, sums = data(args, 0) + 4 * s, scratch + 4 * (v * padded + s)
                     if s == 0 and v % LINE == 0:
-                        fetching(
-                            head, 4 * D, x, 4 * padded, sums, 4 * padded, D, ahead + 4 * D * v, 64
-                        )
+                        far = ahead + 4 * D * v
+                        fetching(head, 4 * D, x, 4 * padded, sums, 4 * padded, D, far, 64, 0)
                     else:
-                        product(head, 4 * D, x, 4 * padded, sums, 4 * padded, D, 0, 0)
+                        product(head, 4 * D, x, 4 * padded, sums, 4 * padded, D, 0, 0, 0)
             for s in range(S):
                 for v in range(tokens):
                     out[s, token + v] = found[v, s]

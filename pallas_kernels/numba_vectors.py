@@ -97,10 +97,10 @@ class RowProduct(NamedTuple):
 
     def intrinsic(self) -> Any:
         """``run(weights, weight_bytes, matrix, row_bytes, sums, sum_bytes, count, ahead,
-        ahead_bytes)``.
+        ahead_bytes, slowness)``.
 
         Over ``count`` rows of the matrix, by addresses and by bytes from one row to the next;
-        ``ahead`` is that of the first 64 bytes to prefetch.
+        ``ahead`` is that of the first 64 bytes to prefetch, and goes on every ``2^slowness`` rows.
         """
 
         @intrinsic
@@ -115,16 +115,17 @@ class RowProduct(NamedTuple):
             count: Any,
             ahead: Any,
             ahead_bytes: Any,
+            slowness: Any,
         ) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                w, weight_by, m, by, s, sum_by, n, far, far_by = args
+                w, weight_by, m, by, s, sum_by, n, *far = args
                 for c in range(0, self.columns, self.vectors * self.width):
                     at = _plus(builder, m, c * self.bits // 8)
-                    loop = _Loop(builder, self, weight_by, by, n, far, far_by)
+                    loop = _Loop(builder, self, weight_by, by, n, *far)
                     loop.run(w, at, _plus(builder, s, 4 * c), sum_by)
                 return context.get_dummy_value()
 
-            return types.void(*(types.int64,) * 9), codegen
+            return types.void(*(types.int64,) * 10), codegen
 
         return run
 
@@ -134,7 +135,7 @@ class RowProduct(NamedTuple):
         @intrinsic
         def run(typingctx: Any, matrix: Any, to: Any) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                loop, vector = _Loop(builder, self, *[None] * 5), ir.VectorType(F32, self.width)
+                loop, vector = _Loop(builder, self, *[None] * 6), ir.VectorType(F32, self.width)
                 for c in range(0, self.columns, self.width):
                     x = loop.floats(_plus(builder, args[0], c * self.bits // 8), self.bits)
                     at = builder.inttoptr(_plus(builder, args[1], 4 * c), vector.as_pointer())
@@ -182,6 +183,7 @@ class _Loop(NamedTuple):
     count: Any
     ahead: Any
     ahead_bytes: Any
+    slowness: Any
 
     def run(self, weights: Any, matrix: Any, sums: Any, sum_bytes: Any) -> None:
         """Compute all sums, once."""
@@ -221,7 +223,8 @@ class _Loop(NamedTuple):
         b, of = self.builder, self.of
         down = b.mul(i, self.row_bytes)
         for line in range(of.prefetch):
-            self._prefetch(_plus(b, b.add(self.ahead, b.mul(i, self.ahead_bytes)), 64 * line))
+            far = b.mul(b.lshr(i, self.slowness), self.ahead_bytes)
+            self._prefetch(_plus(b, b.add(self.ahead, far), 64 * line))
         at, each = b.add(matrix, down), of.width * of.bits // 8
         row = [self._entries(_plus(b, at, each * v)) for v in range(of.vectors)]
         weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
