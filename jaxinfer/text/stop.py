@@ -83,8 +83,10 @@ class StopCheck:
         for token in kept:
             end += len(stream.add(token))
             ends.append(ends[-1] if stream.is_within else end)
-        # A character that stays incomplete is U+FFFD in the text.
-        ends[-1] = len(text)
+        # A character that stays incomplete is U+FFFD in the text; special tokens add none of it.
+        adding = (index for index, token in enumerate(kept, 1) if self._tokenizer.token(token)[1])
+        last = max(adding, default=len(kept))
+        ends[last:] = [len(text)] * (len(ends) - last)
         return [text[begin:end] for begin, end in pairwise(ends)]
 
 

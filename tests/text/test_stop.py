@@ -116,6 +116,16 @@ def test_what_each_token_adds(
     assert check.text(tokens, ended_by_token) == "".join(pieces)
 
 
+def test_a_special_token_after_a_character_that_stays_incomplete(
+    byte_tokenizer: Tokenizer,
+) -> None:
+    """U+FFFD is of the last token that has bytes: a special one, as with ignore_eos, adds none."""
+    tokens = [*tokens_of(byte_tokenizer, "a😀")[:-1], 256, 256]
+    check = StopCheck(Sampling(SamplingParams(), 0), byte_tokenizer, [])
+    assert check.text(tokens, False) == "a\ufffd"
+    assert check.pieces(tokens, False) == ["a", "", "", "\ufffd", "", ""]
+
+
 def test_what_was_drawn_and_what_was_not(byte_tokenizer: Tokenizer) -> None:
     """Drawn tokens have what they add, all others their own texts."""
     drawn = [*tokens_of(byte_tokenizer, "é"), 256]
