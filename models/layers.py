@@ -82,7 +82,7 @@ def _scaled(x_TD: jax.Array, weight: Scaled, kernels: str) -> jax.Array:
     own = scaled_products(kernels, values.dtype) if alone() else None
     if own:
         matrix_DF = values.reshape(len(values), -1)
-        out_TF = own.matmul(x_TD, matrix_DF, scale.reshape(-1))
+        out_TF = own.matmul(x_TD.astype(weight.computed), matrix_DF, scale.reshape(-1))
         return out_TF.reshape(len(x_TD), *scale.shape)
     x_TD, values = x_TD.astype(weight.computed), values.astype(weight.computed)
     return jnp.tensordot(x_TD, values, 1, preferred_element_type=jnp.float32) * scale
@@ -103,7 +103,7 @@ def gated(
         if isinstance(gate_DF, Scaled) and isinstance(up_DF, Scaled):
             if scaled := scaled_products(kernels, gate_DF.values.dtype):
                 pairs = gate_DF[:2], up_DF[:2]
-                return scaled.gated(x_TD, *pairs[0], *pairs[1])
+                return scaled.gated(x_TD.astype(gate_DF.computed), *pairs[0], *pairs[1])
         elif not isinstance(gate_DF, Scaled) and (own := _own_products(kernels, gate_DF)):
             return own.gated(x_TD, gate_DF, up_DF)
     if isinstance(gate_DF, jax.Array) and kernels in ON_GPUS and alone():

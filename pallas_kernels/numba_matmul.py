@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numba as nb
 import numpy as np
 
-from jaxinfer.pallas_kernels.numba_vectors import FP8_UNIT, RowProduct, has, pair_up, silu, tiles
+from jaxinfer.pallas_kernels.numba_vectors import FP8_UNIT, RowProduct, has, silu, tiles
 from jaxinfer.pallas_kernels.xla_call import (
     COUNT,
     NativeCode,
@@ -84,28 +84,6 @@ def _in_blocks(product: RowProduct) -> Any:
     return run
 
 
-def _widened(kept: RowProduct) -> Any:
-    """``run(row, row_bytes, to)``: copies a row of a tile as float32."""
-    as_floats = kept.floats()
-
-    @part
-    def run(row: int, row_bytes: int, to: int) -> None:
-        as_floats(row, to)
-
-    return run
-
-
-def _paired(columns: int) -> Any:
-    """``run(row, row_bytes, to)``: copies two rows of a tile as pairs of bfloat16."""
-
-    @part
-    def run(row: int, row_bytes: int, to: int) -> None:
-        for c in range(0, columns, 16):
-            pair_up(row + 2 * c, row_bytes, to + 4 * c)
-
-    return run
-
-
 @compiled_once
 def _matmul(sizes: MatmulSizes) -> NativeCode:
     """Compile a kernel whose units are some tiles of columns, for all rows.
@@ -121,7 +99,7 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     panel = kept._replace(bits=32, is_float=False)
     fetching = _in_blocks(panel if packed else kept)
     product = _in_blocks(panel._replace(prefetch=0)) if packed else fetching
-    pack, together = (_paired(columns), 2) if pairs else (_widened(kept), 1)
+    pack, together = kept.packed(), 1 + pairs
     # Cache lines of a row of the tile's columns, and of all rows that are read together; each tile
     # of rows fetches one.
     lines = -(-columns * size // 64)
@@ -264,13 +242,13 @@ def _call(target: NativeCode, shape: tuple[int, int], scratch: int, *args: jax.A
 
 
 def has_pairs(dtype: jnp.dtype) -> bool:
-    """True if this processor multiplies pairs of entries of this dtype: bfloat16, if any."""
+    """True if this processor multiplies rows of this dtype in pairs: bfloat16, if any."""
     return dtype == jnp.bfloat16 and has("avx512bf16")
 
 
 def matmul(x_TD: jax.Array, *weight: jax.Array) -> jax.Array:
     """``x_TD @ weight_DF``, summed in float32; a weight of 8 bits is followed by its columns'
-    scales. Rows are rounded to bfloat16 where the weight is."""
+    scales. Rows are rounded to bfloat16 where the weight is, and may be so for 8 bits."""
     return _product(x_TD, weight, 1)
 
 
@@ -281,16 +259,18 @@ def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
 
 def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax.Array:
     (T, D), (_, F), dtype, tile = x_TD.shape, weights[0].shape, weights[0].dtype, tiles()
-    scaled, pairs = dtype.itemsize == 1, has_pairs(dtype)
-    x_TD = x_TD.astype(dtype if dtype == jnp.bfloat16 else jnp.float32)
+    scaled = dtype.itemsize == 1
+    x_TD = x_TD if scaled else x_TD.astype(dtype)
+    pairs = has_pairs(x_TD.dtype)
     if pairs:
         # Whole pairs, and a register of columns at least; mostly, nothing is added.
-        x_TD = jnp.pad(x_TD, ((0, 0), (0, D % 2)))
-        weights = tuple(jnp.pad(w, ((0, D % 2), (0, max(PAIRS - F, 0)))) for w in weights)
+        more = (0, D % 2), (0, max(PAIRS - F, 0))
+        x_TD = jnp.pad(x_TD, ((0, 0), more[0]))
+        weights = tuple(jnp.pad(w, more[-w.ndim :]) for w in weights)
     else:
         x_TD = x_TD.astype(jnp.float32)
     most, columns = tile.matmul, SCALED_COLUMNS
-    in_place = most if pairs else tile.scaled if scaled else IN_PLACE
+    in_place = tile.scaled if scaled else most if pairs else IN_PLACE
     packed = tile.panel > 0 and in_place < T
     if scaled and not packed:
         most = tile.scaled

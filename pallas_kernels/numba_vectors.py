@@ -72,7 +72,7 @@ class RowProduct(NamedTuple):
         is_float: entries of 8 bits are fp8 (e4m3), each counted in units of ``FP8_UNIT``; else
             int8.
         pairs: weights are pairs of bfloat16, in 32 bits, and so are the matrix' entries; or these
-            have 16 bits, and two rows of the matrix count as one.
+            have 16 bits or 8, and two rows of the matrix count as one.
     """
 
     rows: int
@@ -129,44 +129,23 @@ class RowProduct(NamedTuple):
 
         return run
 
-    def floats(self) -> Any:
-        """``run(matrix, to)``: one row of the matrix, copied as float32."""
+    def packed(self) -> Any:
+        """``run(matrix, row_bytes, to)``: copies a row of the matrix as float32 or two as pairs."""
 
         @intrinsic
-        def run(typingctx: Any, matrix: Any, to: Any) -> Any:
+        def run(typingctx: Any, matrix: Any, row_bytes: Any, to: Any) -> Any:
             def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                loop, vector = _Loop(builder, self, *[None] * 6), ir.VectorType(F32, self.width)
+                loop = _Loop(builder, self, *[None] * 6)
                 for c in range(0, self.columns, self.width):
-                    x = loop.floats(_plus(builder, args[0], c * self.bits // 8), self.bits)
-                    at = builder.inttoptr(_plus(builder, args[1], 4 * c), vector.as_pointer())
-                    builder.store(x, at, align=4)
+                    at = _plus(builder, args[0], c * self.bits // 8)
+                    x = loop.paired(at, args[1]) if self.pairs else loop.floats(at, self.bits)
+                    to = builder.inttoptr(_plus(builder, args[2], 4 * c), x.type.as_pointer())
+                    builder.store(x, to, align=4)
                 return context.get_dummy_value()
 
-            return types.void(types.int64, types.int64), codegen
+            return types.void(*(types.int64,) * 3), codegen
 
         return run
-
-
-@intrinsic
-def pair_up(typingctx: Any, rows: Any, row_bytes: Any, to: Any) -> Any:
-    """Copy 16 entries of two rows of bfloat16, one after the other, as pairs of both rows."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        both = _paired(builder, args[0], args[1])
-        builder.store(both, builder.inttoptr(args[2], both.type.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(*(types.int64,) * 3), codegen
-
-
-def _paired(builder: Any, rows: Any, row_bytes: Any) -> Any:
-    """A vector of 16 pairs, those of the first row in the lower bits."""
-    kept, wide = ir.VectorType(ir.IntType(16), 16), ir.VectorType(I32, 16)
-    low, high = (
-        builder.zext(builder.load(builder.inttoptr(at, kept.as_pointer()), align=2), wide)
-        for at in (rows, builder.add(rows, row_bytes))
-    )
-    return builder.or_(low, builder.shl(high, ir.Constant(wide, [16] * 16)))
 
 
 def _plus(builder: Any, address: Any, offset: int) -> Any:
@@ -239,10 +218,19 @@ class _Loop(NamedTuple):
         """A vector of the matrix' entries."""
         if not self.of.pairs:
             return self.floats(address, self.of.bits)
-        if self.of.bits == 16:
-            return _paired(self.builder, address, self.builder.lshr(self.row_bytes, _ONE))
+        if self.of.bits < 32:
+            return self.paired(address, self.builder.lshr(self.row_bytes, _ONE))
         vector = ir.VectorType(I32, self.of.width)
         return self.builder.load(self.builder.inttoptr(address, vector.as_pointer()), align=4)
+
+    def paired(self, rows: Any, row_bytes: Any) -> Any:
+        """Entries of two rows as pairs, the first row's in the lower bits; none needs rounding."""
+        b, wide = self.builder, ir.VectorType(I32, self.of.width)
+        half, upper = (ir.Constant(wide, [x] * self.of.width) for x in (16, -0x10000))
+        first, second = (
+            b.bitcast(self.floats(at, self.of.bits), wide) for at in (rows, b.add(rows, row_bytes))
+        )
+        return b.or_(b.lshr(first, half), b.and_(second, upper))
 
     def _add(self, total: Any, weight: Any, entries: Any) -> Any:
         """A vector of sums with further products."""
