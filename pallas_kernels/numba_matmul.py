@@ -1,13 +1,14 @@
 """Products of a step's rows with weights on a CPU, compiled by numba and called by XLA.
 
 A weight is read some columns at a time, which then stay in the core's second cache for all of the
-rows; those that the core takes next are fetched meanwhile. They are read where they lie or, on
-processors of 16 registers and where there are many rows, packed first: the rows of a weight are
-thousands of bytes apart, so that many share few sets of a cache and push each other out. Weights
-of 8 bits, int8 or fp8 (e4m3), become float32 in the core's registers, or once as they are packed.
-XLA's own products copy a whole weight into another order first, each time, which costs most where
-there are few rows. A row's sums are taken in blocks, in the order of the weight's rows, whatever
-the other rows are.
+rows; those that the core takes next are fetched meanwhile. They are read where they lie or, where
+there are many rows, packed first: the rows of a weight are thousands of bytes apart, so that many
+share few sets of a cache and push each other out. bfloat16 is multiplied in pairs where processors
+can, so that two rows of a weight count as one; elsewhere it becomes float32 in the core's
+registers, or once as it is packed, as do weights of 8 bits, int8 or fp8 (e4m3), where rows are
+float32. XLA's own products copy a whole weight into another order first, each time, which costs
+most where there are few rows. But for logits, a row's sums are taken in blocks, in the order of the
+weight's rows, whatever the other rows are.
 
 Suffixes are those of ``models/layers.py``.
 """
@@ -34,15 +35,17 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Tokens of the vocabulary whose logits fill a cache line; so many lines of a unit's.
+# Tokens of the vocabulary whose logits fill a cache line, and how many such lines a unit has.
 LINE, LINES = 16, 4
-# Products that are summed by themselves: one sum of thousands would round more than XLA's do.
+# Rows or pairs whose products are summed by themselves: one sum of thousands would round more than
+# XLA's do.
 BLOCK = 768
 # Columns of a tile of weights of 8 bits: a cache line. Registers of a row of other tiles, at most.
 SCALED_COLUMNS, VECTORS = 64, 3
 # Columns whose pairs of bfloat16 fill a register of AVX-512.
 PAIRS = 16
-# Rows up to which weights of 32 or 16 bits are read where they lie: packing them would take longer.
+# Rows up to which wide weights that are not multiplied in pairs are read where they lie: packing
+# them would take longer.
 IN_PLACE = 64
 
 
@@ -66,7 +69,10 @@ class MatmulSizes(NamedTuple):
 
 
 def _in_blocks(product: RowProduct) -> Any:
-    """``run(x, weight, D, row_bytes, sums, ahead, ahead_bytes, slowness)``: over D, in blocks."""
+    """``run(x, weight, D, row_bytes, sums, ahead, ahead_bytes, slowness)``: over D, in blocks.
+
+    D counts a weight's rows or pairs; ``slowness`` is that of ``RowProduct.intrinsic``.
+    """
     columns = product.columns
     first, more = (product._replace(add=add).intrinsic() for add in (False, True))
 
@@ -95,15 +101,15 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     size, is_float = jnp.dtype(dtype).itemsize, dtype == "float8_e4m3fn"
     weights, scaled, unit = 1 + gated, size == 1, np.float32(FP8_UNIT if is_float else 1)
     each = 1 + scaled
-    kept = RowProduct(rows, columns, 8 * size, prefetch=1, is_float=is_float, pairs=pairs)
+    # Cache lines of a row of the tile's columns. Each tile of rows fetches one, of each row or of
+    # one of a pair; pairs that are read in place have one tile of rows, which fetches all.
+    lines, all_at_once = -(-columns * size // 64), pairs and not packed
+    fetched = 1 if all_at_once else lines * (1 + pairs)
+    kept = RowProduct(rows, columns, 8 * size, False, lines if all_at_once else 1, is_float, pairs)
     panel = kept._replace(bits=32, is_float=False)
     fetching = _in_blocks(panel if packed else kept)
     product = _in_blocks(panel._replace(prefetch=0)) if packed else fetching
     pack, together = kept.packed(), 1 + pairs
-    # Cache lines of a row of the tile's columns, and of all rows that are read together; each tile
-    # of rows fetches one.
-    lines = -(-columns * size // 64)
-    fetched = lines * together
 
     @part
     def tiles_of(args: int) -> int:
@@ -243,7 +249,7 @@ def _call(target: NativeCode, shape: tuple[int, int], scratch: int, *args: jax.A
 
 def has_pairs(dtype: jnp.dtype) -> bool:
     """True if this processor multiplies rows of this dtype in pairs: bfloat16, if any."""
-    return dtype == jnp.bfloat16 and has("avx512bf16")
+    return dtype == jnp.bfloat16 and tiles().lanes == PAIRS and has("avx512bf16")
 
 
 def matmul(x_TD: jax.Array, *weight: jax.Array) -> jax.Array:
@@ -260,17 +266,20 @@ def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
 def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax.Array:
     (T, D), (_, F), dtype, tile = x_TD.shape, weights[0].shape, weights[0].dtype, tiles()
     scaled = dtype.itemsize == 1
-    x_TD = x_TD if scaled else x_TD.astype(dtype)
-    pairs = has_pairs(x_TD.dtype)
+    pairs = has_pairs(x_TD.dtype if scaled else dtype)
     if pairs:
+        x_TD = x_TD.astype(jnp.bfloat16)
         # Whole pairs, and a register of columns at least; mostly, nothing is added.
         more = (0, D % 2), (0, max(PAIRS - F, 0))
         x_TD = jnp.pad(x_TD, ((0, 0), more[0]))
         weights = tuple(jnp.pad(w, more[-w.ndim :]) for w in weights)
+    elif dtype == jnp.bfloat16:
+        # Not by casts, which XLA may leave out.
+        x_TD = jax.lax.reduce_precision(x_TD.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
     else:
         x_TD = x_TD.astype(jnp.float32)
     most, columns = tile.matmul, SCALED_COLUMNS
-    in_place = tile.scaled if scaled else most if pairs else IN_PLACE
+    in_place = tile.sums // 2 if scaled else most if pairs else IN_PLACE
     packed = tile.panel > 0 and in_place < T
     if scaled and not packed:
         most = tile.scaled
@@ -297,7 +306,7 @@ def _tiles_of_unit(count: int, floats: int) -> int:
 def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
     """``x_SD @ head_VD.T`` in float32, of a vocabulary of 16 tokens or more.
 
-    Rows are rounded to bfloat16 where the head is, which is XLA's on processors without pairs.
+    Rows are rounded to bfloat16 where the head is; without pairs, such products are XLA's own.
     """
     (S, D), V, dtype = x_SD.shape, len(head_VD), head_VD.dtype
     x_SD, pairs = x_SD.astype(dtype), has_pairs(dtype)

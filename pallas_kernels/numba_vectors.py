@@ -66,7 +66,7 @@ class RowProduct(NamedTuple):
 
     Attributes:
         rows: of the weights; ``columns``: of the matrix.
-        bits: of the matrix' entries, float32, bfloat16 or of 8 bits; the others have 32.
+        bits: of the matrix' entries, float32, bfloat16 or of 8 bits; weights and sums have 32.
         add: to what the sums are already.
         prefetch: cache lines of 64 bytes for each row of the matrix.
         is_float: entries of 8 bits are fp8 (e4m3), each counted in units of ``FP8_UNIT``; else
@@ -121,7 +121,8 @@ class RowProduct(NamedTuple):
                 w, weight_by, m, by, s, sum_by, n, *far = args
                 for c in range(0, self.columns, self.vectors * self.width):
                     at = _plus(builder, m, c * self.bits // 8)
-                    loop = _Loop(builder, self, weight_by, by, n, *far)
+                    of = self if c == 0 else self._replace(prefetch=0)
+                    loop = _Loop(builder, of, weight_by, by, n, *far)
                     loop.run(w, at, _plus(builder, s, 4 * c), sum_by)
                 return context.get_dummy_value()
 
@@ -201,9 +202,12 @@ class _Loop(NamedTuple):
         """The sums with row ``i`` of the matrix."""
         b, of = self.builder, self.of
         down = b.mul(i, self.row_bytes)
-        for line in range(of.prefetch):
-            far = b.mul(b.lshr(i, self.slowness), self.ahead_bytes)
-            self._prefetch(_plus(b, b.add(self.ahead, far), 64 * line))
+        if of.prefetch:
+            far = b.add(self.ahead, b.mul(b.lshr(i, self.slowness), self.ahead_bytes))
+            rows = [far, b.add(far, b.lshr(self.ahead_bytes, _ONE))]
+            for each in rows if of.pairs and of.bits < 32 else rows[:1]:
+                for line in range(of.prefetch):
+                    self._prefetch(_plus(b, each, 64 * line))
         at, each = b.add(matrix, down), of.width * of.bits // 8
         row = [self._entries(_plus(b, at, each * v)) for v in range(of.vectors)]
         weights_at, new = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
