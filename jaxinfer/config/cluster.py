@@ -119,12 +119,14 @@ class ClusterConfig(Options):
 
     Attributes:
         ray: address of the Ray cluster that finds hosts for groups; None where none asks for it.
+        lent: of a process's part, the devices of attention groups that other processes have.
     """
 
     groups: Named[GroupConfig]
     instances: Named[InstanceConfig]
     links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
     ray: str | None = None
+    lent: Mapping[str, int] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse names that are not there and devices that are not enough."""
@@ -167,8 +169,14 @@ class ClusterConfig(Options):
                             f"{where}: group {group} is there for {users[group]}, "
                             "must be of one instance"
                         )
-        for group in users:
-            needed[group] = self.groups[group].devices
+        for name in users:
+            needed[name] = self.groups[name].devices
+            for option in ("tensor_parallel_size", "mesh"):
+                if getattr(self.groups[name], option) is not None:
+                    raise JaxinferError(
+                        f"groups.{name}.{option}: leave it out, each device of an attention group "
+                        "has KV heads of its own"
+                    )
 
     @property
     def load_format(self) -> str:
@@ -260,15 +268,17 @@ class ClusterConfig(Options):
             for name, group in self.groups.items()
             if (name if group.is_apart else None) == process
         }
-        instances = {}
+        instances, lent = {}, {**self.lent}
         for name, instance in self.instances.items():
             if self.is_divided(name):
+                lent |= {each: self.groups[each].devices for each in self.attention_of(name)}
                 stages = tuple(stage for stage in instance.stages if stage.group in groups)
                 instance = instance.model_copy(update={"stages": stages})
             if instance.places[0].group in groups:
                 instances[name] = instance
         links = tuple(link for link in self.links if set(link.between) <= groups.keys())
-        return self.model_copy(update={"groups": groups, "instances": instances, "links": links})
+        part = {"groups": groups, "instances": instances, "links": links, "lent": lent}
+        return self.model_copy(update=part)
 
     def _check_weights(self) -> None:
         """Refuse instances whose weights differ: KV of one would mean nothing to another."""

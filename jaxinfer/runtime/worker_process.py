@@ -234,9 +234,8 @@ class WorkerProcess:
         """Take a pool's memory, for a stage in another process."""
         plan, number = message.plan, message.number
         asked = plan.attention[number]
-        (device,) = open_groups(self._groups)[asked.group]
-        repeats = int(self._groups[asked.group].slowdown)
-        pool = plan_pool(plan, asked.group, asked.num_pages, device, repeats)
+        device = open_groups(self._groups)[asked.group][asked.number]
+        pool = plan_pool(plan, asked, device, self._groups[asked.group])
         places = [*plan.attention[:number], pool, *plan.attention[number + 1 :]]
         lent = LentPool(replace(plan, attention=places), number, message.host)
         self._lent.append(lent)

@@ -201,8 +201,8 @@ def divided(
     return ClusterConfig(
         groups={
             name: GroupConfig(
-                devices=1 if name in lends else 4,
-                tensor_parallel_size=1,
+                devices=2 if name in lends else 4,
+                tensor_parallel_size=None if name in lends else 1,
                 process=None if name in here else "own",
                 restart=restart if name == groups[-1] else int(name in again),
             )

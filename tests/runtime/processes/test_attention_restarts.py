@@ -25,7 +25,7 @@ from process_cases import (
     serve_once,
     wait_until,
 )
-from scatter import spread
+from scatter import of_two_devices, spread
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.runtime.processes.homes import Home
@@ -142,6 +142,28 @@ def test_heads_lie_there_again(
         assert check_decisions(runs / str(number)).difference is None
     check_nothing_left(llm)
     assert [shard.num_pages > 0 for shard in llm._runs.kv["x"].shards] == [True, False, True]
+    del llm
+    gc.collect()
+    wait_until(lambda: children() <= before)
+
+
+@pytest.mark.slow
+def test_all_devices_of_a_group_are_lost_and_back_together(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    before = children()
+    llm = load(models["two"], tmp_path, **of_two_devices(restartable(1)))
+    runs, kill = tmp_path / "runs", partial(os.kill, pid_of(llm, "a0"), signal.SIGKILL)
+    acts = {9: kill, 30: partial(wait_for_news, home_of(llm))}
+    found, run, slices = serve_with(llm, runs, acts)
+    assert (found, run["lost"]) == (expected["two"], {})
+    assert told(run) == [("a0", ["x"], None, [1, 2]), BACK]
+    for device in (1, 2):
+        assert any(each[device] for each in slices[:9])
+        assert not any(each[device] for each in slices[12:30])
+        assert any(each[device] for each in slices[30:])
+    assert check_decisions(runs / "1").difference is None
+    check_nothing_left(llm)
     del llm
     gc.collect()
     wait_until(lambda: children() <= before)
