@@ -207,33 +207,33 @@ class ClusterConfig(Options):
                     f"{where}: those on one group must follow one another, since each group has a "
                     "process of its own"
                 )
-            times = {group: self.groups[group].restart for group in sorted(homes)}
-            lends = self.attention_of(name)
-            apart = {group: times.pop(group) for group in lends}
+            stages = {*runs}
+            # Attention groups may come back alone where one process has all the stages.
+            alone = homes - stages if len(stages) == 1 else set()
+            times = {group: self.groups[group].restart for group in sorted(homes - alone)}
             most = max(times, key=times.__getitem__)
-            for group, restart in (times | (apart if len(times) > 1 else {})).items():
-                if lends and restart:
-                    raise JaxinferError(
-                        f"groups.{group}.restart is {restart}, must be 0: instances.{name} has "
-                        "attention groups in other processes, which alone are started again, where "
-                        "its stages share one"
-                    )
             for group, restart in times.items():
                 if restart != times[most]:
                     raise JaxinferError(
                         f"groups.{group}.restart is {restart}, must be {times[most]} as that of "
-                        f"{most}: instances.{name} has stages on both, which are started again "
-                        "together"
+                        f"{most}: instances.{name} stands on both, which are started again together"
                     )
 
     def started_together(self) -> list[list[str]]:
-        """Groups that may be started again: each alone, or all that share a pipeline."""
+        """Groups that may be started again: each alone, or all that share an instance.
+
+        Where its stages may, its attention groups are started again with them, too.
+        """
         found = [[name] for name, group in self.groups.items() if group.restart]
         for name in self.instances:
-            of_it = {group for group in self.processes_of(name) if group}
-            joined = [groups for groups in found if of_it & {*groups}]
+            of_it = dict.fromkeys(filter(None, self.processes_of(name)))
+            if self.is_divided(name) and any(self.groups[group].restart for group in of_it):
+                of_it |= dict.fromkeys(self.attention_of(name))
+            joined = [groups for groups in found if of_it.keys() & {*groups}]
             found = [groups for groups in found if groups not in joined]
-            found += [[group for groups in joined for group in groups]] if joined else []
+            if joined:
+                with_them = [group for groups in joined for group in groups]
+                found.append([*dict.fromkeys([*of_it, *with_them])])
         return found
 
     def attention_of(self, instance: str) -> list[str]:

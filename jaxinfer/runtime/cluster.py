@@ -13,12 +13,12 @@ from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.kv_endpoint import KVProcess, ThisProcess
 from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.stage_pair import StagePair
-from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, divided_layers
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
 from jaxinfer.runtime.processes.remote_worker import RemoteStage
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
-from jaxinfer.runtime.stage.cluster_plan import plan_cluster
+from jaxinfer.runtime.stage.cluster_plan import divided_layers, plan_cluster
 from jaxinfer.runtime.stage.devices import device_name
 from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.stage import Stage

@@ -206,7 +206,7 @@ class OtherProcesses:
             stages = self._config.instances[name].stages
             groups = dict.fromkeys(stage.group for stage in stages)
             links = [self._config.link(*ends) for ends in pairwise(groups)]
-            there = [self._lend(name, group, *found[group], progress) for group in groups]
+            there = [self.lend(name, group, *found[group], progress) for group in groups]
             lenders = dict.fromkeys(group for stage in stages for group in stage.attention_groups)
             workers[name] = whole = PipelineWorker(
                 name, there, links, [self._processes[group] for group in lenders]
@@ -215,8 +215,13 @@ class OtherProcesses:
             self._pipelines[name] = PipelineSide(sides, whole.first_stages)
         return workers
 
-    def _lend(
-        self, instance: str, group: str, process: Process, loaded: Loaded, progress: Progress
+    def lend(
+        self,
+        instance: str,
+        group: str,
+        process: Process,
+        loaded: Loaded,
+        progress: Progress = lambda what, left: None,
     ) -> tuple[Process, Loaded]:
         """Have attention groups give pools to a process's stages, whose plans then show them."""
         plans = list(loaded.plans[instance])

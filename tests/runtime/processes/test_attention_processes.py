@@ -377,7 +377,6 @@ def test_what_cannot_be_run_is_refused_before_a_process_is_started(
     for group, options, message in (
         ("a0", {"mesh": {"x": 1}}, r"groups\.a0\.mesh: leave it out, each device of an attention"),
         ("a0", {"process": None}, r"group p has a process of its own, must a0 have, too"),
-        ("p", {"restart": 1}, r"p\.restart is 1, must be 0: instances\.x has attention groups"),
     ):
         sections = apart([None])
         sections["groups"][group] |= options

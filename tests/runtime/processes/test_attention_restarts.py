@@ -169,6 +169,48 @@ def test_all_devices_of_a_group_are_lost_and_back_together(
     wait_until(lambda: children() <= before)
 
 
+ALL = ("p and a0 and a1", ["x"], None, [])
+
+
+@pytest.mark.slow
+def test_the_stage_is_back_with_all_its_attention_groups(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """Once it is lost alone, and once while the instance goes on without a group for good."""
+    before = children()
+    llm = load(models["two"], tmp_path, **of_two_devices(restartable(2, "p")))
+    runs, pids = (
+        tmp_path / "runs",
+        {each.name: pid_of(llm, each.name) for each in worker_of(llm).processes},
+    )
+    found, run, slices = serve_with(llm, runs, {9: partial(os.kill, pids["p"], signal.SIGKILL)})
+    assert (found, run["lost"], told(run)) == (expected["two"], {}, [ALL])
+    assert (
+        run["restarts"][0]["why"] == f"process of group p (pid {pids['p']}) was ended by signal 9"
+    )
+    assert all(any(each[shard] for each in slices[20:]) for shard in range(4))
+    assert not {*pids.values()} & {pid_of(llm, name) for name in pids}
+    check_nothing_left(llm)
+
+    acts = {
+        9: partial(os.kill, pid_of(llm, "a0"), signal.SIGKILL),
+        24: partial(os.kill, pid_of(llm, "p"), signal.SIGKILL),
+    }
+    found, run, slices = serve_with(llm, runs, acts)
+    assert (found, run["lost"]) == (expected["two"], {})
+    assert told(run) == [("a0", ["x"], None, [1, 2]), ALL]
+    assert not any(each[1] + each[2] for each in slices[12:24])
+    assert any(each[1] + each[2] for each in slices[30:])
+    for number in (1, 2):
+        assert check_decisions(runs / str(number)).difference is None
+    check_nothing_left(llm)
+    with pytest.raises(
+        JaxinferError, match=r"^process of group p \(pid \d+\) was ended by signal 9"
+    ):
+        serve_with(llm, runs, {9: partial(os.kill, pid_of(llm, "p"), signal.SIGKILL)})
+    wait_until(lambda: children() <= before)
+
+
 @pytest.mark.slow
 def test_one_that_cannot_be_started(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path

@@ -107,7 +107,7 @@ def lend(host: Host, patch: pytest.MonkeyPatch, pages: dict[str, int], devices: 
     process: Any = SimpleNamespace(ask=borrow)
     loaded = Loaded({"x": [replace(plan, attention=attention).facts]}, {}, {})
     told: list[tuple[str, int]] = []
-    _, loaded = others._lend("x", "p", process, loaded, lambda *left: told.append(left))
+    _, loaded = others.lend("x", "p", process, loaded, lambda *left: told.append(left))
     owners = [name for name in pages for _ in range(devices)]
     assert [(each.number, each.address.key.decode()) for each in borrowed] == [*enumerate(owners)]
     left = [more + some for more in reversed(range(devices)) for some in (2, 0)]

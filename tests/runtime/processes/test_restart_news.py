@@ -154,6 +154,10 @@ class FakePipeline(PipelineWorker):
     def lending(self) -> list[Any]:
         return []
 
+    @property
+    def pieces(self) -> list[Any]:
+        return [None]
+
     def go_on(self) -> None:
         assert self.go.wait(20)
         if self._fails:
