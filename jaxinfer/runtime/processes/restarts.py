@@ -201,7 +201,8 @@ class Restarts:
         seconds = time.perf_counter() - begin
         with self._lock:
             home.starting = False
-            home.news = RestartResult(home.name, [*home.instances], why, seconds, error)
+            if not error or home.is_wanted:  # Else, it comes back with its instance, or never.
+                home.news = RestartResult(home.name, [*home.instances], why, seconds, error)
         if not error:
             self._watch(home)
         self._hear(Restarted(home.name))

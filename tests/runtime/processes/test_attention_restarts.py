@@ -351,3 +351,47 @@ def test_attention_processes_die_at_any_moment_and_are_back_at_any_other(
     del llm, home, process, blow, kill
     gc.collect()
     wait_until(lambda: children() <= before)
+
+
+def strike_group(
+    worker: PipelineWorker, group: str, by: signal.Signals, lost: Counter[str]
+) -> None:
+    """Kill or stop the process of a group, if it is there."""
+    for process in worker.processes:
+        if process.name == group and not process.lost:
+            lost[group] += 1
+            os.kill(process.peer.pid, by)  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("draws", [2, 40])
+def test_any_process_dies_at_any_moment_and_all_are_back(
+    draws: int,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two are lost in each run, the second as others are started, or back."""
+    call_silent_who_is_stopped(monkeypatch)
+    before, rng, lost = children(), random.Random(3), Counter[str]()
+    llm = load(models["two"], tmp_path, **restartable(999, "p", "a0", "a1"))
+    runs = tmp_path / "runs"
+    for number in range(draws):
+        by = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
+        acts: dict[int, Callable[[], object]] = {}
+        for step in rng.sample(range(1, 20), 2):
+            group = rng.choice(("p", "p", "a0", "a1"))
+            strike = partial(strike_group, worker_of(llm), group, by, lost)
+            acts[step] = Timer(rng.uniform(0, 0.02), strike).start
+        found, run, _ = serve_with(llm, runs, acts)
+        assert (found, run["lost"]) == (expected["two"], {}), number
+        assert {each["error"] for each in run["restarts"]} <= {None}, number
+        assert check_decisions(runs / str(number + 1)).difference is None
+        check_nothing_left(llm)
+    assert len(lost) > 1
+    assert serve_once(llm, runs)[0] == expected["two"]
+    del llm, acts, strike
+    gc.collect()
+    wait_until(lambda: children() <= before)
