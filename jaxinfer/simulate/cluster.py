@@ -237,7 +237,7 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
     for place in places:
         spread = place.attention
         stages.append(spread_stage(place, first) if spread else make_stage(place.part, place.costs))
-        first += 1 + len(spread)
+        first += len(place.groups)
     model = parts[0].model
     hops = [place.hop for place in places if place.hop]
     cost: CostModel = Pipeline(

@@ -90,17 +90,20 @@ def test_each_device_of_an_attention_group_has_heads_of_its_own() -> None:
 
 def test_heads_dealt_evenly_take_what_one_device_as_fast_as_all_would() -> None:
     """Their link is one, and the slowest decides where one has more."""
-    links = [{"between": ["a", "w"], "gb_s": 1e-3}]
-    several, one = run_file(links=links), run_file(links=links)
+    links = [{"between": [*pair], "gb_s": 1e-3} for pair in ("ab", "aw", "bw")]
+    stages = [{"group": name, "attention": ["w"]} for name in "ab"]
+    several, one = (run_file(stages, links=links) for _ in range(2))
     several["groups"]["w"] |= {"devices": 2}
     one["gpus"]["twice"] = CARD | {"bf16_tflops": 2e-3, "memory_gb_s": 2e-3}
     one["groups"]["w"] |= {"kind": "twice"}
     rows = [(99, 1), (10, 3), (40, 1)]
-    as_one = modelled(one).cost.stages(work_with(rows, 0, 2))
+    as_one = modelled(one).cost.stages(work_with(rows, 0, 2, 2, 0))
     several_cost = modelled(several).cost
-    assert several_cost.stages(work_with(rows, 0, 1, 1)) == pytest.approx(as_one, rel=1e-12)
-    (uneven,) = several_cost.stages(work_with(rows, 0, 2, 0))
-    assert uneven > 1.2 * as_one[0]
+    even = several_cost.stages(work_with(rows, 0, 1, 1, 2, 0, 0))
+    assert even == pytest.approx(as_one, rel=1e-12)
+    uneven = several_cost.stages(work_with(rows, 0, 2, 0, 2, 0, 0))
+    assert uneven[0] > 1.2 * as_one[0]
+    assert uneven[1] == even[1]
 
 
 @given(st.integers(0, 300), st.integers(0, 10**6))
