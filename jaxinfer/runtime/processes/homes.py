@@ -11,6 +11,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes.pipeline_side import PipelineSide
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
+from jaxinfer.runtime.processes.process import NobodyThere, Process
 from jaxinfer.runtime.processes.process_group import (
     AnotherProcess,
     OtherProcesses,
@@ -18,7 +19,6 @@ from jaxinfer.runtime.processes.process_group import (
     open_pools,
     wait_until_loaded,
 )
-from jaxinfer.runtime.processes.remote_worker import NobodyThere, Process
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.sockets import Address

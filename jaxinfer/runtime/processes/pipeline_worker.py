@@ -22,7 +22,8 @@ from jaxinfer.runtime.processes.messages import (
     Moved,
     Prepare,
 )
-from jaxinfer.runtime.processes.remote_worker import Process, RemoteStage, RemoteWorker
+from jaxinfer.runtime.processes.process import Process
+from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
 from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
 from jaxinfer.serving.batch import Batch, Transfer

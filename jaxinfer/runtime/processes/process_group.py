@@ -24,7 +24,8 @@ from jaxinfer.runtime.processes.messages import (
 from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
 from jaxinfer.runtime.processes.pipeline_side import PipelineSide
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
-from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
+from jaxinfer.runtime.processes.process import Process
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.stage.attention_plan import check_attention
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.sockets import LOOPBACK

@@ -19,8 +19,9 @@ from jaxinfer.runtime.processes.homes import (
     RestartResult,
 )
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
+from jaxinfer.runtime.processes.process import Process
 from jaxinfer.runtime.processes.process_group import OtherProcesses
-from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 
 
 class Restarts:

@@ -33,10 +33,10 @@ from waiting import HANG_S
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.runtime.cluster import Cluster
-from jaxinfer.runtime.processes import remote_worker
+from jaxinfer.runtime.processes import process as process_module
 from jaxinfer.runtime.processes.messages import Launch, Move, Prepare
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
-from jaxinfer.runtime.processes.remote_worker import Process
+from jaxinfer.runtime.processes.process import Process
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
@@ -269,7 +269,7 @@ def test_a_host_that_vanishes_is_not_waited_for(
 ) -> None:
     """A worker's processes are all stopped, so that no connection to them breaks off."""
     monkeypatch.setenv("JAXINFER_KEY", KEY)
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    monkeypatch.setattr(process_module, "SILENCE_S", 4.0)
     with listening() as (address, server):
         sections = apart([None, None])
         sections["groups"]["a0"] |= {"process": None, "host": address}

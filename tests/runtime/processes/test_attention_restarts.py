@@ -365,7 +365,7 @@ def strike_group(
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("draws", [2, 40])
+@pytest.mark.parametrize("draws", [2, 20])
 def test_any_process_dies_at_any_moment_and_all_are_back(
     draws: int,
     models: dict[str, Path],
