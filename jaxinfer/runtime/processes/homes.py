@@ -160,7 +160,8 @@ class InstancesHome(Home):
             thread.join()
         super().end(why)
         lent = [process for rest in self.rests for process in rest.worker.lending]
-        for process in [*lent, *self.fresh.values()]:
+        coming = [process for home in self.lenders for process in home.processes.values()]
+        for process in [*lent, *coming, *self.fresh.values()]:
             process.give_up(why)
             process.wait_until_told()
 
