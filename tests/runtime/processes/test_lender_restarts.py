@@ -274,5 +274,5 @@ def test_one_that_is_started_as_the_stage_is_lost_returns_with_that(
     assert cluster.restarts._homes["a"].left == 7
     stage.die("gone")
     cluster.world.launch(Batch("x", [], 0, 0, 0))
-    with pytest.raises(JaxinferError, match="^gone$"):
+    with pytest.raises(JaxinferError, match=r"^gone$"):
         cluster.hear()
