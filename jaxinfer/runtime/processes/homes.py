@@ -155,10 +155,10 @@ class InstancesHome(Home):
         """See Home; whoever is about to have an instance go on, or a group return, stops first."""
         for rest in self.rests:
             rest.worker.give_up(ProcessLost(why))
+        super().end(why)
         threads = [*(rest.thread for rest in self.rests), *(each.thread for each in self.lenders)]
         for thread in filter(None, threads):
             thread.join()
-        super().end(why)
         lent = [process for rest in self.rests for process in rest.worker.lending]
         coming = [process for home in self.lenders for process in home.processes.values()]
         for process in [*lent, *coming, *self.fresh.values()]:

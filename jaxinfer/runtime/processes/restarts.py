@@ -125,33 +125,33 @@ class Restarts:
         with self._lock:
             if rest.why or rest.news:
                 return True
-            if groups := rest.worker.lost_lenders:
-                rest.why = why
-        if not groups:
-            return False
-        begin = time.perf_counter()
-
-        def go_on() -> None:
-            error = None
-            try:
-                rest.worker.go_on()
-            except Exception as lost:
-                error = one_line(lost)
-            # Else, it is told of by those that are started again.
-            is_told_here = not (error and self._return(instance, error))
-            seconds, without = time.perf_counter() - begin, tuple(rest.worker.without)
-            with self._lock:
-                group, rest.why = " and ".join(groups), None
-                if is_told_here:
-                    rest.news = RestartResult(group, [instance], why, seconds, error, without)
-            self._hear(Restarted(group))
-            for home in rest.lenders:
-                if home.news:  # It has been there before it could be used.
-                    self._hear(Restarted(home.name))
-
-        rest.thread = threading.Thread(target=go_on, daemon=True)
-        rest.thread.start()
+            if not (groups := rest.worker.lost_lenders):
+                return False
+            rest.why = why
+            rest.thread = threading.Thread(
+                target=self._have_go_on, args=(instance, rest, why, groups), daemon=True
+            )
+            rest.thread.start()
         return True
+
+    def _have_go_on(self, instance: str, rest: Rest, why: str, groups: Sequence[str]) -> None:
+        begin = time.perf_counter()
+        error = None
+        try:
+            rest.worker.go_on()
+        except Exception as lost:
+            error = one_line(lost)
+        # Else, it is told of by those that are started again.
+        is_told_here = not (error and self._return(instance, error))
+        seconds, without = time.perf_counter() - begin, tuple(rest.worker.without)
+        with self._lock:
+            group, rest.why = " and ".join(groups), None
+            if is_told_here:
+                rest.news = RestartResult(group, [instance], why, seconds, error, without)
+        self._hear(Restarted(group))
+        for home in rest.lenders:
+            if home.news:  # It has been there before it could be used.
+                self._hear(Restarted(home.name))
 
     def take(self, group: str) -> RestartResult | None:
         """The news of a group, if there are any; what was started is in use when this returns."""
@@ -189,8 +189,8 @@ class Restarts:
                 return  # Its instances are lost for good, as those of any process.
             home.starting, home.news, home.why = True, None, why
             home.tell_of_loss(self._hear)
-        home.thread = threading.Thread(target=self._start_again, args=(home, why), daemon=True)
-        home.thread.start()
+            home.thread = threading.Thread(target=self._start_again, args=(home, why), daemon=True)
+            home.thread.start()
 
     def _start_again(self, home: Home, why: str) -> None:
         begin = time.perf_counter()
