@@ -212,6 +212,33 @@ def test_the_stage_is_back_with_all_its_attention_groups(
 
 
 @pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("group", ["a0", "q"])
+def test_stages_in_two_processes_are_back_with_the_group_that_they_share(
+    group: str, models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    before = children()
+    sections = of_two_devices(restartable(1, "p", "a0"))
+    del sections["groups"]["a1"]
+    sections["groups"]["q"] = {"process": "own", "restart": 1}
+    sections["instances"]["x"]["stages"] = [
+        {"group": "p", "layers": 3, "attention": ["a0"]},
+        {"group": "q", "layers": 1, "attention": [{"group": "a0", "num_pages": 12}]},
+    ]
+    llm = load(models["three"], tmp_path, **sections)
+    acts = {9: partial(os.kill, pid_of(llm, group), signal.SIGKILL)}
+    found, run, slices = serve_with(llm, tmp_path / "runs", acts)
+    assert (found, run["lost"]) == (expected["three"], {})
+    assert told(run) == [("p and q and a0", ["x"], None, [])]
+    assert all(any(each[shard] for each in slices[20:]) for shard in range(6))
+    assert check_decisions(tmp_path / "runs" / "1").difference is None
+    check_nothing_left(llm)
+    del llm, acts
+    gc.collect()
+    wait_until(lambda: children() <= before)
+
+
+@pytest.mark.slow
 def test_one_that_cannot_be_started(
     models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
 ) -> None:
