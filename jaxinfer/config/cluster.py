@@ -119,12 +119,14 @@ class ClusterConfig(Options):
 
     Attributes:
         ray: address of the Ray cluster that finds hosts for groups; None where none asks for it.
+        lent: of a process's part, the devices of attention groups that other processes have.
     """
 
     groups: Named[GroupConfig]
     instances: Named[InstanceConfig]
     links: tuple[LinkConfig, ...] = Field(default=(), strict=False)
     ray: str | None = None
+    lent: Mapping[str, int] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse names that are not there and devices that are not enough."""
@@ -167,8 +169,14 @@ class ClusterConfig(Options):
                             f"{where}: group {group} is there for {users[group]}, "
                             "must be of one instance"
                         )
-        for group in users:
-            needed[group] = self.groups[group].devices
+        for name in users:
+            needed[name] = self.groups[name].devices
+            for option in ("tensor_parallel_size", "mesh"):
+                if getattr(self.groups[name], option) is not None:
+                    raise JaxinferError(
+                        f"groups.{name}.{option}: leave it out, each device of an attention group "
+                        "has KV heads of its own"
+                    )
 
     @property
     def load_format(self) -> str:
@@ -199,33 +207,33 @@ class ClusterConfig(Options):
                     f"{where}: those on one group must follow one another, since each group has a "
                     "process of its own"
                 )
-            times = {group: self.groups[group].restart for group in sorted(homes)}
-            lends = self.attention_of(name)
-            apart = {group: times.pop(group) for group in lends}
+            stages = {*runs}
+            # Attention groups may come back alone where one process has all the stages.
+            alone = homes - stages if len(stages) == 1 else set()
+            times = {group: self.groups[group].restart for group in sorted(homes - alone)}
             most = max(times, key=times.__getitem__)
-            for group, restart in (times | (apart if len(times) > 1 else {})).items():
-                if lends and restart:
-                    raise JaxinferError(
-                        f"groups.{group}.restart is {restart}, must be 0: instances.{name} has "
-                        "attention groups in other processes, which alone are started again, where "
-                        "its stages share one"
-                    )
             for group, restart in times.items():
                 if restart != times[most]:
                     raise JaxinferError(
                         f"groups.{group}.restart is {restart}, must be {times[most]} as that of "
-                        f"{most}: instances.{name} has stages on both, which are started again "
-                        "together"
+                        f"{most}: instances.{name} stands on both, which are started again together"
                     )
 
     def started_together(self) -> list[list[str]]:
-        """Groups that may be started again: each alone, or all that share a pipeline."""
+        """Groups that may be started again: each alone, or all that share an instance.
+
+        Where its stages may, its attention groups are started again with them, too.
+        """
         found = [[name] for name, group in self.groups.items() if group.restart]
         for name in self.instances:
-            of_it = {group for group in self.processes_of(name) if group}
-            joined = [groups for groups in found if of_it & {*groups}]
+            of_it = dict.fromkeys(filter(None, self.processes_of(name)))
+            if self.is_divided(name) and any(self.groups[group].restart for group in of_it):
+                of_it |= dict.fromkeys(self.attention_of(name))
+            joined = [groups for groups in found if of_it.keys() & {*groups}]
             found = [groups for groups in found if groups not in joined]
-            found += [[group for groups in joined for group in groups]] if joined else []
+            if joined:
+                with_them = [group for groups in joined for group in groups]
+                found.append([*dict.fromkeys([*of_it, *with_them])])
         return found
 
     def attention_of(self, instance: str) -> list[str]:
@@ -260,15 +268,17 @@ class ClusterConfig(Options):
             for name, group in self.groups.items()
             if (name if group.is_apart else None) == process
         }
-        instances = {}
+        instances, lent = {}, {**self.lent}
         for name, instance in self.instances.items():
             if self.is_divided(name):
+                lent |= {each: self.groups[each].devices for each in self.attention_of(name)}
                 stages = tuple(stage for stage in instance.stages if stage.group in groups)
                 instance = instance.model_copy(update={"stages": stages})
             if instance.places[0].group in groups:
                 instances[name] = instance
         links = tuple(link for link in self.links if set(link.between) <= groups.keys())
-        return self.model_copy(update={"groups": groups, "instances": instances, "links": links})
+        part = {"groups": groups, "instances": instances, "links": links, "lent": lent}
+        return self.model_copy(update=part)
 
     def _check_weights(self) -> None:
         """Refuse instances whose weights differ: KV of one would mean nothing to another."""

@@ -30,7 +30,8 @@ class SiteGroup:
     """A device group of equal GPUs.
 
     Attributes:
-        kind: the GPU's name; ``devices``: how many; ``stage_devices``: of one stage.
+        kind: the GPU's name; ``devices``: how many; ``stage_devices``: of one stage, or 1 of a
+            group for attention, each of whose devices has KV heads of its own.
         mesh: axes of a stage's devices and their sizes, where they are given.
     """
 
@@ -78,8 +79,11 @@ class SiteStage:
 
     @property
     def groups(self) -> list[SiteGroup]:
-        """Groups where its KV heads may lie: its own, then the others."""
-        return [self.group, *(each.group for each in self.attention)]
+        """Groups where its KV heads may lie: its own, then the others, one for each device."""
+        return [
+            self.group,
+            *(each.group for each in self.attention for _ in range(each.group.devices)),
+        ]
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGr
     """
     cluster, own = resolved.cluster, resolved.run_file.own
     placement = place_groups(cluster, resolved.run_file.simulate, own)
+    for_attention = {group for name in cluster.instances for group in cluster.attention_of(name)}
     groups = {}
     for name, group in (placement.cluster if placement else cluster).groups.items():
         try:
@@ -123,9 +128,8 @@ def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGr
             gpu = placement.gpu(name) if placement else own.gpu(group.kind)
         except JaxinferError as error:
             raise within(f"groups.{name}", error) from None
-        groups[name] = SiteGroup(
-            name, gpu, group.kind, group.devices, group.stage_devices, group.mesh
-        )
+        stage_devices = 1 if name in for_attention else group.stage_devices
+        groups[name] = SiteGroup(name, gpu, group.kind, group.devices, stage_devices, group.mesh)
     return placement, groups
 
 

@@ -2,6 +2,7 @@
 
 from pydantic import Field, field_validator
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Options
 
 
@@ -10,9 +11,9 @@ class AttentionConfig(Options):
 
     Attributes:
         group: Name of the group.
-        num_pages: Pages of its pool for this stage, counted as if all the stage's KV heads lay in
-            it. By default as many as the stage's own group has or, in a simulation, what its memory
-            holds, which goes to the stages that have the fewest.
+        num_pages: Pages of its pools for this stage, counted as if all the stage's KV heads lay in
+            them. By default as many as the stage's own group has or, in a simulation, what its
+            memory holds, which goes to the stages that have the fewest.
     """
 
     group: str
@@ -29,7 +30,7 @@ class StageConfig(Options):
         attention: Groups that may keep the stage's KV heads, by name or as ``{group: x, num_pages:
             n}``. They have no weights; attention is computed where the heads lie. A group may be
             there for several stages of one instance. In the instance's KV, each stage's own group
-            is a shard, then each of these, in this order; then comes the next stage.
+            is a shard, then each device of these, in this order; then comes the next stage.
     """
 
     group: str
@@ -48,3 +49,20 @@ class StageConfig(Options):
     def attention_groups(self) -> tuple[str, ...]:
         """Names of the groups besides its own."""
         return tuple(each.group for each in self.attention)
+
+
+def head_pages(group: str, num_pages: int, heads: int, devices: int = 1) -> int:
+    """Pages of one KV head in the pool of each device of a group, the padding page included.
+
+    Args:
+        num_pages: of the group, counted as if all KV heads, which are so many, lay there.
+
+    Raises:
+        JaxinferError: a device would have none.
+    """
+    if not (each := (num_pages - 1) * heads // devices):
+        raise JaxinferError(
+            f"attention group {group}: num_pages {num_pages} makes {heads * (num_pages - 1)} pages "
+            f"of one KV head, its {devices} devices need one each"
+        )
+    return each + 1

@@ -13,12 +13,12 @@ from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.kv_endpoint import KVProcess, ThisProcess
 from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.stage_pair import StagePair
-from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, divided_layers
+from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
 from jaxinfer.runtime.processes.remote_worker import RemoteStage
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
-from jaxinfer.runtime.stage.cluster_plan import plan_cluster
+from jaxinfer.runtime.stage.cluster_plan import divided_layers, plan_cluster
 from jaxinfer.runtime.stage.devices import device_name
 from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.stage import Stage
@@ -74,13 +74,13 @@ class Engine:
             slices: tuple[int, ...] = (0,)
             if plan.attention:
                 slices = tuple(range(number * heads, (number + 1) * heads))
-            groups = [group, *(place.group for place in plan.attention)]
+            places = [(group, 0), *((place.group, place.number) for place in plan.attention)]
             layers = plan.layers.stop - plan.layers.start
-            for num_pages, where in zip(plan.pool_pages, groups, strict=True):
+            for num_pages, (where, device) in zip(plan.pool_pages, places, strict=True):
                 pool = PagePool(num_pages, plan.limits.page_size)
                 fit = self.attention[len(shards)] if self.attention else None
                 dense = self.dense[len(shards)] if self.dense else None
-                shards.append(Shard(pool, slices, number, where, fit, layers, dense))
+                shards.append(Shard(pool, slices, number, where, fit, layers, dense, device))
                 slices = ()
         for number in self.worker.without:
             shards[number].pool.close()
@@ -201,12 +201,17 @@ def describe_attention(plan: StageFacts) -> list[dict[str, object]]:
     return [
         {
             "group": place.group,
-            "devices": [device_name(place.device)] if place.device else [],
+            "devices": [
+                device_name(each.device)
+                for each in plan.attention
+                if each.group == place.group and each.device
+            ],
             "kernels": place.kernels,
             "num_pages": place.num_pages,
             "repeats": place.repeats,
         }
         for place in plan.attention
+        if not place.number
     ]
 
 

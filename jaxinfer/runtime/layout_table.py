@@ -58,10 +58,13 @@ def _memory(plan: StagePlan) -> Table:
     table.add_row(f"free, {on}", free)
     table.add_row("KV pages", f"{pages:,} of {size} tokens, {pages * size:,} tokens")
     for place in plan.attention:
+        if place.number:
+            continue  # As on the group's first device.
         pages = place.num_pages - 1
-        what = f"{pages:,} of {size} tokens, {pages * size:,} tokens, {mib(place.kv_bytes)}"
+        all_bytes = place.devices * place.kv_bytes
+        what = f"{pages:,} of {size} tokens, {pages * size:,} tokens, {mib(all_bytes)}"
         kind = place.device.device_kind if place.device else "device elsewhere"
-        table.add_row(f"KV pages of {place.group}, a {kind}", what)
+        table.add_row(f"KV pages of {place.group}, {place.devices} x {kind}", what)
     step = f"{plan.limits.max_num_batched_tokens:,} tokens of {plan.limits.max_num_seqs:,} requests"
     table.add_row("largest step", step)
     table.add_row("longest request", f"{longest_request(plan):,} tokens")

@@ -6,8 +6,8 @@ from contextlib import suppress
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.cluster import Cluster
 from jaxinfer.runtime.parallel_sampling import Continuations
+from jaxinfer.runtime.processes.process import NobodyThere
 from jaxinfer.runtime.processes.process_group import Progress
-from jaxinfer.runtime.processes.remote_worker import NobodyThere
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.sampling_inputs import sampler_shape, sampling_of
 from jaxinfer.serving.releases import Releases

@@ -65,8 +65,8 @@ from jaxinfer.serving.world import StepDone
 from jaxinfer.sockets import Address, send
 
 ALIVE_S = 1.0
-# A process that lends in the place of a lost one is waited for until the loop has ended it, as it
-# does with those that are silent: nobody else is to be taken for the cause.
+# A process that lends in the place of a lost one is called until the loop has ended it, as it does
+# with those that are silent: nobody else is to be taken for the cause. Steps wait, nothing else.
 LENDER_S = 60.0
 # A step's ends are known for so many steps more: an offer that follows it waits for one of them.
 STEPS_KEPT = 16
@@ -109,9 +109,14 @@ class WorkerProcess:
 
     def _attempt(self, message: Any) -> None:
         try:
-            self._do(message)
-        except Exception as error:
-            self._say(self._failure(message, error))
+            try:
+                self._do(message)
+            except Exception as error:
+                self._say(self._failure(message, error))
+        except BaseException:
+            # A thread that ends alone would leave this undone, or all that is to be done after it.
+            traceback.print_exc()
+            os._exit(1)
 
     def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
         """Find the queue of a message that has its place among such an instance's steps."""
@@ -156,8 +161,6 @@ class WorkerProcess:
         match message:
             case Launch() | Move() | EmulateSteps() | Prepare(wait=False):
                 return WorkerFailed(message.instance, mistake, line)
-            case Borrow(wait=False):
-                return WorkerFailed(message.instance, False, line)  # Who lends may have been lost.
             case Offer() | Pull() | Place() | Drop():
                 return SlabFailed(message.end, message.slab, isinstance(message, Offer), line)
         return Refused(line)
@@ -234,9 +237,8 @@ class WorkerProcess:
         """Take a pool's memory, for a stage in another process."""
         plan, number = message.plan, message.number
         asked = plan.attention[number]
-        (device,) = open_groups(self._groups)[asked.group]
-        repeats = int(self._groups[asked.group].slowdown)
-        pool = plan_pool(plan, asked.group, asked.num_pages, device, repeats)
+        device = open_groups(self._groups)[asked.group][asked.number]
+        pool = plan_pool(plan, asked, device, self._groups[asked.group])
         places = [*plan.attention[:number], pool, *plan.attention[number + 1 :]]
         lent = LentPool(replace(plan, attention=places), number, message.host)
         self._lent.append(lent)

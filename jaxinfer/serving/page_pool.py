@@ -109,7 +109,8 @@ class Shard:
             ``page_size`` tokens of one slice. Most shards have one slice: all their heads. Where a
             stage's heads lie in several shards, slice ``stage * K + head`` is one of its K heads.
         stage: pipeline stage whose layers it has. Slices go to any shard of their stage.
-        group: name of the device group where it lies, if anybody asks.
+        group: name of the device group where it lies, if anybody asks; ``device``: number there,
+            where each of the group's devices has a shard of its own.
         fit: how long attention takes here, where that has been profiled.
         layers: of the model that the stage has, where stages share device groups.
         dense: seconds of one layer without its attention, by a step's tokens: of a stage's own
@@ -128,6 +129,7 @@ class Shard:
         fit: AttentionFit | None = None,
         layers: int = 1,
         dense: Callable[[float], float] | None = None,
+        device: int = 0,
     ) -> None:
         self.pool = pool
         self.slices = slices
@@ -136,6 +138,7 @@ class Shard:
         self.fit = fit
         self.layers = layers
         self.dense = dense
+        self.device = device
         self.num_pairs = 0
 
     @property

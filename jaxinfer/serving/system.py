@@ -87,6 +87,10 @@ class ShardView(Protocol):
         """Name of the device group, of instances that a run file has."""
 
     @property
+    def device(self) -> int:
+        """Number among the group's devices, where each of them is a shard of its own; else 0."""
+
+    @property
     def slices(self) -> Collection[int]:
         """The slices of KV heads that lie here unless a request has them elsewhere."""
 

@@ -10,6 +10,7 @@ from itertools import permutations
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.nodes import NetworkPath
 from jaxinfer.config.site import SiteStage
+from jaxinfer.config.stages import head_pages
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost
@@ -27,9 +28,10 @@ class ModelledShard:
         heads: KV heads that may lie here, a page of the pool being of one of them; 0 where the
             stage has no other shard, and its heads lie together.
         is_own: whether it is the stage's own group, where all heads lie by default.
-        num_pages: pages as if all heads lay here, the padding page included.
+        num_pages: pages of the group as if all heads lay there, the padding page included.
         fit, dense: see ``Shard``.
         cost: cost of its attention, where that is modelled.
+        devices: of the group, with equal pools, each a shard; ``device``: number of this one.
     """
 
     stage: int
@@ -41,18 +43,22 @@ class ModelledShard:
     fit: AttentionFit | None
     dense: Callable[[float], float] | None = None
     cost: ShardCost | None = None
+    devices: int = 1
+    device: int = 0
 
     @property
     def num_head_pages(self) -> int:
         """Pages of the pool, the padding page included."""
-        return (self.num_pages - 1) * max(self.heads, 1) + 1
+        return head_pages(self.group, self.num_pages, max(self.heads, 1), self.devices)
 
     def new(self, page_size: int, pool: type[PagePool] = CountedPages) -> Shard:
         """The scheduling side, empty."""
         first = self.stage * self.heads
         slices = tuple(range(first, first + max(self.heads, 1))) if self.is_own else ()
         pages = pool(self.num_head_pages, page_size)
-        return Shard(pages, slices, self.stage, self.group, self.fit, self.layers, self.dense)
+        return Shard(
+            pages, slices, self.stage, self.group, self.fit, self.layers, self.dense, self.device
+        )
 
 
 def spread_stage(place: SiteStage, first: int) -> ModelledSpreadStage:
@@ -67,11 +73,13 @@ def spread_stage(place: SiteStage, first: int) -> ModelledSpreadStage:
     queries = 2 * part.model.num_attention_heads // part.model.num_key_value_heads
     exchanged = (queries + 2) * part.model.head_size * ITEMSIZE
     for each in place.attention:
-        there = replace(part, gpu=each.group.gpu, devices=each.group.devices)
+        there = replace(part, gpu=each.group.gpu, devices=1)
         (cost,) = ModelledSpreadStage.of(there, each.costs).shards
-        path = each.path
-        cost = replace(cost, per_query=exchanged / path.rate, round_trip=2 * path.latency_s)
-        stage.shards += (cost,)
+        path, devices = each.path, each.group.devices
+        # All of them exchange at once, over what the group has.
+        per_query = devices * exchanged / path.rate
+        cost = replace(cost, per_query=per_query, round_trip=2 * path.latency_s)
+        stage.shards += (cost,) * devices
     return stage
 
 
@@ -81,7 +89,7 @@ def spread_shards(
     pages: Sequence[int],
     stages: Sequence[StageCost],
 ) -> tuple[ModelledShard, ...]:
-    """Return the shards of each stage: on its own group, then on its attention groups.
+    """Return the shards of each stage: on its own group, then each device of attention groups.
 
     Args:
         pages: numbers of pages on the stages' own groups.
@@ -94,6 +102,7 @@ def spread_shards(
     found, halves = [], instance.half_batches != "never"
     for number, (place, part, stage) in enumerate(zip(places, parts, stages, strict=True)):
         costs = stage.shards if isinstance(stage, ModelledSpreadStage) else (None,)
+        seen = Counter[str]()
         for group, cost in zip(place.groups, costs, strict=True):
             is_own, name = group is place.group, group.name
             count = pages[number] if is_own else others[number, name]
@@ -105,8 +114,13 @@ def spread_shards(
             )
             # As profiled: a stage that has no other shard takes no time that its placement decides.
             fit = cost.fit if cost else AttentionFit(0.0, 0.0, 0.0)
-            shard = ModelledShard(number, name, part.layers, heads, is_own, count, fit, dense, cost)
-            found.append(shard)
+            found.append(
+                ModelledShard(
+                    number, name, part.layers, heads, is_own, count, fit, dense, cost,
+                    1 if is_own else group.devices, seen[name],
+                )
+            )  # fmt: skip
+            seen[name] += 1
     return tuple(found)
 
 
@@ -141,11 +155,12 @@ def slice_lanes(
 
 
 def shared_visits(shards: Sequence[ModelledShard], num_stages: int) -> list[list[Visit]]:
-    """Return each stage's visits to groups that work for several stages."""
-    counts = Counter(shard.group for shard in shards)
+    """Return each stage's visits to devices that work for several stages."""
+    counts = Counter((shard.group, shard.device) for shard in shards)
     found: list[list[Visit]] = [[] for _ in range(num_stages)]
     for number, shard in enumerate(shards):
-        if shard.cost and not shard.is_own and counts[shard.group] > 1:
-            visit = Visit(shard.group, number, shard.cost, shard.layers)
+        device = shard.group, shard.device
+        if shard.cost and not shard.is_own and counts[device] > 1:
+            visit = Visit(device, number, shard.cost, shard.layers)
             found[shard.stage].append(visit)
     return found

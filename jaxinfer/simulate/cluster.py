@@ -75,8 +75,9 @@ class ModelledInstance:
     def num_tokens(self) -> int:
         """KV entries that fit at once, wherever the KV heads lie."""
         pages = [count - 1 for count in self.num_pages]
-        for shard in self.shards:
-            pages[shard.stage] += 0 if shard.is_own else shard.num_pages - 1
+        for stage in range(len(pages)) if self.shards else ():
+            here = [shard for shard in self.shards if shard.stage == stage]
+            pages[stage] = sum(s.num_head_pages - 1 for s in here) // max(here[0].heads, 1)
         return min(pages) * self.config.page_size
 
     @property
@@ -87,7 +88,7 @@ class ModelledInstance:
 
     @property
     def visits(self) -> Sequence[Sequence[Visit]]:
-        """The visits of each stage to groups that work for several stages."""
+        """The visits of each stage to devices that work for several stages."""
         return shared_visits(self.shards, len(self.layers))
 
     def describe_stages(self) -> list[dict[str, object]]:
@@ -99,7 +100,9 @@ class ModelledInstance:
             if self.tables and self.tables[number]:
                 stage["tables"] = self.tables[number]
             if others := [s for s in self.shards if s.stage == number and not s.is_own]:
-                stage["attention"] = [{"group": s.group, "num_pages": s.num_pages} for s in others]
+                stage["attention"] = [
+                    {"group": s.group, "num_pages": s.num_pages} for s in others if not s.device
+                ]
             stages.append(stage)
         return stages
 
@@ -234,7 +237,7 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
     for place in places:
         spread = place.attention
         stages.append(spread_stage(place, first) if spread else make_stage(place.part, place.costs))
-        first += 1 + len(spread)
+        first += len(place.groups)
     model = parts[0].model
     hops = [place.hop for place in places if place.hop]
     cost: CostModel = Pipeline(

@@ -102,8 +102,10 @@ def count_attention_pages(
     found: dict[tuple[int, str], int] = {}
     for asked in groups:
         group, room = asked.group, _room(instance, parts, asked)
-        # The pools' padding pages are of one head.
-        room -= sum(bytes_of[n] / parts[n].model.num_key_value_heads for n in asked.given)
+        # The pools' padding pages are of one head, and one on each device.
+        room -= sum(
+            group.devices * bytes_of[n] / parts[n].model.num_key_value_heads for n in asked.given
+        )
         given = {n: pages for n, pages in asked.given.items() if pages}
         room -= sum((pages - 1) * bytes_of[n] for n, pages in given.items())
         open_stages = [n for n in asked.given if n not in given]

@@ -180,9 +180,13 @@ def _shards(name: str, site: Resolved, described: Mapping[str, Any]) -> list[Mod
             place["num_pages"],
             next(fits, None),
             next(dense, None),
+            devices=devices,
+            device=device,
         )
         for number, stage in enumerate(described["stages"])
         for place in (stage, *stage.get("attention", ()))
+        for devices in [1 if place is stage else len(place["devices"])]
+        for device in range(devices)
     ]
 
 

@@ -18,14 +18,14 @@ from jaxinfer.simulate.costs.roofline import RooflineStage
 class ShardCost:
     """A layer's attention where some KV heads of a stage lie.
 
-    The group's devices share the heads evenly, however many there are.
+    The own group's devices share the heads evenly, however many there are.
 
     Attributes:
         head_flops: of a query token, for each KV entry of one KV head that it sees.
         head_bytes: of one KV entry of one KV head.
-        per_flop, per_byte: seconds, of all devices of the group.
-        per_query: seconds that the link takes for what a token's queries of one KV head exchange
-            with the stage's own group: queries, keys and values there, outputs back.
+        per_flop, per_byte: seconds, of all devices of the own group, or of one of another's.
+        per_query: seconds that its part of the link takes for what a token's queries of one KV head
+            exchange with the stage's own group: queries, keys and values there, outputs back.
         round_trip: seconds until the first bytes are there, and back.
     """
 
@@ -64,20 +64,21 @@ class ShardCost:
 
 @dataclass(frozen=True)
 class Visit:
-    """Work for a stage by a device group that works for other stages, too.
+    """Work for a stage by a device that works for other stages, too.
 
     Attributes:
-        group: its name; ``shard``: number of its shard, among the instance's.
+        device: name of its group, and number there.
+        shard: number of its shard, among the instance's.
         layers: number of the layers of the stage.
     """
 
-    group: str
+    device: tuple[str, int]
     shard: int
     cost: ShardCost
     layers: int
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds for which a step keeps the group busy."""
+        """Return the seconds for which a step keeps the device busy."""
         return self.layers * self.cost.busy(work.shards[self.shard])
 
 

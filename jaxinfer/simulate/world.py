@@ -59,7 +59,7 @@ class SimulatedWorld:
         requests: by time of arrival.
         start: the time at which the cluster is there; requests that come before wait for it.
         slice_lanes: by instance, from shard to shard, of one KV head; where heads move.
-        visits: by instance, what each stage has done by groups that work for several of them.
+        visits: by instance, what each stage has done by devices that work for several of them.
         joint: times of instances that step together, if some do.
     """
 
@@ -80,7 +80,7 @@ class SimulatedWorld:
         self._devices, self._slice_lanes = devices, slice_lanes or {}
         # Of those alone that have any: this is looked at in each step.
         self._visits = {name: each for name, each in (visits or {}).items() if any(each)}
-        self._turns: defaultdict[str, SharedDevice] = defaultdict(SharedDevice)
+        self._turns: defaultdict[tuple[str, int], SharedDevice] = defaultdict(SharedDevice)
         self._network: Network[tuple[_Moving, StagePath]] = Network(capacities)
         self._requests = iter(requests)
         self._next = next(self._requests, None)
@@ -138,7 +138,7 @@ class SimulatedWorld:
             end = start + duration
             if visits:
                 for visit in visits[number]:
-                    turns, busy = self._turns[visit.group], visit.seconds(work)
+                    turns, busy = self._turns[visit.device], visit.seconds(work)
                     end = max(end, turns.take(start, busy, self._now))
             free[devices[number]] = end
             stages.append((start, end))

@@ -124,18 +124,23 @@ Sections = dict[str, dict[str, Any]]
 def _spread(
     rng: random.Random, groups: Sections, cluster: str, engine: dict[str, Any]
 ) -> tuple[Sections, Sections]:
-    """An instance whose heads may lie on two more groups; or with two stages that share one."""
+    """An instance whose heads may lie on two more groups; or with two stages that share one.
+
+    With room, one of them, that which is shared, has two devices.
+    """
     # A request of 19 pages for each of two heads just fits the small ones.
     own, near, far = (12, 11, 8) if cluster == "small" else (30, 14, 12)
     pools = [{"group": "d", "num_pages": near}, {"group": "e", "num_pages": far}]
     halves = rng.choice(["never", "by_time", "always"])
     stages: list[dict[str, Any]] = [{"group": "p", "attention": pools}]
     if cluster == "meshes":
-        groups = groups | {"p": {"devices": 2}, "q": {}}
+        groups = groups | {"p": {"devices": 2}, "e": {"devices": 2}, "q": {}}
         stages = [
             {"group": "p", "layers": 1, "attention": pools},
             {"group": "q", "layers": 1, "attention": pools[1:]},
         ]
+    elif cluster != "small":
+        groups = groups | {"d": {"devices": 2}}
     more = {"num_pages": own, "stages": stages, "half_batches": halves}
     return groups, {"x": engine | more}
 

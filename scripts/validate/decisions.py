@@ -25,7 +25,7 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import one_line
 from jaxinfer.ledger.ledger_file import NAME, read_ledger
 from jaxinfer.report.records import read_run_json
-from jaxinfer.runtime.processes import remote_worker
+from jaxinfer.runtime.processes import process
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
@@ -162,7 +162,7 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
     # Most of the time goes into compilation, little into what it makes.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     jax.config.update("jax_num_cpu_devices", 8)
-    remote_worker.SILENCE_S = 600.0  # Whoever is killed breaks off; a busy machine may be silent.
+    process.SILENCE_S = 600.0  # Whoever is killed breaks off; a busy machine may be silent.
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         profile.FOLDER = Path(temporary, "profiles")  # What is measured here is nobody else's.

@@ -201,8 +201,8 @@ def divided(
     return ClusterConfig(
         groups={
             name: GroupConfig(
-                devices=1 if name in lends else 4,
-                tensor_parallel_size=1,
+                devices=2 if name in lends else 4,
+                tensor_parallel_size=None if name in lends else 1,
                 process=None if name in here else "own",
                 restart=restart if name == groups[-1] else int(name in again),
             )
@@ -240,14 +240,9 @@ def test_each_process_has_its_stages_of_a_pipeline() -> None:
         ),
         ("ab", {"restart": 2}, r"^groups\.a\.restart is 0, must be 2 as that of b: instances\.x"),
         (
-            "a",
-            {"restart": 2, "lends": ["c"], "enable_prefix_caching": False},
-            r"^groups\.a\.restart is 2, must be 0: instances\.x has attention groups in other",
-        ),
-        (
             "ab",
             {"again": ["c"], "lends": ["c"], "enable_prefix_caching": False},
-            r"^groups\.c\.restart is 1, must be 0: instances\.x has attention groups in other",
+            r"^groups\.a\.restart is 0, must be 1 as that of c: instances\.x stands on both, which",
         ),
     ],
 )
@@ -273,6 +268,25 @@ def test_who_shares_a_pipeline_is_started_again_together() -> None:
         },
     )
     assert sorted(map(sorted, made.started_together())) == [["a", "b", "c"], ["d"]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "restart", "again", "together"),
+    [
+        ("a", 2, "", ["acd"]),
+        ("a", 2, "d", ["acd"]),
+        ("a", 0, "d", ["d"]),
+        ("ab", 1, "acd", ["abcd"]),
+        ("ab", 0, "", []),
+    ],
+)
+def test_attention_groups_are_started_again_with_their_stages(
+    groups: str, restart: int, again: str, together: list[str]
+) -> None:
+    made = divided(
+        *groups, lends=["c", "d"], restart=restart, again=again, enable_prefix_caching=False
+    )
+    assert made.started_together() == [[*each] for each in together]
 
 
 def test_attention_groups_stand_in_one_process_with_their_stage() -> None:

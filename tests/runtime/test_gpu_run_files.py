@@ -13,8 +13,8 @@ from jaxinfer.commands.app import cli
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.runtime import explain
-from jaxinfer.runtime.processes.pipeline_worker import divided_layers
 from jaxinfer.runtime.stage import cluster_plan, devices, stage_plan
+from jaxinfer.runtime.stage.cluster_plan import divided_layers
 from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.systems.registry import SYSTEMS
 

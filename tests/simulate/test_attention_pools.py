@@ -97,18 +97,15 @@ def test_what_the_scheduler_sees_is_what_fits() -> None:
     """A request as long as all groups together hold, by whole pages of each KV head."""
     instance = modelled("llama-2-70b", *ON_P100)
     kv = instance.new_instance("x", None, False, False, len).kv
-    assert [(shard.stage, shard.group) for shard in kv.shards] == [
-        (0, "a"),
-        (0, "p"),
-        (1, "b"),
-        (1, "p"),
-        (2, "c"),
-        (2, "p"),
+    assert [(shard.stage, shard.group, shard.device) for shard in kv.shards] == [
+        (stage, group, device)
+        for stage, own in enumerate("abc")
+        for group, device in [(own, 0), *(("p", number) for number in range(4))]
     ]
-    assert [shard.slices for shard in kv.shards[2:4]] == [tuple(range(8, 16)), ()]
+    assert [shard.slices for shard in kv.shards[5:10]] == [tuple(range(8, 16)), (), (), (), ()]
     assert [s.num_pages for s in kv.shards] == [s.num_head_pages - 1 for s in instance.shards]
     assert kv.is_spread
-    sums = [sum(s.num_pages for s in kv.shards[i : i + 2]) // 8 for i in (0, 2, 4)]
+    sums = [sum(s.num_pages for s in kv.shards[i : i + 5]) // 8 for i in (0, 5, 10)]
     assert min(sums) * instance.config.page_size == instance.num_tokens
     # One request has each KV head whole in one shard: at most two of eight heads lie apart.
     assert 0.5 * min(sums) < kv.num_pages <= min(sums)
@@ -130,9 +127,12 @@ def test_given_pages_are_taken_and_the_rest_is_levelled() -> None:
     engine = {"page_size": 16, "num_pages": 1001}
     instance = modelled("llama-2-70b", *given, engine=engine)
     by_stage = {(s.stage, s.group): s.num_pages for s in instance.shards}
+    assert {s.num_head_pages for s in instance.shards if (s.stage, s.group) == (2, "p")} == {201}
     assert by_stage[2, "p"] == 101
     assert by_stage[0, "p"] == by_stage[1, "p"]
-    held = sum((s.num_pages - 1) * s.layers for s in instance.shards if s.group == "p") * 16 * 4096
+    # Of one KV head each, 512 bytes for each of 16 tokens and of a stage's layers.
+    pools = [(s.num_head_pages, s.layers) for s in instance.shards if s.group == "p"]
+    held = sum(pages * layers for pages, layers in pools) * 16 * 512
     room = 4 * 0.9 * 12288 * 2**20 - 512 * 2 * (64 + 8) * 128 * 2
     assert room - 69 * 16 * 4096 * 2 < held <= room
 

@@ -212,7 +212,7 @@ def test_stages_take_turns_with_what_they_share(
     Three seconds from 4 on are the first step's in the second stage; then come the second step's.
     """
     cost = ShardCost(0, 1, 0.0, 0.5)
-    visits = [[Visit("w", 1, cost, 2)], [Visit("w", 3, cost, 2)]]
+    visits = [[Visit(("w", 0), 1, cost, 2)], [Visit(("w", 0), 3, cost, 2)]]
     stages = Given((4.0, 4.0), (0.0,))
     modelled = SimulatedWorld(
         {"i": stages}, {"i": 1}, {"i": (0, 1)}, {}, {}, [], visits={"i": visits}

@@ -137,7 +137,10 @@ def test_a_group_of_two_stages_takes_turns() -> None:
     together, _ = served(file, *work)
     alone, _ = served(run_file(apart, engine=engine, links=links), *work)
     visits = modelled(file).visits
-    assert [[visit.shard for visit in each if visit.group == "w"] for each in visits] == [[1], [3]]
+    assert [[visit.shard for visit in each if visit.device == ("w", 0)] for each in visits] == [
+        [1],
+        [3],
+    ]
     # A token's queries of a head are 48 bytes at 1,000 per second, in each of three layers.
     busy = 4 * (5 + 19) * 3 * 0.048
     assert busy < alone.wall_s < 1.5 * busy

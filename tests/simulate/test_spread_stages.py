@@ -70,17 +70,40 @@ def test_a_step_takes_what_the_slowest_shard_does() -> None:
     assert modelled(at_once).cost.stages(own) == pytest.approx([dense[0] + 6 * 2 * OWN_S])
 
 
-def test_devices_of_an_attention_group_share_its_heads() -> None:
+def test_each_device_of_an_attention_group_has_heads_of_its_own() -> None:
     file = run_file()
     file["groups"]["w"] |= {"devices": 4}
     file["simulate"] = PEAK | {"groups": {"w": {"bandwidth": 0.5}}}
-    shards = modelled(file).new_instance("x", None, True, False, len).shards
-    assert [shard.group for shard in shards] == ["a", "w"]
-    fit = shards[1].fit
-    assert fit
-    assert fit.per_entry == pytest.approx(16 / (4 * 0.5e6))
-    assert shards[0].fit == AttentionFit(0.0, pytest.approx(16e-6), 0.0)
-    assert (fit.exchange_per_pair, fit.exchange) == (pytest.approx(48e-6), 1.0)
+    instance = modelled(file)
+    own, *shards = instance.new_instance("x", None, True, False, len).shards
+    assert [(shard.group, shard.device) for shard in shards] == [("w", n) for n in range(4)]
+    # A quarter of what the group has for the stage, and of the link.
+    (place,) = {shard.num_pages for shard in instance.shards if shard.group == "w"}
+    assert [shard.num_pages for shard in shards] == [(place - 1) * 2 // 4] * 4
+    for shard in shards:
+        assert shard.fit
+        assert shard.fit.per_entry == pytest.approx(16 / 0.5e6)
+        assert shard.fit.exchange_per_pair == pytest.approx(4 * 48e-6)
+        assert shard.fit.exchange == 1.0
+    assert own.fit == AttentionFit(0.0, pytest.approx(16e-6), 0.0)
+
+
+def test_heads_dealt_evenly_take_what_one_device_as_fast_as_all_would() -> None:
+    """Their link is one, and the slowest decides where one has more."""
+    links = [{"between": [*pair], "gb_s": 1e-3} for pair in ("ab", "aw", "bw")]
+    stages = [{"group": name, "attention": ["w"]} for name in "ab"]
+    several, one = (run_file(stages, links=links) for _ in range(2))
+    several["groups"]["w"] |= {"devices": 2}
+    one["gpus"]["twice"] = CARD | {"bf16_tflops": 2e-3, "memory_gb_s": 2e-3}
+    one["groups"]["w"] |= {"kind": "twice"}
+    rows = [(99, 1), (10, 3), (40, 1)]
+    as_one = modelled(one).cost.stages(work_with(rows, 0, 2, 2, 0))
+    several_cost = modelled(several).cost
+    even = several_cost.stages(work_with(rows, 0, 1, 1, 2, 0, 0))
+    assert even == pytest.approx(as_one, rel=1e-12)
+    uneven = several_cost.stages(work_with(rows, 0, 2, 0, 2, 0, 0))
+    assert uneven[0] > 1.2 * as_one[0]
+    assert uneven[1] == even[1]
 
 
 @given(st.integers(0, 300), st.integers(0, 10**6))

@@ -14,7 +14,7 @@ from jaxinfer.config.groups import GroupConfig
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes.homes import InstancesHome, Restarted
 from jaxinfer.runtime.processes.messages import Left
-from jaxinfer.runtime.processes.remote_worker import NobodyThere
+from jaxinfer.runtime.processes.process import NobodyThere
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 

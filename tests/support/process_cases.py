@@ -15,7 +15,8 @@ from waiting import wait_until
 from jaxinfer import LLM
 from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint, ThisProcess
 from jaxinfer.runtime.kv.transports import TcpTransport
-from jaxinfer.runtime.processes.remote_worker import SILENCE_S, Process, RemoteWorker
+from jaxinfer.runtime.processes.process import SILENCE_S, Process
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.serving.world import StepDone
 
 SMALL = Pair("two", Side(1, 8), Side(2, 16), apart="ab")

@@ -90,3 +90,9 @@ def spread(attention: Sequence[int | None], primary: int = 1, **more: Any) -> di
     stages = [{"group": "p", "attention": pools}]
     instance = {"stages": stages, "enable_prefix_caching": False} | more
     return {"groups": groups, "instances": {"x": instance}, "system": "scatter:Scatter"}
+
+
+def of_two_devices(sections: dict[str, Any]) -> dict[str, Any]:
+    """The same with a first attention group of two devices."""
+    sections["groups"]["a0"]["devices"] = 2
+    return sections

@@ -294,7 +294,8 @@ class Hetis(System):
             other.layers
             * self._fit(other).of_steps(steps).busy(other.num_pairs, _used(instance, other))
             for other in instance.shards
-            if other.group == shard.group and other.stage != shard.stage
+            if (other.group, other.device) == (shard.group, shard.device)
+            and other.stage != shard.stage
         )
         return DeviceLoad(
             fit,

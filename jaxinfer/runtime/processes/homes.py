@@ -1,5 +1,6 @@
 """Processes that are started again together, and what comes to be in use with them."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes.pipeline_side import PipelineSide
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
+from jaxinfer.runtime.processes.process import NobodyThere, Process
 from jaxinfer.runtime.processes.process_group import (
     AnotherProcess,
     OtherProcesses,
@@ -17,7 +19,6 @@ from jaxinfer.runtime.processes.process_group import (
     open_pools,
     wait_until_loaded,
 )
-from jaxinfer.runtime.processes.remote_worker import NobodyThere, Process
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.sockets import Address
@@ -64,6 +65,7 @@ class Home(ABC):
         left: how often they may be started.
         starting: whether a thread is about it, and ``why``: as one before was lost.
         news: an outcome that nobody has taken.
+        thread: the last one that was about it.
     """
 
     name: str
@@ -73,6 +75,12 @@ class Home(ABC):
     starting: bool = field(default=False, init=False)
     why: str = field(default="", init=False)
     news: RestartResult | None = field(default=None, init=False)
+    thread: threading.Thread | None = field(default=None, init=False)
+
+    @property
+    def lenders(self) -> Sequence["LenderHome"]:
+        """Homes whose processes are started again with them."""
+        return ()
 
     @property
     def is_wanted(self) -> bool:
@@ -93,6 +101,13 @@ class Home(ABC):
     def tell_of_loss(self, hear: Hear) -> None:
         """Tell a run what it has to know while they are started."""
 
+    def end(self, why: str) -> None:
+        """End what is left of them, since what they have is needed, and wait until all know it."""
+        for process in self.processes.values():
+            if not process.lost:
+                process.give_up(why)
+            process.wait_until_told()
+
     @abstractmethod
     def get_ready(self, processes: Mapping[str, Process]) -> None:
         """Have new processes, by group, load, compile and open all that the lost ones had."""
@@ -104,15 +119,27 @@ class Home(ABC):
 
 @dataclass
 class InstancesHome(Home):
-    """A group's process, or those that share a pipeline, with instances.
+    """A group's process, or those that share an instance, with instances.
 
     Attributes:
+        others: starts the processes.
+        rests: instances whose attention groups are started again with their stages; ``processes``
+            has those without which they cannot go on.
         prepared: of each instance, the sampler that the new processes have.
+        fresh: new processes that are not in use, by group.
     """
 
     workers: Mapping[str, AnyRemote]
     sides: Mapping[str, AnotherProcess | PipelineSide]
+    others: OtherProcesses
+    rests: Sequence["Rest"] = ()
     prepared: Mapping[str, SamplerShape] = field(default_factory=dict, init=False)
+    fresh: Mapping[str, Process] = field(default_factory=dict, init=False)
+
+    @property
+    def lenders(self) -> "Sequence[LenderHome]":
+        """See Home."""
+        return [lender for rest in self.rests for lender in rest.lenders]
 
     @property
     def instances(self) -> Sequence[str]:
@@ -124,14 +151,30 @@ class InstancesHome(Home):
         for name in self.workers:
             hear(Failed(name, ProcessLost(self.why)))
 
+    def end(self, why: str) -> None:
+        """See Home; whoever is about to have an instance go on, or a group return, stops first."""
+        for rest in self.rests:
+            rest.worker.give_up(ProcessLost(why))
+        super().end(why)
+        threads = [*(rest.thread for rest in self.rests), *(each.thread for each in self.lenders)]
+        for thread in filter(None, threads):
+            thread.join()
+        lent = [process for rest in self.rests for process in rest.worker.lending]
+        coming = [process for home in self.lenders for process in home.processes.values()]
+        for process in [*lent, *coming, *self.fresh.values()]:
+            process.give_up(why)
+            process.wait_until_told()
+
     def get_ready(self, processes: Mapping[str, Process]) -> None:
         """See Home."""
+        self.fresh = processes
         loaded = {group: wait_until_loaded(process) for group, process in processes.items()}
         prepared: dict[str, SamplerShape] = {}
         for name, worker in self.workers.items():
             there = [(piece, piece.process.name) for piece in worker.pieces]
             for piece, group in there:
-                for stage, plan in zip(piece.stages, loaded[group].plans[name], strict=True):
+                _, found = self.others.lend(name, group, processes[group], loaded[group])
+                for stage, plan in zip(piece.stages, found.plans[name], strict=True):
                     check_same(name, stage.plan, plan)
             if isinstance(worker, PipelineWorker):
                 worker.follow_on([(processes[group], loaded[group]) for _, group in there])
@@ -153,10 +196,14 @@ class InstancesHome(Home):
                 side.move_to(self.processes[side.group])
             for piece in worker.pieces:
                 piece.move_to(self.processes[piece.process.name])
-            worker.begin_again()
+            if isinstance(worker, PipelineWorker):
+                worker.begin_again([self.fresh[group] for group in worker.lends])
             if self.prepared[name] != worker.sampler:  # Asked for when it was ready.
                 with suppress(NobodyThere):  # The first step for it will show it.
                     next(worker.prepare(worker.sampler, wait=False))
+        for lender in self.lenders:
+            lender.processes, lender.news = {lender.name: self.fresh[lender.name]}, None
+        self.fresh = {}
 
 
 @dataclass
@@ -164,12 +211,16 @@ class Rest:
     """An instance that can go on without attention groups whose processes are lost.
 
     Attributes:
+        lenders: homes of those that may come back alone.
         why: as one is lost, while a thread is about it; ``news``: an outcome that nobody has taken.
+        thread: the last one that was about it.
     """
 
     worker: PipelineWorker
+    lenders: "list[LenderHome]" = field(default_factory=list)
     why: str | None = None
     news: RestartResult | None = None
+    thread: threading.Thread | None = None
 
 
 @dataclass
@@ -204,7 +255,7 @@ class LenderHome(Home):
     def is_clear(self) -> bool:
         """True once the instance has forgotten the lost process."""
         there = {process.name for process in self.rest.worker.processes}
-        return not self.rest.why and there.isdisjoint(self.processes)
+        return self.is_wanted and not self.rest.why and there.isdisjoint(self.processes)
 
     def tell_of_loss(self, hear: Hear) -> None:
         """See Home; the instance's own failure is told by its worker."""

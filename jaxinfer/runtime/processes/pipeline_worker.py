@@ -8,10 +8,8 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from jaxinfer.config.cluster import ClusterConfig, LinkConfig
-from jaxinfer.config.layer_split import count_layers
+from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.kv.channel import EXPLAINED_S
 from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
 from jaxinfer.runtime.processes.messages import (
@@ -24,7 +22,8 @@ from jaxinfer.runtime.processes.messages import (
     Moved,
     Prepare,
 )
-from jaxinfer.runtime.processes.remote_worker import Process, RemoteStage, RemoteWorker
+from jaxinfer.runtime.processes.process import Process
+from jaxinfer.runtime.processes.remote_worker import RemoteStage, RemoteWorker
 from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
 from jaxinfer.serving.batch import Batch, Transfer
@@ -32,27 +31,6 @@ from jaxinfer.serving.world import StepDone, TransferDone
 from jaxinfer.sockets import Address
 
 T = TypeVar("T")
-
-
-def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]:
-    """Layers of each stage, for the instances with stages in several processes.
-
-    Args:
-        total: layers of the model.
-
-    Raises:
-        JaxinferError: they are not stated.
-    """
-    found = {}
-    for name in filter(config.is_divided, config.instances):
-        stages = config.instances[name].places
-        if len(stages) > 1 and not all(stage.layers or stage.share for stage in stages):
-            raise JaxinferError(
-                f"instances.{name}.stages: give layers or share: the speeds of groups in several "
-                "processes are not measured beside one another"
-            )
-        found[name] = split(total, count_layers(total, stages, lambda number: 1.0))
-    return found
 
 
 class _Part(RemoteWorker):
@@ -88,6 +66,7 @@ class PipelineWorker:
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
         sampler: the one that was asked for last.
+        lends: groups whose processes lent pools at first.
         without: numbers of the shards of the instance's KV that it has gone on without.
         coming: by group, processes that are to lend pools in place of lost ones.
         given_up: whether it is lost, and its processes with it.
@@ -110,13 +89,14 @@ class PipelineWorker:
             _Part(process, instance, there.plans[instance], there.parts[instance], slice(a, b))
             for (process, there), (a, b) in zip(loaded, self._shards, strict=True)
         ]
-        self._lenders = [_Part(process, instance, [], []) for process in lenders]
+        self._lenders = [self._lender(process) for process in lenders]
+        self.lends = [process.name for process in lenders]
         self.without: list[int] = []
         self.coming: dict[str, Process] = {}
         self.given_up = False
         self._failed: Exception | None = None
         self._lock = threading.Lock()
-        for part in [*self._there, *self._lenders]:
+        for part in self._there:
             part.on_failure = partial(self._fail, part)
         self.parts = [
             [first + number for number in numbers]
@@ -126,6 +106,11 @@ class PipelineWorker:
         self._check_shapes()
         self._links = links
         self.follow_on(loaded)
+
+    def _lender(self, process: Process) -> _Part:
+        part = _Part(process, self.instance, [], [])
+        part.on_failure = partial(self._fail, part)
+        return part
 
     def follow_on(self, loaded: Sequence[tuple[Process, Loaded]]) -> None:
         """Have each process take hidden states from the one before it."""
@@ -152,9 +137,18 @@ class PipelineWorker:
         """The workers of the processes with stages, in their order."""
         return self._there
 
-    def begin_again(self) -> None:
-        """Go on where all of its processes are new."""
+    def begin_again(self, lenders: Sequence[Process] = ()) -> None:
+        """Go on where all of its processes are new, those that lend pools among them."""
+        self._lenders = [self._lender(process) for process in lenders]
+        self.without, self.coming, self.given_up = [], {}, False
         self._failed = None
+        self._look_for_losses()
+
+    def _look_for_losses(self) -> None:
+        """Notice processes that were lost before anybody was told of it here."""
+        for part in self._lenders:
+            if part.process.lost:
+                part.on_loss(ProcessLost(part.process.lost))
 
     @property
     def processes(self) -> list[Process]:
@@ -270,7 +264,7 @@ class PipelineWorker:
     @property
     def lost_lenders(self) -> list[str]:
         """The groups whose processes are lost, where the instance can go on without them."""
-        if len(self._there) > 1 or self._there[0].process.lost:
+        if self.given_up or len(self._there) > 1 or self._there[0].process.lost:
             return []
         return [part.process.name for part in self._lenders if part.process.lost]
 
@@ -303,9 +297,7 @@ class PipelineWorker:
             self._failed = None
         if part.process.lost:  # Whoever was told of it took it for the same failure.
             raise JaxinferError(part.process.lost)
-        for each in self._lenders:
-            if each.process.lost:
-                self._fail(each, ProcessLost(each.process.lost))
+        self._look_for_losses()
 
     def _shards_of(self, pools: Iterable[tuple[int, int]]) -> list[int]:
         first = [0, *accumulate(len(stage.plan.pool_pages) for stage in self.stages)]
@@ -313,9 +305,7 @@ class PipelineWorker:
 
     def take_back(self, process: Process, pools: Mapping[tuple[int, int], Address]) -> None:
         """Use the pools, as in ``Forget``, that a process lends in the place of a lost one."""
-        part = _Part(process, self.instance, [], [])
-        part.on_failure = partial(self._fail, part)
-        self._lenders = [*self._lenders, part]
+        self._lenders = [*self._lenders, self._lender(process)]
         if self.coming.get(process.name) is process:  # Else, the next one is being started.
             del self.coming[process.name]
         with suppress(ProcessLost):  # The first step will show it.
@@ -323,8 +313,7 @@ class PipelineWorker:
                 borrow = Borrow(self.instance, stage, number, address, wait=False)
                 self._there[0].process.send(borrow)
         self.without = [n for n in self.without if n not in self._shards_of(pools)]
-        if process.lost:  # It may have been before anybody was told of it here.
-            part.on_loss(ProcessLost(process.lost))
+        self._look_for_losses()
 
     def _cause(self, part: _Part) -> Exception | None:
         """A process that has ended is missed by its neighbours."""

@@ -24,7 +24,8 @@ from jaxinfer.runtime.processes.messages import (
 from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
 from jaxinfer.runtime.processes.pipeline_side import PipelineSide
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
-from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
+from jaxinfer.runtime.processes.process import Process
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.stage.attention_plan import check_attention
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.sockets import LOOPBACK
@@ -206,7 +207,7 @@ class OtherProcesses:
             stages = self._config.instances[name].stages
             groups = dict.fromkeys(stage.group for stage in stages)
             links = [self._config.link(*ends) for ends in pairwise(groups)]
-            there = [self._lend(name, group, *found[group], progress) for group in groups]
+            there = [self.lend(name, group, *found[group], progress) for group in groups]
             lenders = dict.fromkeys(group for stage in stages for group in stage.attention_groups)
             workers[name] = whole = PipelineWorker(
                 name, there, links, [self._processes[group] for group in lenders]
@@ -215,8 +216,13 @@ class OtherProcesses:
             self._pipelines[name] = PipelineSide(sides, whole.first_stages)
         return workers
 
-    def _lend(
-        self, instance: str, group: str, process: Process, loaded: Loaded, progress: Progress
+    def lend(
+        self,
+        instance: str,
+        group: str,
+        process: Process,
+        loaded: Loaded,
+        progress: Progress = lambda what, left: None,
     ) -> tuple[Process, Loaded]:
         """Have attention groups give pools to a process's stages, whose plans then show them."""
         plans = list(loaded.plans[instance])

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from jaxinfer.config.cluster import ClusterConfig
@@ -19,8 +19,9 @@ from jaxinfer.runtime.processes.homes import (
     RestartResult,
 )
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
+from jaxinfer.runtime.processes.process import Process
 from jaxinfer.runtime.processes.process_group import OtherProcesses
-from jaxinfer.runtime.processes.remote_worker import Process, RemoteWorker
+from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 
 
 class Restarts:
@@ -44,26 +45,24 @@ class Restarts:
         self._closed = False
         self._homes: dict[str, Home] = {}
         self._of: dict[str, InstancesHome] = {}
-        self._lenders: dict[str, list[LenderHome]] = {}
+        self._rests = {n: Rest(w) for n, w in remotes.items() if isinstance(w, PipelineWorker)}
         for groups in config.started_together():
             here = {n: w for n, w in remotes.items() if w.pieces[0].process.name in groups}
             if here:
-                home = _home_of(config, groups, here, others)
+                rests = [self._rests[name] for name in here if name in self._rests]
+                home = _home_of(config, groups, here, others, rests)
                 self._of |= dict.fromkeys(here, home)
                 self._add(home)
-        self._rests = {
-            name: Rest(worker)
-            for name, worker in remotes.items()
-            if isinstance(worker, PipelineWorker) and name not in self._of
-        }
-        for name, rest in self._rests.items():
-            self._lenders[name] = [
+        for rest in self._rests.values():
+            if len(rest.worker.pieces) > 1:
+                continue  # It is lost with any of them.
+            rest.lenders = [
                 LenderHome(each.name, {each.name: part}, times, {each.name: each}, rest, others)
                 for each in rest.worker.lending
                 if (times := config.groups[each.name].restart)
                 for part in [config.part(each.name)]
             ]
-            for lender in self._lenders[name]:
+            for lender in rest.lenders:
                 self._add(lender)
 
     def _add(self, home: Home) -> None:
@@ -82,7 +81,6 @@ class Restarts:
                     hear(Restarted(group))
                 elif home.starting:
                     home.tell_of_loss(hear)
-
             for name, rest in self._rests.items():
                 if rest.news:
                     hear(Restarted(rest.news.group))
@@ -91,8 +89,14 @@ class Restarts:
 
     def expect(self, instance: str, why: str) -> bool:
         """Return whether a lost instance is to return; if so, all of its process is lost."""
+        rest = self._rests.get(instance)
+        return bool(rest and self._go_on(instance, rest, why)) or self._return(instance, why)
+
+    def _return(self, instance: str, why: str) -> bool:
+        """Return whether an instance that cannot go on is to return; all of its process is lost."""
         if rest := self._rests.get(instance):
-            return self._go_on(instance, rest, why)
+            # It may have lost the rest after it was told that it could go on.
+            rest.worker.give_up(ProcessLost(why))
         home = self._of.get(instance)
         if home is None:
             return False
@@ -112,7 +116,7 @@ class Restarts:
             return (), False
         # One that is not missed as yet brings back nothing that is lost by now.
         with self._lock:
-            gone = (each for each in self._lenders[instance] if each.is_clear)
+            gone = (each for each in rest.lenders if each.is_clear)
             returns = any(each.starting or each.is_ready for each in gone)
         return tuple(rest.worker.without), returns
 
@@ -121,32 +125,33 @@ class Restarts:
         with self._lock:
             if rest.why or rest.news:
                 return True
-            if groups := rest.worker.lost_lenders:
-                rest.why = why
-        if not groups:
-            # It may have lost the rest after it was told that it could go on.
-            rest.worker.give_up(ProcessLost(why))
-            return False
-        begin = time.perf_counter()
-
-        def go_on() -> None:
-            error = None
-            try:
-                rest.worker.go_on()
-            except Exception as lost:
-                error = one_line(lost)
-                rest.worker.give_up(lost)
-            seconds, without = time.perf_counter() - begin, tuple(rest.worker.without)
-            with self._lock:
-                group, rest.why = " and ".join(groups), None
-                rest.news = RestartResult(group, [instance], why, seconds, error, without)
-            self._hear(Restarted(group))
-            for home in self._lenders[instance]:
-                if home.news:  # It has been there before it could be used.
-                    self._hear(Restarted(home.name))
-
-        threading.Thread(target=go_on, daemon=True).start()
+            if not (groups := rest.worker.lost_lenders):
+                return False
+            rest.why = why
+            rest.thread = threading.Thread(
+                target=self._have_go_on, args=(instance, rest, why, groups), daemon=True
+            )
+            rest.thread.start()
         return True
+
+    def _have_go_on(self, instance: str, rest: Rest, why: str, groups: Sequence[str]) -> None:
+        begin = time.perf_counter()
+        error = None
+        try:
+            rest.worker.go_on()
+        except Exception as lost:
+            error = one_line(lost)
+        # Else, it is told of by those that are started again.
+        is_told_here = not (error and self._return(instance, error))
+        seconds, without = time.perf_counter() - begin, tuple(rest.worker.without)
+        with self._lock:
+            group, rest.why = " and ".join(groups), None
+            if is_told_here:
+                rest.news = RestartResult(group, [instance], why, seconds, error, without)
+        self._hear(Restarted(group))
+        for home in rest.lenders:
+            if home.news:  # It has been there before it could be used.
+                self._hear(Restarted(home.name))
 
     def take(self, group: str) -> RestartResult | None:
         """The news of a group, if there are any; what was started is in use when this returns."""
@@ -161,6 +166,8 @@ class Restarts:
             outcome, home.news = home.news, None
         if not outcome.error:
             home.use()
+            for lender in home.lenders:
+                self._watch(lender)
         return outcome
 
     def close(self) -> None:
@@ -182,14 +189,12 @@ class Restarts:
                 return  # Its instances are lost for good, as those of any process.
             home.starting, home.news, home.why = True, None, why
             home.tell_of_loss(self._hear)
-        threading.Thread(target=self._start_again, args=(home, why), daemon=True).start()
+            home.thread = threading.Thread(target=self._start_again, args=(home, why), daemon=True)
+            home.thread.start()
 
     def _start_again(self, home: Home, why: str) -> None:
         begin = time.perf_counter()
-        for process in home.processes.values():  # What they have is needed.
-            if not process.lost:
-                process.give_up(why)
-            process.wait_until_told()
+        home.end(why)
         error: str | None = why
         while error and home.left and home.is_wanted and not self._closed:
             home.left -= 1
@@ -197,7 +202,8 @@ class Restarts:
         seconds = time.perf_counter() - begin
         with self._lock:
             home.starting = False
-            home.news = RestartResult(home.name, [*home.instances], why, seconds, error)
+            if not error or home.is_wanted:  # Else, it comes back with its instance, or never.
+                home.news = RestartResult(home.name, [*home.instances], why, seconds, error)
         if not error:
             self._watch(home)
         self._hear(Restarted(home.name))
@@ -218,7 +224,7 @@ class Restarts:
                 process.wait_until_told()
             is_mistake = isinstance(error, JaxinferError)
             return str(error) if is_mistake else f"{type(error).__name__}: {one_line(error)}"
-        home.processes = processes
+        home.processes = {group: processes[group] for group in home.processes}
         return None
 
 
@@ -227,17 +233,22 @@ def _home_of(
     groups: list[str],
     workers: Mapping[str, AnyRemote],
     others: OtherProcesses,
+    rests: Sequence[Rest],
 ) -> InstancesHome:
-    """The home of some groups that share a pipeline, or of one, with the instances there."""
+    """The home of some groups that share an instance, or of one, with the instances there."""
     sides = {instance: others.side_of(instance) for instance in workers}
     pieces = [(name, piece) for name, worker in workers.items() for piece in worker.pieces]
     parts = {
         group: _as_planned(config.part(group), {n: p for n, p in pieces if p.process.name == group})
         for group in groups
     }
-    processes = {piece.process.name: piece.process for _, piece in pieces}
-    left = config.groups[groups[0]].restart
-    return InstancesHome(" and ".join(groups), parts, left, processes, workers, sides)
+    # An instance whose stages share one process goes on without the others.
+    lenders = [each for r in rests if len(r.worker.pieces) > 1 for each in r.worker.lending]
+    needed = [*(piece.process for _, piece in pieces), *lenders]
+    processes = {process.name: process for process in needed}
+    left = config.groups[needed[0].name].restart
+    name = " and ".join(groups)
+    return InstancesHome(name, parts, left, processes, workers, sides, others, rests)
 
 
 def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> ClusterConfig:
@@ -252,7 +263,11 @@ def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> C
             pieces = [plan.layers.stop - plan.layers.start for plan in plans]
             each = instance.segments
             found["stages"] = tuple(
-                StageConfig(group=stage.group, layers=sum(pieces[i * each : (i + 1) * each]))
+                StageConfig(
+                    group=stage.group,
+                    layers=sum(pieces[i * each : (i + 1) * each]),
+                    attention=stage.attention,
+                )
                 for i, stage in enumerate(instance.stages)
             )
         instances[name] = instance.model_copy(update=found)

@@ -7,7 +7,7 @@ a step; each layer's pairs, and what attention finds.
 import os
 import threading
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from socket import SHUT_RDWR, socket
@@ -62,10 +62,11 @@ class PoolFailed(NamedTuple):
 class PoolElsewhere:
     """Asks for what is to be done in another process, which does it in this order.
 
-    One thread asks; another one hears the answers.
+    One thread asks; another one calls that process, and hears the answers.
 
     Args:
-        group: the one whose process that is; ``patience``: see ``call``.
+        group: the one whose process that is.
+        patience: see ``call``; by default the process is there, and has answered when this returns.
 
     Raises:
         JaxinferError: that process cannot be reached.
@@ -73,16 +74,14 @@ class PoolElsewhere:
 
     def __init__(self, address: Address, group: str, patience: float | None = None) -> None:
         self._who = f"attention group {group}"
-        try:
-            self._connection: Connection[Any, Any] = Connection(call(*address, patience).detach())
-        except OSError as error:
-            where = join_address(address.host, address.port)
-            raise JaxinferError(f"{self._who} cannot be reached at {where}: {error}") from None
+        self._there: Future[Connection[Any, Any]] = Future()
         self._asked: deque[Future[Any]] = deque()
         self._lock = threading.Lock()
         self._lost: str | None = None
         self._steps = 0
-        threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=self._hear, args=(address, patience), daemon=True).start()
+        if patience is None:
+            self._there.result()
 
     def begin(self, pairs: StepShape, tables: np.ndarray) -> int:
         """Tell a step's tables; the number that it has from here on."""
@@ -107,8 +106,12 @@ class PoolElsewhere:
 
         A host that has vanished, or a process that is stopped, would have them wait for long.
         """
-        with suppress(OSError), socket(fileno=os.dup(self._connection.fileno())) as there:
-            there.shutdown(SHUT_RDWR)
+        if self._there.cancel():  # Who still calls it does so for nobody.
+            self._lose(f"{self._who} has broken off before it could be reached")
+        elif not self._there.exception():
+            connection = self._there.result()
+            with suppress(OSError), socket(fileno=os.dup(connection.fileno())) as there:
+                there.shutdown(SHUT_RDWR)
 
     def _ask(self, message: Any) -> "Future[Any]":
         future: Future[Any] = Future()
@@ -121,22 +124,45 @@ class PoolElsewhere:
 
     def _send(self, message: Any) -> None:
         try:
-            send(self._connection, message)
+            send(self._there.result(), message)
         except OSError:
             self.close()  # The thread that hears learns of it, and tells.
+        except (CancelledError, JaxinferError):
+            pass  # All who ask are told.
 
-    def _hear(self) -> None:
+    def _call(self, address: Address, patience: float | None) -> "Connection[Any, Any]":
         try:
+            connection: Connection[Any, Any] = Connection(call(*address, patience).detach())
+        except OSError as error:
+            where = join_address(address.host, address.port)
+            lost = JaxinferError(f"{self._who} cannot be reached at {where}: {error}")
+            self._there.set_exception(lost)
+            raise lost from None
+        self._there.set_result(connection)
+        return connection
+
+    def _hear(self, address: Address, patience: float | None) -> None:
+        try:
+            connection = self._call(address, patience)
             while True:
-                answer = self._connection.recv()
+                answer = connection.recv()
                 future = self._asked.popleft()
                 if isinstance(answer, PoolFailed):
                     future.set_exception(RuntimeError(f"{self._who}: {answer.line}"))
                 else:
                     future.set_result(answer)
                 del answer, future
+        except InvalidStateError:
+            pass  # It was closed meanwhile.
+        except JaxinferError as error:
+            self._lose(str(error))
         except Exception as error:
-            with self._lock:
-                self._lost = why = f"{self._who} has broken off: {type(error).__name__}: {error}"
+            self._lose(f"{self._who} has broken off: {type(error).__name__}: {error}")
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            if self._lost:
+                return
+            self._lost = why
         for future in self._asked:
             future.set_exception(EOFError(why))

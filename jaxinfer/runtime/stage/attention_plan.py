@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layouts import DEFAULT_AXIS
@@ -35,25 +36,24 @@ def plan_attention(
     found: list[AttentionPlan] = []
     for place in stage.attention:
         num_pages = place.num_pages or plan.num_pages
-        if place.group not in config.groups:
-            found.append(AttentionPlan(place.group, None, num_pages))
-            continue
-        check_attention(place.group, config)
-        (device,) = devices[place.group]
-        repeats = int(config.groups[place.group].slowdown)
-        found.append(plan_pool(plan, place.group, num_pages, device, repeats, taken))
-        taken += found[-1].kv_bytes if device.platform == "cpu" else 0
+        is_here = place.group in config.groups
+        if is_here:
+            check_attention(place.group, config)
+        count = len(devices[place.group]) if is_here else config.lent[place.group]
+        asked = AttentionPlan(place.group, None, num_pages, devices=count)
+        for number in range(count):
+            each = replace(asked, number=number)
+            if is_here:
+                device = devices[place.group][number]
+                each = plan_pool(plan, each, device, config.groups[place.group], taken)
+                taken += each.kv_bytes if device.platform == "cpu" else 0
+            found.append(each)
     return replace(plan, attention=tuple(found))
 
 
 def check_attention(name: str, config: ClusterConfig) -> None:
     """Raise JaxinferError where a group, or its link, is none that attention can be run on."""
     group = config.groups[name]
-    if group.devices > 1:
-        raise JaxinferError(
-            f"groups.{name}.devices is {group.devices}, an attention group runs on 1: make it "
-            "several groups"
-        )
     if group.slowdown % 1:
         raise JaxinferError(
             f"groups.{name}.emulate.slowdown is {group.slowdown:g}, must be a whole number: an "
@@ -68,14 +68,12 @@ def check_attention(name: str, config: ClusterConfig) -> None:
 
 
 def plan_pool(
-    plan: StageFacts,
-    group: str,
-    num_pages: int,
-    device: jax.Device,
-    repeats: int = 1,
-    taken: int = 0,
+    plan: StageFacts, asked: AttentionPlan, device: jax.Device, group: GroupConfig, taken: int = 0
 ) -> AttentionPlan:
-    """A pool of one attention group's; the arguments are those of ``AttentionPlan``.
+    """The pool of one device of an attention group, as it is asked for.
+
+    Args:
+        taken: see ``plan_attention``.
 
     Raises:
         JaxinferError: the memory is too small.
@@ -89,13 +87,15 @@ def plan_pool(
         config.num_attention_heads // config.num_key_value_heads,
         options.page_size,
     )
-    held = replace(config, num_key_value_heads=plan.num_kv_heads, kernels=kernels)
+    held = replace(config, num_key_value_heads=1, kernels=kernels)
     mesh = Mesh(np.array([device]), (DEFAULT_AXIS,))
     pages = abstract_pages(held, plan.layers, 1, options.page_size, plan.kv_dtype, mesh)
-    size = num_pages * memory_of(jax.tree.leaves(pages))
+    size = asked.pool_pages(plan.num_kv_heads) * memory_of(jax.tree.leaves(pages))
     if (free := free_memory(device, taken)) is not None and size > free:
         raise JaxinferError(
-            f"attention group {group}: num_pages {num_pages} of {options.page_size} tokens takes "
-            f"{size / 2**30:.3f} GiB; {free / 2**30:.1f} GiB are free"
+            f"attention group {asked.group}: num_pages {asked.num_pages} of {options.page_size} "
+            f"tokens takes {size / 2**30:.3f} GiB on each of {asked.devices} devices; "
+            f"{free / 2**30:.1f} GiB are free"
         )
-    return AttentionPlan(group, device, num_pages, kernels, size, repeats)
+    repeats = int(group.slowdown)
+    return replace(asked, device=device, kernels=kernels, kv_bytes=size, repeats=repeats)

@@ -15,6 +15,27 @@ from jaxinfer.runtime.stage.machine_speed import measure_speed
 from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
 
 
+def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]:
+    """Layers of each stage, for the instances with stages in several processes.
+
+    Args:
+        total: layers of the model.
+
+    Raises:
+        JaxinferError: they are not stated.
+    """
+    found = {}
+    for name in filter(config.is_divided, config.instances):
+        stages = config.instances[name].places
+        if len(stages) > 1 and not all(stage.layers or stage.share for stage in stages):
+            raise JaxinferError(
+                f"instances.{name}.stages: give layers or share: the speeds of groups in several "
+                "processes are not measured beside one another"
+            )
+        found[name] = split(total, count_layers(total, stages, lambda number: 1.0))
+    return found
+
+
 def plan_cluster(
     model: ModelConfig, config: ClusterConfig, layers: Mapping[str, Sequence[Layers]] | None = None
 ) -> dict[str, list[StagePlan]]:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.stages import head_pages
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layouts import DEFAULT_AXIS, ways
@@ -48,9 +49,11 @@ class AttentionPlan:
 
     Attributes:
         device: None where another process has it, and what attends there is not known here.
-        num_pages: of its pool, counted as if all the stage's KV heads lay there.
+        num_pages: of its group for the stage, counted as if all the stage's KV heads lay there.
         kernels: what attends there.
+        kv_bytes: of its own pool.
         repeats: how often it does all its attention, to play a slower device.
+        devices: number of the group's devices, which have equal pools; ``number``: of this one.
     """
 
     group: str
@@ -59,6 +62,12 @@ class AttentionPlan:
     kernels: str = ""
     kv_bytes: int = 0
     repeats: int = 1
+    devices: int = 1
+    number: int = 0
+
+    def pool_pages(self, heads: int) -> int:
+        """Pages of its own pool, of one of so many KV heads each."""
+        return head_pages(self.group, self.num_pages, heads, self.devices)
 
 
 @dataclass(frozen=True)
@@ -106,8 +115,11 @@ class StageFacts:
         """Size of each of its pools; where KV heads may lie apart, in pages of one head."""
         if not self.attention:
             return [self.num_pages]
-        counts = [self.num_pages, *(place.num_pages for place in self.attention)]
-        return [(count - 1) * self.num_kv_heads + 1 for count in counts]
+        heads = self.num_kv_heads
+        return [
+            (self.num_pages - 1) * heads + 1,
+            *(place.pool_pages(heads) for place in self.attention),
+        ]
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,7 @@ def compared(inputs: Inputs) -> Part:
     rows, worst, slowest = list[Row](), 0.0, 0.0
     cases = {
         "13B, one A100 and two 3090": (fits(THIRTEEN, (("one", None),), TWO), 40, 9_000),
-        "70B, four A100, four P100 one by one": (
-            [fits(SEVENTY, PRIMARIES, ("p",))[0]] + 4 * [slower_p100()],
-            8,
-            90_000,
-        ),
+        "70B, four A100, four P100": (fits(SEVENTY, PRIMARIES, ("p",)), 8, 90_000),
     }
     for case, (devices, slices, longest) in cases.items():
         for count in (1, 4, 16):
@@ -169,9 +165,3 @@ def compared(inputs: Inputs) -> Part:
         agrees("a call of the dispatch takes little time",
                f"{slowest:.2f} ms of CPU at most", slowest < 2, "less than 2 ms"),
     ])  # fmt: skip
-
-
-def slower_p100() -> AttentionFit:
-    """A P100 of the four that the cluster has as one group."""
-    group = fits(SEVENTY, PRIMARIES, ("p",))[1]
-    return AttentionFit(0.0, 4 * group.per_entry, 0.0, group.exchange_per_pair, group.exchange)

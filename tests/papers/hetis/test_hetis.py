@@ -215,6 +215,24 @@ def test_each_stage_is_placed_by_itself() -> None:
     assert make().place(request(), instance) == [[0, 1], [], [2], [3]]
 
 
+def test_a_device_works_for_another_stage_only_where_it_is_the_same_one() -> None:
+    """Of two devices of a group, the first has all that the group has of the second stage."""
+    shards = [
+        Shard(PagePool(100, 1), (0, 1), 0, "a", OWN),
+        Shard(PagePool(100, 1), (), 0, "w", FAR, device=0),
+        Shard(PagePool(100, 1), (), 0, "w", FAR, device=1),
+        Shard(PagePool(100, 1), (2, 3), 1, "b", OWN),
+        Shard(PagePool(100, 1), (), 1, "w", FAR, device=0),
+        Shard(PagePool(100, 1), (), 1, "w", FAR, device=1),
+    ]
+    instance = new_instance("A", KVShards(shards))
+    shards[4].num_pairs = 2
+    shards[4].pool.take(20)
+    _, first, second = make()._loads(instance, [0, 1, 2])
+    assert first.others == FAR.busy(2, 20) > 0
+    assert second.others == 0
+
+
 def test_figures_may_be_given_and_must_be_there() -> None:
     unknown = spread([39, 99], fits=(OWN, None))
     with pytest.raises(JaxinferError, match=r"^system\.attention\.g1 is missing"):

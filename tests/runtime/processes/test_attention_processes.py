@@ -28,15 +28,15 @@ from process_cases import (
     told,
     wait_until,
 )
-from scatter import spread
+from scatter import of_two_devices, spread
 from waiting import HANG_S
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.runtime.cluster import Cluster
-from jaxinfer.runtime.processes import remote_worker
+from jaxinfer.runtime.processes import process as process_module
 from jaxinfer.runtime.processes.messages import Launch, Move, Prepare
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
-from jaxinfer.runtime.processes.remote_worker import Process
+from jaxinfer.runtime.processes.process import Process
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
@@ -87,10 +87,11 @@ HALVES = {"max_num_batched_tokens": 24, "half_batches": "always"}
         ("two", apart([None, None])),
         ("three", apart([20, 9], 2, **HALVES)),
         ("two", apart([None, None]) | {"system": {"name": "hetis", "attention": SECONDS}}),
+        ("three", of_two_devices(apart([20, 9]))),
         pytest.param("three", two_stages(), marks=pytest.mark.long),
         pytest.param("three", apart([20, 9, 40]), marks=pytest.mark.long),
     ],
-    ids=["random", "halves", "hetis", "stages", "small"],
+    ids=["random", "halves", "hetis", "devices", "stages", "small"],
 )
 def test_tokens_are_those_of_one_process(
     heads: str,
@@ -268,7 +269,7 @@ def test_a_host_that_vanishes_is_not_waited_for(
 ) -> None:
     """A worker's processes are all stopped, so that no connection to them breaks off."""
     monkeypatch.setenv("JAXINFER_KEY", KEY)
-    monkeypatch.setattr(remote_worker, "SILENCE_S", 4.0)
+    monkeypatch.setattr(process_module, "SILENCE_S", 4.0)
     with listening() as (address, server):
         sections = apart([None, None])
         sections["groups"]["a0"] |= {"process": None, "host": address}
@@ -374,9 +375,8 @@ def test_what_cannot_be_run_is_refused_before_a_process_is_started(
 ) -> None:
     before = children()
     for group, options, message in (
-        ("a0", {"devices": 2}, r"groups\.a0\.devices is 2, an attention group runs on 1"),
+        ("a0", {"mesh": {"x": 1}}, r"groups\.a0\.mesh: leave it out, each device of an attention"),
         ("a0", {"process": None}, r"group p has a process of its own, must a0 have, too"),
-        ("p", {"restart": 1}, r"p\.restart is 1, must be 0: instances\.x has attention groups"),
     ):
         sections = apart([None])
         sections["groups"][group] |= options

@@ -25,7 +25,7 @@ from process_cases import (
     serve_once,
     wait_until,
 )
-from scatter import spread
+from scatter import of_two_devices, spread
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.runtime.processes.homes import Home
@@ -143,6 +143,97 @@ def test_heads_lie_there_again(
     check_nothing_left(llm)
     assert [shard.num_pages > 0 for shard in llm._runs.kv["x"].shards] == [True, False, True]
     del llm
+    gc.collect()
+    wait_until(lambda: children() <= before)
+
+
+@pytest.mark.slow
+def test_all_devices_of_a_group_are_lost_and_back_together(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    before = children()
+    llm = load(models["two"], tmp_path, **of_two_devices(restartable(1)))
+    runs, kill = tmp_path / "runs", partial(os.kill, pid_of(llm, "a0"), signal.SIGKILL)
+    acts = {9: kill, 30: partial(wait_for_news, home_of(llm))}
+    found, run, slices = serve_with(llm, runs, acts)
+    assert (found, run["lost"]) == (expected["two"], {})
+    assert told(run) == [("a0", ["x"], None, [1, 2]), BACK]
+    for device in (1, 2):
+        assert any(each[device] for each in slices[:9])
+        assert not any(each[device] for each in slices[12:30])
+        assert any(each[device] for each in slices[30:])
+    assert check_decisions(runs / "1").difference is None
+    check_nothing_left(llm)
+    del llm
+    gc.collect()
+    wait_until(lambda: children() <= before)
+
+
+ALL = ("p and a0 and a1", ["x"], None, [])
+
+
+@pytest.mark.slow
+def test_the_stage_is_back_with_all_its_attention_groups(
+    models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    """Once it is lost alone, and once while the instance goes on without a group for good."""
+    before = children()
+    llm = load(models["two"], tmp_path, **of_two_devices(restartable(2, "p")))
+    runs, pids = (
+        tmp_path / "runs",
+        {each.name: pid_of(llm, each.name) for each in worker_of(llm).processes},
+    )
+    found, run, slices = serve_with(llm, runs, {9: partial(os.kill, pids["p"], signal.SIGKILL)})
+    assert (found, run["lost"], told(run)) == (expected["two"], {}, [ALL])
+    assert (
+        run["restarts"][0]["why"] == f"process of group p (pid {pids['p']}) was ended by signal 9"
+    )
+    assert all(any(each[shard] for each in slices[20:]) for shard in range(4))
+    assert not {*pids.values()} & {pid_of(llm, name) for name in pids}
+    check_nothing_left(llm)
+
+    acts = {
+        9: partial(os.kill, pid_of(llm, "a0"), signal.SIGKILL),
+        24: partial(os.kill, pid_of(llm, "p"), signal.SIGKILL),
+    }
+    found, run, slices = serve_with(llm, runs, acts)
+    assert (found, run["lost"]) == (expected["two"], {})
+    assert told(run) == [("a0", ["x"], None, [1, 2]), ALL]
+    assert not any(each[1] + each[2] for each in slices[12:24])
+    assert any(each[1] + each[2] for each in slices[30:])
+    for number in (1, 2):
+        assert check_decisions(runs / str(number)).difference is None
+    check_nothing_left(llm)
+    with pytest.raises(
+        JaxinferError, match=r"^process of group p \(pid \d+\) was ended by signal 9"
+    ):
+        serve_with(llm, runs, {9: partial(os.kill, pid_of(llm, "p"), signal.SIGKILL)})
+    wait_until(lambda: children() <= before)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("group", ["a0", "q"])
+def test_stages_in_two_processes_are_back_with_the_group_that_they_share(
+    group: str, models: dict[str, Path], expected: dict[str, list[Done]], tmp_path: Path
+) -> None:
+    before = children()
+    sections = of_two_devices(restartable(1, "p", "a0"))
+    del sections["groups"]["a1"]
+    sections["groups"]["q"] = {"process": "own", "restart": 1}
+    sections["instances"]["x"]["stages"] = [
+        {"group": "p", "layers": 3, "attention": ["a0"]},
+        {"group": "q", "layers": 1, "attention": [{"group": "a0", "num_pages": 12}]},
+    ]
+    llm = load(models["three"], tmp_path, **sections)
+    acts = {9: partial(os.kill, pid_of(llm, group), signal.SIGKILL)}
+    found, run, slices = serve_with(llm, tmp_path / "runs", acts)
+    assert (found, run["lost"]) == (expected["three"], {})
+    assert told(run) == [("p and q and a0", ["x"], None, [])]
+    assert all(any(each[shard] for each in slices[20:]) for shard in range(6))
+    assert check_decisions(tmp_path / "runs" / "1").difference is None
+    check_nothing_left(llm)
+    del llm, acts
     gc.collect()
     wait_until(lambda: children() <= before)
 
@@ -285,5 +376,49 @@ def test_attention_processes_die_at_any_moment_and_are_back_at_any_other(
         assert worker_of(llm).without == []
     assert used > draws / 2
     del llm, home, process, blow, kill
+    gc.collect()
+    wait_until(lambda: children() <= before)
+
+
+def strike_group(
+    worker: PipelineWorker, group: str, by: signal.Signals, lost: Counter[str]
+) -> None:
+    """Kill or stop the process of a group, if it is there."""
+    for process in worker.processes:
+        if process.name == group and not process.lost:
+            lost[group] += 1
+            os.kill(process.peer.pid, by)  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("draws", [2, 20])
+def test_any_process_dies_at_any_moment_and_all_are_back(
+    draws: int,
+    models: dict[str, Path],
+    expected: dict[str, list[Done]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two are lost in each run, the second as others are started, or back."""
+    call_silent_who_is_stopped(monkeypatch)
+    before, rng, lost = children(), random.Random(3), Counter[str]()
+    llm = load(models["two"], tmp_path, **restartable(999, "p", "a0", "a1"))
+    runs = tmp_path / "runs"
+    for number in range(draws):
+        by = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
+        acts: dict[int, Callable[[], object]] = {}
+        for step in rng.sample(range(1, 20), 2):
+            group = rng.choice(("p", "p", "a0", "a1"))
+            strike = partial(strike_group, worker_of(llm), group, by, lost)
+            acts[step] = Timer(rng.uniform(0, 0.02), strike).start
+        found, run, _ = serve_with(llm, runs, acts)
+        assert (found, run["lost"]) == (expected["two"], {}), number
+        assert {each["error"] for each in run["restarts"]} <= {None}, number
+        assert check_decisions(runs / str(number + 1)).difference is None
+        check_nothing_left(llm)
+    assert len(lost) > 1
+    assert serve_once(llm, runs)[0] == expected["two"]
+    del llm, acts, strike
     gc.collect()
     wait_until(lambda: children() <= before)

@@ -27,10 +27,11 @@ from jaxinfer.commands.worker import worker as worker_command
 from jaxinfer.report.records import read_run
 from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.kv_messages import Offered
-from jaxinfer.runtime.processes import peers, remote_worker
+from jaxinfer.runtime.processes import peers
+from jaxinfer.runtime.processes import process as process_module
 from jaxinfer.runtime.processes.messages import Hello
 from jaxinfer.runtime.processes.peers import Elsewhere, clock_offset
-from jaxinfer.runtime.processes.remote_worker import Process
+from jaxinfer.runtime.processes.process import Process
 
 PAIR = Pair("two", Side(1, 8, segments=3), Side(2, 16))
 SHIFTED = (sys.executable, shifted_worker.__file__)
@@ -328,7 +329,7 @@ def test_a_host_that_has_gone_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         def recv(self) -> None:
             raise TimeoutError
 
-    monkeypatch.setattr(remote_worker, "Connection", Gone)
+    monkeypatch.setattr(process_module, "Connection", Gone)
     ours, theirs = socket.socketpair()
     given_up: list[float] = []
     peer: Any = SimpleNamespace(socket=ours, where="at there:9", end=given_up.append)

@@ -1,22 +1,24 @@
 """Starts of attention groups' lost processes: when a run hears of them, and uses them again."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_restarts import FakeProcess
+from fake_restarts import FakeProcess, FakeWorker
 from waiting import HANG_S, wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.stages import AttentionConfig, StageConfig
+from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.outcome import ProcessLost
-from jaxinfer.runtime.processes.homes import LenderHome, RestartResult
+from jaxinfer.runtime.processes.homes import InstancesHome, LenderHome, RestartResult
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.restarts import Restarts
+from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import GoesWithout, InstanceBack, InstanceLost
@@ -29,10 +31,14 @@ class FakePipeline(PipelineWorker):
         self.there: list[Any] = [lender]
         self.instance, self.without, self.given_up, self.coming = "x", [], False, {}
         self.taken: list[Any] = []
+        self.sampler, self.lends = PLAIN_SAMPLER, ["a"]
+        self.stage = FakeWorker(FakeProcess(name="p"))
+        plan = SimpleNamespace(num_pages=9, layers=Layers(0, 2, 2))
+        self.stage.stages = [SimpleNamespace(plan=plan)]
 
     @property
     def pieces(self) -> Any:
-        return [SimpleNamespace(process=SimpleNamespace(name="p"))]
+        return [self.stage]
 
     @property
     def lending(self) -> list[Any]:
@@ -48,12 +54,15 @@ class FakePipeline(PipelineWorker):
         self.there, self.without = [], sorted({*self.without, 1})
 
     def launch(self, *args: Any) -> None:
-        for each in self.there:
+        for each in [self.stage.process, *self.there]:
             if each.lost:
                 raise ProcessLost(each.lost)
 
     def give_up(self, why: Exception) -> None:
         self.given_up = True
+
+    def begin_again(self, lenders: Sequence[Any] = ()) -> None:
+        self.there, self.without, self.given_up = list(lenders), [], False
 
     def take_back(self, process: Any, pools: Any) -> None:
         self.there, self.without = [process], [n for n in self.without if n != 1]
@@ -61,10 +70,18 @@ class FakePipeline(PipelineWorker):
 
 
 class Lent:
-    """A cluster whose attention group may be started again so often; ``go`` lets it be ready."""
+    """A cluster whose attention group may be started again so often; ``go`` lets it be ready.
+
+    Args:
+        of_stage: how often its stage may be, which is ready at once.
+    """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, restart: int, error: str | None = None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        restart: int,
+        error: str | None = None,
+        of_stage: int = 0,
     ) -> None:
         self.go, self.error = threading.Event(), error
         self.lender = FakeProcess(name="a")
@@ -73,12 +90,16 @@ class Lent:
         stage = StageConfig(group="p", attention=(AttentionConfig(group="a"),))
         config = ClusterConfig(
             groups={
-                "p": GroupConfig(process="own"), "a": GroupConfig(process="own", restart=restart),
+                "p": GroupConfig(process="own", restart=of_stage),
+                "a": GroupConfig(process="own", restart=restart),
             },
             instances={"x": InstanceConfig(stages=(stage,), enable_prefix_caching=False)},
         )  # fmt: skip
         monkeypatch.setattr(LenderHome, "get_ready", self._get_ready)
-        others: Any = SimpleNamespace(begin_again=self._begin)
+        monkeypatch.setattr(InstancesHome, "get_ready", _make_ready)
+        others: Any = SimpleNamespace(
+            begin_again=self._begin, side_of=lambda name: SimpleNamespace(pieces=())
+        )
         self.restarts = Restarts(config, others, {"x": self.worker})
         self.world = self.new_world()
 
@@ -86,8 +107,8 @@ class Lent:
         return RealWorld({"x": self.worker}, [], restarts=self.restarts)
 
     def _begin(self, group: str, part: ClusterConfig) -> FakeProcess:
-        assert (group, [*part.groups], part.instances) == ("a", ["a"], {})
-        self.started.append(FakeProcess(name="a"))
+        assert ([*part.groups], [*part.instances]) == ([group], ["x"] if group == "p" else [])
+        self.started.append(FakeProcess(name=group))
         return self.started[-1]
 
     def _get_ready(self, processes: Mapping[str, Any]) -> None:
@@ -106,6 +127,10 @@ class Lent:
     def is_done(self) -> bool:
         home = self.restarts._homes["a"]
         return not home.starting and home.news is not None
+
+
+def _make_ready(home: Any, processes: Mapping[str, Any]) -> None:
+    home.fresh, home.prepared = processes, {"x": PLAIN_SAMPLER}
 
 
 LOST = InstanceLost("x", "ProcessLost: killed", returns=True)
@@ -221,3 +246,33 @@ def test_none_is_started_for_an_instance_that_is_given_up(monkeypatch: pytest.Mo
     cluster.lender.die("killed")
     assert not cluster.restarts._homes["a"].starting
     assert cluster.started == []
+
+
+def test_one_that_is_started_as_the_stage_is_lost_returns_with_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own start comes to nothing, of which nobody hears; later, it may return alone again."""
+    cluster = Lent(monkeypatch, 9, of_stage=1)
+    cluster.lender.die("killed")
+    cluster.worker.go_on()
+    cluster.world = cluster.new_world()
+    assert cluster.world.due_events() == [GoesWithout("x", (1,), returns=True)]
+    cluster.worker.stage.process.die("gone")
+    assert cluster.hear() == [InstanceLost("x", "ProcessLost: gone", returns=True)]
+    assert [each.name for each in cluster.started] == ["a"]
+    cluster.go.set()
+    assert cluster.hear() == [InstanceBack("x")]
+    assert [each.name for each in cluster.started] == ["a", "p", "a"]
+    alone, stage, lender = cluster.started
+    assert (cluster.worker.stage.process, cluster.worker.there) == (stage, [lender])
+    assert (cluster.worker.taken, bool(alone.given_up)) == ([], True)
+    told = [(each.group, each.instances, each.error) for each in cluster.world.restarted]
+    assert told == [("p and a", ["x"], None)]
+    lender.die("killed")
+    cluster.world.launch(Batch("x", [], 0, 0, 0))
+    assert cluster.hear(4) == [*LESS, GoesWithout("x")]
+    assert cluster.restarts._homes["a"].left == 7
+    stage.die("gone")
+    cluster.world.launch(Batch("x", [], 0, 0, 0))
+    with pytest.raises(JaxinferError, match=r"^gone$"):
+        cluster.hear()

@@ -22,12 +22,12 @@ from jaxinfer.runtime.stage import stage_plan as plans
 from jaxinfer.runtime.stage.stage_plan import AttentionPlan, make_plan
 from jaxinfer.sockets import LOOPBACK, Address
 
-# Two layers, 2 KV heads of 8: a page of 16 tokens takes 4 KiB.
+# Two layers, 2 KV heads of 8: a page of 16 tokens takes 2 KiB for each head.
 MODEL = ModelConfig(
     "LlamaForCausalLM", 20, 16, 32, 2, 4, 2, 8, 100, 1e-5, False, None, (), (None, None),
     Rope((1.0,) * 4),
 )  # fmt: skip
-PAGE = 4096
+PAGE = 2048
 
 
 class Host:
@@ -43,10 +43,10 @@ class Lender:
 
     peer: Any = SimpleNamespace(way=None)
 
-    def __init__(self, name: str, host: Host, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, name: str, host: Host, patch: pytest.MonkeyPatch, devices: int) -> None:
         self.name, self._host, self._patch = name, host, patch
         self._worker = worker_process.WorkerProcess(SimpleNamespace(), 0)  # type: ignore[arg-type]
-        self._worker._groups = {name: GroupConfig(platform="cpu")}
+        self._worker._groups = {name: GroupConfig(platform="cpu", devices=devices)}
 
     def ask(self, message: Any) -> Iterator[Any]:
         said: list[Any] = []
@@ -76,19 +76,28 @@ class Lender:
         return answers()
 
 
-def lend(host: Host, patch: pytest.MonkeyPatch, pages: dict[str, int]) -> Any:
-    """Have groups lend pools of so many pages to a stage; the stage's plan then."""
+def lend(host: Host, patch: pytest.MonkeyPatch, pages: dict[str, int], devices: int = 1) -> Any:
+    """Have groups lend pools of so many pages to a stage; the stage's plan then.
+
+    Args:
+        devices: of each group.
+    """
     patch.setattr(plans, "available_memory", lambda: host.free)
     options = EngineOptions(page_size=16, max_num_seqs=4, num_pages=2)
     plan = make_plan(MODEL, options, jax.devices()[:1], Layers(0, 2, 2), 0, is_spread=True)
-    attention = tuple(AttentionPlan(name, None, count) for name, count in pages.items())
+    attention = tuple(
+        AttentionPlan(name, None, count, devices=devices, number=number)
+        for name, count in pages.items()
+        for number in range(devices)
+    )
     stage = StageConfig(group="p", attention=tuple(AttentionConfig(group=name) for name in pages))
     config = ClusterConfig(
         groups={name: GroupConfig(process="own") for name in ("p", *pages)},
         instances={"x": InstanceConfig(stages=(stage,), enable_prefix_caching=False)},
     )
     others = OtherProcesses(config, "model", {})
-    others._processes = {name: Lender(name, host, patch) for name in pages}  # type: ignore[misc]
+    lenders: Any = {name: Lender(name, host, patch, devices) for name in pages}
+    others._processes = lenders
     borrowed: list[Borrow] = []
 
     def borrow(message: Borrow) -> Iterator[Left]:
@@ -98,25 +107,40 @@ def lend(host: Host, patch: pytest.MonkeyPatch, pages: dict[str, int]) -> Any:
     process: Any = SimpleNamespace(ask=borrow)
     loaded = Loaded({"x": [replace(plan, attention=attention).facts]}, {}, {})
     told: list[tuple[str, int]] = []
-    _, loaded = others._lend("x", "p", process, loaded, lambda *left: told.append(left))
-    assert [(each.number, each.address.key.decode()) for each in borrowed] == [*enumerate(pages)]
-    assert told == [(f"{name}: compiling attention", left) for name in pages for left in (2, 0)]
+    _, loaded = others.lend("x", "p", process, loaded, lambda *left: told.append(left))
+    owners = [name for name in pages for _ in range(devices)]
+    assert [(each.number, each.address.key.decode()) for each in borrowed] == [*enumerate(owners)]
+    left = [more + some for more in reversed(range(devices)) for some in (2, 0)]
+    assert told == [(f"{name}: compiling attention", some) for name in pages for some in left]
     return loaded.plans["x"][0]
 
 
 def test_all_take_their_memory_before_any_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(2**20)
     plan = lend(host, monkeypatch, {"a": 7, "b": 9})
-    assert [place.kv_bytes for place in plan.attention] == [7 * PAGE, 9 * PAGE]
-    assert host.free == 2**20 - 16 * PAGE
+    assert [place.kv_bytes for place in plan.attention] == [13 * PAGE, 17 * PAGE]
+    assert host.free == 2**20 - 30 * PAGE
     assert host.done == ["Lend a", "Lend b", "OpenPools a", "OpenPools b"]
 
 
 def test_pools_on_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone would fit, and the two of them just do; not another page."""
-    free = 2**20
-    half = free // PAGE // 2
-    assert lend(Host(free), monkeypatch, {"a": half, "b": half})
+    half = 128
+    free = (2 * (half - 1) + 1 + 2 * half + 1) * PAGE
+    assert lend(Host(free), monkeypatch, {"a": half, "b": half + 1})
     too_much = rf"^groups\.b: attention group b: num_pages {half + 1} of 16 tokens takes 0\.0"
     with pytest.raises(JaxinferError, match=too_much):
-        lend(Host(free), monkeypatch, {"a": half, "b": half + 1})
+        lend(Host(free - 1), monkeypatch, {"a": half, "b": half + 1})
+
+
+def test_devices_of_one_group_have_equal_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twelve pages of a head, three have four each, and one for padding."""
+    host = Host(2**20)
+    plan = lend(host, monkeypatch, {"a": 7}, devices=3)
+    assert [place.kv_bytes for place in plan.attention] == [5 * PAGE] * 3
+    assert [place.device.id for place in plan.attention] == [0, 1, 2]
+    assert (plan.pool_pages, host.free) == ([3, 5, 5, 5], 2**20 - 15 * PAGE)
+    assert host.done == ["Lend a", "Lend a", "Lend a", "OpenPools a"]
+    too_few = r"^groups\.a: attention group a: num_pages 2 makes 2 pages of one KV head, its 3 devi"
+    with pytest.raises(JaxinferError, match=too_few):
+        lend(host, monkeypatch, {"a": 2}, devices=3)

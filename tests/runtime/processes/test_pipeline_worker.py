@@ -27,8 +27,8 @@ from jaxinfer.runtime.processes.messages import (
 from jaxinfer.runtime.processes.pipeline_side import PipelineSide
 from jaxinfer.runtime.processes.pipeline_worker import (
     PipelineWorker,
-    divided_layers,
 )
+from jaxinfer.runtime.stage.cluster_plan import divided_layers
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.serving.world import StepDone
 

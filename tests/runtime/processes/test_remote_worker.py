@@ -22,7 +22,8 @@ from jaxinfer import JaxinferError
 from jaxinfer.runtime import worker_process
 from jaxinfer.runtime.kv.kv_messages import Pulled
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes import peers, remote_worker
+from jaxinfer.runtime.processes import peers
+from jaxinfer.runtime.processes import process as process_module
 from jaxinfer.runtime.processes.messages import (
     Heartbeat,
     Hello,
@@ -33,7 +34,8 @@ from jaxinfer.runtime.processes.messages import (
     WorkerFailed,
 )
 from jaxinfer.runtime.processes.peers import Child
-from jaxinfer.runtime.processes.remote_worker import CompileCounts, Process, RemoteWorker
+from jaxinfer.runtime.processes.process import Process
+from jaxinfer.runtime.processes.remote_worker import CompileCounts, RemoteWorker
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch, Row
@@ -311,7 +313,7 @@ def lost_one(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> 
 
 def started(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> Process:
     """Return a process that runs a script in place of a worker."""
-    monkeypatch.setattr(remote_worker, "SILENCE_S", silence_s)
+    monkeypatch.setattr(process_module, "SILENCE_S", silence_s)
     start = subprocess.Popen
 
     def run(command: list[str], **options: Any) -> Any:
@@ -324,7 +326,7 @@ def started(monkeypatch: pytest.MonkeyPatch, script: str, silence_s: float) -> P
 FORKING = """
 import os, sys, time
 from jaxinfer.runtime.processes.peers import Child
-from jaxinfer.runtime.processes.remote_worker import Process
+from jaxinfer.runtime.processes.process import Process
 process = Process("a", Child({}))
 if not (child := os.fork()):
     time.sleep(600)

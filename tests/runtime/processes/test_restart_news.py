@@ -13,7 +13,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes.homes import Restarted, RestartResult
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
-from jaxinfer.runtime.processes.remote_worker import NobodyThere
+from jaxinfer.runtime.processes.process import NobodyThere
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch
@@ -153,6 +153,10 @@ class FakePipeline(PipelineWorker):
     @property
     def lending(self) -> list[Any]:
         return []
+
+    @property
+    def pieces(self) -> list[Any]:
+        return [None]
 
     def go_on(self) -> None:
         assert self.go.wait(20)

@@ -75,7 +75,11 @@ def test_a_pipeline_is_started_again_as_a_whole(monkeypatch: pytest.MonkeyPatch)
     form: Any = "form"
     for stage in (0, 1):
         side.open(OpenEnd(7 + stage, "x", stage, form, True, False), print)
-    others: Any = SimpleNamespace(begin_again=begin, side_of=lambda name: side)
+    others: Any = SimpleNamespace(
+        begin_again=begin,
+        side_of=lambda name: side,
+        lend=lambda instance, group, process, loaded: (process, loaded),
+    )
     restarts = Restarts(config, others, {"x": worker})
     heard: list[Any] = []
     restarts.listen(heard.append)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from waiting import HANG_S, wait_until
 
+from jaxinfer.runtime import worker_process
+from jaxinfer.runtime.processes.messages import Forget
 from jaxinfer.runtime.processes.turns import Turns
 
 
@@ -54,3 +56,23 @@ def test_none_is_left_or_done_out_of_order(pause: int) -> None:
     wait_until(lambda: len(done) == 3000)
     assert done == [*range(3000)]
     assert all(at_once)
+
+
+def test_a_worker_that_can_neither_do_nor_say_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else, its other thread would go on, and nobody would hear of the message that is lost."""
+    ends: list[int] = []
+
+    def end(code: int) -> None:
+        ends.append(code)
+        raise SystemExit
+
+    def say(answer: Any) -> None:
+        raise TypeError("cannot be pickled")
+
+    connection: Any = None
+    worker = worker_process.WorkerProcess(connection, 0)
+    monkeypatch.setattr(worker, "_say", say)
+    monkeypatch.setattr("os._exit", end)
+    with pytest.raises(SystemExit):
+        worker._attempt(Forget("x", []))
+    assert ends == [1]

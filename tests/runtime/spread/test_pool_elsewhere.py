@@ -2,6 +2,9 @@
 
 import secrets
 import threading
+import time
+from contextlib import ExitStack, suppress
+from socket import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,12 +134,43 @@ def test_one_that_is_silent_is_waited_for_as_long_as_is_said() -> None:
     """It listens and takes nobody in, as when it is stopped; and breaks off when it is ended."""
     listener = listen(LOOPBACK, 0)
     address = Address(LOOPBACK, listener.getsockname()[1], b"key")
-    with pytest.raises(
-        JaxinferError, match=r"^attention group a cannot .*: said nothing for 0\.2 s"
-    ):
-        PoolElsewhere(address, "a", 0.2)
-    end = threading.Timer(0.2, listener.close)
-    end.start()
-    with pytest.raises(JaxinferError, match=r"^attention group a cannot .*: "):
-        PoolElsewhere(address, "a", 60.0)
-    end.join()
+    for patience, why in ((0.2, r"said nothing for 0\.2 s"), (60.0, "")):
+        pool = PoolElsewhere(address, "a", patience)
+        end = threading.Timer(0.2, listener.close)
+        if patience > 1:
+            end.start()
+        found = pool.take(np.zeros(2, np.int32))
+        with pytest.raises(EOFError, match=rf"^attention group a cannot be reached at .*: {why}"):
+            found.result(20)
+
+
+def test_a_host_that_has_vanished_is_given_up_by_whoever_knows() -> None:
+    """It takes no connection. Nobody but those who ask waits, until the pool is closed."""
+    with socket() as listener, ExitStack() as callers:
+        listener.bind((LOOPBACK, 0))
+        listener.listen(0)
+        for _ in range(4):  # There is room for one or two.
+            caller = callers.enter_context(socket())
+            caller.setblocking(False)
+            with suppress(BlockingIOError):
+                caller.connect(listener.getsockname())
+        begin = time.monotonic()
+        pool = PoolElsewhere(Address(LOOPBACK, listener.getsockname()[1], b"key"), "a", 60.0)
+        found: list[str] = []
+
+        def ask() -> None:
+            page_C = np.zeros(2, np.int32)
+            for _ in range(2):
+                with pytest.raises(EOFError) as lost:
+                    pool.take(page_C).result()
+                found.append(str(lost.value))
+
+        asks = threading.Thread(target=ask)
+        asks.start()
+        asks.join(0.3)
+        assert not found
+        pool.close()
+        pool.close()
+        asks.join(20)
+        assert found == ["attention group a has broken off before it could be reached"] * 2
+        assert time.monotonic() - begin < 20

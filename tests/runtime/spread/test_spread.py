@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from cluster_cases import HEADS, PEAK, Loader, Request, load, roomy
 from cluster_checks import REQUESTS, Done, Ran, serve
-from scatter import Scatter, spread
+from scatter import Scatter, of_two_devices, spread
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.report.records import read_lines
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.serving.system import (
     Action,
@@ -88,6 +89,25 @@ def test_heads_anywhere_that_move_in_the_midst(
     pools = [stage["num_pages"], *(place["num_pages"] for place in places)]
     assert found.metrics["num_pages"] == HEADS[heads][1] * sum(pages - 1 for pages in pools)
     assert found.metrics["peak_pages"] <= found.metrics["num_pages"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("halves", ["never", pytest.param("always", marks=pytest.mark.long)])
+def test_heads_on_each_device_of_a_group(
+    ran: Any, expected: dict[str, list[Done]], tmp_path: Path, halves: str
+) -> None:
+    """They move from one of its devices to the other, too; the group is told of as one."""
+    sections = of_two_devices(spread([20, 9], **roomy(16), half_batches=halves))
+    done, found = ran("three", **sections)
+    assert done == expected["three"]
+    transfers = read_lines(tmp_path / "1").transfers
+    ways = {(source, dest) for each in transfers for source, dest, _ in each["moves"]}
+    assert ways == {*permutations(range(4), 2)}
+    (stage,) = found.record.run["instances"]["x"]["stages"]
+    places = [(place["group"], len(place["devices"])) for place in stage["attention"]]
+    assert places == [("a0", 2), ("a1", 1)]
+    pools = 3 * (stage["num_pages"] - 1), 2 * (3 * 19 // 2), 3 * 8
+    assert found.metrics["num_pages"] == sum(pools)
 
 
 @pytest.mark.slow
@@ -241,7 +261,10 @@ def test_two_stages_share_a_device(ran: Any, expected: dict[str, list[Done]], ha
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({"a0": {"devices": 2}}, r"groups\.a0\.devices is 2, an attention group runs on 1"),
+        (
+            {"a0": {"devices": 2, "tensor_parallel_size": 2}},
+            r"groups\.a0\.tensor_parallel_size: leave it out, each device of an attention group",
+        ),
         ({"a0": {"emulate": {"slowdown": 2.5}}}, r"groups\.a0\.emulate\.slowdown is 2\.5, must be"),
     ],
 )

@@ -1,0 +1,225 @@
+"""A process with devices of its own: what it is sent, who gets its answers, and how it ends."""
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.runtime.kv.kv_messages import Checked, Offered, Pulled, SlabAnswer, SlabFailed
+from jaxinfer.runtime.kv.outcome import ProcessLost
+from jaxinfer.runtime.processes.messages import (
+    CallResult,
+    Heartbeat,
+    Hello,
+    Left,
+    Lent,
+    Loaded,
+    Moved,
+    Refused,
+    StepEnded,
+    WorkerFailed,
+)
+from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
+from jaxinfer.sockets import send, set_patience
+
+# A process says each second that it is alive; one that has not for so long has gone.
+SILENCE_S = 10.0
+# Silence is waited for in so many parts: where this process is stopped as well, as by Ctrl-Z, that
+# takes one of them.
+PARTS = 10
+# Before its first word it imports JAX, from a disk that may be slow.
+START_S = 300.0
+
+
+class Hears(Protocol):
+    """Hears what becomes of one instance in a process."""
+
+    def on_step(self, answer: StepEnded) -> None:
+        """Take a step's results."""
+
+    def on_move(self, answer: Moved) -> None:
+        """Take the news that KV heads have moved."""
+
+    def on_loss(self, error: Exception) -> None:
+        """Learn that the instance there can do no more."""
+
+
+class NobodyThere(JaxinferError):
+    """A process was asked for something, and is lost."""
+
+
+class Process:
+    """A process with devices of its own, ended by this one.
+
+    Args:
+        name: of its group.
+        peer: it, as it is got at.
+
+    Attributes:
+        lost: why it is no more, or None.
+        workers: of its instances, by name; ``ends``: who gets the answers of each end.
+        on_loss: called, in a thread, when it is no more.
+        asking: held by who asks for something while others may: answers come to whoever listens.
+    """
+
+    def __init__(self, name: str, peer: Peer) -> None:
+        self.name = name
+        self.lost: str | None = None
+        self.workers: dict[str, Hears] = {}
+        self.ends: dict[int, Callable[[SlabAnswer], None]] = {}
+        self.on_loss: list[Callable[[str], None]] = []
+        self.asking = threading.Lock()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closing = False
+        self._given_up: str | None = None
+        self._ended = threading.Event()
+        self.peer, self._socket = peer, peer.socket
+        # One that is stopped may have said half of something.
+        set_patience(self._socket, SILENCE_S)
+        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
+        self._lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def send(self, message: Any) -> None:
+        """Have something done, after all that was sent before.
+
+        Raises:
+            ProcessLost: nobody is there to do it.
+        """
+        if self.lost:
+            raise ProcessLost(self.lost)
+        try:
+            with self._lock:
+                send(self._connection, message)
+        except OSError as error:
+            # The thread that reads is about to learn how it ended, unless that is this one.
+            reads = threading.current_thread() is self._reader
+            why = None if reads else self.why_lost(END_S)
+            raise ProcessLost(why or f"process of group {self.name}: {error}") from None
+
+    def ask(self, message: Any) -> Iterator[Any]:
+        """Send, and the answers to this message as they come.
+
+        Raises:
+            JaxinferError: it cannot be done, by the user's mistake or because the process is lost.
+        """
+        try:
+            self.send(message)
+        except ProcessLost as error:
+            raise NobodyThere(str(error)) from None
+        return self.answers()
+
+    def answers(self) -> Iterator[Any]:
+        """Yield the answers to the message that was sent; see ``ask``."""
+        while True:
+            match answer := self._answers.get():
+                case Refused(line):
+                    raise JaxinferError(f"groups.{self.name}: {line}")
+                case ProcessLost():
+                    raise NobodyThere(str(answer))
+            yield answer
+
+    def close(self) -> None:
+        """End it; waits for no more than a few seconds."""
+        self._closing = True
+        # Not by a message: a thread that is in the midst of sending one may be the one here, which
+        # garbage collection has brought.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.peer.end(END_S)
+
+    def give_up(self, why: str) -> None:
+        """End it as if it had ended by itself: who works with it is told, and why."""
+        self._given_up = self._given_up or why
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def why_lost(self, seconds: float) -> str | None:
+        """Wait so many seconds at most for the process to end; return why it did, or None."""
+        self._ended.wait(seconds)
+        return self.lost
+
+    def wait_until_told(self) -> None:
+        """Wait until it has ended and all who work with it have been told.
+
+        Whoever is told later would take it for the loss of what has come in its place.
+        """
+        self._reader.join()
+
+    def _read(self) -> None:
+        ended = f"process of group {self.name} ({self.peer.where}) {self._hear_all()}"
+        self.lost = why = self._given_up or ended
+        self._ended.set()
+        self._answers.put(ProcessLost(why))
+        # Each of them, whatever the others raise: who is not told waits for ever.
+        with ExitStack() as all_told:
+            all_told.callback(self._disconnect)
+            if not self._closing:
+                for hear in reversed(list(self.on_loss)):
+                    all_told.callback(hear, why)
+                # A list: the loop's thread may move a worker here meanwhile.
+                for worker in reversed(list(self.workers.values())):
+                    all_told.callback(worker.on_loss, ProcessLost(why))
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            self._connection.close()
+            self._socket.close()
+
+    def _hear_all(self) -> str:
+        """Hear answers until the process is no more, and why that is so."""
+        patience = START_S
+        try:
+            while self._says_something(patience):
+                answer = self._connection.recv()
+                if isinstance(answer, Ended):
+                    self.peer.end(0)
+                    return how_ended(answer.code)
+                self._hear(answer)
+                patience = SILENCE_S
+        except BlockingIOError:
+            pass  # Half of something.
+        except TimeoutError:
+            self.peer.end(0)
+            return "cannot be reached any more"
+        except (EOFError, OSError):
+            return self.peer.end(END_S)
+        except Exception as error:
+            self.peer.end(0)
+            return f"has said what is not understood: {type(error).__name__}: {one_line(error)}"
+        # Stopped, or too busy to be of use: nobody is to find it later.
+        self.peer.end(0)
+        return f"has said nothing for {patience:g} s"
+
+    def _says_something(self, patience: float) -> bool:
+        return any(self._connection.poll(patience / PARTS) for _ in range(PARTS))
+
+    def _hear(self, answer: Any) -> None:
+        match answer:
+            case StepEnded():
+                self.workers[answer.instance].on_step(answer)
+            case Moved():
+                self.workers[answer.instance].on_move(answer)
+            case WorkerFailed(instance, is_mistake, line):
+                error = JaxinferError(line) if is_mistake else ProcessLost(line)
+                self.workers[instance].on_loss(error)
+            case Pulled(end, slab, began, ended):
+                ahead = self.peer.clock_offset
+                self.ends[end](Pulled(end, slab, began - ahead, ended - ahead))
+            case Offered() | Checked() | SlabFailed():
+                self.ends[answer.end](answer)
+            case Hello():
+                for name, there, here in zip(Hello._fields, answer, Hello.here(), strict=True):
+                    if there != here:
+                        line = f"{name} is {there} in its process, {here} in this one"
+                        self._answers.put(Refused(line))
+            case Left() | Lent() | Loaded() | CallResult() | Refused():
+                self._answers.put(answer)
+            case Heartbeat():
+                pass
