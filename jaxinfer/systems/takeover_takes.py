@@ -18,6 +18,7 @@ class Takes:
         most_moves: takes of one request, at most.
 
     Attributes:
+        most_moves: as given.
         moves: by request, its takes; ``bound_for``: who is to have it, in the order of the takes.
         fixed: where they are who are not to be taken: bound for somebody, or taken often enough.
         stale: who has handed something on since its last step: it may have none to come.
@@ -25,7 +26,7 @@ class Takes:
     """
 
     def __init__(self, books: Books, most_moves: int) -> None:
-        self._books, self._most_moves = books, most_moves
+        self._books, self.most_moves = books, most_moves
         self.moves: dict[str, int] = {}
         self.bound_for: dict[str, Book] = {}
         self.fixed: dict[str, Book] = {}
@@ -120,6 +121,6 @@ class Takes:
                 there = self._books.views.get(bound.name)
                 if there and not there.num_requests:  # No step is to come that renews its book.
                     self.stale[bound.name] = None
-        if here and self.moves.get(name, 0) >= self._most_moves:
+        if here and self.moves.get(name, 0) >= self.most_moves:
             self.fixed[name] = here
             here.stay += 1
