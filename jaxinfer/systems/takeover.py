@@ -99,10 +99,11 @@ class Takeover(System):
             self._changed = False
             for request in waiting:  # Some come back from an instance that was lost.
                 self._takes.put(request.id, None)
-        for name in self._takes.stale:
-            if book := books.get(name):
-                book.renew()
-        self._takes.stale.clear()
+        if self._takes.stale:
+            for name in self._takes.stale:
+                if book := books.get(name):
+                    book.renew()
+            self._takes.stale.clear()
         open_to = list(self._books.open_to.values())
         if self._waits and open_to:
             kept = [kind for kind in self._books.kinds if kind.below and self._is_kept(kind)]
@@ -114,8 +115,11 @@ class Takeover(System):
             if most > largest.kind.entries_held:  # The loop says why it ends.
                 assignments.append(Assignment(request.id, largest.legs))
                 continue
-            rest = known - request.computed
-            book = books.get(here) if here else self._place(known, rest, open_to)
+            rest, book = known - request.computed, None
+            if here:
+                book = books.get(here)
+            elif open_to:
+                book = self._place(known, rest, open_to)
             if book is None:
                 self._next = known
                 break
@@ -181,7 +185,7 @@ class Takeover(System):
             takeover_prompts.note(book, step)
             if book.under_way:
                 self._holders[book.name] = book
-            else:
+            elif self._holders:
                 self._holders.pop(book.name, None)
         if self._takes.most_moves:
             if self._holders and not self._waits:

@@ -218,8 +218,8 @@ class Book:
         self.conclude()
         if self.is_open:
             self.open_to[self.name] = self
-        else:
-            self.open_to.pop(self.name, None)
+        elif self.name in self.open_to:
+            del self.open_to[self.name]
 
     def look(self, longest: int | None) -> None:
         """Note the longest decode that may be taken."""
@@ -253,10 +253,11 @@ class Book:
 
     def note(self, step: StepView) -> None:
         """A step has ended: with a prompt's chunk, or without."""
-        chunk = any(row.start < row.request.prompt_len for row in step.rows)
-        had_time = self.busy < _BUSY
-        start = max(step.start, self.seen)
-        self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
+        rows, start, had_time = step.rows, self.seen, self.busy < _BUSY
+        chunk = bool(rows) and any(row.start < row.request.prompt_len for row in rows)
+        if step.start > start:
+            start = step.start
+            self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
         kept = exp((start - step.end) / _MEMORY_S)
         self.busy = self.busy * kept + chunk * (1 - kept)
         self.seen = step.end
@@ -270,13 +271,6 @@ class Book:
         self.kind.seats -= 1
         self.kind.room -= pages * self.page_size
         self.idle = False
-
-    def give(self, entries: int) -> None:
-        """A decode with so many KV entries is to go elsewhere."""
-        self.decodes -= 1
-        self.kind.decodes -= 1
-        self.entries -= entries
-        self.kind.entries -= entries
 
 
 class Books:

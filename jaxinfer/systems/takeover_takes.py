@@ -86,15 +86,17 @@ class Takes:
         self, to: Book, book: Book, actions: list[Action], wanted: float
     ) -> int | None:
         """Take decodes, and return the KV entries of the longest one that is left."""
+        kind, size = book.kind, to.page_size
         for count in _AT_ONCE:
             longest = book.view.longest_decodes(count, self.fixed)
             for name, entries in longest:
-                pages = to.pages_for(entries + 1)
+                pages = -(-(entries + 1) // size)
                 if wanted <= 0 or to.seats < 1 or to.room < pages:
                     return entries
                 self._bind(name, book, to, pages, actions)
                 to.take(pages)
-                book.give(entries)
+                book.decodes, kind.decodes = book.decodes - 1, kind.decodes - 1
+                book.entries, kind.entries = book.entries - entries, kind.entries - entries
                 wanted -= pages
                 self.decodes += 1
             if len(longest) < count:
