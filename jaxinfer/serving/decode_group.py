@@ -4,10 +4,10 @@ A step of hundreds of decodes costs what a step of one does, and its results are
 bit, as those of one row per request.
 """
 
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import count
 
 from jaxinfer.serving.batch import Row
@@ -52,16 +52,16 @@ class DecodeGroup:
 
     Attributes:
         active: the members that the latest step launched advances, or the next one will.
-        num_begun: members that ``begun`` counts, as of its last call.
+        fresh: members with no step of the group behind them, as of the last call of ``begun``:
+            their requests' ``computed`` is as it is; ``num_begun``: how many the others are.
     """
 
     def __init__(self, page_size: int, num_output: Callable[[RequestState], int]) -> None:
         self._num_output = num_output
         self.active: dict[str, Member] = {}
         self._members: dict[str, Member] = {}
-        # Of those, who has not been seen to end a step of the group; and of the others, how many
-        # they are, and the sum of their KV entries less the group's steps that have ended.
-        self._fresh: dict[str, Member] = {}
+        self.fresh: dict[str, Member] = {}
+        # Of the others, the sum of their KV entries less the group's steps that have ended.
         self.num_begun = self._entries = 0
         # Of these and of some that have left, the longest first, by their KV entries less the
         # group's steps; None until somebody asks for it.
@@ -106,7 +106,7 @@ class DecodeGroup:
         before = first - 1 - len(request.output_token_ids) - request.pending
         last, last_launch = before + self._num_output(request), before + request.max_tokens
         member = Member(request, first, last, last_launch, start, first, first)
-        self._members[request.id] = self.active[request.id] = self._fresh[request.id] = member
+        self._members[request.id] = self.active[request.id] = self.fresh[request.id] = member
         self._ends[last][request.id] = self._last_launches[last_launch][request.id] = member
         self._turn_of(member)[request.id] = member
         self._context += start + 1
@@ -176,7 +176,7 @@ class DecodeGroup:
     def leave(self, request: RequestState) -> None:
         """Settle a member and take it out; of steps in flight, it has rows from now on."""
         member = self._members.pop(request.id)
-        if not self._fresh.pop(request.id, None):
+        if not self.fresh.pop(request.id, None):
             self.num_begun -= 1
             self._entries -= member.start - member.first
         self._settle(member)
@@ -195,16 +195,16 @@ class DecodeGroup:
             self._left.setdefault(number, []).append(row)
 
     def begun(self) -> int:
-        """KV entries of all members but the fresh ones, who have no step of the group behind them.
+        """KV entries of all members but the fresh ones.
 
         In no more time than there are fresh ones; nobody's integers are brought up to date.
         """
-        while self._fresh and (member := next(iter(self._fresh.values()))).first < self._committed:
-            del self._fresh[member.request.id]
+        while self.fresh and (member := next(iter(self.fresh.values()))).first < self._committed:
+            del self.fresh[member.request.id]
             self.num_begun += 1
             self._entries += member.start - member.first
             if self._longest is not None:
-                self._push(self._longest, member)
+                self._insert(self._longest, member)
         return self._entries + self.num_begun * self._committed
 
     def longest(self, most: int, but: Container[str] = ()) -> list[tuple[str, int]]:
@@ -214,29 +214,25 @@ class DecodeGroup:
             but: ids to be left out, from now on.
         """
         self.begun()
-        heap = self._longest
-        if heap is None or len(heap) > 2 * len(self._members) + 64:  # Mostly of those who left.
-            heap = self._longest = []
+        there = self._longest
+        if there is None or len(there) > 2 * len(self._members) + 64:  # Mostly of those who left.
+            there = self._longest = []
             for member in self._members.values():
-                if member.request.id not in self._fresh:
-                    self._push(heap, member)
+                if member.request.id not in self.fresh:
+                    self._insert(there, member)
         found: list[tuple[int, int, Member]] = []
-        while heap and len(found) < most:
-            entry = heappop(heap)
+        looked = 0
+        while looked < len(there) and len(found) < most:
+            entry = there[looked]
+            looked += 1
             name = entry[2].request.id
             if self._members.get(name) is entry[2] and name not in but:
                 found.append(entry)
-        for entry in found:
-            heappush(heap, entry)
+        there[:looked] = found
         return [(member.request.id, self._committed - offset) for offset, _, member in found]
 
-    def _push(self, heap: list[tuple[int, int, Member]], member: Member) -> None:
-        heappush(heap, (member.first - member.start, next(self._order), member))
-
-    def fresh(self) -> list[RequestState]:
-        """Members with no step of the group behind them: their ``computed`` is as it is."""
-        self.begun()
-        return [member.request for member in self._fresh.values()]
+    def _insert(self, there: list[tuple[int, int, Member]], member: Member) -> None:
+        insort(there, (member.first - member.start, next(self._order), member))
 
     def settle(self) -> None:
         """Bring all members' integers, tokens and times up to date."""

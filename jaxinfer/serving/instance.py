@@ -157,7 +157,7 @@ class Instance:
     def counts(self) -> Counts:
         """Counts of what is here, taken in one pass."""
         to_come = self.waiting.prompt_tokens_left
-        for request in self.importing.values():
+        for request in self.importing.values() if self.importing else ():
             if request.computed < request.prompt_len:  # Mostly its prompt is all there.
                 to_come += request.prompt_tokens_left
         return self.taking_part.counts(to_come)

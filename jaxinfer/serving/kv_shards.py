@@ -320,6 +320,9 @@ class KVShards:
     @property
     def num_pages(self) -> int:
         """Pages per slice of the largest request that can be held."""
+        if len(self.shards) == 1:  # Asked for each leg.
+            shard = self.shards[0]
+            return shard.pool.num_usable // len(shard.slices)
         return self._most([shard.pool.num_usable for shard in self.shards])
 
     @property

@@ -16,6 +16,7 @@ class PagePool:
         page_size: tokens per page.
 
     Attributes:
+        num_free: pages that can be handed out now, idle ones included.
         num_pinned: pages given up that wait for a last user.
         num_idle: cached pages that nobody holds; ``evict`` frees one.
     """
@@ -23,32 +24,30 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2 or page_size < 1:
             raise ValueError(f"a pool of {num_pages} pages of {page_size} tokens holds nothing")
-        self.num_usable = self._size = num_pages - 1
+        self.num_free = self.num_usable = self._size = num_pages - 1
         self.page_size = page_size
         self.num_pinned = 0
         self.num_idle = 0
         self.evict: Callable[[], None] = _nothing_to_evict
         self._free = list(range(1, num_pages))
 
-    @property
-    def num_free(self) -> int:
-        """Pages that can be handed out now."""
-        return len(self._free) + self.num_idle
-
     def take(self, count: int) -> list[int]:
         """Hand out the ``count`` lowest free pages; the caller knows that there are so many."""
         while len(self._free) < count:
             self.evict()
+        self.num_free -= count
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def give(self, pages: list[int]) -> None:
         """Take pages back."""
+        self.num_free += len(pages)
         for page in pages:
             heapq.heappush(self._free, page)
 
     def clear(self) -> None:
         """Have all pages free again, whoever has them."""
         self.num_pinned = self.num_idle = 0
+        self.num_free = self.num_usable
         self._free = list(range(1, self.num_usable + 1))
 
     def close(self) -> None:
@@ -73,27 +72,20 @@ class CountedPages(PagePool):
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(num_pages, page_size)
         self._free.clear()
-        self._left = self.num_usable
-
-    @property
-    def num_free(self) -> int:
-        """Pages that can be handed out now."""
-        return self._left
 
     def take(self, count: int) -> list[int]:
         """Hand out pages, of which the caller knows that there are so many."""
-        self._left -= count
+        self.num_free -= count
         return [0] * count
 
     def give(self, pages: list[int]) -> None:
         """Take pages back."""
-        self._left += len(pages)
+        self.num_free += len(pages)
 
     def clear(self) -> None:
         """Have all pages free again, whoever has them."""
         super().clear()
         self._free.clear()
-        self._left = self.num_usable
 
 
 def _nothing_to_evict() -> None:

@@ -81,3 +81,4 @@ class PrefixCache:
     def _count_idle(self, page: CachedPage, by: int) -> None:
         for shard, table in zip(self._shards, page.pages, strict=True):
             shard.pool.num_idle += by * len(table)
+            shard.pool.num_free += by * len(table)

@@ -6,10 +6,12 @@ from itertools import chain, count
 from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Row
-from jaxinfer.serving.decode_group import DecodeGroup
+from jaxinfer.serving.decode_group import DecodeGroup, Member
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Counts
+
+_request: Callable[[Member], RequestState] = attrgetter("request")
 
 
 class Running:
@@ -65,8 +67,8 @@ class Running:
         for group in self._groups:
             decode_entries += group.begun()
             decodes += group.num_begun
-            if len(group) > group.num_begun:
-                by_themselves = chain(by_themselves, group.fresh())
+            if group.fresh:
+                by_themselves = chain(by_themselves, map(_request, group.fresh.values()))
         for request in by_themselves:
             computed = request.computed
             if computed >= request.prompt_len:
@@ -75,7 +77,9 @@ class Running:
             else:
                 begun_prompts += computed
                 to_come += request.prompt_tokens_left
-        return Counts(decodes, decode_entries, decode_entries + begun_prompts, to_come)
+        kv_entries = decode_entries + begun_prompts
+        # Not ``Counts(...)``, which takes as long as all the rest.
+        return tuple.__new__(Counts, (len(self._all), decodes, decode_entries, kv_entries, to_come))
 
     def longest_decodes(self, count: int, but: Container[str] = ()) -> list[tuple[str, int]]:
         """Ids and KV entries of decodes that have the most, the longest first; likewise."""
@@ -83,8 +87,7 @@ class Running:
         by_themselves = [*self._ungrouped.values()]
         for group in self._groups:
             found += group.longest(count, but)
-            if len(group) > group.num_begun:
-                by_themselves += group.fresh()
+            by_themselves += map(_request, group.fresh.values())
         for request in by_themselves:
             if request.computed >= request.prompt_len and request.id not in but:
                 found.append((request.id, request.computed))

@@ -122,11 +122,13 @@ class Counts(NamedTuple):
     """Counts of what is on an instance.
 
     Attributes:
-        decodes: requests that run and whose prompts have all of their KV.
+        running: requests that take part in steps; ``decodes``: those of them whose prompts have all
+            of their KV.
         decode_entries: KV entries that exist of these; ``kv_entries``: of all that run.
         prompt_tokens_left: as ``InstanceView`` has it.
     """
 
+    running: int
     decodes: int
     decode_entries: int
     kv_entries: int
@@ -237,7 +239,7 @@ class StepView(Protocol):
     def end(self) -> float: ...  # noqa: D102
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ClusterView:
     """The instances by name, but for those that were lost, at one time in seconds.
 
@@ -253,7 +255,7 @@ class ClusterView:
     kv_token_s: Callable[[str, str], float] = lambda source, dest: 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Assignment:
     """The legs that a waiting request goes through; later ones may be left open."""
 
@@ -261,7 +263,7 @@ class Assignment:
     legs: tuple[Leg, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Reassign:
     """Replace a request's legs. KV that exists is handed over; a running leg is cut short.
 

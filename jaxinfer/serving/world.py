@@ -32,16 +32,11 @@ class StepDone:
     details: Sequence[object] = ()
     prompt_details: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
     stages: Sequence[tuple[float, float]] = ()
+    instance: str = field(init=False)
+    rows: Sequence[Row] = field(init=False)
 
-    @property
-    def instance(self) -> str:
-        """Name of the instance whose step it was."""
-        return self.batch.instance
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """The requests' parts in the step."""
-        return self.batch.rows
+    def __post_init__(self) -> None:
+        self.instance, self.rows = self.batch.instance, self.batch.rows  # Systems look at these.
 
 
 @dataclass(slots=True)

@@ -73,23 +73,17 @@ class Takeover(System):
         self._waits, self._next = False, 0
         # Whether instances were lost, or came back, since requests were last routed.
         self._changed = False
-        # Who would begin a prompt, if there is room.
-        self._open: dict[str, Book] = {}
         # Who may have prompts under way, while few requests wait.
         self._holders: dict[str, Book] = {}
         self._takes = Takes(self._books, self.options.most_moves)
 
     def _follow(self, cluster: ClusterView) -> None:
         """Keep books of the instances that are there now."""
-        if cluster.instances is self._seen:
-            return
         self._seen = cluster.instances
         if cluster.instances != self._books.views:  # One was lost, or is back.
             self._books.follow(cluster.instances)
-            self._open, self._holders, self._changed = {}, {}, True
+            self._holders, self._changed = {}, True
             there = self._books.by_name
-            for book in there.values():
-                self._note_open(book)
             for name, book in [*self._takes.fixed.items(), *self._takes.bound_for.items()]:
                 if there.get(book.name) is not book:
                     self._takes.put(name, None)
@@ -98,99 +92,92 @@ class Takeover(System):
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Requests in their order, each where it is computed first, while there is room."""
-        self._follow(cluster)
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
         books, largest = self._books.by_name, self._books.largest
         if self._changed:
             self._changed = False
             for request in waiting:  # Some come back from an instance that was lost.
                 self._takes.put(request.id, None)
-        for name in self._takes.stale:
-            if book := books.get(name):
-                book.renew()
-                self._note_open(book)
-        self._takes.stale.clear()
-        open_to = list(self._open.values())
+        if self._takes.stale:
+            for name in self._takes.stale:
+                if book := books.get(name):
+                    book.renew()
+            self._takes.stale.clear()
+        open_to = list(self._books.open_to.values())
         if self._waits and open_to:
             kept = [kind for kind in self._books.kinds if kind.below and self._is_kept(kind)]
             open_to = [book for book in open_to if book.idle or book.kind not in kept]
         assignments: list[Assignment] = []
         self._next = 0
         for request in waiting:
-            if most_entries(request) > largest.kind.entries_held:  # The loop says why it ends.
+            known, most, here = request.num_known, most_entries(request), request.held_by
+            if most > largest.kind.entries_held:  # The loop says why it ends.
                 assignments.append(Assignment(request.id, largest.legs))
                 continue
-            here = request.held_by
-            book = books.get(here) if here else self._place(request, open_to)
+            rest, book = known - request.computed, None
+            if here:
+                book = books.get(here)
+            elif open_to:
+                book = self._place(known, rest, open_to)
             if book is None:
-                self._next = request.num_known
+                self._next = known
                 break
-            pages = 0 if here else book.pages_for(request.num_known)
-            book.take(pages, request.num_known - request.computed)
+            book.take(0 if here else book.pages_for(known), rest)
             book.conclude()
             if request.id in self._takes.moves:
                 self._takes.put(request.id, book)
-            assignments.append(Assignment(request.id, self._legs(request, book)))
+            assignments.append(Assignment(request.id, self._legs(book, known, most)))
             if not book.is_open:
-                self._note_open(book)
+                book.open_to.pop(book.name, None)
         self._waits = len(waiting) - len(assignments) > len(books)
         return assignments
 
-    def _note_open(self, book: Book) -> None:
-        if book.is_open:
-            self._open[book.name] = book
-        else:
-            self._open.pop(book.name, None)
-
-    def _place(self, request: RequestView, open_to: Sequence[Book]) -> Book | None:
-        """Choose the instance that is to compute a request; None if it has to wait."""
-        known = request.num_known
-        rest, best, least = known - request.computed, None, inf
-        waits, slo, spread_s = self._waits, self.options.slo, takeover_prompts.seconds
+    def _place(self, known: int, rest: int, open_to: Sequence[Book]) -> Book | None:
+        """Choose who is to compute the rest of so many tokens; None if the request has to wait."""
+        best, least = None, inf
+        waits, spread_s = self._waits, takeover_prompts.seconds
         for book in open_to:
             room = book.pages if book.idle else book.room
             if book.is_open and room * book.page_size >= known:
-                seconds = book.seconds(rest) if waits else spread_s(book, rest, slo)
+                seconds = book.seconds(rest) if waits else spread_s(book, rest, self.options.slo)
                 if seconds < least:
                     best, least = book, seconds
         return best
 
-    def _legs(self, request: RequestView, book: Book) -> tuple[Leg, ...]:
+    def _legs(self, book: Book, known: int, most: int) -> tuple[Leg, ...]:
         """Return a leg for all of a request; where it cannot end here, one for what is known."""
         largest = self._books.largest
-        if book.kind.entries_held >= most_entries(request) or book.kind is largest.kind:
+        if book.kind.entries_held >= most or book.kind is largest.kind:
             return book.legs
-        return Leg(book.name, request.num_known, "when_room"), Leg(largest.name)
+        return Leg(book.name, known, "when_room"), Leg(largest.name)
 
     def _is_kept(self, kind: Kind) -> bool:
         """Tell whether these instances' room is for decodes of smaller pools."""
-        if not self.options.keeps_room or not self.options.most_moves:
+        if not self.options.keeps_room or not self._takes.most_moves:
             return False
-        context = self._books.mean_context
-        if self._is_scarce(kind, [e for e in kind.below if self._gives(e, kind, context)]):
+        context, decodes, due = self._books.mean_context, 0, 0
+        for each in kind.below:
+            if self._gives(each, kind, context):
+                decodes, due = decodes + each.decodes, due + each.due
+        if decodes and (kind.seats <= _SCARCE * decodes or kind.room <= due):
             return True
         if kind.seats > _AMPLE * kind.all_seats and kind.room > _AMPLE * kind.all_room:
             return False
         return any(each.with_time and self._next <= each.entries_held for each in kind.below)
 
-    def _is_scarce(self, kind: Kind, below: Sequence[Kind]) -> bool:
-        """Tell whether there is little room beside what others may want to hand on."""
-        if not below:
-            return False
-        decodes, due = sum(each.decodes for each in below), sum(each.due for each in below)
-        return kind.seats <= _SCARCE * decodes or kind.room <= due
-
     # Who takes whose decodes.
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Take over decodes: those of others here, and by others this instance's."""
-        self._follow(cluster)
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
         book = self._books.by_name.get(step.instance)
         if book is None:
             return ()
         if book.kind.is_below:
             book.note(step)
         book.renew()
-        self._note_open(book)
         actions: list[Action] = []
         if self._waits:
             book.under_way.clear()
@@ -198,9 +185,9 @@ class Takeover(System):
             takeover_prompts.note(book, step)
             if book.under_way:
                 self._holders[book.name] = book
-            else:
+            elif self._holders:
                 self._holders.pop(book.name, None)
-        if self.options.most_moves and len(self._books.by_name) > 1:
+        if self._takes.most_moves:
             if self._holders and not self._waits:
                 self._take_prompt(book, cluster, actions)
             self._take_decodes(book, actions)
@@ -219,7 +206,7 @@ class Takeover(System):
 
     def _take_prompt(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
         """Take over a prompt under way."""
-        holders, open_to = self._holders.values(), self._open.values()
+        holders, open_to = self._holders.values(), self._books.open_to.values()
         found = takeover_prompts.best_take(book, holders, open_to, cluster)
         if found:
             self._takes.take_prompt(*found, actions)
@@ -234,7 +221,7 @@ class Takeover(System):
                 if book.longest == 0:
                     break
                 self._takes.take(other, book, actions)
-            if self._next:
+            if self._next and book.kind.is_below:
                 self._make_room(book, actions)
 
     def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
@@ -244,19 +231,23 @@ class Takeover(System):
         ratio = to.speeds.displaced(context) / kind.speeds.displaced(context)
         return ratio < (_LITTLE_MORE if kind in to.below else _LESS)
 
-    def _worse(self, book: Book) -> list[Collection[Book]]:
+    def _worse(self, book: Book) -> Sequence[Collection[Book]]:
         """The instances whose decodes this one takes, the worst first, those alike together."""
         if not self._waits:
             most, givers = _SHORTER * book.step_s, []
             for kind in self._books.kinds:
-                givers += kind.slower_than(most)
+                if kind.slowest > most:
+                    givers += kind.slower_than(most)
+            if not givers:
+                return ()
             givers.sort(key=lambda each: (-each.step_s, each.number))
             return [[each] for each in givers]
         kinds = [kind for kind in book.kind.inlets if kind.givers]
-        if kinds:
-            context = self._books.mean_context
-            kinds = [kind for kind in kinds if self._gives(kind, book.kind, context)]
-            kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
+        if not kinds:
+            return ()
+        context = self._books.mean_context
+        kinds = [kind for kind in kinds if self._gives(kind, book.kind, context)]
+        kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
         return [kind.givers for kind in kinds]
 
     def _better(self, book: Book) -> Iterable[Book]:
@@ -300,7 +291,8 @@ class Takeover(System):
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
         """Count a request where it goes: it is on its way."""
-        self._follow(cluster)
+        if cluster.instances is not self._seen:
+            self._follow(cluster)
         legs = request.legs
         self._takes.put(request.id, self._books.by_name[legs[0].instance] if legs else None)
         self._takes.stale[leg.instance] = None

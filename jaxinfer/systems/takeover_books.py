@@ -60,7 +60,7 @@ class Speeds:
         return 1 + (self.sequence_s + self.entry_s * context) / self.token_s
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Kind:
     """Instances alike, and what they run together.
 
@@ -103,9 +103,7 @@ class Kind:
         return self.entries_held < _SMALL * beside.entries_held
 
     def slower_than(self, step_s: float) -> list["Book"]:
-        """Givers whose steps take longer."""
-        if self.slowest <= step_s:
-            return []
+        """Givers whose steps take longer, where ``slowest`` may be one of them."""
         self.slowest = max((each.step_s for each in self.givers), default=0.0)
         return [each for each in self.givers if each.step_s > step_s]
 
@@ -118,7 +116,7 @@ class Kind:
         return [each for each in takers if step_s > times * each.step_s]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Book:
     """An instance as it last was.
 
@@ -146,6 +144,7 @@ class Book:
             decode, unless that is long.
         busy: share of its time in which it computed prompts.
         seen: end of its last step, in seconds.
+        open_to: all those that were open when they were last renewed, by name.
     """
 
     view: InstanceView
@@ -178,6 +177,7 @@ class Book:
     has_room: bool = True
     busy: float = 1.0
     seen: float = 0.0
+    open_to: dict[str, "Book"] = field(default_factory=dict)
 
     def of(self, kind: Kind, number: int) -> "Book":
         """Count among others alike from now on, and for nothing until it is renewed."""
@@ -192,9 +192,9 @@ class Book:
     def renew(self) -> None:
         """Write down how the instance is now."""
         view, kind, size, coming = self.view, self.kind, self.page_size, self.coming
-        decodes, entries, kv_entries, backlog = view.counts
+        running, decodes, entries, kv_entries, backlog = view.counts
         pending = len(view.waiting) + len(view.importing)
-        there = pending + view.num_running
+        there = pending + running
         seats = self.most_seats - there
         room = view.num_free_pages - self.spared + -_GROWTH_STEPS * decodes // size
         if pending:
@@ -216,6 +216,10 @@ class Book:
         # Of those who stay, some may not run as yet.
         self.look(None if decodes and decodes > self.stay - pending else 0)
         self.conclude()
+        if self.is_open:
+            self.open_to[self.name] = self
+        elif self.name in self.open_to:
+            del self.open_to[self.name]
 
     def look(self, longest: int | None) -> None:
         """Note the longest decode that may be taken."""
@@ -249,10 +253,11 @@ class Book:
 
     def note(self, step: StepView) -> None:
         """A step has ended: with a prompt's chunk, or without."""
-        chunk = any(row.start < row.request.prompt_len for row in step.rows)
-        had_time = self.busy < _BUSY
-        start = max(step.start, self.seen)
-        self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
+        rows, start, had_time = step.rows, self.seen, self.busy < _BUSY
+        chunk = bool(rows) and any(row.start < row.request.prompt_len for row in rows)
+        if step.start > start:
+            start = step.start
+            self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
         kept = exp((start - step.end) / _MEMORY_S)
         self.busy = self.busy * kept + chunk * (1 - kept)
         self.seen = step.end
@@ -267,13 +272,6 @@ class Book:
         self.kind.room -= pages * self.page_size
         self.idle = False
 
-    def give(self, entries: int) -> None:
-        """A decode with so many KV entries is to go elsewhere."""
-        self.decodes -= 1
-        self.kind.decodes -= 1
-        self.entries -= entries
-        self.kind.entries -= entries
-
 
 class Books:
     """The books of all instances that are there.
@@ -284,6 +282,7 @@ class Books:
     Attributes:
         views: what the books are of.
         by_name: in their order; ``kinds``: those alike together.
+        open_to: those that would begin a prompt, if there is room.
         largest: the first one with the largest pool.
     """
 
@@ -292,6 +291,7 @@ class Books:
         self.views: dict[str, InstanceView] = {}
         self.by_name: dict[str, Book] = {}
         self.kinds: list[Kind] = []
+        self.open_to: dict[str, Book] = {}
         self.largest: Book
 
     @property
@@ -307,6 +307,7 @@ class Books:
         """Open new books of what is there now."""
         seen, self.views = self.views, dict(instances)
         before, self.by_name = self.by_name, {}
+        self.open_to.clear()
         kinds: dict[tuple[object, ...], Kind] = {}
         for name, view in instances.items():
             assert view.fit
@@ -329,6 +330,7 @@ class Books:
                     most_seats=view.max_num_seqs,
                     pages=view.num_pages,
                     spared=spared,
+                    open_to=self.open_to,
                 )
             kind.with_time += book.busy < _BUSY
             kind.books.append(book)

@@ -107,12 +107,9 @@ def note(book: Book, step: StepView) -> None:
 
 
 def pays(here: Book, there: Book, cluster: ClusterView) -> float:
-    """Seconds by which the oldest prompt under way would be computed sooner elsewhere."""
+    """Seconds by which the oldest prompt under way would be computed sooner on a faster one."""
     name, (_, rest, known, most) = next(iter(here.under_way.items()))
-    speeds, others = here.kind.speeds, there.kind.speeds
-    if others.token_s >= speeds.token_s or there.kind.entries_held < most:
-        return 0.0
-    if not there.has_room or there.backlog >= there.most_backlog:
+    if there.kind.entries_held < most or not there.has_room or there.backlog >= there.most_backlog:
         return 0.0
     if there.room < there.pages_for(known) or any(name == each.id for each in here.view.waiting):
         return 0.0
@@ -133,9 +130,10 @@ def best_take(
     Args:
         holders: who may have prompts under way; ``open_to``: who could begin one.
     """
-    pairs = [(other, book) for other in holders if other is not book and other.under_way]
+    token_s = book.kind.speeds.token_s
+    pairs = [(e, book) for e in holders if e.under_way and e.kind.speeds.token_s > token_s]
     if book.under_way:
-        pairs += [(book, other) for other in open_to if other.idle and other is not book]
+        pairs += [(book, e) for e in open_to if e.idle and e.kind.speeds.token_s < token_s]
     best, most = None, 0.0
     for here, there in pairs:
         if (sooner := pays(here, there, cluster)) > most:

@@ -18,6 +18,7 @@ class Takes:
         most_moves: takes of one request, at most.
 
     Attributes:
+        most_moves: as given.
         moves: by request, its takes; ``bound_for``: who is to have it, in the order of the takes.
         fixed: where they are who are not to be taken: bound for somebody, or taken often enough.
         stale: who has handed something on since its last step: it may have none to come.
@@ -25,7 +26,7 @@ class Takes:
     """
 
     def __init__(self, books: Books, most_moves: int) -> None:
-        self._books, self._most_moves = books, most_moves
+        self._books, self.most_moves = books, most_moves
         self.moves: dict[str, int] = {}
         self.bound_for: dict[str, Book] = {}
         self.fixed: dict[str, Book] = {}
@@ -85,15 +86,17 @@ class Takes:
         self, to: Book, book: Book, actions: list[Action], wanted: float
     ) -> int | None:
         """Take decodes, and return the KV entries of the longest one that is left."""
+        kind, size = book.kind, to.page_size
         for count in _AT_ONCE:
             longest = book.view.longest_decodes(count, self.fixed)
             for name, entries in longest:
-                pages = to.pages_for(entries + 1)
+                pages = -(-(entries + 1) // size)
                 if wanted <= 0 or to.seats < 1 or to.room < pages:
                     return entries
                 self._bind(name, book, to, pages, actions)
                 to.take(pages)
-                book.give(entries)
+                book.decodes, kind.decodes = book.decodes - 1, kind.decodes - 1
+                book.entries, kind.entries = book.entries - entries, kind.entries - entries
                 wanted -= pages
                 self.decodes += 1
             if len(longest) < count:
@@ -120,6 +123,6 @@ class Takes:
                 there = self._books.views.get(bound.name)
                 if there and not there.num_requests:  # No step is to come that renews its book.
                     self.stale[bound.name] = None
-        if here and self.moves.get(name, 0) >= self._most_moves:
+        if here and self.moves.get(name, 0) >= self.most_moves:
             self.fixed[name] = here
             here.stay += 1

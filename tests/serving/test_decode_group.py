@@ -150,14 +150,14 @@ def test_entries_are_counted_from_the_first_step_that_has_ended() -> None:
     r.computed, r.pending = 0, 1
     group.join(r)
     step(group)
-    assert (group.begun(), group.fresh()) == (0, [r])
+    assert (group.begun(), list(group.fresh)) == (0, [r.id])
     r.computed, r.pending, r.output_token_ids = 4, 0, [0]
     assert group.commit(1.0) == ([], [])
     group.join(s)
-    assert (group.begun(), group.fresh()) == (5, [s])
+    assert (group.begun(), list(group.fresh)) == (5, [s.id])
     step(group)
     group.commit(2.0)
-    assert (group.begun(), group.fresh()) == (6 + 7, [])
+    assert (group.begun(), group.fresh) == (6 + 7, {})
     group.leave(r)
     assert group.begun() == 7
     step(group)

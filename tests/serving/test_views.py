@@ -68,6 +68,7 @@ def counted(instance: InstanceView) -> Counts:
             if r.held_by != instance.name
         ),
         (
+            len(running),
             len(decodes),
             sum(decodes.values()),
             sum(r.computed for r in running),

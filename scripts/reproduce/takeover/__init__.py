@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from scripts.reproduce.reproduction import Inputs, Part, Reproduction
 from scripts.reproduce.takeover import beside, cost, maps
+from scripts.reproduce.takeover.cases import OTHERS
 
 SEED, MORE = (0,), (1, 2)
 PAIRS = {"a100_a10": "A100+A10", "a100_a30": "A100+A30", "h100_l4": "H100+L4"}
@@ -22,6 +23,16 @@ def _map(cluster: str, seeds: Sequence[int]) -> Callable[[Inputs], Part]:
 
     made.__doc__ = f"Shares of the bound on {said}."
     return made
+
+
+def others(inputs: Inputs) -> Part:
+    """Shares of the bound on ten clusters that no rule was chosen by."""
+    rows = [
+        row | {"cell": f"{cluster}, {row['cell']}"}
+        for cluster in OTHERS
+        for row in maps.map_of(cluster, SEED, inputs.pool)
+    ]
+    return Part(rows, maps.claims("ten other clusters", rows))
 
 
 def picture(inputs: Inputs) -> Part:
@@ -60,6 +71,7 @@ REPRODUCTION = Reproduction(
     parts={
         **{part: _map(cluster, SEED) for part, cluster in (PAIRS | WIDE).items()},
         **{f"{part}_seeds": _map(cluster, MORE) for part, cluster in (PAIRS | WIDE).items()},
+        "others": others,
         "map": picture,
         "parts": parts,
         "latency": latency,
@@ -67,5 +79,5 @@ REPRODUCTION = Reproduction(
         "table2": table_2,
     },
     timed=("cost",),
-    by_name=[f"{part}_seeds" for part in PAIRS | WIDE],
+    by_name=[*(f"{part}_seeds" for part in PAIRS | WIDE), "others"],
 )

@@ -1,8 +1,9 @@
 """Clusters of unlike GPUs under several systems, over lengths of prompts and answers."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
@@ -14,31 +15,36 @@ from jaxinfer.workload.bench_request import BenchRequest
 from scripts.tables import CONFIGS
 
 PROMPTS, ANSWERS = (256, 1024, 4096, 16384), (32, 128, 512, 2048)
+# Short for kinds that have longer names.
 KINDS = {
     "A100": "A100-80G-SXM",
     "H100": "H100-SXM",
-    "L40S": "L40S",
-    "A10": "A10",
-    "A30": "A30",
-    "L4": "L4",
+    "V100": "V100-SXM2",
+    "A6000": "RTX-A6000",
+    "3090": "RTX-3090",
+    "4090": "RTX-4090",
 }
 # KV entries that a pool holds, about.
 POOLS = {"A100": 466_000, "H100": 466_000, "L40S": 190_000, "A10": 22_000, "A30": 22_000,
          "L4": 22_000}  # fmt: skip
-PAIRS = {"A100+A10": ("A100", "A10"), "A100+A30": ("A100", "A30"), "H100+L4": ("H100", "L4")}
-WIDE = {
-    "A100+4 A10": ("A100", "A10", "A10", "A10", "A10"),
-    "H100+A100+L40S+L4": ("H100", "A100", "L40S", "L4"),
-}
+# Names say what there is, the best kind first.
+PAIRS = ("A100+A10", "A100+A30", "H100+L4")
+WIDE = ("A100+4 A10", "H100+A100+L40S+L4")
+# Of two kinds as well: those that were looked at once all rules were there, but for three that two
+# rules were then chosen by.
+OTHERS = ("A100+L4", "B200+H100", "A100+L40S", "H100+A10", "A6000+3090", "A100+V100", "MI300X+A40",
+          "2 A100+3 L4", "4090+4 A10G", "H200+8 L4")  # fmt: skip
+OTHER_CELLS = ((512, 64), (1024, 1024), (2048, 256), (8192, 128), (8192, 1024))
 WIDE_CELLS = ((256, 128), (256, 512), (1024, 32), (1024, 128), (1024, 512), (4096, 32),
               (4096, 128), (4096, 512))  # fmt: skip
 # The model whose efficiencies were calibrated for Cronus' tables; other GPUs have the A100's.
 MODEL = "LLaMA3-8B"
+MODELS = {"A100+L40S": "llama-2-7b", "H100+A10": "qwen2-7b"}  # Llama 3 8B on the others.
 # By the variant's name: its run file, and what is changed in it.
 Variants = Mapping[str, tuple[str, tuple[str, ...]]]
 SAME, CHUNKS = "takeover's budgets", "1,024 tokens"
-# Where a GPU computes 400 tokens in the time for which it reads its weights, steps of 256 waste it.
-LONGER = "instances.low.max_num_batched_tokens=512"
+# Who computes 256 tokens in the time for which it reads its weights. Steps of 512 suit others.
+SMALL, LONGER = ("A10", "A10G", "A30"), "instances.low.max_num_batched_tokens=512"
 # A system counts with the best of its variants.
 SYSTEMS: dict[str, Variants] = {
     "Cronus": {"relative fits": ("cronus/cronus", ("simulate.fit=relative",))},
@@ -89,8 +95,8 @@ class Cell:
     def count(self) -> int:
         """Four times the requests that run at once, about; 200 to 1,000, on wide ones 4,000."""
         entries = self.prompt + self.answer / 2
-        at_once = sum(min(POOLS[kind] / entries, 256) for kind in gpus(self.cluster))
-        return round(min(max(4 * at_once, 200), 1000 if self.cluster in PAIRS else 4000))
+        at_once = sum(min(pool / entries, 256) for pool in pools(self.cluster))
+        return round(min(max(4 * at_once, 200), 1000 if is_pair(self.cluster) else 4000))
 
 
 @dataclass(frozen=True)
@@ -110,9 +116,10 @@ class Run:
             CONFIGS / f"{self.file}.yaml",
             [
                 *(
-                    f"groups.{group}.kind={KINDS[k]}"
+                    f"groups.{group}.kind={KINDS.get(k, k)}"
                     for group, k in zip(groups, kinds, strict=True)
                 ),
+                f"model={MODELS.get(self.cell.cluster, 'llama-3-8b')}",
                 "engine.max_model_len=32768",
                 *costs(dict(zip(groups, kinds, strict=True))),
                 *self.changes,
@@ -121,33 +128,45 @@ class Run:
 
 
 def gpus(cluster: str) -> tuple[str, ...]:
-    """The kind of each GPU of a cluster, the best first."""
-    return (PAIRS | WIDE)[cluster]
+    """The kind of each GPU of a cluster."""
+    return tuple(kind for kind, count in _counted(cluster) for _ in range(count))
+
+
+def _counted(cluster: str) -> list[tuple[str, int]]:
+    each = [part.split() for part in cluster.split("+")]
+    return [(kind, int(*count or ["1"])) for *count, kind in each]
+
+
+def is_pair(cluster: str) -> bool:
+    """Tell whether there are two GPUs."""
+    return len(gpus(cluster)) == 2
+
+
+@cache
+def pools(cluster: str) -> list[int]:
+    """KV entries that each GPU's pool holds, about."""
+    if cluster not in OTHERS:
+        return [POOLS[kind] for kind in gpus(cluster)]
+    run = Run(Cell(cluster, 1, 1), *systems(cluster)[OURS][""], 0)
+    return [instance.num_tokens for instance in prepare(run.config())[1].instances.values()]
 
 
 def systems(cluster: str) -> Mapping[str, Variants]:
     """The systems that run on a cluster, with their variants.
 
-    On wide ones there is no Cronus, and L-H computes prompts on all that are weaker: than the A100
-    or the H100, or, of four kinds, on the weaker half, too.
+    Cronus runs on pairs. L-H computes prompts on all that are weaker or, of four kinds, on one or
+    two. DP's turns go by peak FLOPS where the published ones are not 3 to 1.
     """
-    if cluster == "H100+L4":
-        dp, (file, changes) = SYSTEMS["DP"], SYSTEMS[OURS][""]
-        mine = {SAME: (dp[SAME][0], (*dp[SAME][1], LONGER)), CHUNKS: dp[CHUNKS]}
-        return SYSTEMS | {"DP": mine, OURS: {"": (file, (*changes, LONGER))}}
     if cluster in PAIRS:
-        return SYSTEMS
-    if cluster == "A100+4 A10":
-        many = ("groups.low.devices=4", "groups.low.tensor_parallel_size=1")
-        four = (*many, "instances.low.replicas=4")
-        prefill = [f"prefill{number}" for number in range(4)]
-        split = (*many, "instances.prefill.replicas=4", _split(prefill, ["decode"]))
-        weights = {"high": 3, "low0": 1, "low1": 1, "low2": 1, "low3": 1}
+        longer: tuple[str, ...] = () if gpus(cluster)[1] in SMALL else (LONGER,)
         return {
-            "DP": _parallel("cronus/data_parallel", four, weights, ("high", "low")),
-            "L-H": {"all A10s": ("cronus/disaggregated_low_high", split)},
-            OURS: {"": ("takeover/pair", four)},
+            **SYSTEMS,
+            "DP": {**SYSTEMS["DP"], SAME: ("cronus/data_parallel", longer)},
+            OURS: {"": ("takeover/pair", longer)},
         }
+    if len(_counted(cluster)) == 2:
+        found = _two_kinds(cluster)
+        return {"Cronus": SYSTEMS["Cronus"], **found} if is_pair(cluster) else found
     file, names = "takeover/four_kinds", ["h100", "a100", "l40s", "l4"]
     weights = dict(zip(names, (6, 3, 2, 1), strict=True))
     return {
@@ -167,8 +186,39 @@ def systems(cluster: str) -> Mapping[str, Variants]:
     }
 
 
+def _two_kinds(cluster: str) -> Mapping[str, Variants]:
+    (high, num_high), (low, num_low) = _counted(cluster)
+    sizes = {"high": num_high, "low": num_low}
+    many = [
+        setting
+        for group, count in sizes.items()
+        if count > 1
+        for setting in (f"groups.{group}.devices={count}", f"groups.{group}.tensor_parallel_size=1")
+    ]
+
+    def instances(high: str, low: str) -> tuple[list[str], list[list[str]]]:
+        """Settings of their number, and the names of each."""
+        each = {high: num_high, low: num_low}
+        settings = [f"instances.{name}.replicas={n}" for name, n in each.items() if n > 1]
+        names = [[f"{name}{i}" for i in range(n)] if n > 1 else [name] for name, n in each.items()]
+        return [*many, *settings], names
+
+    settings, (strong, weak) = instances("high", "low")
+    split, (decode, prefill) = instances("decode", "prefill")
+    ours = (*settings, *([] if low in SMALL else [LONGER]))
+    flops = read_yaml(CONFIGS / "gpus.yaml")
+    ratio = flops[KINDS.get(high, high)]["bf16_tflops"] / flops[KINDS.get(low, low)]["bf16_tflops"]
+    turns = max(round(ratio), 1) if cluster in OTHERS else 3
+    weights = dict.fromkeys(strong, turns) | dict.fromkeys(weak, 1)
+    return {
+        "DP": _parallel("cronus/data_parallel", ours, weights, sizes),
+        "L-H": {"": ("cronus/disaggregated_low_high", (*split, _split(prefill, decode)))},
+        OURS: {"": ("takeover/pair", ours)},
+    }
+
+
 def _parallel(
-    file: str, changes: Sequence[str], weights: Mapping[str, int], instances: Sequence[str]
+    file: str, changes: Sequence[str], weights: Mapping[str, int], instances: Iterable[str]
 ) -> Variants:
     """Data parallelism with the budgets that takeover has, and with longer chunks."""
     shares = ", ".join(
@@ -219,9 +269,10 @@ def shares(run: Run) -> tuple[float, float] | None:
 
 
 def cells(cluster: str) -> Sequence[Cell]:
-    """All cells of a cluster: sixteen of a pair, eight of a wide one."""
-    every = [(prompt, answer) for prompt in PROMPTS for answer in ANSWERS]
-    return [Cell(cluster, *lengths) for lengths in (every if cluster in PAIRS else WIDE_CELLS)]
+    """All cells of a cluster: sixteen of a pair, eight of a wide one, five of others."""
+    if cluster in PAIRS:
+        return [Cell(cluster, prompt, answer) for prompt in PROMPTS for answer in ANSWERS]
+    return [Cell(cluster, *each) for each in (OTHER_CELLS if cluster in OTHERS else WIDE_CELLS)]
 
 
 def _short(count: int) -> str:
