@@ -2,6 +2,7 @@
 
 A call's work is cut into units. The thread that XLA calls on takes one after the other, and so do
 tasks on XLA's own thread pool, as many as find a thread: nobody waits for one that has not begun.
+To wake a thread takes longer than many calls, so that one that has helped looks out for the next.
 """
 
 import ctypes
@@ -44,6 +45,12 @@ ASK_WORDS = 5
 SHARED_WORDS = ASK + ASK_WORDS
 # The worker that does nothing but count the units.
 COUNT = -1
+# Places where threads look out for the next call, each a cache line whose first word says what it
+# is: free, taken by a thread, or the call that this thread is to help. How often it looks; some
+# tens of microseconds.
+PLACES, LINE, FREE, TAKEN, LOOKS = 16, 64, 0, 1, 50_000
+_places = np.zeros(PLACES * LINE // 8, np.int64)
+binding.add_symbol("jaxinfer_places", _places.ctypes.data)
 
 
 class NativeCode(NamedTuple):
@@ -114,6 +121,29 @@ def _fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
 
 
 @intrinsic
+def _read(typingctx: Any, address: Any) -> Any:
+    """A word that other threads write."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.load_atomic(at, "seq_cst", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def _replace(typingctx: Any, address: Any, old: Any, new: Any) -> Any:
+    """True if the word was the old one, and is the new one now."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = builder.inttoptr(args[0], I64.as_pointer())
+        found = builder.cmpxchg(at, args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def _call(typingctx: Any, function: Any, arguments: Any) -> Any:
     """Calls a C function of so many words that returns one."""
 
@@ -180,7 +210,7 @@ def address_of(function: str) -> Any:
     return found
 
 
-_malloc, _free = address_of("malloc"), address_of("free")
+_malloc, _free, _places_at = map(address_of, ("malloc", "free", "jaxinfer_places"))
 
 
 @nb.njit
@@ -205,13 +235,48 @@ def _work(shared: int, worker: int, unit: int) -> None:
     _call(common[WORK], (common[OUR_ARGS], common[OUR_RETS], worker, shared, unit))
 
 
+@nb.njit
+def _next_call() -> int:
+    """Look out for a call for a while; 0 if none comes."""
+    for i in range(PLACES):
+        place = _places_at() + LINE * i
+        if _replace(place, FREE, TAKEN):
+            for _ in range(LOOKS):
+                if _read(place) != TAKEN:
+                    break
+            if _replace(place, TAKEN, FREE):
+                return 0
+            shared = _read(place)
+            _replace(place, shared, FREE)
+            return shared
+    return 0
+
+
+@nb.njit
+def _ask_those_who_look_out(shared: int, wanted: int) -> int:
+    """Have as many threads as are wanted help, if they look out; returns how many are missing."""
+    for i in range(PLACES):
+        place = _places_at() + LINE * i
+        if wanted > 0 and _read(place) == TAKEN:
+            _fetch_add(shared + 8 * USERS, 1)
+            if _replace(place, TAKEN, shared):
+                wanted -= 1
+            else:
+                _fetch_add(shared + 8 * USERS, -1)
+    return wanted
+
+
 def _task(shared: int) -> None:
-    """Does the part of a thread of XLA's pool in a call, whichever kernel is called."""
-    unit = take(shared)
-    # A task that comes late must not look at the call's buffers.
-    if not is_past(shared, unit):
-        _work(shared, _fetch_add(shared + 8 * WORKERS, 1), unit)
-    _leave(shared)
+    """Does the part of a thread of XLA's pool in calls, whichever kernels are called."""
+    while shared != 0:
+        unit = take(shared)
+        # A task that comes late must not look at the call's buffers.
+        late = is_past(shared, unit)
+        if not late:
+            _work(shared, _fetch_add(shared + 8 * WORKERS, 1), unit)
+        _leave(shared)
+        # Who comes late has no core to itself.
+        shared = 0 if late else _next_call()
 
 
 @compiled_once
@@ -246,7 +311,7 @@ def _handler_target(name: str) -> NativeCode:
         common[WORKERS], common[USERS] = 1, 1
         common[OUR_ARGS], common[OUR_RETS], common[WORK] = args, rets, work
         error = 0
-        for _ in range(workers - 1):
+        for _ in range(_ask_those_who_look_out(shared, workers - 1)):
             _fetch_add(shared + 8 * USERS, 1)
             error = _schedule(frame, task_address(), shared)
             if error != 0:

@@ -1,5 +1,7 @@
 """The CPU's products beside numpy's in 64 bits."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 from jaxinfer.models import layers
 
 pytest.importorskip("numba")
-from jaxinfer.pallas_kernels import numba_matmul
+from jaxinfer.pallas_kernels import numba_matmul, xla_call
 from jaxinfer.pallas_kernels.numba_matmul import gated, logits, matmul
 
 Shape = tuple[int, int, int]
@@ -74,6 +76,24 @@ def test_any_number_of_threads_finds_the_same_bits(
     expected = np.asarray(jax.jit(lambda x, w: matmul(x, w))(x_TD, weight_DF))
     monkeypatch.setattr(numba_matmul, "threads", lambda: threads)
     np.testing.assert_array_equal(jax.jit(lambda x, w: matmul(x, w))(x_TD, weight_DF), expected)
+
+
+def test_calls_of_many_threads_share_those_who_look_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever calls they help in between, bits are the same, and in the end nobody looks out."""
+    x_TD, weight_DF = operands(67, 17, 200)
+    expected = np.asarray(jax.jit(matmul)(x_TD, weight_DF))
+    monkeypatch.setattr(numba_matmul, "threads", lambda: 3)
+    multiply = jax.jit(lambda x, w: matmul(x, w))
+
+    def calls(_: int) -> bool:
+        return all(np.array_equal(multiply(x_TD, weight_DF), expected) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(calls, range(4)))
+    until = time.monotonic() + 60
+    while np.any(xla_call._places) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not np.any(xla_call._places)
 
 
 def test_a_row_is_the_same_whatever_stands_beside_it(dtype: str) -> None:
