@@ -50,7 +50,7 @@ class TileSizes(NamedTuple):
 
 @functools.cache
 def tiles() -> TileSizes:
-    """Those for 32 registers of 16 floats, or for 16 of 8; a panel is half of a second cache."""
+    """Tile sizes for 32 registers of 16 floats, or 16 of 8; a panel is half a second cache."""
     if has("avx512f"):
         return TileSizes(16, 24, 8, 8, 8, scaled=6, grouped=(6, 3, 2, 1), panel=2**17)
     return TileSizes(8, 12, 4, 6, 4, scaled=3, grouped=(3, 2, 1), panel=2**16)
@@ -238,11 +238,11 @@ class _Loop(NamedTuple):
 
     def _add(self, total: Any, weight: Any, entries: Any) -> Any:
         """A vector of sums with further products."""
-        b, kind = self.builder, ir.VectorType(F32, 16)
+        b = self.builder
         if not self.of.pairs:
             return b.fadd(total, b.fmul(weight, entries, flags=_FAST), flags=_FAST)
         # Vectors of 32 bfloat16, to LLVM; it casts those that it is given.
-        wanted = ir.FunctionType(kind, [kind, entries.type, entries.type])
+        wanted = ir.FunctionType(total.type, [total.type, weight.type, entries.type])
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         found = b.module.globals.get(name) or ir.Function(b.module, wanted, name)
         return b.call(found, [total, weight, entries])

@@ -202,7 +202,7 @@ def test_a_header_that_says_nothing(
 def test_tiles_are_by_what_numba_compiles_for(
     features: str, lanes: int, pairs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NUMBA_CPU_FEATURES says, and nothing where LLVM cannot tell."""
+    """Tiles follow NUMBA_CPU_FEATURES; without any, as where LLVM cannot tell, they are small."""
     codegen = cpu_target.target_context.codegen()
     monkeypatch.setattr(codegen, "magic_tuple", lambda: ("", "", features))
     numba_vectors.tiles.cache_clear()

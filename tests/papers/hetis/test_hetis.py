@@ -216,7 +216,7 @@ def test_each_stage_is_placed_by_itself() -> None:
 
 
 def test_a_device_works_for_another_stage_only_where_it_is_the_same_one() -> None:
-    """Of two devices of a group, the first has all that the group has of the second stage."""
+    """The first of a group's two devices has all that the group has of the second stage."""
     shards = [
         Shard(PagePool(100, 1), (0, 1), 0, "a", OWN),
         Shard(PagePool(100, 1), (), 0, "w", FAR, device=0),

@@ -2,19 +2,21 @@
 
 import gc
 import os
-import random
 import signal
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
-import process_cases
 import pytest
-from cluster_cases import load, roomy
+from attention_restarts import (
+    home_of,
+    pid_of,
+    restartable,
+    serve_with,
+    wait_for_news,
+    worker_of,
+)
+from cluster_cases import load
 from cluster_checks import Done, serve
 from host_cases import KEY, jobs, listening
 from process_cases import (
@@ -22,65 +24,12 @@ from process_cases import (
     call_silent_who_is_stopped,
     check_nothing_left,
     children,
-    serve_once,
     wait_until,
 )
-from scatter import of_two_devices, spread
+from scatter import of_two_devices
 
-from jaxinfer import LLM, JaxinferError
-from jaxinfer.runtime.processes.homes import Home
-from jaxinfer.runtime.processes.messages import Launch, Move
-from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
-from jaxinfer.serving.world import StepDone
+from jaxinfer import JaxinferError
 from jaxinfer.simulate.same_decisions import check_decisions
-
-
-def restartable(times: int, *groups: str) -> dict[str, Any]:
-    """A stage and two attention groups in a process each; the named ones may come back."""
-    found = spread([None, None], 1, **roomy(16)) | {"ledger": True}
-    for group in found["groups"].values():
-        group["process"] = "own"
-    for name in groups or ("a0",):
-        found["groups"][name]["restart"] = times
-    return found
-
-
-def worker_of(llm: LLM) -> PipelineWorker:
-    worker = llm.cluster.engines["x"].worker
-    assert isinstance(worker, PipelineWorker)
-    return worker
-
-
-def pid_of(llm: LLM, group: str) -> int:
-    (process,) = [each for each in worker_of(llm).processes if each.name == group]
-    pid: int = process.peer.pid  # type: ignore[attr-defined]
-    return pid
-
-
-def home_of(llm: LLM, group: str = "a0") -> Home:
-    restarts = llm.cluster.restarts
-    assert restarts
-    return restarts._homes[group]
-
-
-def wait_for_news(home: Home) -> None:
-    wait_until(lambda: home.news is not None)
-
-
-def serve_with(
-    llm: LLM, folder: Path, acts: dict[int, Callable[[], object]]
-) -> tuple[list[Done], dict[str, Any], list[list[int]]]:
-    """The requests, with something done when so many steps have ended; slices of each in shards."""
-    slices: list[list[int]] = []
-
-    def on_step(done: StepDone) -> None:
-        tables = [row.hold.tables for row in done.batch.rows]
-        slices.append([sum(len(each[n]) for each in tables) for n in range(len(tables[0]))])
-        acts.get(len(slices), lambda: None)()
-
-    found, run = serve_once(llm, folder, on_step)
-    assert len(slices) > max(acts, default=0)
-    return found, run, slices
 
 
 def told(run: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -305,120 +254,3 @@ def test_the_stage_is_lost_while_one_is_started(models: dict[str, Path], tmp_pat
         serve_with(llm, tmp_path / "runs", acts)
     wait_until(lambda: children() <= before)
     assert home_of(llm).left == 8
-
-
-@dataclass
-class Blow:
-    """A kill within 10 ms after so many messages of a kind; the group is waited for some steps on.
-
-    ``back`` counts the steps that use the group's pool since, ``shard``.
-    """
-
-    home: Home
-    shard: int
-    kind: type
-    kill: Timer
-    messages_left: int
-    steps_left: int
-    back: int = 0
-
-    def hear(self, said: type) -> None:
-        self.messages_left -= said is self.kind
-        if self.messages_left == 0:
-            self.messages_left = -1
-            self.kill.start()
-
-    def on_step(self, done: StepDone) -> None:
-        if self.messages_left >= 0:
-            return
-        self.steps_left -= 1
-        if self.steps_left == 0:
-            self.kill.join()
-            wait_for_news(self.home)
-        if self.steps_left < 0:
-            self.back += any(row.hold.tables[self.shard] for row in done.batch.rows)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("draws", [2, 40])
-def test_attention_processes_die_at_any_moment_and_are_back_at_any_other(
-    draws: int,
-    models: dict[str, Path],
-    expected: dict[str, list[Done]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The cluster is one, and loses either process in each of its runs, in which it is back."""
-    call_silent_who_is_stopped(monkeypatch)
-    before, rng, used = children(), random.Random(2), 0
-    llm = load(models["two"], tmp_path, **restartable(999, "a0", "a1"))
-    runs = tmp_path / "runs"
-    counts: Counter[type] = Counter()
-    with process_cases.told(lambda kind: counts.update([kind])):
-        assert serve_once(llm, runs)[0] == expected["two"]
-    for number in range(draws):
-        group, kind = rng.choice(("a0", "a1")), rng.choice((Launch, Move))
-        home = home_of(llm, group)
-        (process,) = home.processes.values()
-        by = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
-        kill = Timer(rng.uniform(0, 0.01), os.kill, (process.peer.pid, by))  # type: ignore[attr-defined]
-        left = 1 + int(rng.uniform(0, 0.5) * counts[kind])
-        blow = Blow(home, 1 + int(group[1]), kind, kill, left, rng.randint(1, 12))
-        with process_cases.told(blow.hear):
-            found, run = serve_once(llm, runs, blow.on_step)
-        assert (found, run["lost"]) == (expected["two"], {}), (number, group)
-        assert blow.steps_left < 0
-        assert [each["error"] for each in run["restarts"]] == [None, None], (number, group)
-        assert check_decisions(runs / str(number + 2)).difference is None
-        used += blow.back > 0
-        check_nothing_left(llm)
-        assert worker_of(llm).without == []
-    assert used > draws / 2
-    del llm, home, process, blow, kill
-    gc.collect()
-    wait_until(lambda: children() <= before)
-
-
-def strike_group(
-    worker: PipelineWorker, group: str, by: signal.Signals, lost: Counter[str]
-) -> None:
-    """Kill or stop the process of a group, if it is there."""
-    for process in worker.processes:
-        if process.name == group and not process.lost:
-            lost[group] += 1
-            os.kill(process.peer.pid, by)  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("draws", [2, 20])
-def test_any_process_dies_at_any_moment_and_all_are_back(
-    draws: int,
-    models: dict[str, Path],
-    expected: dict[str, list[Done]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two are lost in each run, the second as others are started, or back."""
-    call_silent_who_is_stopped(monkeypatch)
-    before, rng, lost = children(), random.Random(3), Counter[str]()
-    llm = load(models["two"], tmp_path, **restartable(999, "p", "a0", "a1"))
-    runs = tmp_path / "runs"
-    for number in range(draws):
-        by = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
-        acts: dict[int, Callable[[], object]] = {}
-        for step in rng.sample(range(1, 20), 2):
-            group = rng.choice(("p", "p", "a0", "a1"))
-            strike = partial(strike_group, worker_of(llm), group, by, lost)
-            acts[step] = Timer(rng.uniform(0, 0.02), strike).start
-        found, run, _ = serve_with(llm, runs, acts)
-        assert (found, run["lost"]) == (expected["two"], {}), number
-        assert {each["error"] for each in run["restarts"]} <= {None}, number
-        assert check_decisions(runs / str(number + 1)).difference is None
-        check_nothing_left(llm)
-    assert len(lost) > 1
-    assert serve_once(llm, runs)[0] == expected["two"]
-    del llm, acts, strike
-    gc.collect()
-    wait_until(lambda: children() <= before)

@@ -134,7 +134,7 @@ def test_pools_on_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_devices_of_one_group_have_equal_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of twelve pages of a head, three have four each, and one for padding."""
+    """Three devices share twelve pages of a head, four each, and have one for padding."""
     host = Host(2**20)
     plan = lend(host, monkeypatch, {"a": 7}, devices=3)
     assert [place.kv_bytes for place in plan.attention] == [5 * PAGE] * 3

@@ -1,0 +1,63 @@
+"""A stage and attention groups that may come back: what tests of their losses share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster_cases import roomy
+from cluster_checks import Done
+from process_cases import serve_once, wait_until
+from scatter import spread
+
+from jaxinfer import LLM
+from jaxinfer.runtime.processes.homes import Home
+from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+from jaxinfer.serving.world import StepDone
+
+
+def restartable(times: int, *groups: str) -> dict[str, Any]:
+    """A stage and two attention groups in a process each; the named ones may come back."""
+    found = spread([None, None], 1, **roomy(16)) | {"ledger": True}
+    for group in found["groups"].values():
+        group["process"] = "own"
+    for name in groups or ("a0",):
+        found["groups"][name]["restart"] = times
+    return found
+
+
+def worker_of(llm: LLM) -> PipelineWorker:
+    worker = llm.cluster.engines["x"].worker
+    assert isinstance(worker, PipelineWorker)
+    return worker
+
+
+def pid_of(llm: LLM, group: str) -> int:
+    (process,) = [each for each in worker_of(llm).processes if each.name == group]
+    pid: int = process.peer.pid  # type: ignore[attr-defined]
+    return pid
+
+
+def home_of(llm: LLM, group: str = "a0") -> Home:
+    restarts = llm.cluster.restarts
+    assert restarts
+    return restarts._homes[group]
+
+
+def wait_for_news(home: Home) -> None:
+    wait_until(lambda: home.news is not None)
+
+
+def serve_with(
+    llm: LLM, folder: Path, acts: dict[int, Callable[[], object]]
+) -> tuple[list[Done], dict[str, Any], list[list[int]]]:
+    """The requests, with something done when so many steps have ended; slices of each in shards."""
+    slices: list[list[int]] = []
+
+    def on_step(done: StepDone) -> None:
+        tables = [row.hold.tables for row in done.batch.rows]
+        slices.append([sum(len(each[n]) for each in tables) for n in range(len(tables[0]))])
+        acts.get(len(slices), lambda: None)()
+
+    found, run = serve_once(llm, folder, on_step)
+    assert len(slices) > max(acts, default=0)
+    return found, run, slices
