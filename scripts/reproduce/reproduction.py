@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 Work = Sequence[BenchRequest]
 T = TypeVar("T")
 
+# Inputs of several papers.
+CONVERSATIONS, CODE = (
+    f"Azure's 2023 {what} trace (Azure/AzurePublicDataset)" for what in ("conversation", "coding")
+)
+
 
 @dataclass(frozen=True)
 class Part:

@@ -2,7 +2,7 @@
 
 from scripts.reproduce.any_system import ratios as pd_ratio
 from scripts.reproduce.any_system import systems as ways_to_share
-from scripts.reproduce.reproduction import Inputs, Part, Reproduction, Work
+from scripts.reproduce.reproduction import CONVERSATIONS, Inputs, Part, Reproduction, Work
 
 TRACE, REQUESTS = "azure_conversation.csv", 1000
 
@@ -54,7 +54,7 @@ def ways(inputs: Inputs) -> Part:
 
 REPRODUCTION = Reproduction(
     paper="Planning over any system",
-    inputs={TRACE: "Azure's 2023 conversation trace (Azure/AzurePublicDataset)"},
+    inputs={TRACE: CONVERSATIONS},
     parts={
         "ratios": pd_ratios,
         "systems": any_and_fixed,

@@ -8,7 +8,7 @@ import yaml
 from scripts.reproduce.cronus.calibration import calibrate
 from scripts.reproduce.cronus.tables import draw_figure_4, figure_4, table_2, table_3
 from scripts.reproduce.cronus.targets import of_figure_4, of_table_2, of_table_3, ratios
-from scripts.reproduce.reproduction import Inputs, Part, Reproduction, Work
+from scripts.reproduce.reproduction import CONVERSATIONS, Inputs, Part, Reproduction, Work
 from scripts.tables import CONFIGS
 
 TRACE = "azure_conversation.csv"
@@ -64,7 +64,7 @@ def calibrated(inputs: Inputs) -> Part:
 
 REPRODUCTION = Reproduction(
     paper="Cronus",
-    inputs={TRACE: "Azure's 2023 conversation trace (Azure/AzurePublicDataset)"},
+    inputs={TRACE: CONVERSATIONS},
     parts={
         "table2": table2,
         "table3": table3,

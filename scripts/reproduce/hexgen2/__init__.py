@@ -6,7 +6,7 @@ Most parts take minutes.
 from scripts.reproduce.hexgen2 import frontier as rents
 from scripts.reproduce.hexgen2 import regimes, search, tables
 from scripts.reproduce.hexgen2.runs import CLUSTERS, PLAN, TRACE, both
-from scripts.reproduce.reproduction import Inputs, Part, Reproduction
+from scripts.reproduce.reproduction import CONVERSATIONS, Inputs, Part, Reproduction
 
 BUDGETS = (10, 12.5, 15, 17.5, 20, 22.5, 25, 27.5, 30, 32.5)
 SETTINGS = (*(f"heterogeneous_{number}" for number in range(1, 6)), "homogeneous")
@@ -45,7 +45,7 @@ def real(inputs: Inputs) -> Part:
 
 REPRODUCTION = Reproduction(
     paper="HexGen-2",
-    inputs={TRACE: "Azure's 2023 conversation trace (Azure/AzurePublicDataset)"},
+    inputs={TRACE: CONVERSATIONS},
     parts={
         "classes": tables.classes,
         "step_s": tables.step_seconds,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinfer.plan.evaluation_cache import EvaluationCache
-from scripts.reproduce.reproduction import Inputs, Part, Reproduction, Work
+from scripts.reproduce.reproduction import CODE, CONVERSATIONS, Inputs, Part, Reproduction, Work
 from scripts.reproduce.splitwise import alone, pictures, targets
 from scripts.reproduce.splitwise import capacities as rates
 from scripts.reproduce.splitwise import placement as provisioning
@@ -113,8 +113,8 @@ REPRODUCTION = Reproduction(
     paper="Splitwise",
     inputs={
         PERF_MODEL: "the authors' measurements (Mutinifni/splitwise-sim)",
-        TRACES["conv"]: "Azure's 2023 conversation trace (Azure/AzurePublicDataset)",
-        TRACES["code"]: "Azure's 2023 coding trace (Azure/AzurePublicDataset)",
+        TRACES["conv"]: CONVERSATIONS,
+        TRACES["code"]: CODE,
         SUMMARIES: "folder with splitwise_sim_*_summary.csv, which splitwise-sim has written",
     },
     parts={

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from scripts.reproduce.reproduction import Inputs, Part, Reproduction
+from scripts.reproduce.reproduction import CONVERSATIONS, Inputs, Part, Reproduction
 from scripts.reproduce.takeover import beside, cost, maps
 from scripts.reproduce.takeover.cases import OTHERS
 
@@ -67,7 +67,7 @@ def table_2(inputs: Inputs) -> Part:
 
 REPRODUCTION = Reproduction(
     paper="Takeover",
-    inputs={beside.TRACE: "Azure's 2023 conversation trace (Azure/AzurePublicDataset)"},
+    inputs={beside.TRACE: CONVERSATIONS},
     parts={
         **{part: _map(cluster, SEED) for part, cluster in (PAIRS | WIDE).items()},
         **{f"{part}_seeds": _map(cluster, MORE) for part, cluster in (PAIRS | WIDE).items()},
