@@ -95,7 +95,7 @@ class Maker:
         return read_csv(path) if path.exists() else []
 
     def _make(self, part: str) -> None:
-        with self._inputs.noting() as read:
+        with self._inputs.noting() as read, self._inputs.whole():
             made = self.reproduction.parts[part](self._inputs)
         files = self._write(part, made)
         command, parts = self.made_by(part), self.reproduction.parts

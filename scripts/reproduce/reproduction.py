@@ -116,6 +116,22 @@ class Inputs:
             raise MissingInput(f"{where}; it is {self._reproduction.inputs[name]}")
         return path
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Refuse folders of ``--data`` in which a file is missed here.
+
+        Raises:
+            MissingInput: one is not there.
+        """
+        try:
+            yield
+        except FileNotFoundError as error:
+            for name, words in self._reproduction.inputs.items():
+                if self._data and self._data / name in Path(str(error.filename)).parents:
+                    missing = f"{error.filename}: is not there; {name} is {words}"
+                    raise MissingInput(missing) from None
+            raise
+
     def work(self, name: str, count: int | None = None) -> list[BenchRequest]:
         """Requests of a trace of ``--data``; the first so many."""
         return list(read_workload(self.path(name), count))

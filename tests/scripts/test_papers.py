@@ -80,6 +80,21 @@ def test_refusals(tmp_path: Path) -> None:
     )
 
 
+def test_a_folder_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "aiconfigurator"
+    folder.mkdir(parents=True)
+    (folder.parent / "vidur").mkdir()
+    out = str(tmp_path / "out")
+    asked = ["hetis", "--data", str(folder.parent), "--part", "measured", "--out", out]
+    said = CliRunner().invoke(main, asked)
+    assert said.exit_code == 1
+    last = said.output.splitlines()[-1]
+    assert last.startswith(f"Error: {folder}/a100_sxm_generation_attention_perf.csv.gz: is not the")
+    assert last.endswith(
+        "; aiconfigurator is folder with *_generation_attention_perf.csv.gz (of NVIDIA)"
+    )
+
+
 def rows(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
