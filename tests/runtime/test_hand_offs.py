@@ -121,6 +121,8 @@ def test_chunks_are_sent_while_the_next_ones_are_computed(
 ) -> None:
     set_system(plain, cronus("a", "b", 300, "per_chunk"))
     placed = slabs_placed(monkeypatch, plain)
+    # A chunk is sent when a step ends, and only once the one before it has come.
+    hold_up(monkeypatch, plain, "a", 54, lambda: placed)
     hold_up(monkeypatch, plain, "a", 300, lambda: len({p.slab.transfer for p in placed}) > 1)
     serve(plain, make_requests([(301, 2)]), tmp_path)
     ran = Ran.last(tmp_path)
