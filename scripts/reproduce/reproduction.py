@@ -24,9 +24,26 @@ if TYPE_CHECKING:
 Work = Sequence[BenchRequest]
 T = TypeVar("T")
 
-# Inputs of several papers.
+# Inputs of several papers, and where they are published.
 CONVERSATIONS, CODE = (
-    f"Azure's 2023 {what} trace (Azure/AzurePublicDataset)" for what in ("conversation", "coding")
+    f"Azure's 2023 {what} trace: {name} in "
+    "https://github.com/Azure/AzurePublicDataset/tree/master/data"
+    for what, name in (
+        ("conversation", "AzureLLMInferenceTrace_conv.csv"),
+        ("coding", "AzureLLMInferenceTrace_code.csv"),
+    )
+)
+SHAREGPT = (
+    "prompt and output lengths of ShareGPT's first turns, CSV in Vidur's columns: 10,000 rows in "
+    "data/processed_traces of https://github.com/AKafakA/vidur_opt_scheduler, commit 20bdc49"
+)
+VIDUR_PROFILES = (
+    "data/profiling of https://github.com/microsoft/vidur, commit 7d47513, each CSV file packed "
+    "by gzip"
+)
+AICONFIGURATOR = (
+    "folder with CARD_TABLE.csv.gz, packed CSV of CARD/vllm/0.14.0/TABLE.parquet in "
+    "https://github.com/ai-dynamo/aiconfigurator, src/aiconfigurator/systems/data, commit 095f58a"
 )
 
 

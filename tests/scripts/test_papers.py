@@ -75,8 +75,9 @@ def test_refusals(tmp_path: Path) -> None:
     said = CliRunner().invoke(main, ["cronus", "--part", "table3", "--out", str(tmp_path)])
     assert said.exit_code == 1
     assert said.output.splitlines()[-1] == (
-        "Error: no --data with azure_conversation.csv; it is Azure's 2023 conversation trace "
-        "(Azure/AzurePublicDataset)"
+        "Error: no --data with azure_conversation.csv; it is Azure's 2023 conversation trace: "
+        "AzureLLMInferenceTrace_conv.csv in "
+        "https://github.com/Azure/AzurePublicDataset/tree/master/data"
     )
 
 
@@ -90,9 +91,8 @@ def test_a_folder_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
     assert said.exit_code == 1
     last = said.output.splitlines()[-1]
     assert last.startswith(f"Error: {folder}/a100_sxm_generation_attention_perf.csv.gz: is not the")
-    assert last.endswith(
-        "; aiconfigurator is folder with *_generation_attention_perf.csv.gz (of NVIDIA)"
-    )
+    assert "; aiconfigurator is folder with CARD_TABLE.csv.gz, packed CSV of" in last
+    assert last.endswith(", commit 095f58a: generation_attention_perf of each")
 
 
 def rows(path: Path) -> list[dict[str, str]]:

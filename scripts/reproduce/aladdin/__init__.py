@@ -9,7 +9,15 @@ from scripts.reproduce.aladdin import unlike as kinds
 from scripts.reproduce.aladdin.fewest import CALIBRATION, LEVELS, RATE, SEEDS, THETAS
 from scripts.reproduce.aladdin.runs import ATGT_S, JSQ, TWO, Search, Way, draw
 from scripts.reproduce.aladdin.tables import make_tables
-from scripts.reproduce.reproduction import Inputs, Part, Reproduction, Work
+from scripts.reproduce.reproduction import (
+    AICONFIGURATOR,
+    SHAREGPT,
+    VIDUR_PROFILES,
+    Inputs,
+    Part,
+    Reproduction,
+    Work,
+)
 
 TRACE, VIDUR, OWN, RUNS = "sharegpt.csv", "vidur", "aiconfigurator", "aladdin_runs"
 
@@ -150,10 +158,9 @@ def real(inputs: Inputs) -> Part:
 REPRODUCTION = Reproduction(
     paper="Aladdin",
     inputs={
-        TRACE: "prompt and output lengths of ShareGPT's first turns, CSV in Vidur's columns",
-        VIDUR: "folder with compute/ and network/ (microsoft/vidur's profiles)",
-        OWN: "folder with a100_sxm_{context,generation}_attention_perf.csv.gz (NVIDIA's "
-        "aiconfigurator)",
+        TRACE: SHAREGPT,
+        VIDUR: VIDUR_PROFILES,
+        OWN: f"{AICONFIGURATOR}: {{context,generation}}_attention_perf of a100_sxm",
         RUNS: "folder of `jaxinfer compare configs/cpu/aladdin.yaml LEAST_LOADED.yaml`, the same "
         "file with `system: least_loaded`",
     },

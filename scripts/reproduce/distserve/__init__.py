@@ -4,7 +4,7 @@ from scripts.reproduce.distserve import forms, requests
 from scripts.reproduce.distserve import goodput as rates
 from scripts.reproduce.distserve.model import PROFILES, TRACE, Data
 from scripts.reproduce.distserve.placement import placements
-from scripts.reproduce.reproduction import Inputs, Part, Reproduction
+from scripts.reproduce.reproduction import SHAREGPT, Inputs, Part, Reproduction
 
 
 def data(inputs: Inputs) -> Data:
@@ -39,9 +39,9 @@ def attainment(inputs: Inputs) -> Part:
 REPRODUCTION = Reproduction(
     paper="DistServe",
     inputs={
-        PROFILES: "folder with profiler-a100-80g.{distserve,vllm}.json and max_num_tokens.csv "
-        "(LLMServe/DistServe)",
-        TRACE: "prompt and output lengths of ShareGPT's first turns, CSV in Vidur's columns",
+        PROFILES: "folder with profiler-a100-80g.{distserve,vllm}.json and max_num_tokens.csv, of "
+        "https://github.com/LLMServe/DistServe, simdistserve/estimators/profile_data",
+        TRACE: SHAREGPT,
     },
     parts={
         "requests": requests.parity,

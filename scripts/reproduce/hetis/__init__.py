@@ -8,7 +8,13 @@ and arXiv's, drawn from published quantiles. Nothing is calibrated.
 from scripts.reproduce.hetis import capacities, halves, measured, pictures, placements, runs
 from scripts.reproduce.hetis import offload as leaving
 from scripts.reproduce.hetis.dispatch import compared
-from scripts.reproduce.reproduction import Inputs, Part, Reproduction
+from scripts.reproduce.reproduction import (
+    AICONFIGURATOR,
+    VIDUR_PROFILES,
+    Inputs,
+    Part,
+    Reproduction,
+)
 
 
 def leaving_heads(inputs: Inputs) -> Part:
@@ -29,8 +35,8 @@ def real(inputs: Inputs) -> Part:
 REPRODUCTION = Reproduction(
     paper="Hetis",
     inputs={
-        "aiconfigurator": "folder with *_generation_attention_perf.csv.gz (of NVIDIA)",
-        "vidur": "folder with network/*/send_recv.csv.gz (microsoft/vidur's profiles)",
+        "aiconfigurator": f"{AICONFIGURATOR}: generation_attention_perf of each",
+        "vidur": VIDUR_PROFILES,
     },
     parts={
         "primaries": placements.placements,

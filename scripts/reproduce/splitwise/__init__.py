@@ -112,10 +112,11 @@ def provisioned(inputs: Inputs) -> Part:
 REPRODUCTION = Reproduction(
     paper="Splitwise",
     inputs={
-        PERF_MODEL: "the authors' measurements (Mutinifni/splitwise-sim)",
+        PERF_MODEL: "the authors' measurements: data/perf_model.csv of "
+        "https://github.com/Mutinifni/splitwise-sim",
         TRACES["conv"]: CONVERSATIONS,
         TRACES["code"]: CODE,
-        SUMMARIES: "folder with splitwise_sim_*_summary.csv, which splitwise-sim has written",
+        SUMMARIES: "folder with splitwise_sim_*_summary.csv, which that simulator has written",
     },
     parts={
         "anchors": anchors,

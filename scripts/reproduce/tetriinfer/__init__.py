@@ -1,6 +1,6 @@
 """TetriInfer on the modelled cluster: its figures, and what they depend on."""
 
-from scripts.reproduce.reproduction import Inputs, Part, Reproduction
+from scripts.reproduce.reproduction import SHAREGPT, Inputs, Part, Reproduction
 from scripts.reproduce.tetriinfer import decode, prefill
 from scripts.reproduce.tetriinfer import workloads as five
 from scripts.reproduce.tetriinfer.runs import TRACE
@@ -14,7 +14,7 @@ def caps(inputs: Inputs) -> Part:
 
 REPRODUCTION = Reproduction(
     paper="TetriInfer",
-    inputs={TRACE: "prompt and output lengths of ShareGPT's first turns, CSV in Vidur's columns"},
+    inputs={TRACE: SHAREGPT},
     parts={
         "caps": caps,
         "prices": five.prices,
