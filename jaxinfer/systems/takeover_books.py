@@ -214,7 +214,9 @@ class Book:
         self.seats, self.room = seats, room
         self.idle = not there and not coming
         # Of those who stay, some may not run as yet.
-        self.look(None if decodes and decodes > self.stay - pending else 0)
+        longest = None if decodes and decodes > self.stay - pending else 0
+        if longest != self.longest:
+            self.look(longest)
         self.conclude()
         if self.is_open:
             self.open_to[self.name] = self
@@ -253,8 +255,11 @@ class Book:
 
     def note(self, step: StepView) -> None:
         """A step has ended: with a prompt's chunk, or without."""
-        rows, start, had_time = step.rows, self.seen, self.busy < _BUSY
-        chunk = bool(rows) and any(row.start < row.request.prompt_len for row in rows)
+        start, had_time, chunk = self.seen, self.busy < _BUSY, False
+        for row in step.rows:
+            if row.start < row.request.prompt_len:
+                chunk = True
+                break
         if step.start > start:
             start = step.start
             self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
