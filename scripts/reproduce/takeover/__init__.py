@@ -26,13 +26,13 @@ def _map(cluster: str, seeds: Sequence[int]) -> Callable[[Inputs], Part]:
 
 
 def others(inputs: Inputs) -> Part:
-    """Shares of the bound on ten clusters that no rule was chosen by."""
+    """Shares of the bound on twenty clusters that no rule was chosen by."""
     rows = [
         row | {"cell": f"{cluster}, {row['cell']}"}
         for cluster in OTHERS
         for row in maps.map_of(cluster, SEED, inputs.pool)
     ]
-    return Part(rows, maps.claims("ten other clusters", rows))
+    return Part(rows, maps.claims("twenty other clusters", rows))
 
 
 def picture(inputs: Inputs) -> Part:
