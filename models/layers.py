@@ -285,4 +285,6 @@ def _attend(
         q_TNH, kv, batch.chunk_table_CM, batch.chunk_start_C, batch.chunk_row_C1, window
     )
     is_decode_S11 = (batch.decode_length_S > 0)[:, None, None]
-    return out_TNH.at[:S].set(jnp.where(is_decode_S11, decoded_SNH, out_TNH[:S])), kv
+    first_SNH = jnp.where(is_decode_S11, decoded_SNH, out_TNH[:S])
+    # On a mesh, jax 0.11's compiler crashes where all rows are set.
+    return first_SNH if S == len(q_TNH) else out_TNH.at[:S].set(first_SNH), kv
