@@ -7,6 +7,8 @@ from functools import partial
 from statistics import mean
 
 from jaxinfer.options.validation import read_yaml
+from jaxinfer.plan.bound import bound_of
+from jaxinfer.plan.worth import WorthDone
 from jaxinfer.simulate.run import prepare, serve
 from scripts.reproduce.claims import Target, agrees
 from scripts.reproduce.cronus.cases import APPROACHES, SETUPS, Case, numbers, throughput
@@ -15,6 +17,8 @@ from scripts.reproduce.takeover.cases import OURS, SYSTEMS, Cell, Run, cells, sh
 from scripts.tables import CONFIGS, Row
 
 TRACE, REQUESTS = "azure_conversation.csv", 1000
+# Takeover's run file, from Cronus' folder; who is set beside the bound in Table 2.
+PAIR, STEADY = "../takeover/pair", ("Cronus", OURS)
 PARTS: dict[str, tuple[str, ...]] = {
     "all of it": (),
     "no decode taken": ("system={name: takeover, most_moves: 0}",),
@@ -142,10 +146,21 @@ def latency_claims(rows: Sequence[Row]) -> list[Target]:
 def table_2(work: Work, pool: ProcessPoolExecutor) -> list[Row]:
     """Requests per second of each setup under each approach and ours, calibrated."""
     costs = read_yaml(CONFIGS / "cronus_calibration.yaml")
-    systems = {**APPROACHES, OURS: "../takeover/pair"}
+    systems = {**APPROACHES, OURS: PAIR}
     cases = [Case(s, system, numbers(costs, s)) for s in SETUPS for system in systems.values()]
     found = iter(list(pool.map(partial(throughput, work=work), cases)))
-    return [{"setup": s} | {name: round(next(found), 3) for name in systems} for s in SETUPS]
+    rows = [{"setup": s} | {name: round(next(found), 3) for name in systems} for s in SETUPS]
+    steady = [Case(s, systems[name], numbers(costs, s)) for s in SETUPS for name in STEADY]
+    kept = iter(list(pool.map(partial(_steady_share, work=work), steady)))
+    return [row | {f"{name} share": round(next(kept), 4) for name in STEADY} for row in rows]
+
+
+def _steady_share(case: Case, work: Work) -> float:
+    """Share of the bound of takeover's settings, in the steady part of a run."""
+    ours = replace(case, system=PAIR).config()
+    done = WorthDone(bound_of(prepare(ours)[1], work))
+    serve(*prepare(case.config()), work, None, done.add_request, on_step=done.add_step)
+    return done.share()
 
 
 def table_2_claims(rows: Sequence[Row]) -> list[Target]:
