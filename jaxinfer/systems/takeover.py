@@ -32,6 +32,8 @@ from jaxinfer.systems.takeover_takes import Takes
 
 # By how much a decode has to displace less elsewhere; for a small pool's it may be a little more.
 _LESS, _LITTLE_MORE = 0.95, 1.1
+# A large one begins prompts, too, where decodes of small pools displace so much more.
+_FAR_MORE = 2.0
 # By how much its steps have to be shorter, while few wait.
 _SHORTER = 1.3
 # Free seats by the decodes of small pools, from which on they are left for these.
@@ -164,7 +166,12 @@ class Takeover(System):
             return True
         if kind.seats > _AMPLE * kind.all_seats and kind.room > _AMPLE * kind.all_room:
             return False
-        return any(each.with_time and self._next <= each.entries_held for each in kind.below)
+        return any(
+            each.with_time
+            and self._next <= each.entries_held
+            and _displaced_by(each, kind, context) < _FAR_MORE
+            for each in kind.below
+        )
 
     # Who takes whose decodes.
 
@@ -228,8 +235,8 @@ class Takeover(System):
         """Tell whether decodes with so many entries are better off there, while requests wait."""
         if not kind.decodes:
             return False
-        ratio = to.speeds.displaced(context) / kind.speeds.displaced(context)
-        return ratio < (_LITTLE_MORE if kind in to.below else _LESS)
+        most = _LITTLE_MORE if kind in to.below else _LESS
+        return _displaced_by(kind, to, context) < most
 
     def _worse(self, book: Book) -> Sequence[Collection[Book]]:
         """The instances whose decodes this one takes, the worst first, those alike together."""
@@ -305,3 +312,8 @@ class Takeover(System):
     def report(self) -> Mapping[str, object]:
         """Count the decodes and the prompts that were taken over."""
         return {"decodes_taken": self._takes.decodes, "prompts_taken": self._takes.prompts}
+
+
+def _displaced_by(kind: Kind, to: Kind, context: float) -> float:
+    """What a decode with so many entries displaces there, by what it displaces here."""
+    return to.speeds.displaced(context) / kind.speeds.displaced(context)

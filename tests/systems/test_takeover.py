@@ -348,6 +348,21 @@ def test_a_large_pool_that_is_nearly_full_is_for_decodes_that_displace_less_ther
     assert system._is_kept(large) == gives
 
 
+@pytest.mark.parametrize(("sequence_s", "kept"), [(0.095, True), (0.105, False)])
+def test_a_large_pool_is_not_kept_for_decodes_that_displace_far_more_there(
+    sequence_s: float, kept: bool
+) -> None:
+    """A small pool with time for prompts; its decodes displace 1.95 or 2.05 times as much there."""
+    small = Kind(Speeds.of(fit(0.4, step_s=4.0)), 100, decodes=8, due=80, with_time=1)
+    large = Kind(Speeds.of(fit(0.1, sequence_s)), 1000, seats=1, room=500, below=[small])
+    large.all_seats, large.all_room = 8, 1000
+    system = Takeover()
+    system._next = 100
+    assert system._is_kept(large) == kept
+    system._next = 101  # Nor for prompts that the small pool cannot hold.
+    assert not system._is_kept(large)
+
+
 def test_room_is_made_for_all_prompts_of_two_steps() -> None:
     """Two steps have eight tokens: with two, four or six of others, prompts of the rest begin."""
     made: set[tuple[int, float]] = set()
@@ -378,7 +393,7 @@ def test_room_is_made_where_seats_are_lacking_too() -> None:
     system = Checked()
     system._takes = Noted(system._books, 2)
     both = [pool("A", 20, 64, max_num_seqs=4), pool("B", 200, 64, max_num_seqs=8)]
-    both[0].fit, both[1].fit = fit(0.4, step_s=4.0), fit(0.1, 0.4)
+    both[0].fit, both[1].fit = fit(0.4, step_s=4.0), fit(0.1, 0.05)
     run = Run(system, both, make_requests([(2, 9)] * 24, None), unit())
     run.greedy = False
     run.verify()
