@@ -287,4 +287,4 @@ def _attend(
     is_decode_S11 = (batch.decode_length_S > 0)[:, None, None]
     first_SNH = jnp.where(is_decode_S11, decoded_SNH, out_TNH[:S])
     # On a mesh, jax 0.11's compiler crashes where all rows are set.
-    return first_SNH if S == len(q_TNH) else out_TNH.at[:S].set(first_SNH), kv
+    return first_SNH if len(q_TNH) == S else out_TNH.at[:S].set(first_SNH), kv

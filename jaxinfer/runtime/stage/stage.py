@@ -110,8 +110,12 @@ class Stage:
         return samples, prompt
 
     def start_of(self, before: float, x_TD: jax.Array) -> float:
-        """Return when hidden states of the stage before, which ended at ``before``, are here."""
-        return before + (self.link.seconds(x_TD.nbytes) if self.link else 0.0)
+        """Return when hidden states of the stage before, which ended at ``before``, are here.
+
+        Their way counts where steps are emulated; profiles, which others use, are without it.
+        """
+        late = self.link if self.emulate else None
+        return before + (late.seconds(x_TD.nbytes) if late else 0.0)
 
     def end_of(self, batch: Batch, start: float) -> float:
         """Return when a part of a step that is done now has ended, by ``time.perf_counter``.

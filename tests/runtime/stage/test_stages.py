@@ -142,6 +142,8 @@ def test_hidden_states_come_over_the_link(stage: Stage) -> None:
     x = jax.numpy.zeros((100, 2))
     assert stage.start_of(5.0, x) == 5
     stage.link = LinkConfig(between=("a", "b"), gb_s=1, latency_s=0.5)
+    assert stage.start_of(5.0, x) == 5  # Profiles serve others' links, too.
+    stage.emulate = lambda batch: 1.0
     assert stage.start_of(5.0, x) == pytest.approx(5.5 + 8e-7, abs=1e-12)
 
 
