@@ -64,11 +64,13 @@ def validate(
         if unused := [
             name
             for name, value in (
-                ("--campaigns", campaigns), ("--without", without), ("--known", known),
+                ("--campaigns", campaigns),
+                ("--without", without),
+                ("--known", known),
                 ("--jobs", jobs),
             )
             if value
-        ]:  # fmt: skip
+        ]:
             raise JaxinferError(f"{unused[0]} has no use beside a log of requests: leave it out")
         _validate_log(Path(points), run_file, operators, out, settings, pictures or "png")
         return

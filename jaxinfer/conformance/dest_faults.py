@@ -83,8 +83,11 @@ def _slabs(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mis
 def _wire(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     if source.kv_dtype == dest.kv_dtype == "float32":
         for name in ("bfloat16", "float16"):
-            yield replacing("rounded", f"sent as {name}",
-                            travel=lambda m, slab, n=name: decode(encode(slab, n), n))  # fmt: skip
+            yield replacing(
+                "rounded",
+                f"sent as {name}",
+                travel=lambda m, slab, n=name: decode(encode(slab, n), n),
+            )
     for name, other in (("bfloat16", "float16"), ("float16", "bfloat16")):
         # What is then rounded to 8 bits cannot be told from noise.
         if source.kv_dtype == name and not FORMATS[dest.kv_dtype].scaled:
@@ -94,19 +97,28 @@ def _wire(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mist
 
             yield replacing("dtype reinterpreted", f"{name} taken for {other}", travel=travel)
     for by in (1, 5):
-        yield replacing("channel offset", f"sent from {by} channels on",
-                        travel=lambda m, slab, by=by: np.roll(slab, by, axis=-1))  # fmt: skip
+        yield replacing(
+            "channel offset",
+            f"sent from {by} channels on",
+            travel=lambda m, slab, by=by: np.roll(slab, by, axis=-1),
+        )
     if model.head_dim > BLOCK:
-        yield replacing("channel blocks swapped", "halves of a head swapped",
-                        travel=lambda m, slab: np.roll(slab, BLOCK, axis=-1))  # fmt: skip
+        yield replacing(
+            "channel blocks swapped",
+            "halves of a head swapped",
+            travel=lambda m, slab: np.roll(slab, BLOCK, axis=-1),
+        )
 
 
 def _orders(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """TensorRT-LLM 6507, at the destination; keys with a channel's tokens side by side, too."""
     order = dest.keys
     alike = len(dest.heads_of(model, 0)) == 1
-    for other in {"HND": ["HDN"] + ["NHD"] * (not alike), "NHD": ["HND"] * (not alike),
-                  "HDN": ["HND"]}[order]:  # fmt: skip
+    for other in {
+        "HND": ["HDN"] + ["NHD"] * (not alike),
+        "NHD": ["HND"] * (not alike),
+        "HDN": ["HND"],
+    }[order]:
 
         def after(mover: Mover, other: str = other) -> None:
             own = sorted({page for request in LENGTHS for page in mover.dest.tables[request]})

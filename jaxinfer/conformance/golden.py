@@ -83,8 +83,9 @@ class GoldenModel:
         part, token, head, block = np.meshgrid(
             np.arange(2), tokens, heads, np.arange(self.head_dim // BLOCK), indexing="ij"
         )
-        place = np.ravel_multi_index((np.full_like(part, layer), part, token, head, block),
-                                     self._sizes)  # fmt: skip
+        place = np.ravel_multi_index(
+            (np.full_like(part, layer), part, token, head, block), self._sizes
+        )
         number = request * np.prod(self._sizes, dtype=np.int64) + place
         code = (number * _SPREAD) % (1 << _CODE_BITS)
         bits = (code[..., None] >> np.arange(_CODE_BITS)) & 1

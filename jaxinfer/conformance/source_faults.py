@@ -26,11 +26,15 @@ def _heads(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mis
         )
 
     reverse = {k: K - 1 - k for k in range(K)}
-    yield replacing("head order", "heads rotated by one",
-                    find=mapped({k: (k + 1) % K for k in range(K)}))  # fmt: skip
+    yield replacing(
+        "head order", "heads rotated by one", find=mapped({k: (k + 1) % K for k in range(K)})
+    )
     yield replacing("head order", "heads reversed", find=mapped(reverse))
-    yield replacing("head order", "two heads swapped", find=mapped(reverse | {0: 0, K - 1: K - 1}
-                    if K > 3 else {0: 1, 1: 0, 2: 2}))  # fmt: skip
+    yield replacing(
+        "head order",
+        "two heads swapped",
+        find=mapped(reverse | {0: 0, K - 1: K - 1} if K > 3 else {0: 1, 1: 0, 2: 2}),
+    )
     yield replacing("head order", "heads of one layer reversed", find=mapped(reverse, range(2, 3)))
     if source.tp > K or dest.tp > K:
         wrapped = {k: k * 2 % K for k in range(K)}

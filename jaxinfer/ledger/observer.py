@@ -93,8 +93,10 @@ class DecidedWorld:
     def __init__(self, world: World, ledger: Ledger) -> None:
         # A simulation's steps are many: what they call is looked up once.
         self._add, self._launch, self._start_transfer = (
-            ledger.add, world.launch, world.start_transfer
-        )  # fmt: skip
+            ledger.add,
+            world.launch,
+            world.start_transfer,
+        )
         self.now, self.due_events, self.kv_token_s = world.now, world.due_events, world.kv_token_s
         self.arrivals_left, self.wake_at = world.arrivals_left, world.wake_at
 

@@ -57,11 +57,14 @@ def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
     start = min(line["arrival"] for line in real)
     work = [
         BenchRequest(
-            None, line["input_toks"], line["output_toks"], line["arrival"] - start,
+            None,
+            line["input_toks"],
+            line["output_toks"],
+            line["arrival"] - start,
             (number,) * -(-line["input_toks"] // BLOCK),
         )
         for number, line in enumerate(real)
-    ]  # fmt: skip
+    ]
     simulate(config, work, out)
     numbered = (folder for folder in out.iterdir() if folder.name.isdigit())
     return read_run(max(numbered, key=lambda folder: int(folder.name)))

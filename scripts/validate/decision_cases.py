@@ -181,8 +181,11 @@ def asked(rng: random.Random, drawn: bool) -> list[tuple[list[int], SamplingPara
         prompt = shared[: length - 4] + own[:4] if length > 40 else own
         how: Mapping[str, Any] = {"temperature": 0}
         if drawn:
-            how = {"temperature": 1.0, "n": rng.randint(1, 3),
-                   "stop_token_ids": rng.sample(range(256), 12)}  # fmt: skip
+            how = {
+                "temperature": 1.0,
+                "n": rng.randint(1, 3),
+                "stop_token_ids": rng.sample(range(256), 12),
+            }
         params = SamplingParams(max_tokens=rng.randint(1, OUTPUT), seed=number, **how)
         found.append((prompt, params))
     return found

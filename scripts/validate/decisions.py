@@ -177,8 +177,10 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
                 why = f"{type(error).__name__}: {one_line(error)}"
                 click.echo(f"{system}, {names[len(here)]}: {why}", err=True)
                 failed = {"seed": seed, "system": system, "difference": why}
-                here += [dict.fromkeys(COLUMNS, 0) | failed | {"workload": name}
-                         for name in names[len(here) :]]  # fmt: skip
+                here += [
+                    dict.fromkeys(COLUMNS, 0) | failed | {"workload": name}
+                    for name in names[len(here) :]
+                ]
             rows += here
             if rows:
                 write_csv(Path(out), rows)

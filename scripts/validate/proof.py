@@ -168,10 +168,12 @@ def verify_cost() -> tuple[float, float]:
               "enable_prefix_caching": False}  # fmt: skip
     ends = {"prefill": ["p"], "decode": ["d"]}
     run_file = {
-        "model": SERVED, "engine": engine, "groups": {"p": {}, "d": {}},
+        "model": SERVED,
+        "engine": engine,
+        "groups": {"p": {}, "d": {}},
         "instances": {"p": {"group": "p"}, "d": {"group": "d"}},
         "system": {"name": "disaggregated", **ends},
-    }  # fmt: skip
+    }
     rng = random.Random(0)
     prompts: list[TokensPrompt] = [
         {"prompt_token_ids": [rng.randrange(1000, 20_000) for _ in range(PROMPT)]}

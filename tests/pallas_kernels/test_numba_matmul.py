@@ -192,8 +192,11 @@ def test_layers_use_them_where_the_kernels_have_them(dtype: str) -> None:
     for kernels, own_head in (("numba", dtype == "float32" or pairs), ("plain", False)):
         run = jax.jit(all_three, static_argnums=1)
         text = run.lower(x_TD, kernels).as_text()
-        for name, calls in (("matmul", kernels == "numba"), ("gated", kernels == "numba"),
-                            ("logits", own_head)):  # fmt: skip
+        for name, calls in (
+            ("matmul", kernels == "numba"),
+            ("gated", kernels == "numba"),
+            ("logits", own_head),
+        ):
             assert text.count(f"@jaxinfer_{name}") == calls
         dense, gate, head = run(x_TD, kernels)
         assert dense.shape == (9, 5, 12)

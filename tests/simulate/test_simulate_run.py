@@ -206,8 +206,10 @@ def test_a_ledger_has_what_was_decided(tmp_path: Path) -> None:
     """Two requests of one step each way, how many pages the first has, and its own hash."""
     config = disaggregated(ledger=True)
     work = [job(5, 2), job(3, 2, 9.0)]
-    hashes = [served(config, work, tmp_path) and read_json(tmp_path / n / "run.json")["ledger"]
-              for n in "12"]  # fmt: skip
+    hashes = [
+        served(config, work, tmp_path) and read_json(tmp_path / n / "run.json")["ledger"]
+        for n in "12"
+    ]
     entries = read_ledger(tmp_path / "1" / NAME)
     assert hashes == [{"hash": ledger_hash(entries), "entries": len(entries)}] * 2
     assert [kind for kind, *_ in entries] == ["start"] + [

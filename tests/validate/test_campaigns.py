@@ -22,9 +22,12 @@ def point(tmp_path: Path, **changes: str) -> Point:
 
 
 def config(
-    tmp_path: Path, rules: list[dict[str, Any]], settings: dict[str, Any] | None = None,
-    without: tuple[str, ...] = (), **changes: str,
-) -> RunFile:  # fmt: skip
+    tmp_path: Path,
+    rules: list[dict[str, Any]],
+    settings: dict[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+    **changes: str,
+) -> RunFile:
     data = {
         "models": {"made/up": "llama-3.1-8b"},
         "cards": {"x9_sxm": "H100-SXM"},
@@ -122,8 +125,11 @@ def test_the_rules_that_ship_tell_campaigns_apart(tmp_path: Path) -> None:
     engine = theirs.config.engine
     assert engine.max_num_batched_tokens == 16384
     assert engine.policies.batching == {
-        "name": "mixed", "whole_prompts": True, "wait_steps": 20, "wait_share": 0.9,
-    }  # fmt: skip
+        "name": "mixed",
+        "whole_prompts": True,
+        "wait_steps": 20,
+        "wait_share": 0.9,
+    }
     assert theirs.first_wave is None
     assert {r.max_tokens for r in theirs.config.requests()} <= set(range(819, 1025))
 
@@ -142,8 +148,11 @@ def test_vllm_prepares_no_step_ahead_before_014(tmp_path: Path) -> None:
     campaigns = read_campaigns(SHIPPED)
     for version, steps in (("0.12.0", 1), ("0.18.0", 3)):
         given = point(
-            tmp_path, backend="vllm", backend_version=version, system="h200_sxm",
+            tmp_path,
+            backend="vllm",
+            backend_version=version,
+            system="h200_sxm",
             model_path="openai/gpt-oss-120b",
-        )  # fmt: skip
+        )
         engine = launch(campaigns, given, "tables", {}).config.engine
         assert (engine.max_in_flight or 3) == steps

@@ -26,8 +26,9 @@ def test_without_a_concurrency_where_others_say_one_it_does_not_count(tmp_path: 
     silent, said = row(id="a"), row(id="b", osl="9", note="silicon_concurrency=4")
     found = uses(points(tmp_path, silent, said))
     assert [(use.tpot, use.why) for use in found] == [
-        (False, "does not say its concurrency, as others do"), (True, ""),
-    ]  # fmt: skip
+        (False, "does not say its concurrency, as others do"),
+        (True, ""),
+    ]
     assert [use.tpot for use in uses(points(tmp_path, silent))] == [True]
 
 

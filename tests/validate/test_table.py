@@ -31,9 +31,11 @@ def compared(
 @given(
     st.lists(
         st.tuples(st.floats(1, 100), st.floats(1, 100)),
-        min_size=2, max_size=12, unique_by=(lambda pair: pair[0], lambda pair: pair[1]),
+        min_size=2,
+        max_size=12,
+        unique_by=(lambda pair: pair[0], lambda pair: pair[1]),
     )
-)  # fmt: skip
+)
 def test_medians_upper_tenths_and_order(pairs: list[tuple[float, float]]) -> None:
     found = summarise([compared(10, tpot, (10, ours)) for tpot, ours in pairs])["all"]["tpot"]
     errors = np.array([ours / tpot - 1 for tpot, ours in pairs])

@@ -85,8 +85,10 @@ class GoldenEnd:
         for shard in self.side.pools:
             pages = kv[shard.layer]
             parts = []
-            for array, scale in ((pages.keys, pages.key_scale_PK),
-                                 (pages.values, pages.value_scale_PK)):  # fmt: skip
+            for array, scale in (
+                (pages.keys, pages.key_scale_PK),
+                (pages.values, pages.value_scale_PK),
+            ):
                 mine = np.split(np.asarray(array).view(storage), ways, axis=1)[shard.rank]
                 cut = [] if scale is None else np.split(np.asarray(scale), ways, axis=1)
                 parts.append(Pool(mine, cut[shard.rank] if cut else None))

@@ -94,7 +94,7 @@ class Lent:
                 "a": GroupConfig(process="own", restart=restart),
             },
             instances={"x": InstanceConfig(stages=(stage,), enable_prefix_caching=False)},
-        )  # fmt: skip
+        )
         monkeypatch.setattr(LenderHome, "get_ready", self._get_ready)
         monkeypatch.setattr(InstancesHome, "get_ready", _make_ready)
         others: Any = SimpleNamespace(

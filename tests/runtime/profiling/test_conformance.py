@@ -340,13 +340,16 @@ def test_golden_entries_that_are_refused_or_left_out_are_reported(
 
 def test_models_without_golden_entries() -> None:
     plan = SimpleNamespace(
-        num_pages=9, limits=SimpleNamespace(page_size=16), num_kv_heads=2,
+        num_pages=9,
+        limits=SimpleNamespace(page_size=16),
+        num_kv_heads=2,
         config=SimpleNamespace(head_dim=24),
-    )  # fmt: skip
+    )
     stage: Any = SimpleNamespace(plan=plan, kv=[None] * 3)
     assert golden_model([[stage]]) == (
-        None, "golden entries are left out: head_dim is 24, must be a multiple of 16"
-    )  # fmt: skip
+        None,
+        "golden entries are left out: head_dim is 24, must be a multiple of 16",
+    )
 
 
 def test_without_any_side() -> None:
