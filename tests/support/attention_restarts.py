@@ -1,6 +1,7 @@
 """A stage and attention groups that may come back: what tests of their losses share."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ from cluster_cases import roomy
 from cluster_checks import Done
 from process_cases import serve_once, wait_until
 from scatter import spread
+from waiting import HANG_S
 
 from jaxinfer import LLM
 from jaxinfer.runtime.processes.homes import Home
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+from jaxinfer.runtime.processes.process import Process
 from jaxinfer.serving.world import StepDone
 
 
@@ -45,6 +48,27 @@ def home_of(llm: LLM, group: str = "a0") -> Home:
 
 def wait_for_news(home: Home) -> None:
     wait_until(lambda: home.news is not None)
+
+
+class Return:
+    """Has a group's new process be ready when this is called, and not before.
+
+    Else the loop may have heard of it by then, and have taken it back.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self._home, self._wanted, get_ready = home, threading.Event(), home.get_ready
+
+        def when_wanted(processes: Mapping[str, Process]) -> None:
+            assert self._wanted.wait(HANG_S)
+            get_ready(processes)
+
+        home.get_ready = when_wanted  # type: ignore[method-assign]
+
+    def __call__(self) -> None:
+        self._wanted.set()
+        wait_for_news(self._home)
+        self._wanted.clear()
 
 
 def serve_with(

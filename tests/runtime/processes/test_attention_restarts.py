@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from attention_restarts import (
+    Return,
     home_of,
     pid_of,
     restartable,
     serve_with,
-    wait_for_news,
     worker_of,
 )
 from cluster_cases import load
@@ -59,7 +59,7 @@ def test_heads_lie_there_again(
     call_silent_who_is_stopped(monkeypatch)
     before = children()
     llm = load(models["two"], tmp_path, **restartable(3))
-    runs, pids, back = tmp_path / "runs", [pid_of(llm, "a0")], partial(wait_for_news, home_of(llm))
+    runs, pids, back = tmp_path / "runs", [pid_of(llm, "a0")], Return(home_of(llm))
     found, run, slices = serve_with(llm, runs, {9: partial(os.kill, pids[0], by), 30: back})
     assert (found, run["lost"], told(run)) == (expected["two"], {}, [WITHOUT, BACK])
     why = f"was ended by signal {by}" if by == signal.SIGKILL else SILENT
@@ -103,7 +103,7 @@ def test_all_devices_of_a_group_are_lost_and_back_together(
     before = children()
     llm = load(models["two"], tmp_path, **of_two_devices(restartable(1)))
     runs, kill = tmp_path / "runs", partial(os.kill, pid_of(llm, "a0"), signal.SIGKILL)
-    acts = {9: kill, 30: partial(wait_for_news, home_of(llm))}
+    acts = {9: kill, 30: Return(home_of(llm))}
     found, run, slices = serve_with(llm, runs, acts)
     assert (found, run["lost"]) == (expected["two"], {})
     assert told(run) == [("a0", ["x"], None, [1, 2]), BACK]
@@ -197,7 +197,7 @@ def test_one_that_cannot_be_started(
     llm.cluster.config.groups["a0"].environment["JAX_PLATFORMS"] = "nonsense"
     acts = {
         9: partial(os.kill, pid_of(llm, "a0"), signal.SIGKILL),
-        20: partial(wait_for_news, home_of(llm)),
+        20: Return(home_of(llm)),
     }
     found, run, _ = serve_with(llm, tmp_path / "runs", acts)
     assert (found, run["lost"]) == (expected["two"], {})
@@ -225,7 +225,7 @@ def test_one_of_another_host(
         sections["groups"]["a0"] |= {"process": None, "host": address}
         llm = load(models["two"], tmp_path, **sections)
         (job,) = jobs(server)
-        acts = {9: job.kill, 30: partial(wait_for_news, home_of(llm))}
+        acts = {9: job.kill, 30: Return(home_of(llm))}
         found, run, slices = serve_with(llm, tmp_path / "runs", acts)
         assert (found, run["lost"], told(run)) == (expected["two"], {}, [WITHOUT, BACK])
         why = f"process of group a0 (at {address}) was ended by signal 9"
