@@ -26,7 +26,7 @@ def _map(cluster: str, seeds: Sequence[int]) -> Callable[[Inputs], Part]:
 
 
 def others(inputs: Inputs) -> Part:
-    """Shares of the bound on twenty clusters that no rule was chosen by."""
+    """Shares of the bound on twenty other clusters, two of which chose a rule."""
     rows = [
         row | {"cell": f"{cluster}, {row['cell']}"}
         for cluster in OTHERS
