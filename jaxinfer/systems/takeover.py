@@ -315,5 +315,5 @@ class Takeover(System):
 
 
 def _displaced_by(kind: Kind, to: Kind, context: float) -> float:
-    """What a decode with so many entries displaces there, by what it displaces here."""
+    """Return what a decode with so many entries displaces there, by what it displaces here."""
     return to.speeds.displaced(context) / kind.speeds.displaced(context)

@@ -7,13 +7,11 @@ from functools import partial
 from statistics import mean
 
 from jaxinfer.options.validation import read_yaml
-from jaxinfer.plan.bound import bound_of
-from jaxinfer.plan.worth import WorthDone
 from jaxinfer.simulate.run import prepare, serve
 from scripts.reproduce.claims import Target, agrees
-from scripts.reproduce.cronus.cases import APPROACHES, SETUPS, Case, numbers, throughput
+from scripts.reproduce.cronus.cases import APPROACHES, SETUPS, Case, numbers
 from scripts.reproduce.reproduction import Work
-from scripts.reproduce.takeover.cases import OURS, SYSTEMS, Cell, Run, cells, shares
+from scripts.reproduce.takeover.cases import OURS, SYSTEMS, Cell, Run, beside_bound, cells, shares
 from scripts.tables import CONFIGS, Row
 
 TRACE, REQUESTS = "azure_conversation.csv", 1000
@@ -148,19 +146,18 @@ def table_2(work: Work, pool: ProcessPoolExecutor) -> list[Row]:
     costs = read_yaml(CONFIGS / "cronus_calibration.yaml")
     systems = {**APPROACHES, OURS: PAIR}
     cases = [Case(s, system, numbers(costs, s)) for s in SETUPS for system in systems.values()]
-    found = iter(list(pool.map(partial(throughput, work=work), cases)))
-    rows = [{"setup": s} | {name: round(next(found), 3) for name in systems} for s in SETUPS]
-    steady = [Case(s, systems[name], numbers(costs, s)) for s in SETUPS for name in STEADY]
-    kept = iter(list(pool.map(partial(_steady_share, work=work), steady)))
-    return [row | {f"{name} share": round(next(kept), 4) for name in STEADY} for row in rows]
+    found = iter(list(pool.map(partial(_share_and_rate, work=work), cases)))
+    rows = []
+    for setup in SETUPS:
+        made = {name: next(found) for name in systems}
+        row: Row = {"setup": setup}
+        row |= {name: round(rate, 3) for name, (_, rate, _) in made.items()}
+        rows.append(row | {f"{name} share": round(made[name][0], 4) for name in STEADY})
+    return rows
 
 
-def _steady_share(case: Case, work: Work) -> float:
-    """Share of the bound of takeover's settings, in the steady part of a run."""
-    ours = replace(case, system=PAIR).config()
-    done = WorthDone(bound_of(prepare(ours)[1], work))
-    serve(*prepare(case.config()), work, None, done.add_request, on_step=done.add_step)
-    return done.share()
+def _share_and_rate(case: Case, work: Work) -> tuple[float, float, float]:
+    return beside_bound(case.config(), replace(case, system=PAIR).config(), work)
 
 
 def table_2_claims(rows: Sequence[Row]) -> list[Target]:

@@ -12,6 +12,7 @@ from jaxinfer.plan.bound import bound_of
 from jaxinfer.plan.worth import WorthDone
 from jaxinfer.simulate.run import prepare, serve
 from jaxinfer.workload.bench_request import BenchRequest
+from scripts.reproduce.reproduction import Work
 from scripts.tables import CONFIGS
 
 PROMPTS, ANSWERS = (256, 1024, 4096, 16384), (32, 128, 512, 2048)
@@ -256,18 +257,28 @@ def shares(run: Run) -> tuple[float, float] | None:
 
     None where the system gives an instance a request which that could never hold.
     """
-    work = run.cell.work(run.seed, run.cell.count)
     ours = next(iter(systems(run.cell.cluster)[OURS].values()))
-    bound = bound_of(prepare(Run(run.cell, *ours, run.seed).config())[1], work)
-    site, cluster, fits = prepare(run.config())
-    done = WorthDone(bound)
+    work = run.cell.work(run.seed, run.cell.count)
     try:
-        made = serve(site, cluster, fits, work, None, done.add_request, on_step=done.add_step)
+        share, rate, most = beside_bound(
+            run.config(), Run(run.cell, *ours, run.seed).config(), work
+        )
     except JaxinferError as error:
         if "pages of" not in str(error):
             raise
         return None
-    return done.share(), len(work) / made.wall_s / bound.rate
+    return share, rate / most
+
+
+def beside_bound(config: RunFile, ours: RunFile, work: Work) -> tuple[float, float, float]:
+    """Run, and return the steady part's share of the bound of ``ours``, and both rates.
+
+    Rates are the run's requests per second, and the bound's.
+    """
+    bound = bound_of(prepare(ours)[1], work)
+    done = WorthDone(bound)
+    made = serve(*prepare(config), work, None, done.add_request, on_step=done.add_step)
+    return done.share(), len(work) / made.wall_s, bound.rate
 
 
 def cells(cluster: str) -> Sequence[Cell]:

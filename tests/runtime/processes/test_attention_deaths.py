@@ -13,7 +13,7 @@ from threading import Timer
 
 import process_cases
 import pytest
-from attention_restarts import home_of, restartable, serve_with, wait_for_news, worker_of
+from attention_restarts import Return, home_of, restartable, serve_with, worker_of
 from cluster_cases import load
 from cluster_checks import Done
 from process_cases import (
@@ -24,7 +24,6 @@ from process_cases import (
     wait_until,
 )
 
-from jaxinfer.runtime.processes.homes import Home
 from jaxinfer.runtime.processes.messages import Launch, Move
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.serving.world import StepDone
@@ -38,7 +37,7 @@ class Blow:
     ``back`` counts the steps that use the group's pool since, ``shard``.
     """
 
-    home: Home
+    returns: Return
     shard: int
     kind: type
     kill: Timer
@@ -58,7 +57,7 @@ class Blow:
         self.steps_left -= 1
         if self.steps_left == 0:
             self.kill.join()
-            wait_for_news(self.home)
+            self.returns()
         if self.steps_left < 0:
             self.back += any(row.hold.tables[self.shard] for row in done.batch.rows)
 
@@ -78,17 +77,17 @@ def test_attention_processes_die_at_any_moment_and_are_back_at_any_other(
     before, rng, used = children(), random.Random(2), 0
     llm = load(models["two"], tmp_path, **restartable(999, "a0", "a1"))
     runs = tmp_path / "runs"
+    returns = {group: Return(home_of(llm, group)) for group in ("a0", "a1")}
     counts: Counter[type] = Counter()
     with process_cases.told(lambda kind: counts.update([kind])):
         assert serve_once(llm, runs)[0] == expected["two"]
     for number in range(draws):
         group, kind = rng.choice(("a0", "a1")), rng.choice((Launch, Move))
-        home = home_of(llm, group)
-        (process,) = home.processes.values()
+        (process,) = home_of(llm, group).processes.values()
         by = signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL
         kill = Timer(rng.uniform(0, 0.01), os.kill, (process.peer.pid, by))  # type: ignore[attr-defined]
         left = 1 + int(rng.uniform(0, 0.5) * counts[kind])
-        blow = Blow(home, 1 + int(group[1]), kind, kill, left, rng.randint(1, 12))
+        blow = Blow(returns[group], 1 + int(group[1]), kind, kill, left, rng.randint(1, 12))
         with process_cases.told(blow.hear):
             found, run = serve_once(llm, runs, blow.on_step)
         assert (found, run["lost"]) == (expected["two"], {}), (number, group)
@@ -99,7 +98,7 @@ def test_attention_processes_die_at_any_moment_and_are_back_at_any_other(
         check_nothing_left(llm)
         assert worker_of(llm).without == []
     assert used > draws / 2
-    del llm, home, process, blow, kill
+    del llm, returns, process, blow, kill
     gc.collect()
     wait_until(lambda: children() <= before)
 

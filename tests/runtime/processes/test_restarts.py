@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attention_restarts import Return
 from cluster_cases import Pair, Side, free_executables, load
 from cluster_checks import Done, Ran, serve
 from host_cases import KEY, elsewhere, jobs, listening
@@ -168,7 +169,7 @@ def test_an_instance_that_fails_takes_those_beside_it_along_and_back(
     assert restarts
     assert isinstance(worker, RemoteWorker)
     nonsense = Launch("b", 10**6, 0.0, [], [12345], [], b"", [])
-    acts = {9: lambda: worker.process.send(nonsense), 40: lambda: wait_for_news(restarts)}
+    acts = {9: lambda: worker.process.send(nonsense), 40: Return(restarts._homes["b"])}
     found, run, _ = serve_with(llm, tmp_path / "runs", acts)
     assert found == expected["two"]
     assert run["lost"] == {}
