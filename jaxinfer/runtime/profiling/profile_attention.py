@@ -169,9 +169,8 @@ class _ShardTimes:
         return (time.perf_counter() - start) / layers
 
     def _elsewhere_s(self, inputs: SpreadInputs) -> float:
-        stage, packed = self._stage, inputs.tables[self._number]
-        assert packed is not None
-        step = stage.begin(self._number, inputs.pairs, packed)
+        stage = self._stage
+        step = stage.begin(self._number, inputs)
         piece = jax.device_put(self._piece(inputs), stage.plan.devices[0])
         piece.block_until_ready()
         layers = len(stage.step.windows)

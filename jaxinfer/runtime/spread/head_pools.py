@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
 import numpy as np
@@ -31,7 +32,7 @@ class HeadPool:
     repeats: int = 1
     is_lent: bool = False
 
-    @property
+    @cached_property
     def sharding(self) -> NamedSharding:
         """Sharding of the arrays on the device."""
         return NamedSharding(self.mesh, PartitionSpec())

@@ -1,5 +1,6 @@
 """A pool of KV heads that this process lends to a stage in another one."""
 
+import math
 import secrets
 import threading
 from collections.abc import Iterator
@@ -20,13 +21,16 @@ from jaxinfer.runtime.spread.pool_elsewhere import (
     Put,
     Take,
 )
-from jaxinfer.runtime.spread.slice_move import CHUNK, compile_put, compile_take
+from jaxinfer.runtime.spread.slice_move import CHUNK, compile_put, compile_take, padded
 from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes
 from jaxinfer.runtime.spread.spread_step import Cut, compile_attend
 from jaxinfer.runtime.stage.kv_cache import allocate
 from jaxinfer.runtime.stage.stage_plan import StageFacts
-from jaxinfer.sockets import Address, let_in, listen, send
+from jaxinfer.sockets import Address, let_in, listen, receive_arrays, send_arrays
 from jaxinfer.steps.shapes import StepShape
+
+# Bytes that an array is to begin at a multiple of, for JAX to take it without a copy on a CPU.
+ALIGNMENT = 64
 
 
 class LentPool:
@@ -44,6 +48,7 @@ class LentPool:
         self._plan, self._pool = plan, lent_pool(plan, number)
         self._windows = plan.config.windows[plan.layers.start : plan.layers.stop]
         self._attend: dict[tuple[StepShape, int | None], jax.stages.Compiled] = {}
+        self._places: dict[int, np.ndarray] = {}
         self._begun: dict[int, tuple[StepShape, jax.Array] | Exception] = {}
         # There when this returns: whoever asks next for memory of this host is not to get it, too.
         self._kv = jax.block_until_ready(allocate(self._pool.pages))
@@ -70,12 +75,25 @@ class LentPool:
 
     def _try(self, pairs: StepShape, window: int | None) -> None:
         """Attend to padding: a first run allocates."""
-        cut = Cut(self._plan, 1, pairs.tokens)
         (tables,) = empty_spread_inputs(pairs, pairs, self._plan.limits, 1, 1).tables
         assert tables is not None
         self._do(Begin(0, pairs, tables))
-        piece_RXH = np.zeros((cut.R, cut.G + 2, cut.H), cut.dtype)
-        self._do(Attend(0, self._windows.index(window), piece_RXH))
+        nothing_RXB = self._place(pairs.tokens)[:0].view(np.uint8)
+        self._do(Attend(0, self._windows.index(window), nothing_RXB))
+
+    def _place(self, pairs: int) -> np.ndarray:
+        """The place where so many pairs are put together, [R, X, H], zeros at first.
+
+        It is aligned, so that a CPU takes it as it lies: what has computed with it is waited for.
+        """
+        if pairs not in self._places:
+            cut = Cut(self._plan, 1, pairs)
+            shape = pairs, cut.G + 2, cut.H
+            size = math.prod(shape) * cut.dtype.itemsize
+            room = np.zeros(size + ALIGNMENT, np.uint8)
+            begin = -room.ctypes.data % ALIGNMENT
+            self._places[pairs] = room[begin : begin + size].view(cut.dtype).reshape(shape)
+        return self._places[pairs]
 
     def _serve(self) -> None:
         connection: Connection[Any, Any] | None = None
@@ -86,7 +104,7 @@ class LentPool:
         self._listener.close()
         with suppress(EOFError, OSError), connection:
             while True:
-                message = connection.recv()
+                message = receive_arrays(connection)
                 try:
                     answer = self._do(message)
                 except (EOFError, OSError):
@@ -94,7 +112,7 @@ class LentPool:
                 except Exception as error:
                     answer = PoolFailed(f"{type(error).__name__}: {one_line(error)}")
                 if answer is not None:
-                    send(connection, answer)
+                    send_arrays(connection, answer)
 
     def _do(self, message: Any) -> Any:
         match message:
@@ -105,19 +123,21 @@ class LentPool:
                 except Exception as error:
                     self._begun[step] = error  # For its layers: nobody waits for an answer here.
                 return None
-            case Attend(step, layer, piece_RXH):
+            case Attend(step, layer, piece_RXB):
                 if isinstance(begun := self._begun[step], Exception):
                     raise begun
                 pairs, tables_there = begun
                 run = self._attend[pairs, self._windows[layer]]
-                piece = jax.device_put(piece_RXH, self._pool.sharding)
-                self._kv[layer], out = run(self._kv[layer], piece, tables_there)
-                return np.asarray(out)
+                place_RXH, count = self._place(pairs.tokens), len(piece_RXB)
+                place_RXH[:count] = piece_RXB.view(place_RXH.dtype)
+                self._kv[layer], out = run(self._kv[layer], place_RXH, tables_there)
+                return np.asarray(out)[:count].view(np.uint8)
             case Take(page_C):
-                pages = self._take(self._kv, jax.device_put(page_C, self._pool.sharding))
-                return jax.tree.map(np.asarray, pages)
+                pages = self._take(self._kv, jax.device_put(padded(page_C), self._pool.sharding))
+                return jax.tree.map(lambda x: np.asarray(x)[: len(page_C)], pages)
             case Put(pages, page_C):
-                there = jax.device_put((pages, page_C), self._pool.sharding)
+                some = jax.tree.map(padded, (pages, page_C))
+                there = jax.device_put(some, self._pool.sharding)
                 self._kv, mark = self._put(self._kv, *there)
                 mark.block_until_ready()
                 return 0

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.sockets import Address, call, join_address, send
+from jaxinfer.sockets import Address, call, join_address, receive_arrays, send_arrays
 from jaxinfer.steps.shapes import StepShape
 
 # Steps, or halves of steps, that are under way at once, and a few more.
@@ -32,12 +32,23 @@ class Begin(NamedTuple):
     tables: np.ndarray
 
 
+class Begun(NamedTuple):
+    """A step whose tables have been told: its number from here on, and its pairs that count."""
+
+    step: int
+    num_pairs: int
+
+
 class Attend(NamedTuple):
-    """Do one layer's attention. Answered with the pairs' results [R, G, H]."""
+    """Do one layer's attention. Answered with the pairs' results [R, G, H], as bytes, too.
+
+    Attributes:
+        piece_RXB: bytes of the pairs that count; padding does not travel.
+    """
 
     step: int
     layer: int
-    piece_RXH: np.ndarray
+    piece_RXB: np.ndarray
 
 
 class Take(NamedTuple):
@@ -83,23 +94,28 @@ class PoolElsewhere:
         if patience is None:
             self._there.result()
 
-    def begin(self, pairs: StepShape, tables: np.ndarray) -> int:
-        """Tell a step's tables; the number that it has from here on."""
+    def begin(self, pairs: StepShape, tables: np.ndarray, num_pairs: int) -> Begun:
+        """Tell the tables of a step, of whose pairs so many are no padding."""
         self._steps += 1
         self._send(Begin(self._steps, pairs, tables))
-        return self._steps
+        return Begun(self._steps, num_pairs)
 
-    def attend(self, step: int, layer: int, piece_RXH: jax.Array) -> "Future[np.ndarray]":
+    def attend(self, begun: Begun, layer: int, piece_RXH: jax.Array) -> "Future[np.ndarray]":
         """Ask for one layer's attention; waits until there is something to attend to."""
-        return self._ask(Attend(step, layer, np.asarray(piece_RXH)))
+        piece_RXB = np.asarray(piece_RXH)[: begun.num_pairs].view(np.uint8)
+        return self._ask(Attend(begun.step, layer, piece_RXB))
 
     def take(self, page_C: np.ndarray) -> "Future[Any]":
-        """Ask for pages."""
+        """Ask for pages, of a chunk at most."""
         return self._ask(Take(page_C))
 
     def put(self, pages: Any, page_C: np.ndarray) -> "Future[int]":
-        """Have pages written, which may be on a device here; waits until they are there."""
-        return self._ask(Put(jax.tree.map(np.asarray, pages), page_C))
+        """Have pages written, which may be on a device here; waits until they are there.
+
+        Args:
+            page_C: their places; pages behind as many are padding, and do not travel.
+        """
+        return self._ask(Put(jax.tree.map(lambda x: np.asarray(x)[: len(page_C)], pages), page_C))
 
     def close(self) -> None:
         """Ask for nothing any more; in any thread. Who waits for an answer hears of it.
@@ -124,7 +140,7 @@ class PoolElsewhere:
 
     def _send(self, message: Any) -> None:
         try:
-            send(self._there.result(), message)
+            send_arrays(self._there.result(), message)
         except OSError:
             self.close()  # The thread that hears learns of it, and tells.
         except (CancelledError, JaxinferError):
@@ -145,7 +161,7 @@ class PoolElsewhere:
         try:
             connection = self._call(address, patience)
             while True:
-                answer = connection.recv()
+                answer = receive_arrays(connection)
                 future = self._asked.popleft()
                 if isinstance(answer, PoolFailed):
                     future.set_exception(RuntimeError(f"{self._who}: {answer.line}"))

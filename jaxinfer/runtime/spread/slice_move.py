@@ -151,7 +151,7 @@ class SliceMoves:
         """
         start = time.perf_counter()
         marks = [
-            self._copy(source, dest, _padded(here[first:stop]), _padded(there[first:stop]))
+            self._copy(source, dest, _numbers_of(here[first:stop]), _numbers_of(there[first:stop]))
             for source, dest, here, there in copies.pieces
             for first, stop in ((n, n + CHUNK) for n in range(0, len(here), CHUNK))
         ]
@@ -176,18 +176,21 @@ class SliceMoves:
         self._queue.put(None)
 
     def _copy(self, source: int, dest: int, here_C: np.ndarray, there_C: np.ndarray) -> Mark:
-        """Launch one; what it returns is there when it has ended."""
+        """Launch one, of a chunk at most; what it returns is there when it has ended."""
         stage, number = self._pools[source]
         if number in stage.elsewhere:
             pages = stage.elsewhere[number].take(here_C).result()
         else:
-            pages = self._take[source](stage.kv[number], _on(here_C, stage.pools[number].sharding))
+            page_C = _on(padded(here_C), stage.pools[number].sharding)
+            pages = self._take[source](stage.kv[number], page_C)
         other, place = self._pools[dest]
         if place in other.elsewhere:
             return other.elsewhere[place].put(pages, there_C)
         pool = other.pools[place]
-        pages = jax.device_put(pages, pool.sharding)
-        other.kv[place], mark = self._put[dest](other.kv[place], pages, _on(there_C, pool.sharding))
+        if number in stage.elsewhere:
+            pages = jax.tree.map(padded, pages)
+        arguments = jax.device_put((pages, padded(there_C)), pool.sharding)
+        other.kv[place], mark = self._put[dest](other.kv[place], *arguments)
         there: jax.Array = mark
         return there
 
@@ -215,8 +218,12 @@ def _on(page_C: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.device_put(page_C, sharding)
 
 
-def _padded(pages: Sequence[int]) -> np.ndarray:
-    """Page 0 is nobody's: it stands for those that are too few."""
-    found = np.zeros(CHUNK, np.int32)
-    found[: len(pages)] = pages
+def _numbers_of(pages: Sequence[int]) -> np.ndarray:
+    return np.array(pages, np.int32)
+
+
+def padded(some_C: np.ndarray) -> np.ndarray:
+    """Pages, or numbers of them, with zeros to a chunk: page 0 is nobody's."""
+    found = np.zeros((CHUNK, *some_C.shape[1:]), some_C.dtype)
+    found[: len(some_C)] = some_C
     return found

@@ -32,6 +32,7 @@ class SpreadInputs(NamedTuple):
         token_T, source_T, position_T, sample_row_S: see ``StepInputs`` and ``PagedBatch``.
         layout: int32 [W * R + T * K]: for each device the pairs that it has, token * K + head, and
             for each pair, device * R + place; W * R where nobody has it.
+        counts: of each device's pairs, those that are no padding.
         tables: for each device its pages and lengths, see ``pack``; None where it has no pair.
     """
 
@@ -41,6 +42,7 @@ class SpreadInputs(NamedTuple):
     position_T: np.ndarray
     sample_row_S: np.ndarray
     layout: np.ndarray
+    counts: Sequence[int]
     tables: Sequence[np.ndarray | None]
 
 
@@ -150,6 +152,7 @@ def empty_spread_inputs(
         plain.batch.position_T,
         plain.sample_row_S,
         layout,
+        [0] * devices,
         [tables] * devices,
     )
 
@@ -178,12 +181,15 @@ def build_spread_inputs(
     cut_WR = layout[: len(devices) * R].reshape(-1, R)
     place_P = layout[cut_WR.size :]
     place_P[:] = cut_WR.size
+    counts: list[int] = []
     tables: list[np.ndarray | None] = []
     for number, here in enumerate(rows):
         if not here:
+            counts.append(0)
             tables.append(None)
             continue
         filled, pair_r = _attention(here, pairs, limits, K)
+        counts.append(len(pair_r))
         tables.append(pack(filled))
         cut_WR[number, : len(pair_r)] = pair_r
         place_P[pair_r] = number * R + np.arange(len(pair_r))
@@ -194,6 +200,7 @@ def build_spread_inputs(
         plain.batch.position_T,
         plain.sample_row_S,
         layout,
+        counts,
         tables,
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import head_pools
-from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
+from jaxinfer.runtime.spread.pool_elsewhere import Begun, PoolElsewhere
 from jaxinfer.runtime.spread.spread_inputs import (
     HalvedInputs,
     PageTables,
@@ -120,21 +120,23 @@ class SpreadStage(Stage):
                 chain.attend()
         return [chain.leave() for chain in chains]
 
-    def begin(self, number: int, pairs: StepShape, packed: np.ndarray) -> jax.Array | int:
+    def begin(self, number: int, inputs: SpreadInputs) -> jax.Array | Begun:
         """Have one device get a step's tables; what they are called there."""
+        packed = inputs.tables[number]
+        assert packed is not None
         if number in self.elsewhere:
-            return self.elsewhere[number].begin(pairs, packed)
+            return self.elsewhere[number].begin(inputs.pairs, packed, inputs.counts[number])
         return jax.device_put(packed, self.pools[number].sharding)
 
     def attend(
-        self, number: int, layer: int, pairs: StepShape, piece: jax.Array, tables: jax.Array | int
+        self, number: int, layer: int, pairs: StepShape, piece: jax.Array, tables: jax.Array | Begun
     ) -> "jax.Array | Future[np.ndarray]":
         """Launch what one device does of one layer; what it finds, there or on its way from there.
 
         Args:
             tables: see ``begin``.
         """
-        if isinstance(tables, int):
+        if isinstance(tables, Begun):
             return self.elsewhere[number].attend(tables, layer, piece)
         return self.attend_here(number, layer, pairs, piece, tables)
 
@@ -173,16 +175,20 @@ class Chain:
         self._layout = jax.device_put(inputs.layout, stage.plan.whole)
         # Whoever has no pair in this step does nothing.
         self._tables = {
-            number: stage.begin(number, inputs.pairs, packed)
+            number: stage.begin(number, inputs)
             for number, packed in enumerate(inputs.tables)
             if packed is not None
         }
         self._ropes: Any = None
         self._pieces: list[jax.Array] = []
         config = stage.plan.config
-        size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
+        self._size = (
+            inputs.pairs.tokens,
+            config.num_attention_heads // config.num_key_value_heads,
+            config.head_dim,
+        )
         # Stands for what a device without pairs has found; nobody looks at it.
-        nothing = stage.zeros(inputs.pairs.tokens, *size, dtype=stage.plan.dtype)
+        nothing = stage.zeros(*self._size, dtype=stage.plan.dtype)
         self._outs: list[jax.Array | Future[np.ndarray]] = [nothing] * len(stage.pools)
 
     def enter(self, layer: int) -> None:
@@ -217,20 +223,25 @@ class Chain:
         found = {}
         for number in sorted(self._tables, reverse=True):
             piece = self._pieces[number].addressable_data(0)
-            if number:
+            if number and number not in stage.elsewhere:
                 piece = jax.device_put(piece, stage.pools[number].sharding)
             table = self._tables[number]
             found[number] = stage.attend(number, self._layer, self._inputs.pairs, piece, table)
         for number, out in found.items():
             self._outs[number] = out if isinstance(out, Future) else put_whole(out, stage.plan)
 
-    def _found(self) -> list[jax.Array]:
-        """Results of attention, on the stage's mesh; other processes are waited for."""
-        whole = self._stage.plan.whole
+    def _found(self) -> list[jax.Array | np.ndarray]:
+        """Results of attention, on the stage's mesh or for it; other processes are waited for."""
         return [
-            jax.device_put(out.result(), whole) if isinstance(out, Future) else out
-            for out in self._outs
+            self._placed(out.result()) if isinstance(out, Future) else out for out in self._outs
         ]
+
+    def _placed(self, found_RGB: np.ndarray) -> np.ndarray:
+        """Put what another process has found where it is looked for, from its bytes."""
+        plan = self._stage.plan
+        place_RGH = np.empty(self._size, plan.dtype)  # Nobody looks at the padding.
+        place_RGH[: len(found_RGB)] = found_RGB.view(plan.dtype)
+        return place_RGH
 
     def wait(self) -> None:
         """Wait until all that has been launched but attention is done."""

@@ -12,7 +12,7 @@ its key and value.
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,19 @@ from jaxinfer.steps.shapes import StepLimits, StepShape
 
 # What stays between the layers' programs: the residual stream, and how positions rotate.
 Stream = tuple[jax.Array, Any]
-Graph = nnx.GraphDef[Any]
+# A module's parameters, in the order of its state: a call takes them faster than that.
+Leaves = tuple[jax.Array, ...]
+
+
+class Graph(NamedTuple):
+    """A module without its parameters, and where each of these stands."""
+
+    graphdef: nnx.GraphDef[Any]
+    tree: Any
+
+    def merge(self, leaves: Leaves) -> Any:
+        """The module with such parameters."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.tree, leaves))
 
 
 class Cut:
@@ -72,8 +84,8 @@ def first(
     layers: Layers,
     windowed: bool,
     cut: Cut,
-    outer_state: Parameters,
-    layer_state: Parameters,
+    outer_leaves: Leaves,
+    layer_leaves: Leaves,
     previous_S: jax.Array,
     token_T: jax.Array,
     source_T: jax.Array,
@@ -83,15 +95,14 @@ def first(
 ) -> tuple[Stream, list[jax.Array]]:
     """Compute the first layer's pairs from tokens, or from what the stage before has returned."""
     with jax.default_matmul_precision("highest"):
-        model: Any = nnx.merge(outer, outer_state)
+        model = outer.merge(outer_leaves)
         if layers.first:
             fed_back_T = previous_S[jnp.maximum(source_T, 0)]
             token_T = jnp.where(source_T >= 0, fed_back_T, token_T)
             x_TD = model.embed(token_T, PagedBatch(position_T, *[None] * 7))
         assert x_TD is not None
         ropes = model.ropes(position_T)
-        found: Any = nnx.merge(layer, layer_state)
-        q_TNH, k_TKH, v_TKH = found.before(x_TD, ropes[windowed])
+        q_TNH, k_TKH, v_TKH = layer.merge(layer_leaves).before(x_TD, ropes[windowed])
         return (x_TD, ropes), cut.pieces(q_TNH, k_TKH, v_TKH, layout)
 
 
@@ -99,8 +110,8 @@ def middle(
     layer: Graph,
     windowed: bool,
     cut: Cut,
-    state: Parameters,
-    next_state: Parameters,
+    leaves: Leaves,
+    next_leaves: Leaves,
     stream: Stream,
     outs: Sequence[jax.Array],
     layout: jax.Array,
@@ -108,17 +119,15 @@ def middle(
     """Go from one layer's attention to the next layer's pairs, and the residual stream [T, D]."""
     with jax.default_matmul_precision("highest"):
         x_TD, ropes = stream
-        before: Any = nnx.merge(layer, state)
-        x_TD = before.after(x_TD, cut.joined(outs, layout))
-        after: Any = nnx.merge(layer, next_state)
-        q_TNH, k_TKH, v_TKH = after.before(x_TD, ropes[windowed])
+        x_TD = layer.merge(leaves).after(x_TD, cut.joined(outs, layout))
+        q_TNH, k_TKH, v_TKH = layer.merge(next_leaves).before(x_TD, ropes[windowed])
         return x_TD, cut.pieces(q_TNH, k_TKH, v_TKH, layout)
 
 
 def last(
     layer: Graph,
     cut: Cut,
-    state: Parameters,
+    leaves: Leaves,
     x_TD: jax.Array,
     outs: Sequence[jax.Array],
     layout: jax.Array,
@@ -126,8 +135,7 @@ def last(
 ) -> tuple[jax.Array, jax.Array]:
     """Go from the last layer's attention to hidden states: those to sample from, and all."""
     with jax.default_matmul_precision("highest"):
-        found: Any = nnx.merge(layer, state)
-        x_TD = found.after(x_TD, cut.joined(outs, layout))
+        x_TD = layer.merge(leaves).after(x_TD, cut.joined(outs, layout))
         return x_TD[sample_row_S], x_TD
 
 
@@ -209,7 +217,7 @@ class SpreadStep(CompiledStep):
         self._windows = plan.config.windows[plan.layers.start : plan.layers.stop]
         model = nnx.merge(plan.graphdef, plan.state(plan.parameters))
         (self._outer, self._layer), (outer, layers) = _split(model)
-        self._outer_state, self._layer_state = outer, layers[0]
+        self._outer_leaves, self._layer_leaves = outer, layers[0]
 
     def of(self, part: Hashable) -> jax.stages.Compiled:
         """The executable of some pairs."""
@@ -268,17 +276,17 @@ class SpreadStep(CompiledStep):
         layout = whole(inputs.layout.shape, jnp.int32)
         outs = [whole((pairs.tokens, cut.G, cut.H), plan.dtype)] * W
         x_TD = self.hidden(shape.tokens)
-        state = self._layer_state
+        leaves = self._layer_leaves
         jitted = partial(jax.jit, out_shardings=plan.whole)
         if kind == "last":
             run = jitted(partial(last, self._layer, cut))
-            return run.lower(state, x_TD, outs, layout, inputs.sample_row_S)
+            return run.lower(leaves, x_TD, outs, layout, inputs.sample_row_S)
         if kind == "first":
             windowed = bool(self._windows[0])
             run = jitted(partial(first, self._outer, self._layer, plan.layers, windowed, cut))
             return run.lower(
-                self._outer_state,
-                state,
+                self._outer_leaves,
+                leaves,
                 self._arguments[2],
                 inputs.token_T,
                 inputs.source_T,
@@ -286,11 +294,11 @@ class SpreadStep(CompiledStep):
                 layout,
                 None if plan.layers.first else x_TD,
             )
-        model: Any = nnx.merge(self._outer, self._outer_state)
+        model = self._outer.merge(self._outer_leaves)
         ropes = jax.eval_shape(model.ropes, jax.ShapeDtypeStruct((shape.tokens,), jnp.int32))
         stream = x_TD, jax.tree.map(lambda x: whole(x.shape, x.dtype), ropes)
         run = jitted(partial(middle, self._layer, rest[0], cut))
-        return run.lower(state, state, stream, outs, layout)
+        return run.lower(leaves, leaves, stream, outs, layout)
 
     def _lower_halves(self, kind: str, shape: StepShape, half: StepShape) -> jax.stages.Lowered:
         x_TD, place_T = self.hidden(shape.tokens), np.zeros(half.tokens, np.int32)
@@ -302,15 +310,19 @@ class SpreadStep(CompiledStep):
         )
 
 
-def split_parameters(
-    plan: StagePlan, parameters: Parameters
-) -> tuple[Parameters, list[Parameters]]:
+def split_parameters(plan: StagePlan, parameters: Parameters) -> tuple[Leaves, list[Leaves]]:
     """Split parameters into those of no layer, and each layer's."""
     return _split(nnx.merge(plan.graphdef, parameters))[1]
 
 
-def _split(model: Any) -> tuple[tuple[Graph, Graph], tuple[Parameters, list[Parameters]]]:
-    layers = [nnx.split(layer) for layer in model.layers]
+def _split(model: Any) -> tuple[tuple[Graph, Graph], tuple[Leaves, list[Leaves]]]:
+    layers = [_flat(layer) for layer in model.layers]
     del model.layers
-    outer, outer_state = nnx.split(model)
-    return (outer, layers[0][0]), (outer_state, [state for _, state in layers])
+    outer, outer_leaves = _flat(model)
+    return (outer, layers[0][0]), (outer_leaves, [leaves for _, leaves in layers])
+
+
+def _flat(module: Any) -> tuple[Graph, Leaves]:
+    graphdef, state = nnx.split(module)
+    leaves, tree = jax.tree.flatten(state)
+    return Graph(graphdef, tree), tuple(leaves)

@@ -58,21 +58,29 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
         call(*lender.address._replace(key=b"another"))
     pool = PoolElsewhere(lender.address, "a")
     pairs, tables, page_C = StepShape(1, 2, 0), np.arange(3), np.zeros(2, np.int32)
-    one, two = pool.begin(pairs, tables), pool.begin(pairs, tables)
+    one, two = pool.begin(pairs, tables, 2), pool.begin(pairs, tables, 1)
     assert one != two
-    piece: Any = np.zeros((2, 3, 4))
+    piece: Any = np.arange(24.0).reshape(2, 3, 4)
     found = [pool.attend(step, layer, piece) for layer in (0, 1) for step in (one, two)]
     lender.go.set()
-    taken, put = pool.take(page_C), pool.put([piece], page_C)
+    taken, put = pool.take(page_C), pool.put([piece], page_C[:1])
     assert [answer.result(20)[0] for answer in found] == [0, 0, 1, 1]
     assert put.result(20) == 0
     with pytest.raises(RuntimeError, match=r"^attention group a: ValueError: no such page$"):
         taken.result(20)
     assert [type(each) for each in lender.done] == [Begin] * 2 + [Attend] * 4 + [Take, Put]
     begun = [each.step for each in lender.done[:2]]
-    assert [(each.step, each.layer) for each in lender.done[2:6]] == [
+    attends = lender.done[2:6]
+    assert [(each.step, each.layer) for each in attends] == [
         (step, layer) for layer in (0, 1) for step in begun
     ]
+    # Pairs and pages that are padding do not travel.
+    for each, count in zip(attends, [2, 1, 2, 1], strict=True):
+        assert each.piece_RXB.dtype == np.uint8
+        np.testing.assert_array_equal(each.piece_RXB.view(float), piece[:count])
+    (pages,), there_C = lender.done[-1]
+    np.testing.assert_array_equal(pages, piece[:1])
+    assert there_C.tolist() == [0]
 
 
 def test_tables_that_cannot_be_had_are_told_of_by_their_step() -> None:
@@ -80,7 +88,7 @@ def test_tables_that_cannot_be_had_are_told_of_by_their_step() -> None:
     lender = Lender()
     pool = PoolElsewhere(lender.address, "a")
     pairs, page_C = StepShape(1, 2, 0), np.zeros(2, np.int32)
-    bad, good = (pool.begin(pairs, np.array([each])) for each in (object(), 1))
+    bad, good = (pool.begin(pairs, np.array([each]), 2) for each in (object(), 1))
     piece: Any = np.zeros((2, 3, 4))
     asked = [(step, pool.attend(step, layer, piece)) for layer in (5, 6) for step in (bad, good)]
     put = pool.put([piece], page_C)

@@ -125,6 +125,7 @@ def check_pairs(spread: Spread, batch: Batch, inputs: SpreadInputs, padded: int)
     for device, packed in enumerate(inputs.tables):
         mine = sum(len(row.hold.tables[FIRST + device]) * row.count for row in batch.rows)
         assert (packed is None) == (mine == 0)
+        assert inputs.counts[device] == mine
         if packed is not None:
             found = unpack(packed, inputs.pairs, spread.limits)
             assert (found.page_T > 0).sum() == mine
