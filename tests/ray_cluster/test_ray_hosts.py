@@ -55,13 +55,21 @@ def start(command: list[str]) -> "subprocess.Popen[str]":
 CRONUS = {"name": "cronus", "partial": "weak", "chunked": "strong", "cut_share": 0.5}
 
 
-def write_job(folder: Path, model: Path, system: Any = CRONUS, **groups: Any) -> Path:
-    instance = {"page_size": TINY_OPTIONS["page_size"], "num_pages": TINY_OPTIONS["num_pages"]}
+POOL = {"page_size": TINY_OPTIONS["page_size"], "num_pages": TINY_OPTIONS["num_pages"]}
+
+
+def write_job(
+    folder: Path, model: Path, system: Any = CRONUS, is_pipeline: bool = False, **groups: Any
+) -> Path:
+    """A run file with an instance on each group, or one with a stage on each."""
+    instances = {name: {"group": name} | POOL for name in groups}
+    if is_pipeline:
+        instances = {"whole": {"stages": [{"group": name, "share": 0.5} for name in groups]} | POOL}
     config = {
         "model": str(model),
         "engine": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
         "groups": {name: {"platform": "cpu"} | group for name, group in groups.items()},
-        "instances": {name: {"group": name} | instance for name in groups},
+        "instances": instances,
         "system": system,
         "verify_transfers": True,
     }
@@ -200,3 +208,35 @@ def test_one_that_is_lost_is_placed_again(
     assert (restart["group"], restart["error"]) == ("a", None)
     assert restart["why"].endswith("was ended by signal 9")
     wait_until(lambda: not processes(mark))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["first", "last"])
+def test_a_lost_stage_is_placed_again_with_the_other(
+    ends: str, nodes: tuple[str, Any, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Each node has room for one stage alone, so that both are let go first."""
+    marks = {name: uuid4().hex for name in ("first", "last")}
+    groups: dict[str, Any] = {
+        name: {"ray": {"resources": {resource: 1}}, "environment": {"MARK": mark}, "restart": 1}
+        for (name, mark), resource in zip(marks.items(), ("y", "x"), strict=True)
+    }
+    source, whole, out = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
+    write_lines(source)
+    alone = command(write_job(tmp_path, tiny_folder, "single", a={}), source, whole)
+    subprocess.run(alone, check=True, capture_output=True)
+    run_file = write_job(tmp_path, tiny_folder, "single", is_pipeline=True, **groups)
+    with start(command(run_file, source, out, "--ray", nodes[0])) as job:
+        wait_for_lines(job, out, 1)
+        (lost,) = processes(marks[ends])
+        lost.kill()
+        said, _ = job.communicate(timeout=200)
+    assert job.returncode == 0, said
+    assert choices(out) == choices(whole)
+    run = json.loads((tmp_path / "out.jsonl.runs" / "1" / "run.json").read_text())
+    assert run["lost"] == {}
+    (restart,) = run["restarts"]
+    assert (restart["group"], restart["error"]) == ("first and last", None)
+    assert restart["why"].endswith("was ended by signal 9")
+    for mark in marks.values():
+        wait_until(lambda mark=mark: not processes(mark))
