@@ -3,8 +3,9 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -64,7 +65,8 @@ def write_job(
     """A run file with an instance on each group, or one with a stage on each."""
     instances = {name: {"group": name} | POOL for name in groups}
     if is_pipeline:
-        instances = {"whole": {"stages": [{"group": name, "share": 0.5} for name in groups]} | POOL}
+        stages = [{"group": name, "share": 1 / len(groups)} for name in groups]
+        instances = {"whole": {"stages": stages} | POOL}
     config = {
         "model": str(model),
         "engine": {"max_num_seqs": 4, "max_num_batched_tokens": 32},
@@ -190,24 +192,32 @@ def test_one_that_is_lost_is_placed_again(
     """All requests wait for it; its node has room for one alone, so that the lost one is let go."""
     mark = uuid4().hex
     group = {"ray": {"resources": {"x": 1}}, "environment": {"MARK": mark}, "restart": 1}
-    source, whole, out = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
+    job = partial(write_job, tmp_path, tiny_folder, "single")
+    assert restarted(job, mark, nodes[0], a=group) == ("a", None)
+    wait_until(lambda: not processes(mark))
+
+
+def restarted(job: Callable[..., Path], mark: str, address: str, **groups: Any) -> tuple[str, Any]:
+    """The group and the error of the restart in a run that loses the process with this mark.
+
+    Its lines are those of one instance in one process.
+    """
+    folder = job(a={}).parent
+    source, whole, out = (folder / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     write_lines(source)
-    alone = command(write_job(tmp_path, tiny_folder, "single", a={}), source, whole)
-    subprocess.run(alone, check=True, capture_output=True)
-    run_file = write_job(tmp_path, tiny_folder, "single", a=group)
-    with start(command(run_file, source, out, "--ray", nodes[0])) as job:
-        wait_for_lines(job, out, 1)
+    subprocess.run(command(job(a={}), source, whole), check=True, capture_output=True)
+    with start(command(job(**groups), source, out, "--ray", address)) as run:
+        wait_for_lines(run, out, 1)
         (lost,) = processes(mark)
         lost.kill()
-        said, _ = job.communicate(timeout=200)
-    assert job.returncode == 0, said
+        said, _ = run.communicate(timeout=200)
+    assert run.returncode == 0, said
     assert choices(out) == choices(whole)
-    run = json.loads((tmp_path / "out.jsonl.runs" / "1" / "run.json").read_text())
-    assert run["lost"] == {}
-    (restart,) = run["restarts"]
-    assert (restart["group"], restart["error"]) == ("a", None)
+    told = json.loads((folder / "out.jsonl.runs" / "1" / "run.json").read_text())
+    assert told["lost"] == {}
+    (restart,) = told["restarts"]
     assert restart["why"].endswith("was ended by signal 9")
-    wait_until(lambda: not processes(mark))
+    return restart["group"], restart["error"]
 
 
 @pytest.mark.slow
@@ -221,22 +231,7 @@ def test_a_lost_stage_is_placed_again_with_the_other(
         name: {"ray": {"resources": {resource: 1}}, "environment": {"MARK": mark}, "restart": 1}
         for (name, mark), resource in zip(marks.items(), ("y", "x"), strict=True)
     }
-    source, whole, out = (tmp_path / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
-    write_lines(source)
-    alone = command(write_job(tmp_path, tiny_folder, "single", a={}), source, whole)
-    subprocess.run(alone, check=True, capture_output=True)
-    run_file = write_job(tmp_path, tiny_folder, "single", is_pipeline=True, **groups)
-    with start(command(run_file, source, out, "--ray", nodes[0])) as job:
-        wait_for_lines(job, out, 1)
-        (lost,) = processes(marks[ends])
-        lost.kill()
-        said, _ = job.communicate(timeout=200)
-    assert job.returncode == 0, said
-    assert choices(out) == choices(whole)
-    run = json.loads((tmp_path / "out.jsonl.runs" / "1" / "run.json").read_text())
-    assert run["lost"] == {}
-    (restart,) = run["restarts"]
-    assert (restart["group"], restart["error"]) == ("first and last", None)
-    assert restart["why"].endswith("was ended by signal 9")
+    job = partial(write_job, tmp_path, tiny_folder, "single", is_pipeline=True)
+    assert restarted(job, marks[ends], nodes[0], **groups) == ("first and last", None)
     for mark in marks.values():
         wait_until(lambda mark=mark: not processes(mark))

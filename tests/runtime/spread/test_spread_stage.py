@@ -202,11 +202,11 @@ def test_logits_of_every_architecture(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_logits_by_pools_that_are_lent(name: str) -> None:
+@pytest.mark.parametrize(("name", "primary"), [("llama", 1), ("gemma3", 1), ("qwen3", 2)])
+def test_logits_by_pools_that_are_lent(name: str, primary: int) -> None:
     """Heads move between the stage's own pool and those of two others, and between these."""
     tokens, logits = expected(name)
-    model = Spread(name, attention=2, lends=True)
+    model = Spread(name, attention=2, primary=primary, lends=True)
     np.testing.assert_allclose(model.serve(tokens), logits, atol=1e-4, rtol=0)
 
 
