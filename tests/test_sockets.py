@@ -1,8 +1,10 @@
 """Messages with arrays from process to process: what arrives is what was sent, however it came."""
 
+import os
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from socket import SO_RCVBUF, SO_SNDBUF, SOL_SOCKET, socketpair
+from socket import socketpair
 from typing import Any
 
 import ml_dtypes
@@ -10,34 +12,33 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from jaxinfer.sockets import MOST_PARTS, receive_arrays, send_arrays
 
-HANG_S = 20
 TYPES = [np.float32, np.int8, np.bool_, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 
 
-def connected(buffer: int | None = None) -> list["Connection[Any, Any]"]:
-    """Two ends; the system holds so many bytes of what one has sent, about."""
-    ends = socketpair()
-    if buffer:
-        for end in ends:
-            end.setsockopt(SOL_SOCKET, SO_SNDBUF, buffer)
-            end.setsockopt(SOL_SOCKET, SO_RCVBUF, buffer)
-    return [Connection(end.detach()) for end in ends]
+def connected() -> list["Connection[Any, Any]"]:
+    return [Connection(end.detach()) for end in socketpair()]
 
 
-def sent(messages: list[Any], buffer: int | None = None) -> list[Any]:
+def sent(messages: list[Any]) -> list[Any]:
     """What arrives of messages that another thread sends."""
-    there, here = connected(buffer)
-    with there, here:
-        sender = threading.Thread(target=lambda: [send_arrays(there, each) for each in messages])
+    there, here = connected()
+
+    def send() -> None:
+        with there:
+            for each in messages:
+                send_arrays(there, each)
+
+    with here:
+        sender = threading.Thread(target=send)
         sender.start()
         found = [receive_arrays(here) for _ in messages]
-        sender.join(HANG_S)
-        there.close()
         with pytest.raises(EOFError):  # Nothing is left over.
             receive_arrays(here)
+        sender.join(HANG_S)
     return found
 
 
@@ -56,10 +57,23 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     return array
 
 
-@given(st.lists(st.lists(arrays(), max_size=4), min_size=1, max_size=4))
+@given(st.lists(st.lists(arrays(), max_size=4), min_size=1, max_size=4), st.integers(1, 9000))
 @settings(max_examples=60, deadline=None)
-def test_arrays_arrive_as_they_were_sent(messages: list[list[np.ndarray]]) -> None:
-    for then, now in zip(messages, sent(messages, buffer=4096), strict=True):
+def test_arrays_arrive_as_they_were_sent(messages: list[list[np.ndarray]], most: int) -> None:
+    """The system takes so many bytes at a time, at most."""
+    write = os.writev
+
+    def write_some(number: int, parts: Sequence[memoryview]) -> int:
+        left, some = max(most, sum(map(len, parts)) // 50), []
+        for part in parts:
+            some.append(part[:left])
+            left -= len(some[-1])
+        return write(number, some)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "writev", write_some)
+        found = sent(messages)
+    for then, now in zip(messages, found, strict=True):
         for one, other in zip(then, now, strict=True):
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
             assert one.tobytes() == other.tobytes()

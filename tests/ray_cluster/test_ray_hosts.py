@@ -202,10 +202,11 @@ def restarted(job: Callable[..., Path], mark: str, address: str, **groups: Any) 
 
     Its lines are those of one instance in one process.
     """
-    folder = job(a={}).parent
+    alone = job(a={})
+    folder = alone.parent
     source, whole, out = (folder / name for name in ("in.jsonl", "whole.jsonl", "out.jsonl"))
     write_lines(source)
-    subprocess.run(command(job(a={}), source, whole), check=True, capture_output=True)
+    subprocess.run(command(alone, source, whole), check=True, capture_output=True)
     with start(command(job(**groups), source, out, "--ray", address)) as run:
         wait_for_lines(run, out, 1)
         (lost,) = processes(mark)

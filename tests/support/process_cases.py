@@ -112,11 +112,14 @@ def serve_struck(
             left = -1
             strike()
 
-    with told(hear):
-        found, run = serve_once(llm, folder)
-    assert left < 0
-    assert found == expected
-    return run
+    for _ in range(3):
+        with told(hear):
+            found, run = serve_once(llm, folder)
+        assert found == expected
+        if left < 0:
+            return run
+        left = 1  # This run had fewer messages of this kind than the first: the next one's first.
+    raise AssertionError(f"no {kind.__name__} was sent")
 
 
 def apart(pair: Pair, system: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.profiling.measure_steps import new_batch
 from jaxinfer.runtime.profiling.profile import Needs, profile_key
+from jaxinfer.runtime.spread.pool_elsewhere import padded
 from jaxinfer.runtime.spread.spread_inputs import SpreadInputs
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.spread.spread_step import Cut
@@ -170,15 +171,17 @@ class _ShardTimes:
 
     def _elsewhere_s(self, inputs: SpreadInputs) -> float:
         stage = self._stage
-        step = stage.begin(self._number, inputs)
-        piece = jax.device_put(self._piece(inputs), stage.plan.devices[0])
-        piece.block_until_ready()
+        begun = stage.begin(self._number, inputs)
         layers = len(stage.step.windows)
+        # One for each layer: a copy in the host's memory is kept.
+        pieces = [jax.device_put(self._piece(inputs), stage.plan.devices[0]) for _ in range(layers)]
+        jax.block_until_ready(pieces)
         start = time.perf_counter()
-        for layer in range(layers):
-            out = stage.attend(self._number, layer, inputs.pairs, piece, step)
+        for layer, piece in enumerate(pieces):
+            out = stage.attend(self._number, layer, inputs.pairs, piece, begun)
             assert isinstance(out, Future)
-            jax.device_put(out.result(), stage.plan.whole).block_until_ready()
+            found = padded(out.result(), inputs.pairs.tokens)
+            jax.device_put(found, stage.plan.whole).block_until_ready()
         return (time.perf_counter() - start) / layers
 
     def _exchange_s(self, inputs: SpreadInputs) -> float:

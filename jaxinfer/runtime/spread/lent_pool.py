@@ -14,14 +14,15 @@ import numpy as np
 from jaxinfer.errors import one_line
 from jaxinfer.runtime.spread.head_pools import lent_pool
 from jaxinfer.runtime.spread.pool_elsewhere import (
-    BEGUN,
+    MOST_BEGUN,
     Attend,
     Begin,
     PoolFailed,
     Put,
     Take,
+    padded,
 )
-from jaxinfer.runtime.spread.slice_move import CHUNK, compile_put, compile_take, padded
+from jaxinfer.runtime.spread.slice_move import CHUNK, compile_put, compile_take
 from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes
 from jaxinfer.runtime.spread.spread_step import Cut, compile_attend
 from jaxinfer.runtime.stage.kv_cache import allocate
@@ -78,8 +79,8 @@ class LentPool:
         (tables,) = empty_spread_inputs(pairs, pairs, self._plan.limits, 1, 1).tables
         assert tables is not None
         self._do(Begin(0, pairs, tables))
-        nothing_RXB = self._place(pairs.tokens)[:0].view(np.uint8)
-        self._do(Attend(0, self._windows.index(window), nothing_RXB))
+        nothing_RXH = self._place(pairs.tokens)[:0]
+        self._do(Attend(0, self._windows.index(window), nothing_RXH))
 
     def _place(self, pairs: int) -> np.ndarray:
         """The place where so many pairs are put together, [R, X, H], zeros at first.
@@ -117,26 +118,28 @@ class LentPool:
     def _do(self, message: Any) -> Any:
         match message:
             case Begin(step, pairs, tables):
-                self._begun.pop(step - BEGUN, None)
+                self._begun.pop(step - MOST_BEGUN, None)
                 try:
                     self._begun[step] = pairs, jax.device_put(tables, self._pool.sharding)
                 except Exception as error:
                     self._begun[step] = error  # For its layers: nobody waits for an answer here.
                 return None
-            case Attend(step, layer, piece_RXB):
+            case Attend(step, layer, piece_RXH):
                 if isinstance(begun := self._begun[step], Exception):
                     raise begun
                 pairs, tables_there = begun
                 run = self._attend[pairs, self._windows[layer]]
-                place_RXH, count = self._place(pairs.tokens), len(piece_RXB)
-                place_RXH[:count] = piece_RXB.view(place_RXH.dtype)
+                place_RXH, count = self._place(pairs.tokens), len(piece_RXH)
+                place_RXH[:count] = piece_RXH
                 self._kv[layer], out = run(self._kv[layer], place_RXH, tables_there)
-                return np.asarray(out)[:count].view(np.uint8)
+                return np.asarray(out)[:count]
             case Take(page_C):
-                pages = self._take(self._kv, jax.device_put(padded(page_C), self._pool.sharding))
+                pages = self._take(
+                    self._kv, jax.device_put(padded(page_C, CHUNK), self._pool.sharding)
+                )
                 return jax.tree.map(lambda x: np.asarray(x)[: len(page_C)], pages)
             case Put(pages, page_C):
-                some = jax.tree.map(padded, (pages, page_C))
+                some = jax.tree.map(lambda x: padded(x, CHUNK), (pages, page_C))
                 there = jax.device_put(some, self._pool.sharding)
                 self._kv, mark = self._put(self._kv, *there)
                 mark.block_until_ready()

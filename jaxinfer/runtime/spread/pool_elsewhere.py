@@ -21,7 +21,7 @@ from jaxinfer.sockets import Address, call, join_address, receive_arrays, send_a
 from jaxinfer.steps.shapes import StepShape
 
 # Steps, or halves of steps, that are under way at once, and a few more.
-BEGUN = 8
+MOST_BEGUN = 8
 
 
 class Begin(NamedTuple):
@@ -32,7 +32,7 @@ class Begin(NamedTuple):
     tables: np.ndarray
 
 
-class Begun(NamedTuple):
+class BegunStep(NamedTuple):
     """A step whose tables have been told: its number from here on, and its pairs that count."""
 
     step: int
@@ -40,15 +40,15 @@ class Begun(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Do one layer's attention. Answered with the pairs' results [R, G, H], as bytes, too.
+    """Do one layer's attention. Answered with the results [R, G, H] of as many pairs.
 
     Attributes:
-        piece_RXB: bytes of the pairs that count; padding does not travel.
+        piece_RXH: the pairs that count; padding does not travel.
     """
 
     step: int
     layer: int
-    piece_RXB: np.ndarray
+    piece_RXH: np.ndarray
 
 
 class Take(NamedTuple):
@@ -68,6 +68,13 @@ class PoolFailed(NamedTuple):
     """An answer: it could not be done."""
 
     line: str
+
+
+def padded(some: np.ndarray, size: int) -> np.ndarray:
+    """So many rows, those that there are first, then zeros."""
+    found = np.zeros((size, *some.shape[1:]), some.dtype)
+    found[: len(some)] = some
+    return found
 
 
 class PoolElsewhere:
@@ -94,16 +101,19 @@ class PoolElsewhere:
         if patience is None:
             self._there.result()
 
-    def begin(self, pairs: StepShape, tables: np.ndarray, num_pairs: int) -> Begun:
+    def begin(self, pairs: StepShape, tables: np.ndarray, num_pairs: int) -> BegunStep:
         """Tell the tables of a step, of whose pairs so many are no padding."""
         self._steps += 1
         self._send(Begin(self._steps, pairs, tables))
-        return Begun(self._steps, num_pairs)
+        return BegunStep(self._steps, num_pairs)
 
-    def attend(self, begun: Begun, layer: int, piece_RXH: jax.Array) -> "Future[np.ndarray]":
-        """Ask for one layer's attention; waits until there is something to attend to."""
-        piece_RXB = np.asarray(piece_RXH)[: begun.num_pairs].view(np.uint8)
-        return self._ask(Attend(begun.step, layer, piece_RXB))
+    def attend(self, begun: BegunStep, layer: int, piece_RXH: jax.Array) -> "Future[np.ndarray]":
+        """Ask for one layer's attention; waits until there is something to attend to.
+
+        Returns:
+            The results [R, G, H] of the pairs that count.
+        """
+        return self._ask(Attend(begun.step, layer, np.asarray(piece_RXH)[: begun.num_pairs]))
 
     def take(self, page_C: np.ndarray) -> "Future[Any]":
         """Ask for pages, of a chunk at most."""

@@ -15,11 +15,13 @@ import numpy as np
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import HeadPool
+from jaxinfer.runtime.spread.pool_elsewhere import padded
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Transfer
 
-# Pages of one head that are copied at once: one executable per device has them all.
+# Pages of one head that are copied at once: one executable per device has them all. Fewer have
+# others behind them, all page 0, which is nobody's.
 CHUNK = 16
 
 Layers = list[KVPages]
@@ -151,9 +153,11 @@ class SliceMoves:
         """
         start = time.perf_counter()
         marks = [
-            self._copy(source, dest, _numbers_of(here[first:stop]), _numbers_of(there[first:stop]))
+            self._copy(
+                source, dest, *(np.array(each[n : n + CHUNK], np.int32) for each in (here, there))
+            )
             for source, dest, here, there in copies.pieces
-            for first, stop in ((n, n + CHUNK) for n in range(0, len(here), CHUNK))
+            for n in range(0, len(here), CHUNK)
         ]
         self._queue.put((marks, partial(done, start)))
 
@@ -181,15 +185,15 @@ class SliceMoves:
         if number in stage.elsewhere:
             pages = stage.elsewhere[number].take(here_C).result()
         else:
-            page_C = _on(padded(here_C), stage.pools[number].sharding)
+            page_C = jax.device_put(padded(here_C, CHUNK), stage.pools[number].sharding)
             pages = self._take[source](stage.kv[number], page_C)
         other, place = self._pools[dest]
         if place in other.elsewhere:
             return other.elsewhere[place].put(pages, there_C)
         pool = other.pools[place]
         if number in stage.elsewhere:
-            pages = jax.tree.map(padded, pages)
-        arguments = jax.device_put((pages, padded(there_C)), pool.sharding)
+            pages = jax.tree.map(lambda x: padded(x, CHUNK), pages)
+        arguments = jax.device_put((pages, padded(there_C, CHUNK)), pool.sharding)
         other.kv[place], mark = self._put[dest](other.kv[place], *arguments)
         there: jax.Array = mark
         return there
@@ -212,18 +216,3 @@ def _wait_for(mark: Mark) -> None:
         mark.result()
     else:
         mark.block_until_ready()
-
-
-def _on(page_C: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.device_put(page_C, sharding)
-
-
-def _numbers_of(pages: Sequence[int]) -> np.ndarray:
-    return np.array(pages, np.int32)
-
-
-def padded(some_C: np.ndarray) -> np.ndarray:
-    """Pages, or numbers of them, with zeros to a chunk: page 0 is nobody's."""
-    found = np.zeros((CHUNK, *some_C.shape[1:]), some_C.dtype)
-    found[: len(some_C)] = some_C
-    return found

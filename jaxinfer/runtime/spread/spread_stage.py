@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import head_pools
-from jaxinfer.runtime.spread.pool_elsewhere import Begun, PoolElsewhere
+from jaxinfer.runtime.spread.pool_elsewhere import BegunStep, PoolElsewhere, padded
 from jaxinfer.runtime.spread.spread_inputs import (
     HalvedInputs,
     PageTables,
@@ -120,7 +120,7 @@ class SpreadStage(Stage):
                 chain.attend()
         return [chain.leave() for chain in chains]
 
-    def begin(self, number: int, inputs: SpreadInputs) -> jax.Array | Begun:
+    def begin(self, number: int, inputs: SpreadInputs) -> jax.Array | BegunStep:
         """Have one device get a step's tables; what they are called there."""
         packed = inputs.tables[number]
         assert packed is not None
@@ -129,14 +129,19 @@ class SpreadStage(Stage):
         return jax.device_put(packed, self.pools[number].sharding)
 
     def attend(
-        self, number: int, layer: int, pairs: StepShape, piece: jax.Array, tables: jax.Array | Begun
+        self,
+        number: int,
+        layer: int,
+        pairs: StepShape,
+        piece: jax.Array,
+        tables: jax.Array | BegunStep,
     ) -> "jax.Array | Future[np.ndarray]":
         """Launch what one device does of one layer; what it finds, there or on its way from there.
 
         Args:
             tables: see ``begin``.
         """
-        if isinstance(tables, Begun):
+        if isinstance(tables, BegunStep):
             return self.elsewhere[number].attend(tables, layer, piece)
         return self.attend_here(number, layer, pairs, piece, tables)
 
@@ -182,13 +187,9 @@ class Chain:
         self._ropes: Any = None
         self._pieces: list[jax.Array] = []
         config = stage.plan.config
-        self._size = (
-            inputs.pairs.tokens,
-            config.num_attention_heads // config.num_key_value_heads,
-            config.head_dim,
-        )
+        size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
         # Stands for what a device without pairs has found; nobody looks at it.
-        nothing = stage.zeros(*self._size, dtype=stage.plan.dtype)
+        nothing = stage.zeros(inputs.pairs.tokens, *size, dtype=stage.plan.dtype)
         self._outs: list[jax.Array | Future[np.ndarray]] = [nothing] * len(stage.pools)
 
     def enter(self, layer: int) -> None:
@@ -232,16 +233,8 @@ class Chain:
 
     def _found(self) -> list[jax.Array | np.ndarray]:
         """Results of attention, on the stage's mesh or for it; other processes are waited for."""
-        return [
-            self._placed(out.result()) if isinstance(out, Future) else out for out in self._outs
-        ]
-
-    def _placed(self, found_RGB: np.ndarray) -> np.ndarray:
-        """Put what another process has found where it is looked for, from its bytes."""
-        plan = self._stage.plan
-        place_RGH = np.empty(self._size, plan.dtype)  # Nobody looks at the padding.
-        place_RGH[: len(found_RGB)] = found_RGB.view(plan.dtype)
-        return place_RGH
+        R = self._inputs.pairs.tokens
+        return [padded(out.result(), R) if isinstance(out, Future) else out for out in self._outs]
 
     def wait(self) -> None:
         """Wait until all that has been launched but attention is done."""

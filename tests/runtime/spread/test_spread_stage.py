@@ -70,10 +70,9 @@ class Spread:
                 "x": InstanceConfig(
                     stages=[{"group": "p", "attention": groups}],  # type: ignore[arg-type]
                     enable_prefix_caching=False,
-                    dtype="float32",
                     max_num_seqs=2,
                     max_num_batched_tokens=64,
-                    **POOL | options,
+                    **POOL | {"dtype": "float32"} | options,
                 )
             },
         )
@@ -201,20 +200,30 @@ def test_logits_of_every_architecture(name: str) -> None:
         np.testing.assert_allclose(model.serve(tokens, seed), logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "primary"), [("llama", 1), ("gemma3", 1), ("qwen3", 2)])
 def test_logits_by_pools_that_are_lent(name: str, primary: int) -> None:
     """Heads move between the stage's own pool and those of two others, and between these."""
     tokens, logits = expected(name)
     model = Spread(name, attention=2, primary=primary, lends=True)
     np.testing.assert_allclose(model.serve(tokens), logits, atol=1e-4, rtol=0)
+    taken = model.stage.elsewhere[1].take(np.array([1, 2], np.int32)).result(HANG_S)
+    assert {len(x) for x in jax.tree.leaves(taken)} == {2}
 
 
 @pytest.mark.slow
-def test_scales_of_8_bits_go_to_pools_that_are_lent() -> None:
-    """Entries and logits are, bit for bit, those of pools of this process."""
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=["int8", "fp8", "bfloat16"],
+)
+def test_entries_of_few_bits_go_to_pools_that_are_lent(dtypes: dict[str, str]) -> None:
+    """Entries, scales and logits are, bit for bit, those of pools of this process."""
     tokens, _ = expected("llama")
-    here, there = (Spread("llama", lends=lends, kv_cache_dtype="int8") for lends in (False, True))
+    here, there = (Spread("llama", lends=lends, **dtypes) for lends in (False, True))
     np.testing.assert_array_equal(there.serve(tokens), here.serve(tokens))
     for one, other in zip(there.served, here.served, strict=True):
         np.testing.assert_array_equal(one, other)
