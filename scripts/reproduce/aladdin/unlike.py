@@ -1,6 +1,4 @@
-"""Workers of several kinds by dollars: cheapest mixes by the
-planner, and AladdinPlanner's rule against the best packing of small cases.
-"""
+"""Workers of several kinds by dollars: the planner's mixes; Aladdin's rule by best packings."""
 
 import math
 import random
@@ -108,7 +106,7 @@ def _small_cases(work: Work, level: tuple[float, float], count: int) -> list[Row
     rng = random.Random(0)
     kinds = workers(level)
     long = [item for item in work if item.prompt_len + item.max_tokens >= 1500]
-    gaps: dict[str, list[float]] = {"AladdinPlanner's rule": [], "first fit, as they come": []}
+    gaps: dict[str, list[float]] = {"Aladdin's rule": [], "first fit, as they come": []}
     unserved = dict.fromkeys(gaps, 0)
     for _ in range(count):
         off = [
