@@ -1,6 +1,5 @@
 """TCP between processes: by a key that both have, and broken off when the other's host is gone."""
 
-import io
 import ipaddress
 import os
 import pickle
@@ -11,15 +10,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
-import numpy as np
-
 LOOPBACK = "127.0.0.1"
 # Who is asked for a connection takes it, and who has one says who it is, within this time.
 CONNECT_S = 5.0
 # A host that has not answered for so long has gone.
 VANISHED_S = 10
-# Buffers that the system takes at once.
-MOST_PARTS = os.sysconf("SC_IOV_MAX")
 
 
 class Address(NamedTuple):
@@ -102,61 +97,6 @@ def send(there: "Connection[Any, Any]", message: object) -> None:
         OSError: nobody is there.
     """
     there.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
-def send_arrays(there: "Connection[Any, Any]", message: object) -> None:
-    """Send what ``receive_arrays`` returns; arrays in one piece go as they lie, without a copy.
-
-    Raises:
-        OSError: nobody is there.
-    """
-    head, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _ArrayPickler(head, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(message)
-    parts = [head.getbuffer(), *(buffer.raw() for buffer in buffers)]
-    sizes = struct.pack(f"!{1 + len(parts)}Q", len(parts), *map(len, parts))
-    parts.insert(0, memoryview(sizes))
-    while parts:
-        sent = os.writev(there.fileno(), parts[:MOST_PARTS])
-        while parts and sent >= len(parts[0]):
-            sent -= len(parts.pop(0))
-        if sent:
-            parts[0] = parts[0][sent:]
-
-
-class _ArrayPickler(pickle.Pickler):
-    """Has arrays of types that are not NumPy's own, as bfloat16, go as bytes: those are copied."""
-
-    def reducer_override(self, found: Any) -> Any:
-        """Pickle such arrays, and nothing else, in another way."""
-        if isinstance(found, np.ndarray) and found.dtype.kind == "V" and found.ndim:
-            return _typed, (np.ascontiguousarray(found).view(np.uint8), found.dtype)
-        return NotImplemented
-
-
-def _typed(found: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    return found.view(dtype)
-
-
-def receive_arrays(there: "Connection[Any, Any]") -> Any:
-    """Wait for what ``send_arrays`` has sent.
-
-    Raises:
-        EOFError: the other side has closed.
-        OSError: it is gone.
-    """
-    (count,) = struct.unpack("!Q", _read(there, 8))
-    sizes = struct.unpack(f"!{count}Q", _read(there, 8 * count))
-    head, *buffers = [_read(there, size) for size in sizes]
-    return pickle.loads(head, buffers=buffers)
-
-
-def _read(there: "Connection[Any, Any]", size: int) -> memoryview:
-    left = found = np.empty(size, np.uint8).data  # A bytearray would be zeroed first.
-    while left:
-        if not (got := os.readv(there.fileno(), [left])):
-            raise EOFError
-        left = left[got:]
-    return found
 
 
 def set_patience(there: socket.socket, seconds: float) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import HANG_S
 
-from jaxinfer.sockets import MOST_PARTS, receive_arrays, send_arrays
+from jaxinfer.runtime.spread.array_messages import MOST_PARTS, receive_arrays, send_arrays
 
 TYPES = [np.float32, np.int8, np.bool_, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
 
