@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -37,7 +37,12 @@ def listening(
 
 def jobs(worker: psutil.Popen) -> list[psutil.Process]:
     """The worker's processes that are at work."""
-    return [child for child in worker.children() if child.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for child in worker.children():
+        with suppress(psutil.Error):  # It has ended meanwhile.
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+    return found
 
 
 def elsewhere(pair: Pair, addresses: dict[str, str]) -> dict[str, Any]:
