@@ -24,7 +24,7 @@ def connected() -> list["Connection[Any, Any]"]:
 
 
 def sent(messages: list[Any]) -> list[Any]:
-    """What arrives of messages that another thread sends."""
+    """Return what arrives of messages that another thread sends."""
     there, here = connected()
 
     def send() -> None:
