@@ -22,8 +22,9 @@ from jaxinfer.simulate.costs.model import ITEMSIZE
 _REQUESTS = 32
 # How a fall of the squared imbalance of memory counts beside a gain of inner weight, as shares.
 _BALANCE = 1.0
-# Digits of an eigenvector that do not hang on how it was computed.
-_DIGITS = 9
+# Digits of an eigenvector that do not depend on how it was computed; by how little two eigenvalues,
+# or squares of an eigenvector's entries and 0, differ that are the same.
+_DIGITS, _EQUAL = 9, 1e-9
 
 
 def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
@@ -119,14 +120,18 @@ def _bisect(
 
 
 def _order(weights: np.ndarray) -> np.ndarray:
-    """Order nodes by the second eigenvector; those that are equal there, by number."""
+    """Order nodes by the second eigenvector; those that are equal there, by number.
+
+    Clusters with equal parts have several. Of these, it is the one that is nearest to the first
+    node on which they do not vanish: any other one would depend on the machine's LAPACK.
+    """
     degree = 1 / np.sqrt(weights.sum(axis=1))
     laplacian = np.eye(len(weights)) - degree[:, None] * weights * degree[None, :]
-    _, vectors = eigh(laplacian, subset_by_index=[1, 1])
-    vector = np.round(vectors[:, 0] * degree / degree.max(), _DIGITS)
-    # An eigenvector may as well point the other way.
-    if vector[np.flatnonzero(vector)[0]] < 0:
-        vector = -vector
+    values, vectors = eigh(laplacian)
+    several = vectors[:, 1:][:, values[1:] - values[1] < _EQUAL]
+    first = np.flatnonzero((several**2).sum(axis=1) > _EQUAL)[0]
+    nearest = several @ several[first]
+    vector = np.round(nearest / np.linalg.norm(nearest) * degree / degree.max(), _DIGITS)
     return np.lexsort((np.arange(len(vector)), vector))
 
 

@@ -72,6 +72,29 @@ def test_equal_nodes_are_cut_at_the_slow_links() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_a_partition_of_equal_nodes_is_the_same_by_any_lapack(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eigenvectors of equal eigenvalues may be any basis of their space."""
+    site = site_of({f"n{i}": (H100 if i % 2 else L40, 4) for i in range(8)}, 1.25)
+    usual, rng, most = partition(site, 4), np.random.default_rng(seed), 0
+
+    def rotated(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal most
+        values, vectors = np.linalg.eigh(matrix)
+        groups = np.split(np.arange(len(values)), np.flatnonzero(np.diff(values) > 1e-6) + 1)
+        for same in groups:
+            basis, _ = np.linalg.qr(rng.normal(size=(len(same), len(same))))
+            vectors[:, same] = vectors[:, same] @ basis
+        most = max(most, len(groups[1]))
+        return values, vectors
+
+    monkeypatch.setattr("jaxinfer.papers.hexgen2.partition.eigh", rotated)
+    assert partition(site, 4) == usual
+    assert most > 1
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_no_swap_of_two_gpus_betters_a_partition(seed: int) -> None:
     """Kernighan and Lin, nine equal GPUs of nine nodes in three groups: what all cuts weigh."""
     rng = np.random.default_rng(seed)
