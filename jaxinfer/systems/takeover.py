@@ -138,11 +138,11 @@ class Takeover(System):
     def _place(self, known: int, rest: int, open_to: Sequence[Book]) -> Book | None:
         """Choose who is to compute the rest of so many tokens; None if the request has to wait."""
         best, least = None, inf
-        waits, spread_s = self._waits, takeover_prompts.seconds
+        waits, cost, slo = self._waits, takeover_prompts.cost, self.options.slo
         for book in open_to:
             room = book.pages if book.idle else book.room
             if book.is_open and room * book.page_size >= known:
-                seconds = book.seconds(rest) if waits else spread_s(book, rest, self.options.slo)
+                seconds = book.seconds(rest) if waits else cost(book, rest, slo)
                 if seconds < least:
                     best, least = book, seconds
         return best
@@ -214,7 +214,7 @@ class Takeover(System):
     def _take_prompt(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
         """Take over a prompt under way."""
         holders, open_to = self._holders.values(), self._books.open_to.values()
-        found = takeover_prompts.best_take(book, holders, open_to, cluster)
+        found = takeover_prompts.best_take(book, holders, open_to, cluster, self.options.slo)
         if found:
             self._takes.take_prompt(*found, actions)
 

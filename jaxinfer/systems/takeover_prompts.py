@@ -72,6 +72,14 @@ def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
     return -int(-tokens * max(book.step_s - free * token_s, 0.0) // spare_s)
 
 
+def cost(book: Book, tokens: int, slo: Slo) -> float:
+    """Seconds until so many tokens of one more prompt are computed; more where they delay decodes.
+
+    The more of a step its decodes take, the more of them a longer step delays.
+    """
+    return seconds(book, tokens, slo) * (1 + _share_of_decodes(book))
+
+
 def seconds(book: Book, tokens: int, slo: Slo) -> float:
     """Seconds until so many tokens of one more prompt are computed, spread over steps."""
     backlog = book.backlog + tokens
@@ -80,6 +88,12 @@ def seconds(book: Book, tokens: int, slo: Slo) -> float:
         return book.seconds(tokens)
     beyond = max(chunk + book.decodes - _free_tokens(book), 0)
     return backlog / chunk * (book.step_s + beyond * _token_s(book))
+
+
+def _share_of_decodes(book: Book) -> float:
+    """Seconds that decodes add to a step, by those of a full step without them."""
+    speeds = book.kind.speeds
+    return (book.step_s - speeds.step_s) / speeds.full_s
 
 
 def _token_s(book: Book) -> float:
@@ -106,22 +120,38 @@ def note(book: Book, step: StepView) -> None:
             under_way.pop(request.id, None)
 
 
-def pays(here: Book, there: Book, cluster: ClusterView) -> float:
-    """Seconds by which the oldest prompt under way would be computed sooner on a faster one."""
-    name, (_, rest, known, most) = next(iter(here.under_way.items()))
+def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
+    """Seconds by which the oldest prompt under way would be computed sooner on a faster one.
+
+    It stays for as long as the rest takes there, times the share of decodes in steps there: two
+    instances compute parts of a prompt in like times, as in Cronus (section 4.2), and the faster
+    one has time for its decodes. With a target for TTFT, a prompt stays where it keeps that, and
+    goes at once if it would miss it elsewhere, too.
+    """
+    name, (arrival, rest, known, most) = next(iter(here.under_way.items()))
     if there.kind.entries_held < most or not there.has_room or there.backlog >= there.most_backlog:
         return 0.0
     if there.room < there.pages_for(known) or any(name == each.id for each in here.view.waiting):
         return 0.0
     way_s = here.step_s + (known - rest) * cluster.kv_token_s(here.name, there.name)
-    lead_s = max(way_s, there.seconds(0))
+    before_s = seconds(there, 0, slo)
+    rest_s = seconds(there, rest, slo) - before_s
+    there_s = max(way_s, before_s) + rest_s
     # ``seconds`` counts the backlog.
-    rest_s = here.seconds(rest - here.backlog) - there.seconds(rest - there.backlog)
-    return rest_s - lead_s
+    here_s, spent_s = (here.seconds(each - here.backlog) for each in (rest, known - rest))
+    is_late = False
+    if slo.ttft is not None:
+        left_s = arrival + _CLOSE * slo.ttft - cluster.now
+        if here_s <= left_s:
+            return 0.0
+        is_late = there_s > left_s
+    if spent_s < _share_of_decodes(there) * rest_s and not is_late:
+        return 0.0
+    return here_s - there_s
 
 
 def best_take(
-    book: Book, holders: Iterable[Book], open_to: Iterable[Book], cluster: ClusterView
+    book: Book, holders: Iterable[Book], open_to: Iterable[Book], cluster: ClusterView, slo: Slo
 ) -> tuple[Book, Book] | None:
     """Return who is to hand its oldest prompt on, and to whom, after a step of ``book``.
 
@@ -136,6 +166,6 @@ def best_take(
         pairs += [(book, e) for e in open_to if e.idle and e.kind.speeds.token_s < token_s]
     best, most = None, 0.0
     for here, there in pairs:
-        if (sooner := pays(here, there, cluster)) > most:
+        if (sooner := pays(here, there, cluster, slo)) > most:
             best, most = (here, there), sooner
     return best

@@ -13,9 +13,10 @@ from serving_checks import Outcome, Run, make_requests
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
+from jaxinfer.serving.system import ClusterView
 from jaxinfer.systems.takeover import Takeover, TakeoverOptions
 from jaxinfer.systems.takeover_books import Book, Kind, Speeds
-from jaxinfer.systems.takeover_prompts import Slo, limit
+from jaxinfer.systems.takeover_prompts import Slo, cost, limit, pays
 
 
 def book(decodes: int, limited: int = 0, pending: Sequence[tuple[float, int]] = ()) -> Book:
@@ -88,6 +89,50 @@ def test_with_ttft_at_risk_steps_have_more(
     assert found == (enough[0] if enough else 0)
 
 
+def faster(decodes: int) -> Book:
+    """Full steps take 8 s, of no prompt 2 s, and 1 s more for each decode."""
+    made = book(0)
+    made.kind = Kind(Speeds(1.0, 1.0, 0.0, 2.0, 8.0, 0.0), 80)
+    made.decodes, made.seats, made.room = decodes, 8, 20
+    made.conclude()
+    return made
+
+
+@pytest.mark.parametrize(("decodes", "seconds"), [(0, 16), (2, 40), (4, 48)])
+def test_a_prompt_costs_more_where_it_delays_decodes(decodes: int, seconds: float) -> None:
+    """Of 16 tokens, steps have 8, or 4 beside decodes: 8 s each, where these add 0, 2 and 4 s."""
+    assert cost(faster(decodes), 16, Slo()) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("computed", "ttft", "sooner"),
+    [
+        (3, None, 0),  # 15 s here; half of 32 s are asked, as decodes take half of full steps.
+        (4, None, 36),  # 80 s here; there 32 s, 12 s from now.
+        (4, 200, 0),  # In time here: 80 s are left of nine tenths.
+        (4, 199, 36),
+        (3, 199, 0),
+        (3, 150, 36.5),  # Late there, too, by any longer wait.
+    ],
+)
+def test_a_prompt_stays_a_while_before_it_is_taken(
+    computed: int, ttft: float | None, sooner: float
+) -> None:
+    """16 tokens are left, and it came 100 s ago."""
+    here, there = book(0), faster(4)
+    here.backlog, here.under_way = 16, {"r": (0.0, 16, 16 + computed, 20)}
+    cluster = ClusterView(100.0, {}, lambda source, dest: 0.5)
+    assert pays(here, there, cluster, Slo(ttft=ttft)) == pytest.approx(sooner)
+
+
+def test_a_taker_computes_its_own_prompts_first() -> None:
+    """8 tokens take 40 s, two a step of 10 s; with 16 more steps are full, and take 48 s in all."""
+    here, there = book(0), faster(4)
+    there.backlog = 8
+    here.backlog, here.under_way = 16, {"r": (0.0, 16, 20, 20)}
+    assert pays(here, there, ClusterView(100.0, {}), Slo()) == pytest.approx(80 - 48)
+
+
 @pytest.mark.parametrize("slo", ["ttft", "tbt"])
 @pytest.mark.parametrize("seconds", [0, -1, "soon"])
 def test_what_is_no_target(slo: str, seconds: Any) -> None:
@@ -142,6 +187,23 @@ def test_a_prompt_under_way_is_taken_over() -> None:
     where = [name for name, start, _ in rows(outcome, "r1") if start < 16]
     assert where == sorted(where)
     assert set(where) == {"A", "B"}
+
+
+def test_a_prompt_that_is_in_time_stays() -> None:
+    system = Takeover(TakeoverOptions(slo=Slo(ttft=1000)))
+    outcome = pair(system, [(12, 1), (16, 3)])
+    assert {name for name, start, _ in rows(outcome, "r1") if start < 16} == {"A"}
+    assert system.report() == {"decodes_taken": 1, "prompts_taken": 0}
+
+
+def test_a_prompt_begins_where_it_delays_no_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B's decode adds 2 s to a step: 12 tokens take 16 s beside it and cost 24; 22.8 on A."""
+    monkeypatch.setitem(FITS, "A", fit(1.15, 3.0))
+    slower = StepFit(PrefillFit(0.1, 0.0), MixedFit(0.0, 0.0, 4.0), DecodeFit(0.0, 2.0, 1.0))
+    monkeypatch.setitem(FITS, "B", slower)
+    outcome = pair(Takeover(), [(4, 40), (12, 1)], arrivals=[0, 4.5])
+    assert {name for name, *_ in rows(outcome, "r0")} == {"B"}
+    assert rows(outcome, "r1")[0][0] == "A"
 
 
 def test_its_taker_is_lost_while_kv_is_on_its_way() -> None:
