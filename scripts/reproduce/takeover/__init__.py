@@ -26,13 +26,13 @@ def _map(cluster: str, seeds: Sequence[int]) -> Callable[[Inputs], Part]:
 
 
 def others(inputs: Inputs) -> Part:
-    """Shares of the bound on twenty other clusters, two of which chose a rule."""
+    """Shares of the bound on 32 other clusters, five of which chose a rule."""
     rows = [
         row | {"cell": f"{cluster}, {row['cell']}"}
         for cluster in OTHERS
         for row in maps.map_of(cluster, SEED, inputs.pool)
     ]
-    return Part(rows, maps.claims("twenty other clusters", rows))
+    return Part(rows, maps.claims(f"{len(OTHERS)} other clusters", rows))
 
 
 def picture(inputs: Inputs) -> Part:

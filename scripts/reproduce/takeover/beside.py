@@ -41,8 +41,8 @@ def _share(made: tuple[float, float] | None) -> float | str:
     return "could not run" if made is None else round(made[0], 4)
 
 
-# 80 % load: as often as relative Cronus serves 80 % of what it can.
-LOAD, COUNT = 0.8, 300
+# 80 % load: as often as relative Cronus serves 80 % of what it can. A run's p99 is its third value.
+LOAD, COUNT, SEEDS = 0.8, 300, (1, 2, 3, 4, 5)
 
 
 def latencies(pool: ProcessPoolExecutor) -> list[Row]:
@@ -53,10 +53,9 @@ def latencies(pool: ProcessPoolExecutor) -> list[Row]:
     # The A10's pool does not hold the longest of the last ones, which DP would give it.
     wanted = [cell for cell in cells("A100+A10") if cell.prompt <= 4096 or cell.answer <= 512]
     rates = list(pool.map(_cronus_rate, wanted))
-    each = list(zip(wanted, rates, strict=True))
+    each = [(cell, rate, seed) for cell, rate in zip(wanted, rates, strict=True) for seed in SEEDS]
     found = {
-        name: list(pool.map(_latency, [(cell, rate, *_first(name)) for cell, rate in each]))
-        for name in SERVED
+        name: list(pool.map(_latency, [(*one, *_first(name)) for one in each])) for name in SERVED
     }
     file, changes = _first(OURS)
     targets = [
@@ -69,11 +68,12 @@ def latencies(pool: ProcessPoolExecutor) -> list[Row]:
         {
             "cell": cell.name,
             "rate": round(rate, 3),
+            "seed": seed,
             "system": name,
             "ttft_p99": made[number][0],
             "tbt_p99": made[number][1],
         }
-        for number, (cell, rate) in enumerate(each)
+        for number, (cell, rate, seed) in enumerate(each)
         for name, made in found.items()
     ]
 
@@ -96,9 +96,9 @@ def _first(system: str) -> tuple[str, tuple[str, ...]]:
     return next(iter(SYSTEMS[system].values()))
 
 
-def _latency(asked: tuple[Cell, float, str, tuple[str, ...]]) -> tuple[float, float]:
-    cell, rate, file, changes = asked
-    work = [replace(r, arrival=i / rate) for i, r in enumerate(cell.work(1, COUNT))]
+def _latency(asked: tuple[Cell, float, int, str, tuple[str, ...]]) -> tuple[float, float]:
+    cell, rate, seed, file, changes = asked
+    work = [replace(r, arrival=i / rate) for i, r in enumerate(cell.work(seed, COUNT))]
     made = serve(*prepare(Run(cell, file, changes, 0).config()), work, None)
     assert made.ttft_p99 is not None
     assert made.tbt_p99 is not None
@@ -106,35 +106,48 @@ def _latency(asked: tuple[Cell, float, str, tuple[str, ...]]) -> tuple[float, fl
 
 
 def latency_claims(rows: Sequence[Row]) -> list[Target]:
-    """Ours beside Cronus."""
-    found = {(row["cell"], row["system"]): row for row in rows}
-    names = list(dict.fromkeys(row["cell"] for row in rows))
+    """Ours beside Cronus: a cell's ratio is the mean of its runs'."""
+    found = {(row["cell"], row["seed"], row["system"]): row for row in rows}
+    runs: dict[object, list[object]] = {}
+    for row in rows:
+        if row["system"] == OURS:
+            runs.setdefault(row["cell"], []).append(row["seed"])
 
-    def ratios(system: str, figure: str) -> list[float]:
+    def ratios(system: str, figure: str) -> list[list[float]]:
         return [
-            float(found[name, system][figure]) / float(found[name, "Cronus"][figure])
-            for name in names
+            [
+                float(found[name, seed, system][figure])
+                / float(found[name, seed, "Cronus"][figure])
+                for seed in seeds
+            ]
+            for name, seeds in runs.items()
         ]
 
     claims = []
     for figure, most in (("ttft_p99", MOST_TTFT), ("tbt_p99", MOST_TBT)):
-        made = ratios(OURS, figure)
+        each = ratios(OURS, figure)
+        made, worst = [mean(own) for own in each], max(max(own) for own in each)
         over = sum(ratio > most for ratio in made)
         claims.append(
             agrees(
-                f"80 % load, A100+A10: takeover's {figure} by Cronus', {len(names)} cells",
-                f"{over} above {most}; mean {mean(made):.2f}, most {max(made):.2f}",
+                f"80 % load, A100+A10: takeover's {figure} by Cronus', {len(made)} cells",
+                f"{over} above {most}; mean {mean(made):.2f}, most {max(made):.2f} "
+                f"(of a run {worst:.2f})",
                 over == 0,
                 f"at most {most} in each",
             )
         )
     both = zip(ratios(WITH_SLO, "ttft_p99"), ratios(WITH_SLO, "tbt_p99"), strict=True)
-    kept = sum(ttft <= MOST_TTFT and tbt <= MOST_TBT for ttft, tbt in both)
+    kept = [
+        ttft <= MOST_TTFT and tbt <= MOST_TBT
+        for own in both
+        for ttft, tbt in zip(*own, strict=True)
+    ]
     claims.append(
         agrees(
             "80 % load, A100+A10: slo of 1.05 and 1.08 times Cronus' p99, both kept",
-            f"in {kept} of {len(names)} cells",
-            kept == len(names),
+            f"in {sum(kept)} of {len(kept)} runs",
+            all(kept),
             "in each, as Cronus keeps them",
         )
     )
