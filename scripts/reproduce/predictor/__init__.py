@@ -6,9 +6,11 @@ from scripts.reproduce.reproduction import Inputs, Part, Reproduction
 from scripts.tables import CONFIGS
 
 PROMPTS, ANSWERS = "prompts.jsonl.gz", "answers.jsonl"
-RUN_FILE, MODELLED = (
-    CONFIGS / "predict" / f"{name}.yaml" for name in ("answers", "shortest_answer")
-)
+RUN_FILE = CONFIGS / "predict" / "answers.yaml"
+MODELLED = {
+    "shortest answer first, 8 at once": CONFIGS / "predict" / "shortest_answer.yaml",
+    "peak admission, 120 pages": CONFIGS / "predict" / "peak.yaml",
+}
 LINES = "lines.jsonl"
 
 

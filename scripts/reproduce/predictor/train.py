@@ -3,7 +3,7 @@
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxinfer import LLM
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
-from jaxinfer.config.run_file import load_run_file
+from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.config.workload import Workload
 from jaxinfer.predict.classifier import Training, classify, train
 from jaxinfer.predict.evaluate import (
@@ -211,31 +211,45 @@ def _save(examples: Examples, about: About, out: Path) -> None:
     print(f"\n{path}: {path.stat().st_size / 1e3:.0f} kB, {took * 1e6:.0f} us of CPU per request")
 
 
-def runs(run_file: Path, out: Path, draws: int = 20) -> list[Row]:
-    """A run file simulated on what ``accuracy`` has left, with and without predictions.
+def runs(run_files: Mapping[str, Path], out: Path, draws: int = 20) -> list[Row]:
+    """Run files simulated on what ``accuracy`` has left, with and without predictions.
 
     Each draw has all requests there at the start, in an order of its own.
+
+    Args:
+        run_files: by what their policies are called.
     """
     _, about = load(out / CLASSIFIER_FILE)
     own = {"name": CLASSIFIER, "path": str(out / CLASSIFIER_FILE)}
     exact = {"granularity": about.granularity, "accuracy": 1.0}
+    predictors = {"none": None, "classifier": own, "true bucket": exact}
     work = read_workload(out / TRACE_FILE)
-    seconds: dict[str, list[float]] = {}
-    for name, predictor in {"none": None, "classifier": own, "true bucket": exact}.items():
-        config = load_run_file(run_file)
-        workload = config.workload.model_copy(update={"predictor": predictor})
-        given = workload.model_dump(exclude_unset=True)
-        config = config.model_copy(update={"workload": Workload.model_validate(given)})
-        seconds[name] = [
-            simulate(config, random.Random(draw).sample(work, len(work))).e2e_mean or 0.0
-            for draw in range(draws)
-        ]
-    none_D = np.asarray(seconds["none"])
+    orders = [random.Random(draw).sample(work, len(work)) for draw in range(draws)]
     rows = []
-    for name, each in seconds.items():
-        gain_D = np.asarray(each) / none_D - 1
-        error = 1.96 * gain_D.std(ddof=1) / np.sqrt(draws)
-        change = f"{gain_D.mean():+.1%} -+ {error:.1%}"
-        mean = round(float(np.mean(each)), 2)
-        rows.append({"predictor": name, "mean time (s)": mean, "to none, paired": change})
+    for policy, run_file in run_files.items():
+        seconds = {
+            name: np.asarray(
+                [simulate(_predicting(run_file, each), order).e2e_mean or 0.0 for order in orders]
+            )
+            for name, each in predictors.items()
+        }
+        for name, each_D in seconds.items():
+            gain_D = 100 * (each_D / seconds["none"] - 1)
+            error = 1.96 * gain_D.std(ddof=1) / np.sqrt(draws)
+            rows.append(
+                {
+                    "policy": policy,
+                    "predictor": name,
+                    "mean time to the last token (s)": round(float(each_D.mean()), 2),
+                    "to none, paired (%)": f"{gain_D.mean():+.1f} -+ {error:.1f}",
+                }
+            )
     return rows
+
+
+def _predicting(run_file: Path, predictor: Mapping[str, object] | None) -> RunFile:
+    """The run file with a predictor, or without."""
+    config = load_run_file(run_file)
+    workload = config.workload.model_copy(update={"predictor": predictor})
+    given = workload.model_dump(exclude_unset=True)
+    return config.model_copy(update={"workload": Workload.model_validate(given)})
