@@ -16,7 +16,7 @@ _CLOSE = 0.9
 
 
 class Slo(Options):
-    """Targets that steps' prompt tokens go by, while few requests wait.
+    """Targets that steps' prompt tokens, and prompts under way, go by while few requests wait.
 
     Attributes:
         ttft: Seconds from a request's arrival to its first token.
@@ -73,9 +73,9 @@ def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
 
 
 def cost(book: Book, tokens: int, slo: Slo) -> float:
-    """Seconds until so many tokens of one more prompt are computed; more where they delay decodes.
+    """Seconds until so many tokens of one more prompt are computed, and more beside decodes.
 
-    The more of a step its decodes take, the more of them a longer step delays.
+    The more of a step decodes take, the more a step with prompts delays: they come first elsewhere.
     """
     return seconds(book, tokens, slo) * (1 + _share_of_decodes(book))
 
@@ -91,9 +91,9 @@ def seconds(book: Book, tokens: int, slo: Slo) -> float:
 
 
 def _share_of_decodes(book: Book) -> float:
-    """Seconds that decodes add to a step, by those of a full step without them."""
+    """Seconds that decodes add to a step, by those of a full step without their entries."""
     speeds = book.kind.speeds
-    return (book.step_s - speeds.step_s) / speeds.full_s
+    return (book.step_s - speeds.step_s) / max(speeds.full_s, speeds.step_s)
 
 
 def _token_s(book: Book) -> float:
@@ -123,10 +123,11 @@ def note(book: Book, step: StepView) -> None:
 def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
     """Seconds by which the oldest prompt under way would be computed sooner on a faster one.
 
-    It stays for as long as the rest takes there, times the share of decodes in steps there: two
-    instances compute parts of a prompt in like times, as in Cronus (section 4.2), and the faster
-    one has time for its decodes. With a target for TTFT, a prompt stays where it keeps that, and
-    goes at once if it would miss it elsewhere, too.
+    It is 0 where the prompt stays: until what is computed of it would take as many seconds here as
+    the rest does there, times the share of decodes in steps there. So two instances compute parts
+    of a prompt in like times, as in Cronus (section 4.2), and the faster one has time for decodes.
+    With a target for TTFT, it stays while all prompts here are in time, and goes at once if it
+    could soon be late there, too.
     """
     name, (arrival, rest, known, most) = next(iter(here.under_way.items()))
     if there.kind.entries_held < most or not there.has_room or there.backlog >= there.most_backlog:
@@ -134,20 +135,29 @@ def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
     if there.room < there.pages_for(known) or any(name == each.id for each in here.view.waiting):
         return 0.0
     way_s = here.step_s + (known - rest) * cluster.kv_token_s(here.name, there.name)
-    before_s = seconds(there, 0, slo)
-    rest_s = seconds(there, rest, slo) - before_s
-    there_s = max(way_s, before_s) + rest_s
     # ``seconds`` counts the backlog.
-    here_s, spent_s = (here.seconds(each - here.backlog) for each in (rest, known - rest))
+    rest_s = seconds(there, rest - there.backlog, slo)
+    there_s = max(way_s + rest_s, seconds(there, rest, slo))
+    here_s, spent_s = (seconds(here, each - here.backlog, slo) for each in (rest, known - rest))
     is_late = False
     if slo.ttft is not None:
-        left_s = arrival + _CLOSE * slo.ttft - cluster.now
-        if here_s <= left_s:
+        if _are_in_time(here, slo, cluster.now):
             return 0.0
-        is_late = there_s > left_s
+        is_late = there_s + here.step_s > arrival + _CLOSE * slo.ttft - cluster.now
     if spent_s < _share_of_decodes(there) * rest_s and not is_late:
         return 0.0
     return here_s - there_s
+
+
+def _are_in_time(book: Book, slo: Slo, now: float) -> bool:
+    """Tell whether all prompts of an instance keep the target for TTFT."""
+    assert slo.ttft is not None
+    left_s, tokens = _CLOSE * slo.ttft - now, 0
+    for arrival, rest in _pending(book):
+        tokens += rest
+        if seconds(book, tokens - book.backlog, slo) > arrival + left_s:
+            return False
+    return True
 
 
 def best_take(

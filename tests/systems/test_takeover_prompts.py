@@ -112,7 +112,8 @@ def test_a_prompt_costs_more_where_it_delays_decodes(decodes: int, seconds: floa
         (4, 200, 0),  # In time here: 80 s are left of nine tenths.
         (4, 199, 36),
         (3, 199, 0),
-        (3, 150, 36.5),  # Late there, too, by any longer wait.
+        (3, 171, 0),  # 43.5 s there, and in time after another step of 10 s.
+        (3, 170, 36.5),
     ],
 )
 def test_a_prompt_stays_a_while_before_it_is_taken(
@@ -125,12 +126,23 @@ def test_a_prompt_stays_a_while_before_it_is_taken(
     assert pays(here, there, cluster, Slo(ttft=ttft)) == pytest.approx(sooner)
 
 
-def test_a_taker_computes_its_own_prompts_first() -> None:
-    """8 tokens take 40 s, two a step of 10 s; with 16 more steps are full, and take 48 s in all."""
+@pytest.mark.parametrize(("backlog", "seconds"), [(1, 10 + 32), (8, 48)])
+def test_a_taker_computes_its_own_prompts_first(backlog: int, seconds: float) -> None:
+    """What is left of its own is computed on the way, 10 s; or all takes 48 s, by full steps."""
     here, there = book(0), faster(4)
-    there.backlog = 8
+    there.backlog = backlog
     here.backlog, here.under_way = 16, {"r": (0.0, 16, 20, 20)}
-    assert pays(here, there, ClusterView(100.0, {}), Slo()) == pytest.approx(80 - 48)
+    assert pays(here, there, ClusterView(100.0, {}), Slo()) == pytest.approx(80 - seconds)
+
+
+@pytest.mark.parametrize(("behind", "sooner"), [(10, 0), (11, 36)])
+def test_it_goes_where_one_behind_it_would_be_late(behind: int, sooner: float) -> None:
+    """All are due in 130 s; it takes 80 s here, and those behind it 5 s for each token."""
+    here, there = book(0), faster(4)
+    here.under_way = {"r": (0.0, 16, 20, 20), "later": (0.0, behind, behind, behind)}
+    here.backlog = 16 + behind
+    cluster = ClusterView(50.0, {}, lambda source, dest: 0.5)
+    assert pays(here, there, cluster, Slo(ttft=200)) == pytest.approx(sooner)
 
 
 @pytest.mark.parametrize("slo", ["ttft", "tbt"])

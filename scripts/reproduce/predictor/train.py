@@ -227,12 +227,10 @@ def runs(run_files: Mapping[str, Path], out: Path, draws: int = 20) -> list[Row]
     orders = [random.Random(draw).sample(work, len(work)) for draw in range(draws)]
     rows = []
     for policy, run_file in run_files.items():
-        seconds = {
-            name: np.asarray(
-                [simulate(_predicting(run_file, each), order).e2e_mean or 0.0 for order in orders]
-            )
-            for name, each in predictors.items()
-        }
+        seconds = {}
+        for name, each in predictors.items():
+            config = _predicting(run_file, each)
+            seconds[name] = np.asarray([simulate(config, o).e2e_mean or 0.0 for o in orders])
         for name, each_D in seconds.items():
             gain_D = 100 * (each_D / seconds["none"] - 1)
             error = 1.96 * gain_D.std(ddof=1) / np.sqrt(draws)

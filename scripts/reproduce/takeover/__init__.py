@@ -26,7 +26,7 @@ def _map(cluster: str, seeds: Sequence[int]) -> Callable[[Inputs], Part]:
 
 
 def others(inputs: Inputs) -> Part:
-    """Shares of the bound on 32 other clusters, five of which chose a rule."""
+    """Shares of the bound on 32 other clusters, two of which chose a rule."""
     rows = [
         row | {"cell": f"{cluster}, {row['cell']}"}
         for cluster in OTHERS

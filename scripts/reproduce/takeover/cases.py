@@ -33,14 +33,14 @@ POOLS = {"A100": 466_000, "H100": 466_000, "L40S": 190_000, "A10": 22_000, "A30"
 PAIRS = ("A100+A10", "A100+A30", "H100+L4")
 WIDE = ("A100+4 A10", "H100+A100+L40S+L4")
 # Of two kinds as well: ten that were looked at once all rules were there, but for three that two
-# rules were then chosen by; ten more, of which A6000+3090 and L40S+A10G have chosen a rule since;
-# and twelve by which nothing was chosen.
+# rules were then chosen by; and ten more. A6000+3090 and L40S+A10G have chosen a rule since. Twelve
+# more were run when all was done, and have chosen none.
 OTHERS = ("A100+L4", "B200+H100", "A100+L40S", "H100+A10", "A6000+3090", "A100+V100", "MI300X+A40",
           "2 A100+3 L4", "4090+4 A10G", "H200+8 L4",
           "H100+A40", "L40S+A10G", "L40S+3090", "A6000+4090", "H200+A6000", "B200+A100",
           "MI300X+L40S", "A40+2 3090", "H100+4 4090", "A100+3 V100",
-          "A100+A40", "H200+H100", "MI300X+A100", "B200+L4", "A100+3090", "L40S+L4", "2 H100+2 A10",
-          "H100+4 A10", "PRO6000+L40S", "H100+3 A30", "A40+A10G", "V100+3090")  # fmt: skip
+          "A100+A40", "H200+H100", "MI300X+A100", "B200+L4", "A100+3090", "4090+L4", "2 H100+2 A10",
+          "H100+4 A10", "PRO6000+L40S", "B200+4 L40S", "A40+A10G", "V100+3090")  # fmt: skip
 OTHER_CELLS = ((512, 64), (1024, 1024), (2048, 256), (8192, 128), (8192, 1024))
 WIDE_CELLS = ((256, 128), (256, 512), (1024, 32), (1024, 128), (1024, 512), (4096, 32),
               (4096, 128), (4096, 512))  # fmt: skip
