@@ -75,7 +75,7 @@ def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
 def cost(book: Book, tokens: int, slo: Slo) -> float:
     """Seconds until so many tokens of one more prompt are computed, and more beside decodes.
 
-    The more of a step decodes take, the more a step with prompts delays: they come first elsewhere.
+    The larger the share of decodes in steps, the more of them a prompt delays there.
     """
     return seconds(book, tokens, slo) * (1 + _share_of_decodes(book))
 

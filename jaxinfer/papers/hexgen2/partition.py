@@ -22,8 +22,8 @@ from jaxinfer.simulate.costs.model import ITEMSIZE
 _REQUESTS = 32
 # How a fall of the squared imbalance of memory counts beside a gain of inner weight, as shares.
 _BALANCE = 1.0
-# Digits of an eigenvector that do not depend on how it was computed; by how little two eigenvalues,
-# or squares of an eigenvector's entries and 0, differ that are the same.
+# Digits of an eigenvector that do not depend on how it was computed; how far apart two eigenvalues
+# may be that are equal, or the square of an entry and 0.
 _DIGITS, _EQUAL = 9, 1e-9
 
 
