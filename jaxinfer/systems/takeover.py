@@ -50,8 +50,8 @@ class TakeoverOptions(Options):
         most_moves: Takes of one request, at most; with 0, no decode is taken.
         keeps_room: Begin prompts elsewhere while an instance's room is for others' decodes.
         slo: Targets in seconds, ``ttft`` and ``tbt``, while few requests wait: steps have fewer
-            prompt tokens beside decodes with TBT at risk, more with TTFT at risk; prompts are taken
-            over under way only if some are not in time where they are.
+            prompt tokens beside decodes with TBT at risk, more with TTFT at risk; with ``ttft``,
+            prompts under way are taken over only if some are late where they are.
     """
 
     spared: float = Field(default=0.01, ge=0, lt=1)

@@ -141,18 +141,18 @@ def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
     here_s, spent_s = (seconds(here, each - here.backlog, slo) for each in (rest, known - rest))
     is_late = False
     if slo.ttft is not None:
-        if _are_in_time(here, slo, cluster.now):
+        left_s = _CLOSE * slo.ttft - cluster.now
+        if _are_in_time(here, left_s, slo):
             return 0.0
-        is_late = there_s + here.step_s > arrival + _CLOSE * slo.ttft - cluster.now
+        is_late = there_s + here.step_s > arrival + left_s
     if spent_s < _share_of_decodes(there) * rest_s and not is_late:
         return 0.0
     return here_s - there_s
 
 
-def _are_in_time(book: Book, slo: Slo, now: float) -> bool:
-    """Tell whether all prompts of an instance keep the target for TTFT."""
-    assert slo.ttft is not None
-    left_s, tokens = _CLOSE * slo.ttft - now, 0
+def _are_in_time(book: Book, left_s: float, slo: Slo) -> bool:
+    """Tell whether all prompts of an instance are computed so many seconds after they came."""
+    tokens = 0
     for arrival, rest in _pending(book):
         tokens += rest
         if seconds(book, tokens - book.backlog, slo) > arrival + left_s:

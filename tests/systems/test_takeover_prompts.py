@@ -100,7 +100,7 @@ def faster(decodes: int) -> Book:
 
 @pytest.mark.parametrize(("decodes", "seconds"), [(0, 16), (2, 40), (4, 48)])
 def test_a_prompt_costs_more_where_it_delays_decodes(decodes: int, seconds: float) -> None:
-    """Of 16 tokens, steps have 8, or 4 beside decodes: 8 s each, where these add 0, 2 and 4 s."""
+    """Steps have 8 of 16 tokens, or 4 beside decodes: 8 s each, where these add 0, 2 and 4 s."""
     assert cost(faster(decodes), 16, Slo()) == pytest.approx(seconds)
 
 
@@ -128,7 +128,7 @@ def test_a_prompt_stays_a_while_before_it_is_taken(
 
 @pytest.mark.parametrize(("backlog", "seconds"), [(1, 10 + 32), (8, 48)])
 def test_a_taker_computes_its_own_prompts_first(backlog: int, seconds: float) -> None:
-    """What is left of its own is computed on the way, 10 s; or all takes 48 s, by full steps."""
+    """Its own are computed while KV is on its way, 10 s; or all take 48 s, by full steps."""
     here, there = book(0), faster(4)
     there.backlog = backlog
     here.backlog, here.under_way = 16, {"r": (0.0, 16, 20, 20)}

@@ -109,19 +109,16 @@ def _latency(asked: tuple[Cell, float, int, str, tuple[str, ...]]) -> tuple[floa
 def latency_claims(rows: Sequence[Row]) -> list[Target]:
     """Ours beside Cronus: a cell's ratio is the mean of its runs'."""
     found = {(row["cell"], row["seed"], row["system"]): row for row in rows}
-    runs: dict[object, list[object]] = {}
-    for row in rows:
-        if row["system"] == OURS:
-            runs.setdefault(row["cell"], []).append(row["seed"])
+    names = list(dict.fromkeys(row["cell"] for row in rows))
 
     def ratios(system: str, figure: str) -> list[list[float]]:
         return [
             [
                 float(found[name, seed, system][figure])
                 / float(found[name, seed, "Cronus"][figure])
-                for seed in seeds
+                for seed in SEEDS
             ]
-            for name, seeds in runs.items()
+            for name in names
         ]
 
     claims = []

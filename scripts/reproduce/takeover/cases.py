@@ -33,8 +33,8 @@ POOLS = {"A100": 466_000, "H100": 466_000, "L40S": 190_000, "A10": 22_000, "A30"
 PAIRS = ("A100+A10", "A100+A30", "H100+L4")
 WIDE = ("A100+4 A10", "H100+A100+L40S+L4")
 # Of two kinds as well: ten that were looked at once all rules were there, but for three that two
-# rules were then chosen by; and ten more. A6000+3090 and L40S+A10G have chosen a rule since. Twelve
-# more were run when all was done, and have chosen none.
+# rules were then chosen by; and ten more. A6000+3090 and L40S+A10G have chosen a rule since. Of
+# twelve more, run when all was done, ten have spoken against a stricter rule for takes.
 OTHERS = ("A100+L4", "B200+H100", "A100+L40S", "H100+A10", "A6000+3090", "A100+V100", "MI300X+A40",
           "2 A100+3 L4", "4090+4 A10G", "H200+8 L4",
           "H100+A40", "L40S+A10G", "L40S+3090", "A6000+4090", "H200+A6000", "B200+A100",
