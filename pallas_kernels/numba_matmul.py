@@ -40,13 +40,18 @@ LINE, LINES = 16, 4
 # Rows or pairs whose products are summed by themselves: one sum of thousands would round more than
 # XLA's do.
 BLOCK = 768
-# Columns of a tile of weights of 8 bits: a cache line. Registers of a row of other tiles, at most.
-SCALED_COLUMNS, VECTORS = 64, 3
+# Columns of a tile of weights of 8 bits: a cache line.
+SCALED_COLUMNS = 64
 # Columns whose pairs of bfloat16 fill a register of AVX-512.
 PAIRS = 16
-# Rows up to which wide weights that are not multiplied in pairs are read where they lie: packing
-# them would take longer.
-IN_PLACE = 64
+# Rows up to which weights that are not multiplied in pairs are read where they lie, since packing
+# them would take longer: all weights, and those of ``TileSizes.in_place`` bytes at most.
+FEW, IN_PLACE = 3, 64
+# Bytes beyond which a weight is read some rows at a time, over many columns: a page of memory for
+# each row is more than a processor keeps the addresses of, and rows that lie powers of two apart
+# share few sets of its caches. Rows or pairs that are packed and summed by themselves, and rows that
+# are read side by side where they lie: as many as a first cache's set holds.
+LARGE, DEPTH, STREAMS = 2**23, 256, 8
 
 
 class MatmulSizes(NamedTuple):
@@ -58,6 +63,7 @@ class MatmulSizes(NamedTuple):
         gated: two products in one pass.
         packed: the columns of a unit are copied side by side first, as float32 or as pairs.
         pairs: rows of bfloat16 are multiplied two at a time.
+        streamed: a few of the weight's rows at a time, where they lie.
     """
 
     rows: int
@@ -66,26 +72,53 @@ class MatmulSizes(NamedTuple):
     gated: bool
     packed: bool
     pairs: bool
+    streamed: bool
 
 
 def _in_blocks(product: RowProduct) -> Any:
-    """``run(x, weight, D, row_bytes, sums, ahead, ahead_bytes, slowness)``: over D, in blocks.
+    """``run(x, x_bytes, weight, D, row_bytes, sums, more, ahead, ahead_bytes, slowness)``.
 
-    D counts a weight's rows or pairs; ``slowness`` is that of ``RowProduct.intrinsic``.
+    Over D of a weight's rows or pairs, in blocks. With ``more``, they are added to what the sums
+    are or, where a product carries, go on from there; ``slowness`` is that of
+    ``RowProduct.intrinsic``.
     """
-    columns = product.columns
-    first, more = (product._replace(add=add).intrinsic() for add in (False, True))
+    by = 4 * product.columns
+    first = product._replace(add=False, carry=False).intrinsic()
+    follow = product._replace(add=not product.carry).intrinsic()
 
     @part
     def run(
-        x: int, weight: int, D: int, row_bytes: int, sums: int,
+        x: int, x_bytes: int, weight: int, D: int, row_bytes: int, sums: int, more: bool,
         ahead: int, ahead_bytes: int, slowness: int,
     ) -> None:  # fmt: skip
-        count, by = min(BLOCK, D), ahead_bytes
-        first(x, 4 * D, weight, row_bytes, sums, 4 * columns, count, ahead, by, slowness)
-        for d in range(BLOCK, D, BLOCK):
-            at, far, count = weight + row_bytes * d, ahead + by * (d >> slowness), min(BLOCK, D - d)
-            more(x + 4 * d, 4 * D, at, row_bytes, sums, 4 * columns, count, far, by, slowness)
+        for d in range(0, D, BLOCK):
+            at, far, n = weight + row_bytes * d, ahead + ahead_bytes * (d >> slowness), D - d
+            if more or d > 0:
+                follow(
+                    x + 4 * d,
+                    x_bytes,
+                    at,
+                    row_bytes,
+                    sums,
+                    by,
+                    min(BLOCK, n),
+                    far,
+                    ahead_bytes,
+                    slowness,
+                )
+            else:
+                first(
+                    x + 4 * d,
+                    x_bytes,
+                    at,
+                    row_bytes,
+                    sums,
+                    by,
+                    min(BLOCK, n),
+                    far,
+                    ahead_bytes,
+                    slowness,
+                )
 
     return run
 
@@ -94,10 +127,10 @@ def _in_blocks(product: RowProduct) -> Any:
 def _matmul(sizes: MatmulSizes) -> NativeCode:
     """Compile a kernel whose units are some tiles of columns, for all rows.
 
-    Its arguments are the rows, each weight, followed by its scales where it has 8 bits, and the
-    number of tiles of a unit.
+    Its arguments are the rows, each weight, followed by its scales where it has 8 bits, and two
+    numbers: the tiles of a unit, and how many rows or pairs of a weight are multiplied at a time.
     """
-    rows, columns, dtype, gated, packed, pairs = sizes
+    rows, columns, dtype, gated, packed, pairs, streamed = sizes
     size, is_float = jnp.dtype(dtype).itemsize, dtype == "float8_e4m3fn"
     weights, scaled, unit = 1 + gated, size == 1, np.float32(FP8_UNIT if is_float else 1)
     each = 1 + scaled
@@ -106,79 +139,113 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     lines, all_at_once = -(-columns * size // 64), pairs and not packed
     fetched = 1 if all_at_once else lines * (1 + pairs)
     kept = RowProduct(rows, columns, 8 * size, False, lines if all_at_once else 1, is_float, pairs)
+    kept = kept._replace(carry=streamed)
     panel = kept._replace(bits=32, is_float=False)
     fetching = _in_blocks(panel if packed else kept)
     product = _in_blocks(panel._replace(prefetch=0)) if packed else fetching
-    pack, together = kept.packed(), 1 + pairs
+    pack, together, cells = kept.packed(), 1 + pairs, rows * columns
+    streams = STREAMS // together
 
     @part
-    def tiles_of(args: int) -> int:
-        return nb.carray(pointer(data(args, 1 + weights * each), np.int32(0)), (1,))[0]
+    def number(args: int, i: int) -> int:
+        return np.int64(nb.carray(pointer(data(args, 1 + weights * each), np.int32(0)), (2,))[i])
 
     @part
     def units(args: int) -> int:
-        return -(-dim(args, 1, 1) // (columns * tiles_of(args)))
+        return -(-dim(args, 1, 1) // (columns * number(args, 0)))
 
     def work(args: int, rets: int, worker: int, shared: int, mine: int) -> int:
         if worker == COUNT:
             return units(args)
-        T, F, count = dim(args, 0, 0), dim(args, 1, 1), tiles_of(args)
+        T, F, count, depth = dim(args, 0, 0), dim(args, 1, 1), number(args, 0), number(args, 1)
         # Rows or pairs of a weight, and bytes from one to the next.
-        D, by = dim(args, 1, 0) // together, size * F * together
-        scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
-        panels = scratch + 4 * weights * rows * columns
-        found = nb.carray(pointer(scratch, np.float32(0)), (2, rows, columns))
+        D, by, down = dim(args, 1, 0) // together, size * F * together, -(-T // rows)
+        # Sums of tiles: of all, where they wait for the weights' next rows; then those of the rows
+        # that are streamed.
+        scratch, each_tile = data(rets, 1) + 4 * worker * dim(rets, 1, 1), weights * cells
+        kept_rows = down if depth < D else 1
+        panels = scratch + 4 * each_tile * count * kept_rows
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (T, F))
         scale = nb.carray(pointer(data(args, each), np.float32(0)), (F,))
         other = nb.carray(pointer(data(args, weights * each), np.float32(0)), (F,))
-        # Lines of the next unit are fetched as evenly as powers of two allow.
+        # Lines of what comes next are fetched as evenly as powers of two allow.
         slowness = 0
-        while fetched << (slowness + 1) <= (T + rows - 1) // rows:
+        while fetched << (slowness + 1) <= down:
             slowness += 1
         while True:
             first = mine * count
             last = min(first + count, (F + columns - 1) // columns)
-            if packed:
-                for d in range(D):
-                    for g in range(weights):
-                        weight = data(args, 1 + each * g) + by * d
-                        for j in range(first, last):
-                            to = panels + 4 * columns * (((j - first) * weights + g) * D + d)
-                            pack(weight + size * min(j * columns, F - columns), size * F, to)
-            for i in range((T + rows - 1) // rows):
-                # The last rows, and the last columns, may be some that were computed already.
-                row = min(i * rows, T - rows)
-                x = data(args, 0) + 4 * D * row
-                for j in range(first, last):
-                    column = min(j * columns, F - columns)
-                    following = min((j + count * dim(rets, 1, 0)) * columns, F - columns)
-                    for g in range(weights):
-                        sums, weight = scratch + 4 * g * rows * columns, data(args, 1 + each * g)
+            for top in range(0, D, depth):
+                high = min(depth, D - top)
+                if packed:
+                    for d in range(high):
+                        for g in range(weights):
+                            weight = data(args, 1 + each * g) + by * (top + d)
+                            for j in range(first, last):
+                                to = panels + 4 * columns * (
+                                    ((j - first) * weights + g) * depth + d
+                                )
+                                pack(weight + size * min(j * columns, F - columns), size * F, to)
+                for low in range(0, high, streams if streamed else high):
+                    wide = min(streams, high - low) if streamed else high
+                    # What comes next: the rows below, or the next unit's.
+                    below, beside = top + low + wide, 0
+                    if below >= D:
+                        below, beside = 0, count * dim(rets, 1, 0)
+                    for i in range(down):
+                        # The last rows and columns may be some that were computed already.
+                        row = min(i * rows, T - rows)
+                        x = data(args, 0) + 4 * (D * row + top + low)
+                        tiles = scratch + 4 * each_tile * count * (i if depth < D else 0)
+                        to = panels + 4 * each_tile * count * i if streamed else tiles
                         line, stretch = i >> slowness, i % (1 << slowness)
-                        down, along = divmod(min(line, fetched - 1), lines)
-                        ahead = weight + size * (following + F * down) + 64 * along
-                        ahead += by * (stretch * D >> slowness)
-                        if packed:
-                            panel = panels + 4 * columns * D * ((j - first) * weights + g)
-                            if line < fetched:
-                                fetching(x, panel, D, 4 * columns, sums, ahead, by, slowness)
-                            else:
-                                product(x, panel, D, 4 * columns, sums, 0, 0, 0)
-                        else:
-                            at = weight + size * column
-                            fetching(x, at, D, by, sums, ahead, by, slowness)
-                    # All at once: another core may be at some of these columns, too.
-                    for r in range(rows):
-                        for c in range(columns):
-                            y = found[0, r, c]
-                            if scaled:
-                                y *= scale[column + c] * unit
-                            if gated:
-                                z = found[1, r, c]
-                                if scaled:
-                                    z *= other[column + c] * unit
-                                y = silu(y) * z
-                            out[row + r, column + c] = y
+                        lower, along = divmod(min(line, fetched - 1), lines)
+                        for g in range(weights):
+                            weight = data(args, 1 + each * g)
+                            far = weight + size * F * lower + 64 * along
+                            far += by * (below + (stretch * wide >> slowness))
+                            for j in range(first, last):
+                                sums = to + 4 * ((j - first) * each_tile + g * cells)
+                                ahead = far + size * min((j + beside) * columns, F - columns)
+                                if not packed:
+                                    at = weight + by * (top + low)
+                                    at += size * min(j * columns, F - columns)
+                                    fetching(
+                                        x, 4 * D, at, wide, by, sums, low > 0, ahead, by, slowness
+                                    )
+                                    continue
+                                at = panels + 4 * columns * depth * ((j - first) * weights + g)
+                                if line < fetched:
+                                    fetching(
+                                        x, 4 * D, at, high, 4 * columns, sums, top > 0,
+                                        ahead, by, slowness,
+                                    )  # fmt: skip
+                                else:
+                                    product(x, 4 * D, at, high, 4 * columns, sums, top > 0, 0, 0, 0)
+                        if streamed and low + wide == high:
+                            n = each_tile * (last - first)
+                            total = nb.carray(pointer(tiles, np.float32(0)), (n,))
+                            these = nb.carray(pointer(to, np.float32(0)), (n,))
+                            for c in range(n):
+                                total[c] = total[c] + these[c] if top > 0 else these[c]
+                        if top + low + wide < D:
+                            continue
+                        shape = last - first, weights, rows, columns
+                        found = nb.carray(pointer(tiles, np.float32(0)), shape)
+                        for j in range(first, last):
+                            column = min(j * columns, F - columns)
+                            # All at once: another core may be at some of these columns, too.
+                            for r in range(rows):
+                                for c in range(columns):
+                                    y = found[j - first, 0, r, c]
+                                    if scaled:
+                                        y *= scale[column + c] * unit
+                                    if gated:
+                                        z = found[j - first, weights - 1, r, c]
+                                        if scaled:
+                                            z *= other[column + c] * unit
+                                        y = silu(y) * z
+                                    out[row + r, column + c] = y
             mine = take_after(shared)
             if is_past(shared, mine):
                 return 0
@@ -279,22 +346,41 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
     else:
         x_TD = x_TD.astype(jnp.float32)
     most, columns = tile.matmul, SCALED_COLUMNS
-    in_place = tile.sums // 2 if scaled else most if pairs else IN_PLACE
+    in_place, large = few_rows(D, weights[0].shape[1], dtype, pairs)
     packed = tile.panel > 0 and in_place < T
     if scaled and not packed:
         most = tile.scaled
     # As few tiles of rows as there can be, of as few rows as they can have.
     rows = -(-T // -(-T // most))
     if packed or not scaled:
-        columns = min(VECTORS, tile.sums // rows) * tile.lanes
+        columns = min(tile.vectors, tile.sums // rows) * tile.lanes
     wide = weights[0].shape[1]
     columns = min(columns, wide // PAIRS * PAIRS if pairs else wide)
-    sizes = MatmulSizes(rows, columns, dtype.name, count == 2, packed, pairs)
-    floats = count * columns * (x_TD.shape[1] // 2 if pairs else D)
-    each = _tiles_of_unit(-(-wide // columns), floats) if packed else 1
-    scratch = count * rows * columns + packed * each * floats
-    args = x_TD, *weights, jnp.full(1, each, jnp.int32)
+    streamed = large and not packed
+    sizes = MatmulSizes(rows, columns, dtype.name, count == 2, packed, pairs, streamed)
+    high = x_TD.shape[1] // 2 if pairs else D
+    depth = min(DEPTH, high) if large else high
+    floats = count * columns * (STREAMS if streamed else depth)
+    each = _tiles_of_unit(-(-wide // columns), floats) if packed or streamed else 1
+    sums = each * (-(-T // rows) if depth < high else 1) * (1 + streamed)
+    scratch = count * rows * columns * sums + packed * each * count * columns * depth
+    args = x_TD, *weights, jnp.array([each, depth], jnp.int32)
     return _call(_matmul(sizes), (T, wide), scratch, *args)[:, :F]
+
+
+def few_rows(D: int, F: int, dtype: jnp.dtype, pairs: bool) -> tuple[int, bool]:
+    """How many rows at most meet a weight where it lies, and True if it is large.
+
+    By its bytes alone: a row's sums depend on no other row.
+    """
+    tile, size = tiles(), D * F * dtype.itemsize
+    if dtype.itemsize == 1:
+        few = tile.sums // 2
+    elif pairs:
+        few = tile.matmul
+    else:
+        few = IN_PLACE if size <= tile.in_place else FEW
+    return few, size > LARGE
 
 
 def _tiles_of_unit(count: int, floats: int) -> int:
@@ -312,12 +398,14 @@ def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
     x_SD, pairs = x_SD.astype(dtype), has_pairs(dtype)
     if dtype == jnp.bfloat16 and not pairs:
         return jnp.einsum("sd,vd->sv", x_SD, head_VD, preferred_element_type=jnp.float32)
-    x_DS = jnp.pad(x_SD.T, ((0, D % 2 if pairs else 0), (0, -S % LINE)))
+    x_DS = jnp.pad(x_SD.T, ((0, D % 2 if pairs else 0), (0, -S % tiles().lanes)))
     if pairs:
         head_VD = jnp.pad(head_VD, ((0, 0), (0, D % 2)))
         x_DS2 = x_DS.reshape(-1, 2, x_DS.shape[1]).swapaxes(1, 2)
         x_DS = jax.lax.bitcast_convert_type(x_DS2, jnp.int32)
-    columns = next(c for c in (64, 48, 32, LINE) if x_DS.shape[1] % c == 0)
+    columns = next(c for c in (64, 48, 32, LINE, LINE // 2) if x_DS.shape[1] % c == 0)
+    # A register of rows, of which twice as many tokens' sums hide the products' latency.
+    rows = tiles().logits * (2 if columns < LINE else 1)
     tokens = LINE * LINES if V >= LINE * LINES else LINE
-    sizes = LogitsSizes(tokens, tiles().logits, columns, pairs)
+    sizes = LogitsSizes(tokens, rows, columns, pairs)
     return _call(_logits(sizes), (S, V), tokens * x_DS.shape[1], x_DS, head_VD)

@@ -36,6 +36,8 @@ class TileSizes(NamedTuple):
         matmul, logits, scaled: rows at most of a product's tile; scaled weights read in place.
         grouped: rows of tiles of experts' products, the most first.
         panel: floats of a weight that a product packs; 0 is none.
+        vectors: registers of a row of a product's tile at most, whole cache lines.
+        in_place: bytes of a weight at most that some tiles of rows meet where it lies.
     """
 
     lanes: int
@@ -46,14 +48,16 @@ class TileSizes(NamedTuple):
     scaled: int
     grouped: tuple[int, ...]
     panel: int
+    vectors: int
+    in_place: int
 
 
 @functools.cache
 def tiles() -> TileSizes:
     """Tile sizes for 32 registers of 16 floats, or 16 of 8; a panel is half a second cache."""
     if has("avx512f"):
-        return TileSizes(16, 24, 8, 8, 8, scaled=6, grouped=(6, 3, 2, 1), panel=2**17)
-    return TileSizes(8, 12, 4, 6, 4, scaled=3, grouped=(3, 2, 1), panel=2**16)
+        return TileSizes(16, 24, 8, 8, 8, 6, (6, 3, 2, 1), 2**17, vectors=3, in_place=2**23)
+    return TileSizes(8, 12, 4, 6, 4, 3, (3, 2, 1), 2**16, vectors=4, in_place=2**21)
 
 
 def lanes() -> int:
@@ -67,7 +71,7 @@ class RowProduct(NamedTuple):
     Attributes:
         rows: of the weights; ``columns``: of the matrix.
         bits: of the matrix' entries, float32, bfloat16 or of 8 bits; weights and sums have 32.
-        add: to what the sums are already.
+        add: to what the sums are already; ``carry``: go on from there.
         prefetch: cache lines of 64 bytes for each row of the matrix.
         is_float: entries of 8 bits are fp8 (e4m3), each counted in units of ``FP8_UNIT``; else
             int8.
@@ -82,6 +86,7 @@ class RowProduct(NamedTuple):
     prefetch: int = 0
     is_float: bool = False
     pairs: bool = False
+    carry: bool = False
 
     @property
     def width(self) -> int:
@@ -171,6 +176,7 @@ class _Loop(NamedTuple):
         floats = ir.VectorType(F32, self.of.width)
         at = [self._sum_at(sums, sum_bytes, cell) for cell in cells]
         zero = ir.Constant(floats, [0.0] * self.of.width)
+        start = [self.floats(where, 32) if self.of.carry else zero for where in at]
         before = b.block
         loop, done = b.append_basic_block("loop"), b.append_basic_block("done")
         b.cbranch(b.icmp_signed("<", ir.Constant(I64, 0), self.count), loop, done)
@@ -186,7 +192,7 @@ class _Loop(NamedTuple):
         found = [b.phi(floats) for _ in cells]
         for cell in cells:
             for phi in (carry[cell], found[cell]):
-                phi.add_incoming(zero, before)
+                phi.add_incoming(start[cell], before)
                 phi.add_incoming(new[cell], loop)
         for total, where in zip(found, at, strict=True):
             # Last, so that what is there rounds once.
