@@ -49,9 +49,9 @@ PAIRS = 16
 FEW, IN_PLACE = 3, 64
 # Bytes beyond which a weight is read some rows at a time, over many columns: a page of memory for
 # each row is more than a processor keeps the addresses of, and rows that lie powers of two apart
-# share few sets of its caches. Rows or pairs that are packed and summed by themselves, and rows that
-# are read side by side where they lie: as many as a first cache's set holds.
-LARGE, DEPTH, STREAMS = 2**23, 256, 8
+# share few sets of its caches. Rows or pairs that are packed and summed by themselves; rows that
+# are read side by side where they lie: half of what a set of the first cache holds.
+LARGE, DEPTH, STREAMS = 2**23, 256, 4
 
 
 class MatmulSizes(NamedTuple):
@@ -76,7 +76,7 @@ class MatmulSizes(NamedTuple):
 
 
 def _in_blocks(product: RowProduct) -> Any:
-    """``run(x, x_bytes, weight, D, row_bytes, sums, more, ahead, ahead_bytes, slowness)``.
+    """``run(x, x_bytes, weight, D, row_bytes, sums, more, ahead, go_on, slowness)``.
 
     Over D of a weight's rows or pairs, in blocks. With ``more``, they are added to what the sums
     are or, where a product carries, go on from there; ``slowness`` is that of
@@ -89,36 +89,14 @@ def _in_blocks(product: RowProduct) -> Any:
     @part
     def run(
         x: int, x_bytes: int, weight: int, D: int, row_bytes: int, sums: int, more: bool,
-        ahead: int, ahead_bytes: int, slowness: int,
+        ahead: int, go_on: int, slowness: int,
     ) -> None:  # fmt: skip
         for d in range(0, D, BLOCK):
-            at, far, n = weight + row_bytes * d, ahead + ahead_bytes * (d >> slowness), D - d
+            at, far, n = weight + row_bytes * d, ahead + go_on * (d >> slowness), min(BLOCK, D - d)
             if more or d > 0:
-                follow(
-                    x + 4 * d,
-                    x_bytes,
-                    at,
-                    row_bytes,
-                    sums,
-                    by,
-                    min(BLOCK, n),
-                    far,
-                    ahead_bytes,
-                    slowness,
-                )
+                follow(x + 4 * d, x_bytes, at, row_bytes, sums, by, n, far, go_on, slowness)
             else:
-                first(
-                    x + 4 * d,
-                    x_bytes,
-                    at,
-                    row_bytes,
-                    sums,
-                    by,
-                    min(BLOCK, n),
-                    far,
-                    ahead_bytes,
-                    slowness,
-                )
+                first(x + 4 * d, x_bytes, at, row_bytes, sums, by, n, far, go_on, slowness)
 
     return run
 
@@ -136,7 +114,7 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     each = 1 + scaled
     # Cache lines of a row of the tile's columns. Each tile of rows fetches one, of each row or of
     # one of a pair; pairs that are read in place have one tile of rows, which fetches all.
-    lines, all_at_once = -(-columns * size // 64), pairs and not packed
+    lines, all_at_once = -(-columns * size // 64), streamed or (pairs and not packed)
     fetched = 1 if all_at_once else lines * (1 + pairs)
     kept = RowProduct(rows, columns, 8 * size, False, lines if all_at_once else 1, is_float, pairs)
     kept = kept._replace(carry=streamed)
@@ -168,6 +146,7 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (T, F))
         scale = nb.carray(pointer(data(args, each), np.float32(0)), (F,))
         other = nb.carray(pointer(data(args, weights * each), np.float32(0)), (F,))
+        blocks, turns = -(-D // depth), weights if streamed else 1
         # Lines of what comes next are fetched as evenly as powers of two allow.
         slowness = 0
         while fetched << (slowness + 1) <= down:
@@ -175,8 +154,10 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
         while True:
             first = mine * count
             last = min(first + count, (F + columns - 1) // columns)
-            for top in range(0, D, depth):
-                high = min(depth, D - top)
+            # Of streamed weights, one after the other: rows of both would share sets, too.
+            for turn in range(turns * blocks):
+                top = turn % blocks * depth
+                high, only = min(depth, D - top), turn // blocks
                 if packed:
                     for d in range(high):
                         for g in range(weights):
@@ -200,7 +181,7 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                         to = panels + 4 * each_tile * count * i if streamed else tiles
                         line, stretch = i >> slowness, i % (1 << slowness)
                         lower, along = divmod(min(line, fetched - 1), lines)
-                        for g in range(weights):
+                        for g in range(only, only + weights // turns):
                             weight = data(args, 1 + each * g)
                             far = weight + size * F * lower + 64 * along
                             far += by * (below + (stretch * wide >> slowness))
@@ -223,12 +204,14 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                                 else:
                                     product(x, 4 * D, at, high, 4 * columns, sums, top > 0, 0, 0, 0)
                         if streamed and low + wide == high:
-                            n = each_tile * (last - first)
-                            total = nb.carray(pointer(tiles, np.float32(0)), (n,))
-                            these = nb.carray(pointer(to, np.float32(0)), (n,))
-                            for c in range(n):
-                                total[c] = total[c] + these[c] if top > 0 else these[c]
-                        if top + low + wide < D:
+                            shape = last - first, weights, cells
+                            total = nb.carray(pointer(tiles, np.float32(0)), shape)
+                            these = nb.carray(pointer(to, np.float32(0)), shape)
+                            for j in range(last - first):
+                                for c in range(cells):
+                                    sofar = total[j, only, c] if top > 0 else np.float32(0)
+                                    total[j, only, c] = sofar + these[j, only, c]
+                        if top + low + wide < D or only + 1 < turns:
                             continue
                         shape = last - first, weights, rows, columns
                         found = nb.carray(pointer(tiles, np.float32(0)), shape)
@@ -271,8 +254,8 @@ class LogitsSizes(NamedTuple):
 def _logits(sizes: LogitsSizes) -> NativeCode:
     """Compile logits with weights and rows swapped: the vocabulary's lie one after the other."""
     tokens, rows, columns, pairs = sizes
-    product = RowProduct(rows, columns, 32, pairs=pairs).intrinsic()
-    fetching = RowProduct(rows, columns, 32, prefetch=1, pairs=pairs).intrinsic()
+    product = RowProduct(rows, columns, 32, pairs=pairs, carry=True)
+    product, fetching = product.intrinsic(), product._replace(prefetch=1).intrinsic()
 
     @part
     def units(args: int) -> int:
@@ -289,15 +272,19 @@ def _logits(sizes: LogitsSizes) -> NativeCode:
             token = min(mine * tokens, V - tokens)
             # Of the next unit; LINE tokens are as many lines as x_DS has rows.
             ahead = data(args, 1) + 4 * D * min((mine + dim(rets, 1, 0)) * tokens, V - tokens)
-            for v in range(0, tokens, rows):
-                head = data(args, 1) + 4 * D * (token + v)
-                for s in range(0, padded, columns):
-                    x, sums = data(args, 0) + 4 * s, scratch + 4 * (v * padded + s)
-                    if s == 0 and v % LINE == 0:
-                        far = ahead + 4 * D * v
-                        fetching(head, 4 * D, x, 4 * padded, sums, 4 * padded, D, far, 64, 0)
-                    else:
-                        product(head, 4 * D, x, 4 * padded, sums, 4 * padded, D, 0, 0, 0)
+            found[:] = 0
+            # As many entries at a time as a cache keeps of all rows.
+            for d in range(0, D, BLOCK):
+                n, by = min(BLOCK, D - d), 4 * padded
+                for v in range(0, tokens, rows):
+                    head = data(args, 1) + 4 * (D * (token + v) + d)
+                    for s in range(0, padded, columns):
+                        x, sums = data(args, 0) + by * d + 4 * s, scratch + by * v + 4 * s
+                        if s == 0 and v % LINE == 0:
+                            far = ahead + 4 * D * v + 64 * d
+                            fetching(head, 4 * D, x, by, sums, by, n, far, 64, 0)
+                        else:
+                            product(head, 4 * D, x, by, sums, by, n, 0, 0, 0)
             for s in range(S):
                 for v in range(tokens):
                     out[s, token + v] = found[v, s]
@@ -404,8 +391,6 @@ def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
         x_DS2 = x_DS.reshape(-1, 2, x_DS.shape[1]).swapaxes(1, 2)
         x_DS = jax.lax.bitcast_convert_type(x_DS2, jnp.int32)
     columns = next(c for c in (64, 48, 32, LINE, LINE // 2) if x_DS.shape[1] % c == 0)
-    # A register of rows, of which twice as many tokens' sums hide the products' latency.
-    rows = tiles().logits * (2 if columns < LINE else 1)
     tokens = LINE * LINES if V >= LINE * LINES else LINE
-    sizes = LogitsSizes(tokens, rows, columns, pairs)
+    sizes = LogitsSizes(tokens, tiles().logits, columns, pairs)
     return _call(_logits(sizes), (S, V), tokens * x_DS.shape[1], x_DS, head_VD)
