@@ -12,7 +12,7 @@ import pytest
 from jaxinfer.models import layers
 
 pytest.importorskip("numba")
-from jaxinfer.pallas_kernels import numba_matmul, xla_call
+from jaxinfer.pallas_kernels import numba_matmul, numba_vectors, xla_call
 from jaxinfer.pallas_kernels.numba_matmul import gated, logits, matmul
 
 Shape = tuple[int, int, int]
@@ -136,6 +136,74 @@ def test_packed_weights_give_the_bits_of_weights_in_place(
     np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.parametrize("multiply", [matmul, gated])
+def test_large_weights_give_right_sums_and_a_row_the_same_bits(
+    multiply: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of the weight's rows and a rest, units of columns; in place, and packed for more."""
+    tiny = numba_matmul.tiles()._replace(panel=2**14, in_place=0)
+    monkeypatch.setattr(numba_matmul, "tiles", lambda: tiny)
+    monkeypatch.setattr(numba_matmul, "LARGE", 0)
+    T, D, F = 67, 2 * numba_matmul.DEPTH + 7, 203
+    x_TD, weight_DF = operands(T, D, F, dtype)
+    weights = [weight_DF, weight_DF[::-1]][: 1 + (multiply is gated)]
+    expected = exact(x_TD, weight_DF)
+    # Rounding of sums of D products; a gate's slope is at most 1.1, and carries it on.
+    bound = 4e-7 * D * np.ones_like(expected)
+    if multiply is gated:
+        up_TF = exact(x_TD, weights[1])
+        bound *= 1.1 * np.abs(up_TF) + np.abs(expected) + 1
+        expected = expected / (1 + np.exp(-expected)) * up_TF
+    run = jax.jit(lambda *given: multiply(*given))
+    whole = np.asarray(run(x_TD, *weights))
+    assert np.all(np.abs(whole - expected) <= bound)
+    few = numba_matmul.few_rows(D, F, weight_DF.dtype, numba_matmul.has_pairs(weight_DF.dtype))[0]
+    for rows in (1, few, few + 1):
+        np.testing.assert_array_equal(run(x_TD[7 : 7 + rows], *weights), whole[7 : 7 + rows])
+
+
+MODELS = {
+    "135M": [(576, 576), (576, 192), (576, 1536), (1536, 576)],
+    "1B": [(2048, 2048), (2048, 512), (2048, 8192), (8192, 2048)],
+    "8B": [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)],
+}
+
+
+@pytest.mark.parametrize(
+    ("features", "few"),
+    [
+        # By shape: rows that meet it where it lies at most, in float32, and as bfloat16.
+        ("", {"135M": "64/64 64/64 3/64 3/64", "1B": "3/3 3/64 3/3 3/3", "8B": "3/3 3/3 3/3 3/3"}),
+        ("+avx512f", {"135M": "64/64 " * 4, "1B": "3/64 64/64 3/3 3/3", "8B": "3/3 3/64 3/3 3/3"}),
+    ],
+    ids=["AVX2", "AVX-512"],
+)
+def test_what_is_read_in_place_by_shape(
+    features: str, few: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codegen = numba_vectors.cpu_target.target_context.codegen()
+    with monkeypatch.context() as patch:
+        patch.setattr(codegen, "magic_tuple", lambda: ("", "", features))
+        sizes = numba_vectors.tiles.__wrapped__()
+    monkeypatch.setattr(numba_matmul, "tiles", lambda: sizes)
+    for model, shapes in MODELS.items():
+        found = []
+        for D, F in shapes:
+            each = [
+                numba_matmul.few_rows(D, F, jnp.dtype(d), False) for d in ("float32", "bfloat16")
+            ]
+            assert [large for _, large in each] == [D * F * size > 2**23 for size in (4, 2)]
+            found.append("/".join(str(rows) for rows, _ in each))
+        assert found == few[model].split()
+
+
+def test_pairs_and_8_bits_meet_weights_of_all_sizes_in_a_tile_of_rows() -> None:
+    tile = numba_matmul.tiles()
+    for D, F in (shape for shapes in MODELS.values() for shape in shapes):
+        assert numba_matmul.few_rows(D, F, jnp.dtype("bfloat16"), True)[0] == tile.matmul
+        assert numba_matmul.few_rows(D, F, jnp.dtype("int8"), False)[0] == tile.sums // 2
+
+
 @shapes
 def test_a_gate_with_what_it_lets_through(shape: Shape, dtype: str) -> None:
     x_TD, gate_DF = operands(*shape, dtype)
@@ -166,7 +234,11 @@ def test_a_gate_far_from_zero() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(3, 17, 49), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 5, 16), (50, 20, 150)])],
+    [
+        (3, 17, 49),
+        (9, 2 * 768 + 5, 70),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 5, 16), (50, 20, 150)]),
+    ],
     ids=str,
 )
 def test_logits_of_all_rows(shape: Shape, dtype: str) -> None:
