@@ -45,8 +45,8 @@ SCALED_COLUMNS = 64
 # Columns whose pairs of bfloat16 fill a register of AVX-512.
 PAIRS = 16
 # Rows up to which weights that are not multiplied in pairs are read where they lie, since packing
-# them would take longer: all weights, and those of ``TileSizes.in_place`` bytes at most.
-FEW, IN_PLACE = 3, 64
+# them would take longer; more of smaller weights, by ``TileSizes.in_place``.
+FEW = 3
 # Bytes beyond which a weight is read some rows at a time, over many columns: a page of memory for
 # each row is more than a processor keeps the addresses of, and rows that lie powers of two apart
 # share few sets of its caches. Rows or pairs that are packed and summed by themselves; rows that
@@ -366,7 +366,7 @@ def few_rows(D: int, F: int, dtype: jnp.dtype, pairs: bool) -> tuple[int, bool]:
     elif pairs:
         few = tile.matmul
     else:
-        few = IN_PLACE if size <= tile.in_place else FEW
+        few = next((rows for rows, most in tile.in_place if size <= most), FEW)
     return few, size > LARGE
 
 

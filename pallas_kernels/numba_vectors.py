@@ -37,7 +37,7 @@ class TileSizes(NamedTuple):
         grouped: rows of tiles of experts' products, the most first.
         panel: floats of a weight that a product packs; 0 is none.
         vectors: registers of a row of a product's tile at most, whole cache lines.
-        in_place: bytes of a weight at most that some tiles of rows meet where it lies.
+        in_place: rows that meet a weight where it lies at most, and its bytes at most.
     """
 
     lanes: int
@@ -49,15 +49,15 @@ class TileSizes(NamedTuple):
     grouped: tuple[int, ...]
     panel: int
     vectors: int
-    in_place: int
+    in_place: tuple[tuple[int, int], ...]
 
 
 @functools.cache
 def tiles() -> TileSizes:
     """Tile sizes for 32 registers of 16 floats, or 16 of 8; a panel is half a second cache."""
     if has("avx512f"):
-        return TileSizes(16, 24, 8, 8, 8, 6, (6, 3, 2, 1), 2**17, vectors=3, in_place=2**23)
-    return TileSizes(8, 12, 4, 6, 4, 3, (3, 2, 1), 2**16, vectors=4, in_place=2**21)
+        return TileSizes(16, 24, 8, 8, 8, 6, (6, 3, 2, 1), 2**17, 3, ((64, 2**23),))
+    return TileSizes(8, 12, 4, 6, 4, 3, (3, 2, 1), 2**16, 4, ((64, 2**21), (16, 2**22 - 1)))
 
 
 def lanes() -> int:

@@ -141,7 +141,7 @@ def test_large_weights_give_right_sums_and_a_row_the_same_bits(
     multiply: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of the weight's rows and a rest, units of columns; in place, and packed for more."""
-    tiny = numba_matmul.tiles()._replace(panel=2**14, in_place=0)
+    tiny = numba_matmul.tiles()._replace(panel=2**14, in_place=())
     monkeypatch.setattr(numba_matmul, "tiles", lambda: tiny)
     monkeypatch.setattr(numba_matmul, "LARGE", 0)
     T, D, F = 67, 2 * numba_matmul.DEPTH + 7, 203
@@ -173,7 +173,10 @@ MODELS = {
     ("features", "few"),
     [
         # By shape: rows that meet it where it lies at most, in float32, and as bfloat16.
-        ("", {"135M": "64/64 64/64 3/64 3/64", "1B": "3/3 3/64 3/3 3/3", "8B": "3/3 3/3 3/3 3/3"}),
+        (
+            "",
+            {"135M": "64/64 64/64 16/64 16/64", "1B": "3/3 3/64 3/3 3/3", "8B": "3/3 3/3 3/3 3/3"},
+        ),
         ("+avx512f", {"135M": "64/64 " * 4, "1B": "3/64 64/64 3/3 3/3", "8B": "3/3 3/64 3/3 3/3"}),
     ],
     ids=["AVX2", "AVX-512"],
