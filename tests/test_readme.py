@@ -76,4 +76,5 @@ def test_all_systems_are_named() -> None:
 
 
 def test_its_lines_are_short() -> None:
-    assert all(len(line) <= 100 for line in TEXT.splitlines())
+    lines = [line for line in TEXT.splitlines() if not line.startswith("|")]
+    assert all(len(line) <= 100 for line in lines)
