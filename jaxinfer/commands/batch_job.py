@@ -268,8 +268,9 @@ def _result_options(options: EngineOptions) -> dict[str, Any]:
 def _fingerprint_of(job: Mapping[str, Any]) -> Fingerprint:
     """The model's files as the job's first start noted them."""
     files, notes = job.get("model_files"), job.get("notes")
-    known = isinstance(files, dict) and isinstance(notes, dict)
-    return Fingerprint(files, notes.get("model_stamps") or {}) if known else Fingerprint()
+    if not isinstance(files, dict) or not isinstance(notes, dict):
+        return Fingerprint()
+    return Fingerprint(files, notes.get("model_stamps") or {})
 
 
 def _last_words(line: BatchLine) -> str:

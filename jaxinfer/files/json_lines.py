@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, NoReturn, cast
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import why_not
@@ -35,7 +35,7 @@ def readable(path: Path) -> Iterator[None]:
 
 def open_bytes(path: Path) -> IO[bytes]:
     """Open a file, and unpack it where its name ends in ``.gz``."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
 def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:

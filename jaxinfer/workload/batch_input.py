@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Self, cast
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.json_lines import as_token_ids, numbered, parse_object, readable, shorten
@@ -125,8 +125,8 @@ class BatchFile:
         # By number where the line has no id of its own.
         found_ids: dict[str | int, int] = {}
         with readable(self._path), ExitStack() as opened:
-            source: IO[bytes] = opened.enter_context(self._path.open("rb"))
-            self._file = source
+            source = opened.enter_context(self._path.open("rb"))
+            self._file: IO[bytes] = source
             self._rows: ParquetRows | None = None
             if is_table(self._path):
                 self.sha256 = hashlib.file_digest(source, "sha256").hexdigest()
@@ -135,8 +135,8 @@ class BatchFile:
             elif packed:
                 self.sha256 = hashlib.file_digest(source, "sha256").hexdigest()
                 source.seek(0)
-                self._file = opened.enter_context(gzip.open(source))
-                found = self._file
+                unpacked = opened.enter_context(gzip.open(source))
+                self._file = found = cast(IO[bytes], unpacked)
             else:
                 if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
                     self._file = opened.enter_context(TemporaryFile())
