@@ -117,8 +117,8 @@ class BatchFile:
         self.bad: dict[str, BadLine] = {}
         self._path = data_path(path)
         packed = self._path.suffix == ".gz"
-        inner = self._path.with_suffix("")
-        check_ending(inner if packed and not is_table(inner) else self._path, "input")
+        inner = self._path.with_suffix("") if packed else self._path
+        check_ending(self._path if packed and is_table(inner) else inner, "input")
         self._checksums = array("L")
         self._bad: dict[str | int, BadLine] = {}
         digest = hashlib.sha256()
