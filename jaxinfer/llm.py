@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.generation import read_generation
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, load_run_file
@@ -78,7 +79,9 @@ class LLM:
         self.config = config
         self.model = config.require_model()
         checkpoint = open_checkpoint(self.model, site.cluster.load_format)
-        self.tokenizer = load_tokenizer(checkpoint, required=site.cluster.load_format != "dummy")
+        self.generation = read_generation(checkpoint, config.engine.generation_config)
+        is_dummy = site.cluster.load_format == "dummy"
+        self.tokenizer = load_tokenizer(checkpoint, not is_dummy, self.generation.eos_token_ids)
         self.vocab_size = checkpoint.config.vocab_size
         verify, transport = config.verify_transfers, config.transport
         self.cluster = load_cluster(
@@ -127,7 +130,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params = None,
+        sampling_params: Params | None = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -136,7 +139,8 @@ class LLM:
 
         Args:
             prompts: texts, or ``{"prompt_token_ids": [...]}``; one or several.
-            sampling_params: one for all, or one per prompt.
+            sampling_params: one for all, or one per prompt; by default
+                ``get_default_sampling_params()``.
             progress: show a bar on stderr.
             run_dir: a new numbered folder below it gets ``run.json`` and ``steps.jsonl``.
 
@@ -153,7 +157,7 @@ class LLM:
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params = None,
+        sampling_params: Params | None = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -177,7 +181,7 @@ class LLM:
     def chat(
         self,
         messages: Messages | Iterable[Messages],
-        sampling_params: Params = None,
+        sampling_params: Params | None = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -194,7 +198,7 @@ class LLM:
     def chat_iter(
         self,
         messages: Messages | Iterable[Messages],
-        sampling_params: Params = None,
+        sampling_params: Params | None = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -202,6 +206,10 @@ class LLM:
         """Answer conversations as ``chat`` does; each output comes as in ``generate_iter``."""
         asked = self._asked(each_conversation(messages), self._encode_chat, sampling_params)
         return self._outputs(asked, progress, run_dir)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters of calls without any: see ``EngineOptions.generation_config``."""
+        return self.generation.params()
 
     def make_requests(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
@@ -212,7 +220,16 @@ class LLM:
             JaxinferError: no tokens, tokens outside the vocabulary, or too many of them; or
                 ``params`` are no ``SamplingParams``.
         """
-        return self._maker.make(request_id, prompt_token_ids, params)
+        try:
+            return self._maker.make(request_id, prompt_token_ids, params)
+        except JaxinferError as error:
+            raise JaxinferError(f"request {request_id!r}: {error}") from None
+
+    def requests_of_line(
+        self, custom_id: str, prompt_token_ids: Sequence[int], given: SamplingParams
+    ) -> list[RequestState]:
+        """The same for a line of a batch; what it does not set is the model's default."""
+        return self._maker.make(custom_id, prompt_token_ids, self.generation.complete(given))
 
     def run(
         self,
@@ -278,6 +295,7 @@ class LLM:
             },
             "measured_gb_s": dict(self.cluster.measured_gb_s),
             "transports": self.cluster.transports,
+            "default_sampling": dict(self.generation.defaults),
         }
 
     def _encode(self, prompt: object) -> tuple[str | None, list[int]]:
@@ -287,8 +305,9 @@ class LLM:
     def _encode_chat(self, conversation: object) -> tuple[None, list[int]]:
         return None, self.tokenizer.encode_chat(read_conversation(conversation).messages)
 
-    def _asked(self, prompts: Iterable[Any], encode: Encode, params: Params) -> AskedPrompts:
-        return AskedPrompts(self._ids, self.make_requests, prompts, encode, params)
+    def _asked(self, prompts: Iterable[Any], encode: Encode, params: Params | None) -> AskedPrompts:
+        params = self.get_default_sampling_params() if params is None else params
+        return AskedPrompts(self._ids, self._maker.make, prompts, encode, params)
 
     def _all_outputs(
         self, asked: AskedPrompts, progress: bool, run_dir: str | Path | None

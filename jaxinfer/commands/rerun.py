@@ -77,7 +77,8 @@ def _run(recorded: Recorded, out: Path) -> bool:
         assert source
         assert output
         answers = out / "answers.jsonl"
-        with BatchJob.open(config, source, str(answers), force=False) as job:
+        started = recorded.run.get("job_started")
+        with BatchJob.open(config, source, str(answers), False, started=started) as job:
             _print(job.run())
         click.echo(f"results: {answers}")
         lines = lines_of(output)

@@ -168,6 +168,11 @@ class RunFile(Options):
                     f"instances.{name}.seed is {instance.seed}, must be engine.seed's "
                     f"{self.engine.seed}: tokens, and random weights, are the same on each instance"
                 )
+            if instance.generation_config != self.engine.generation_config:
+                raise JaxinferError(
+                    f"instances.{name}.generation_config is {instance.generation_config}, must be "
+                    f"engine.generation_config's {self.engine.generation_config}: it is of requests"
+                )
             if self.verify_transfers and instance.kv_cache_dtype != "auto":
                 raise JaxinferError(
                     f"instances.{name}.kv_cache_dtype is {instance.kv_cache_dtype}, must be auto: "

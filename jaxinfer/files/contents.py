@@ -13,7 +13,10 @@ from jaxinfer.files.shipped import OPERATORS_NAME, data_path
 # Options that may name a folder by a word alone: elsewhere a word is a system, a group, a planner.
 _FOLDERS = ("model", "tokenizer", "tables", "folder")
 # What counts in a folder, beside its tables: a model's shape and tokenizer, or how it was measured.
-_INSIDE = ("config.json", "meta.yaml", "tokenizer.json", "tokenizer_config.json")
+_INSIDE = (
+    *("config.json", "generation_config.json", "meta.yaml"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+)
 
 
 def contents(data: object, beside: bool = True) -> dict[str, str]:

@@ -27,7 +27,7 @@ from jaxinfer.files.shipped import data_path, why_not
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``name``'s nearest neighbour in ``known`` as a clause, else the list of what is known."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
 
 

@@ -78,9 +78,10 @@ def with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> 
     if there not in (None, stored):
         raise JaxinferError(f"weight_dtype is {wanted}, the checkpoint has {there}: leave it auto")
     if config.num_experts:
+        whose = f" (the checkpoint has {stored})" if wanted == "auto" else ""
         raise JaxinferError(
-            f"weights are of {stored}, must be of 16 or 32 bits: those of a mixture's experts "
-            "have no products of 8 bits"
+            f"weight_dtype is {wanted}{whose}: a mixture's weights must be of 16 or 32 bits, as "
+            "experts have no products of 8 bits"
         )
     return replace(config, eight_bits=EightBits(stored, dtype.name))
 

@@ -72,8 +72,7 @@ def _parquet(path: Path) -> Mapping[str, np.ndarray]:
         from pyarrow import parquet
     except ImportError:
         raise JaxinferError(
-            f"{path}: Parquet takes pyarrow, which is not installed: pip install "
-            "'jaxinfer[parquet]'"
+            f"{path}: Parquet takes pyarrow, which is not installed: pip install 'pyarrow>=17'"
         ) from None
     try:
         table = parquet.read_table(path)
