@@ -11,6 +11,7 @@ from jaxinfer.config.run_file import SHORT, apply_setting, as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import ByName, Named, OptionError, Options, read_yaml, within
 from jaxinfer.plan.prefixes import best_hits
+from jaxinfer.simulate.capacity import requests_for
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.simulate.targets import Criterion, Targets
 from jaxinfer.workload.lengths import BenchRequest
@@ -147,6 +148,15 @@ class Problem(Options):
         )
         found.__dict__["work"] = work  # What the cached property would have found.
         return found
+
+    def served(self, gpus: int) -> Sequence[BenchRequest]:
+        """The requests with which a candidate of so many GPUs is simulated.
+
+        Raises:
+            JaxinferError: ``goal.requests_per_gpu`` asks for more than there are.
+        """
+        each = self.goal.requests_per_gpu
+        return requests_for(gpus, self.work, each) if each else self.work
 
     @cached_property
     def hits(self) -> list[int]:

@@ -52,7 +52,7 @@ class AnySystem:
         found = list(self.candidates())
         if not self._options.by_bound:
             return search.best(found)
-        return search.best(found, lambda candidate: _most(problem, candidate))
+        return search.best(found, lambda candidate: _most(problem, search, candidate))
 
     def candidates(self) -> Iterator[Candidate]:
         """Candidates of the whole ``grid``."""
@@ -62,13 +62,14 @@ class AnySystem:
             raise within("planner", error) from None
 
 
-def _most(problem: Problem, candidate: Candidate) -> float:
+def _most(problem: Problem, search: Search, candidate: Candidate) -> float:
     """The rate that no system exceeds on a candidate's cluster; infinite if that cannot be."""
     try:
+        work = problem.served(search.costs(candidate).gpus)
         _, cluster, _ = prepare(as_run_file(problem.run_file(candidate.part)))
     except JaxinferError:
         return inf  # The search says why it cannot be.
-    return bound_of(cluster, problem.work).rate
+    return bound_of(cluster, work).rate
 
 
 def grid(
