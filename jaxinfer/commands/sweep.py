@@ -107,6 +107,11 @@ def _doubts(rows: list[dict[str, Any]]) -> Iterator[str]:
             f"warning: {len(few)} of {len(rows)} points have too few requests to tell a load that "
             f"lasts from a queue that grows: enough_requests has how many do, up to {max(few)}"
         )
+    if beyond := sum(bool(row.get("beyond_measured")) for row in rows):
+        yield (
+            f"warning: {beyond} of {len(rows)} points have steps beyond what was measured, whose "
+            "times are extrapolated: beyond_measured says which, simulate says how far"
+        )
 
 
 def _write(

@@ -28,6 +28,7 @@ from jaxinfer.simulate.capacity import enough_requests
 _NOT_OF_THE_RUN = (
     "instances",
     "slice_moves",
+    "beyond",
     "compiles",
     "compile_s",
     "late_compiles",
@@ -180,7 +181,10 @@ def simulate_point(asked: PointRun) -> Figures:
 
     try:
         config = seeded(as_run_file(asked.data), asked.seed)
-        found = figures_of(simulate(config, config.requests(), asked.folder))
+        metrics = simulate(config, config.requests(), asked.folder)
+        found = figures_of(metrics)
+        if metrics.beyond:
+            found["beyond_measured"] = True
         return found | _enough(config, found)
     except JaxinferError as error:
         return {"refused": str(error)}
@@ -318,7 +322,7 @@ def _together(found: Sequence[Figures]) -> Figures:
     rows: dict[str, Any] = {}
     for name in dict.fromkeys(name for figures in found for name in figures):
         values = [v for figures in found if (v := figures.get(name)) is not None]
-        if name == "enough_requests":
+        if name in ("enough_requests", "beyond_measured"):
             rows[name] = max(values)
             continue
         rows[name] = statistics.fmean(values) if values else None
