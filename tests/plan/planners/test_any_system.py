@@ -10,7 +10,8 @@ from plan_cases import Carries, problem
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.plan.bound import bound_of
-from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions, read_part
+from jaxinfer.plan.file_parts import read_file, without_requests
+from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.run import prepare
 
@@ -79,7 +80,10 @@ def test_what_could_not_keep_up_is_left_out(
     small.write_text(yaml.safe_dump(one))
     base = problem({"maximise": "cluster", "at_once": 1})
     two, alone = (
-        bound_of(prepare(as_run_file(base.run_file(read_part(file))))[1], base.work).rate
+        bound_of(
+            prepare(as_run_file(base.run_file(without_requests(read_file(file), base.run))))[1],
+            base.work,
+        ).rate
         for file in files
     )
     assert two == pytest.approx(2 * alone)
