@@ -119,7 +119,7 @@ def common_of(
                     f"run.workload: {first} and {other} differ in workload.{name}, and all "
                     "candidates serve the same requests: give run.workload a trace or synthetic"
                 )
-    return model, asked[first] | common if asked[first] else None
+    return model, {**asked[first], **common} if asked[first] else None
 
 
 def _as_mapping(name: str, value: Any) -> Any:
