@@ -74,14 +74,17 @@ class AnySystem:
             return search.best(found)
         return search.best(found, lambda candidate: _most(problem, search, candidate))
 
-    def candidates(self, run: Mapping[str, Any] = {}) -> Iterator[Candidate]:
+    def candidates(self, run: Mapping[str, Any] | None = None) -> Iterator[Candidate]:
         """Candidates of the whole ``grid``.
 
         Args:
-            run: what all have in common.
+            run: what all have in common; by default a model, too.
         """
+        common = {"model": ""} if run is None else run
         try:
-            yield from grid(self._options.files, self._options.axes, part=without_requests, run=run)
+            yield from grid(
+                self._options.files, self._options.axes, part=without_requests, run=common
+            )
         except OptionError as error:
             raise within("planner", error) from None
 
