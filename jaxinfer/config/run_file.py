@@ -128,16 +128,21 @@ class RunFile(Options):
             JaxinferError: none is named.
         """
         if self.model is None:
-            raise JaxinferError("no model: give --model, or model in the run file")
+            raise JaxinferError(
+                "model is missing: name one in the run file, or by --model or --set model=NAME "
+                "where a command has these"
+            )
         return self.model
 
     def with_workload(self, **options: object) -> "RunFile":
         """The same with other options of its workload."""
         return self.model_copy(update={"workload": self.workload.model_copy(update=options)})
 
-    def requests(self, note: Callable[[str], None] = lambda text: None) -> list[BenchRequest]:
+    def requests(
+        self, note: Callable[[str], None] = lambda text: None, searched: bool = False
+    ) -> list[BenchRequest]:
         """See ``Workload.requests``, of the file's model."""
-        return self.workload.requests(self.model, note)
+        return self.workload.requests(self.model, note, searched)
 
     def cluster(self) -> ClusterConfig:
         """Groups, instances and links.

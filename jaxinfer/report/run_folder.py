@@ -202,7 +202,13 @@ def run_folders(parent: Path) -> list[Path]:
 
 
 def _next_folder(parent: Path) -> Path:
-    used = [int(path.name) for path in run_folders(parent)[-1:]]
-    path = parent / str(max(used, default=0) + 1)
-    path.mkdir()
-    return path
+    while True:
+        used = [int(path.name) for path in run_folders(parent)[-1:]]
+        path = parent / str(max(used, default=0) + 1)
+        try:
+            path.mkdir()
+        except FileExistsError:  # Of a run that begins at once, or a broken link of this name.
+            if path.is_dir():
+                continue
+            raise
+        return path

@@ -117,7 +117,10 @@ def read_csv(path: Path, limit: int | None) -> Trace:
         BenchRequest(None, prompt, output, round(time - start, 6) if start else time)
         for prompt, output, time in found
     ]
-    note = f"{path}: {num_failed} rows left out, failures without response tokens"
+    failed = "1 row left out, a failure"
+    if num_failed > 1:
+        failed = f"{num_failed} rows left out, failures"
+    note = f"{path}: {failed} without response tokens"
     return Trace(requests, columns.time in header, note if num_failed else "")
 
 

@@ -160,6 +160,11 @@ class HexGen2Planner:
         hardware = read_hardware(costs.hardware, common.own)
         own = Catalogue(hardware.gpus, hardware.models)
         known = common.own.and_those_of("the run file", own)
+        if problem.goal.requests_per_gpu:
+            raise OptionError(
+                "goal.requests_per_gpu: this planner plans for all of the workload: give "
+                "run.workload.limit"
+            )
         lengths = LengthStats.of(problem.work)
         if not lengths.decodes:
             raise JaxinferError("run.workload: all outputs have one token, which needs no decode")
