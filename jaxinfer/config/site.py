@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, permutations
+from math import inf
 
+from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.config.costs import GroupCosts, SimulateOptions
 from jaxinfer.config.layer_split import count_layers, shared_layers
 from jaxinfer.config.nodes import NetworkPath, Placement, place_groups
 from jaxinfer.config.published import PublishedTables
 from jaxinfer.config.resolve import Resolved
-from jaxinfer.config.stage_part import EXPERT_SIZES, KV_SIZES, WEIGHT_SIZES, StagePart
+from jaxinfer.config.stage_part import EXPERT_SIZES, StagePart, stored_sizes
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
@@ -150,7 +152,17 @@ def model_site(resolved: Resolved) -> ModelledSite:
     run_file = resolved.run_file
     placement, groups = model_groups(resolved)
     known: Catalogue = placement.known if placement else run_file.own
-    model = known.model(run_file.require_model())
+    model = model_shape(run_file.require_model(), known)
+    longest = {name: each.max_model_len or 0 for name, each in resolved.cluster.instances.items()}
+    for name, length in longest.items():
+        if length > (model.max_position_embeddings or inf):
+            raise OptionError(
+                f"instances.{name}.max_model_len is {length}, the model was made for "
+                f"{model.max_position_embeddings}"
+            )
+    if max(length or inf for length in longest.values()) <= model.sliding_window:
+        # No request leaves the window.
+        model = model.model_copy(update={"sliding_window": 0, "windowed_layers": 0})
     path = partial(_path, resolved.cluster, placement)
     stages = {}
     sharing = run_file.simulate.shared_experts
@@ -250,7 +262,7 @@ def _parts(
     layers = count_layers(total, instance.places, lambda number: speeds[number])
     if instance.segments > min(layers):
         raise OptionError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
-    sizes = WEIGHT_SIZES[instance.weight_dtype], KV_SIZES[instance.kv_cache_dtype]
+    sizes = stored_sizes(model, instance)
     limits = StepLimits(
         max_num_seqs=instance.max_num_seqs,
         max_num_batched_tokens=instance.max_num_batched_tokens,
