@@ -1,7 +1,7 @@
 """Readers of ``config.json``, one for each architecture; real and modelled runs share them.
 
 An absent key, and null, mean the same as in transformers' configuration classes, except that the
-sizes must be there; what those classes refuse is refused. This file needs no JAX.
+sizes of tensors must be there; what those classes refuse is refused. This file needs no JAX.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,20 +19,22 @@ def _read_llama(keys: Keys) -> ModelConfig:
     keys.only("mlp_bias", False)
     keys.only("hidden_act", "silu")
     bias = keys.flag("attention_bias", False)
-    config = _read_sizes(keys, rope_keys(keys), _heads(keys), bos=1, eos=[2])
+    config = _read_sizes(keys, rope_keys(keys), _heads(keys), 2048, bos=1, eos=[2])
     return replace(_in_all_layers(keys, config, None), attention_bias=bias)
 
 
 def _read_mistral(keys: Keys) -> ModelConfig:
     keys.only("hidden_act", "silu")
-    config = _read_sizes(keys, rope_keys(keys), _heads(keys, 8), bos=1, eos=[2])
+    config = _read_sizes(keys, rope_keys(keys), _heads(keys, 8), 131072, bos=1, eos=[2])
     return _in_all_layers(keys, config, keys.window(4096))
 
 
 def _read_mixtral(keys: Keys) -> ModelConfig:
     experts, chosen = _read_experts(keys, "num_local_experts", 8, 2)
     keys.only("hidden_act", "silu")
-    config = _read_sizes(keys, rope_keys(keys, 1e6), _heads(keys, 8), eps=1e-5, bos=1, eos=[2])
+    config = _read_sizes(
+        keys, rope_keys(keys, 1e6), _heads(keys, 8), 131072, eps=1e-5, bos=1, eos=[2]
+    )
     config = _in_all_layers(keys, config, keys.window(None))
     return replace(config, num_experts=experts, num_experts_per_tok=chosen)
 
@@ -45,7 +47,8 @@ def _read_qwen2(keys: Keys, head_dim: int | None = None) -> ModelConfig:
     """
     keys.only("hidden_act", "silu")
     keys.only("dual_chunk_attention_config", None)
-    config = _read_sizes(keys, rope_keys(keys), _heads(keys, 32, is_null_known=True), head_dim)
+    heads = _heads(keys, 32, is_null_known=True)
+    config = _read_sizes(keys, rope_keys(keys), heads, 32768, head_dim)
     layers, first = config.num_hidden_layers, keys.count("max_window_layers", 28)
     is_on, window = keys.flag("use_sliding_window", False), keys.window(4096)
     if not is_on or window is None:
@@ -67,7 +70,7 @@ def _read_qwen3_moe(keys: Keys) -> ModelConfig:
     # Transformers 5 knows both names.
     name = "num_experts" if "num_experts" in keys.values else "num_local_experts"
     experts, chosen = _read_experts(keys, name, 128, 8)
-    config = _read_sizes(keys, rope_keys(keys), _heads(keys, 4))
+    config = _read_sizes(keys, rope_keys(keys), _heads(keys, 4), 32768)
     is_on, window = keys.flag("use_sliding_window", False), keys.window(4096)
     return replace(
         _in_all_layers(keys, config, window if is_on else None),
@@ -94,7 +97,7 @@ def _read_gemma3(keys: Keys) -> ModelConfig:
     else:
         full = rope_keys(keys, GLOBAL_THETA)
         local = Keys(keys.path, {"rope_theta": local_theta})
-    config = _read_sizes(keys, full, _heads(keys, 4), head_dim=256, tied=True, bos=2, eos=[1])
+    config = _read_sizes(keys, full, _heads(keys, 4), 131072, 256, tied=True, bos=2, eos=[1])
     every = keys.size("sliding_window_pattern", 6)
     sliding = [(i + 1) % every != 0 for i in range(config.num_hidden_layers)]
     return replace(
@@ -124,7 +127,7 @@ def _read_opt(keys: Keys) -> ModelConfig:
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
         head_dim=hidden_size // num_heads,
-        max_position_embeddings=keys.size("max_position_embeddings"),
+        max_position_embeddings=keys.size("max_position_embeddings", 2048),
         norm_eps=1e-5,
         tie_word_embeddings=keys.flag("tie_word_embeddings", True),
         bos_token_id=keys.token("bos_token_id", 2),
@@ -177,6 +180,7 @@ def _read_sizes(
     keys: Keys,
     rope: Keys,
     heads: tuple[int, int],
+    longest: int,
     head_dim: int | None = None,
     tied: bool = False,
     eps: float = 1e-6,
@@ -188,12 +192,12 @@ def _read_sizes(
     Args:
         rope: keys of the rotation of positions.
         heads: of queries, and of keys and values.
-        head_dim, tied, eps, bos, eos: values of absent keys.
+        longest, head_dim, tied, eps, bos, eos: values of absent keys; ``longest`` are positions.
     """
     hidden_size, num_layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
     by_widths = hidden_size // heads[0]
     head_dim = keys.size("head_dim", head_dim or by_widths, None if head_dim else by_widths)
-    longest = keys.size("max_position_embeddings")
+    longest = keys.size("max_position_embeddings", longest)
     return ModelConfig(
         architecture=_name(keys),
         vocab_size=keys.size("vocab_size"),

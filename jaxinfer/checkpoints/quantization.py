@@ -101,7 +101,15 @@ def linear_weights(config: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read_fp8(found: Keys) -> tuple[str, _IsNarrow]:
-    read = {"quant_method", "fmt", "scale_fmt", "expert_dtype", "modules_to_convert"}
+    read = {
+        "quant_method",
+        "weight_block_size",
+        "fmt",
+        "scale_fmt",
+        "expert_dtype",
+        "modules_to_convert",
+    }
+    found.only("weight_block_size", None)
     found.only("fmt", None, "e4m3")
     found.only("scale_fmt", None, "float")
     found.only("expert_dtype", None, "fp8")

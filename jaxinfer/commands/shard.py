@@ -235,9 +235,7 @@ def _model(name: str) -> "ModelShape":
     path = Path(name)
     model = model_shape(str(path.parent) if path.name == "config.json" else name, Catalogue())
     if model.windowed_layers:
-        raise JaxinferError(
-            f"{name}: has layers with windows, must have none: one layer is studied"
-        )
+        raise JaxinferError(f"{name}: has layers with windows, which are not studied")
     if model.stored_bits:
         raise JaxinferError(
             f"{name}: has weights of {model.stored_bits}, must have those of --dtype: take a "
