@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023): pre-norm, rotary positions, grouped KV heads, gated MLP.
 
 Several architectures are this one with a change, named where it is made: see ``qwen.py``,
-``mistral.py``, ``mixtral.py``.
+``mixtral.py``. Mistral's is a window, in its configuration.
 """
 
 from collections.abc import Callable

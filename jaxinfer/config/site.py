@@ -214,7 +214,7 @@ def _stages(
     if instance.dtype == "float32":
         raise OptionError("dtype is float32, must be auto or bfloat16: others are not modelled")
     own = [groups[place.group] for place in instance.places]
-    parts, last = _parts(instance, model, own), len(own) - 1
+    parts, last = _parts(instance, model, own, options), len(own) - 1
     parts = [
         replace(part, sharers=sharers, expert_size=_expert_size(options.of(group.name)))
         for part, group in zip(parts, own, strict=True)
@@ -236,14 +236,20 @@ def _expert_size(costs: SimulateOptions) -> float | None:
 
 
 def _parts(
-    instance: InstanceConfig, model: ModelShape, groups: Sequence[SiteGroup]
+    instance: InstanceConfig,
+    model: ModelShape,
+    groups: Sequence[SiteGroup],
+    options: SimulateOptions,
 ) -> list[StagePart]:
     """Return each stage's part of the model, by stated layers or the groups' peak FLOPs.
 
     Args:
         groups: one for each stage.
     """
-    flows = [_flow(instance, model, group) for group in groups]
+    flows = [
+        _flow(instance, model, group, not (place.attention or _is_measured(options, group)))
+        for group, place in zip(groups, instance.places, strict=True)
+    ]
     for group, place, flow in zip(groups, instance.places, flows, strict=True):
         if flow and place.attention:
             raise JaxinferError(
@@ -279,9 +285,24 @@ def _parts(
     ]  # fmt: skip
 
 
-def _flow(instance: InstanceConfig, model: ModelShape, group: SiteGroup) -> LayoutFlow | None:
-    """The flow of a layer on a group's mesh; None where neither layout nor mesh is given."""
-    if instance.layout is None and group.mesh is None:
+def _is_measured(options: SimulateOptions, group: SiteGroup) -> bool:
+    """True of a group whose steps go by what was measured, or which shares experts."""
+    return bool(options.shared_experts or options.of(group.name).measured)
+
+
+def _flow(
+    instance: InstanceConfig, model: ModelShape, group: SiteGroup, is_free: bool
+) -> LayoutFlow | None:
+    """The flow of a layer on a group's mesh; None where neither layout nor mesh is given.
+
+    Args:
+        is_free: devices may be more than KV heads, each of which several have, as in a real run.
+    """
+    kv_heads, devices = model.num_key_value_heads, group.stage_devices
+    has_copies = (
+        devices > kv_heads and devices % kv_heads == model.num_attention_heads % devices == 0
+    )
+    if instance.layout is None and group.mesh is None and not (is_free and has_copies):
         return None
     mesh = group.mesh or {DEFAULT_AXIS: group.stage_devices}
     try:
