@@ -268,7 +268,7 @@ def _parts(
     layers = count_layers(total, instance.places, lambda number: speeds[number])
     if instance.segments > min(layers):
         raise OptionError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
-    sizes = stored_sizes(model, instance)
+    sizes = stored_sizes(model, instance.weight_dtype, instance.kv_cache_dtype)
     limits = StepLimits(
         max_num_seqs=instance.max_num_seqs,
         max_num_batched_tokens=instance.max_num_batched_tokens,

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from jaxinfer.config.engine import EngineOptions
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.options.validation import OptionError
 from jaxinfer.sharding.costs import LayoutFlow
@@ -17,16 +16,16 @@ EXPERT_SIZES = {"w4a16_mxfp4": 17 / 32, "int4_wo": 33 / 64}
 TABLE_SIZE = 2
 
 
-def stored_sizes(model: ModelShape, options: EngineOptions) -> tuple[int, int]:
+def stored_sizes(model: ModelShape, weight_dtype: str, kv_cache_dtype: str) -> tuple[int, int]:
     """Bytes of a layer's weight, of those that do not keep 16 bits, and of a KV entry's number.
 
     Raises:
         JaxinferError: the model is stored in another format of 8 bits.
     """
-    wanted, there = options.weight_dtype, model.stored_bits
-    if there is not None and wanted not in ("auto", there):
-        raise OptionError(f"weight_dtype is {wanted}, the model has {there}: leave it auto")
-    return _SIZES[there or wanted], _SIZES[options.kv_cache_dtype]
+    there = model.stored_bits
+    if there is not None and weight_dtype not in ("auto", there):
+        raise OptionError(f"weight_dtype is {weight_dtype}, the model has {there}: leave it auto")
+    return _SIZES[there or weight_dtype], _SIZES[kv_cache_dtype]
 
 
 @dataclass(frozen=True)

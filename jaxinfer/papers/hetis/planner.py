@@ -183,7 +183,7 @@ class StageTimes:
         if model.num_attention_heads % tp or model.num_key_value_heads % tp:
             return inf
         total, T = model.num_hidden_layers, engine.max_num_batched_tokens
-        sizes = stored_sizes(model, engine)
+        sizes = stored_sizes(model, engine.weight_dtype, engine.kv_cache_dtype)
         part = StagePart(self._gpus[gpu], gpu, model, total, 1.0, False, False, tp, *sizes)
         return make_stage(part, self._costs).seconds(Work(T, 0, 1, 1, 0, [(0, T)])) / total
 

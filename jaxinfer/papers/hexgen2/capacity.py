@@ -127,7 +127,7 @@ class Modelled:
     @property
     def layer_bytes(self) -> float:
         """Bytes of one layer's KV of a mean prompt, on its way."""
-        sizes = [stored_sizes(self.model, engine)[1] for engine in self.engines.values()]
+        sizes = [self._sizes(role)[1] for role in self.engines]
         return self.lengths.prompt * self.model.kv_bytes(1, min(sizes))
 
     def carried(self, signature: Signature, role: GroupRole) -> Carried:
@@ -330,7 +330,8 @@ class Modelled:
         return self._limits[key]
 
     def _sizes(self, role: GroupRole) -> tuple[int, int]:
-        return stored_sizes(self.model, self.engines[role])
+        engine = self.engines[role]
+        return stored_sizes(self.model, engine.weight_dtype, engine.kv_cache_dtype)
 
     def _part(self, role: GroupRole, end: End, layers: int) -> StagePart:
         type_, tp, first, last = end
