@@ -197,6 +197,8 @@ def _read_sizes(
     hidden_size, num_layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
     by_widths = hidden_size // heads[0]
     head_dim = keys.size("head_dim", head_dim or by_widths, None if head_dim else by_widths)
+    if head_dim % 2:
+        raise keys.wrong("head_dim", head_dim, "even, since positions rotate pairs")
     longest = keys.size("max_position_embeddings", longest)
     return ModelConfig(
         architecture=_name(keys),
