@@ -13,7 +13,7 @@ from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.commands.app import cli
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import Catalogue, find_gpu, find_model
+from jaxinfer.hardware.catalogue import Catalogue, WideLayers, find_gpu, find_model
 from jaxinfer.hardware.efficiency import model_flops
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.serving.batch import Work
@@ -123,6 +123,19 @@ def test_layers_left_out_take_16_bits(tmp_path: Path) -> None:
         for left in (["lm_head"], ["lm_head", "re:.*down_proj"])
     ]
     assert pages[0] - pages[1] == pytest.approx(32 * down / each, abs=1)
+
+
+def test_a_mixture_of_8_bits_beside_attention_of_16(tmp_path: Path) -> None:
+    """Modelled though a run refuses it, as ``weight_dtype`` of a mixture is."""
+    values = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16}
+    quantised = COMPRESSED | {"ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]}
+    folder = write(tmp_path / "m", values, quantization_config=quantised)
+    found = model_shape(str(folder), Catalogue())
+    assert found.wide_layers == WideLayers(q=32, k=32, v=32, o=32)
+    attention, experts = found.attention_parameters, 16 * found.expert_parameters
+    assert found.weight_size(1) == pytest.approx(
+        (2 * attention + experts) / (attention + experts), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
