@@ -229,10 +229,19 @@ def _links(texts: tuple[str, ...], mesh: Mapping[str, int], gpu: "Gpu") -> "dict
 
 def _model(name: str) -> "ModelShape":
     """A model by name, or in a folder, or by its config.json."""
-    from jaxinfer.hardware.catalogue import find_model
+    from jaxinfer.checkpoints.modelled import model_shape
+    from jaxinfer.hardware.catalogue import Catalogue
 
     path = Path(name)
-    return find_model(str(path.parent) if path.name == "config.json" else name)
+    model = model_shape(str(path.parent) if path.name == "config.json" else name, Catalogue())
+    if model.windowed_layers:
+        raise JaxinferError(f"{name}: has layers with windows, which are not studied")
+    if model.stored_bits:
+        raise JaxinferError(
+            f"{name}: has weights of {model.stored_bits}, must have those of --dtype: take a "
+            "config.json without quantization_config"
+        )
+    return model
 
 
 def _card(name: str) -> "tuple[str, Gpu]":

@@ -80,7 +80,8 @@ def serve(
             that are advanced together.
     """
     system, modelled = site.new_system(), cluster.instances
-    requests = ModelledRequests(work, site.run_file.workload, site.instances)
+    longest = cluster.site.model.max_position_embeddings if cluster.site else None
+    requests = ModelledRequests(work, site.run_file.workload, site.instances, longest)
     alike = not system.needs_decode_rows, requests.has_tokens, requests.num_output
     instances = [each.new_instance(name, fits.get(name), *alike) for name, each in modelled.items()]
     world = SimulatedWorld(

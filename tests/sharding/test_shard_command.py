@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 from jax.sharding import Mesh
 
+from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.commands.app import cli
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.hardware.catalogue import ModelShape, find_gpu, find_model
+from jaxinfer.hardware.catalogue import Catalogue, ModelShape, find_gpu
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.sharding.dataflow import layer_flow
@@ -135,7 +136,7 @@ def test_a_compiled_mixture_is_as_closed_forms_say(model: str, layout: str) -> N
     tokens, target = 64, CompileTarget("cpu", (8,))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     table = LAYOUTS[layout]
-    shape = padded(find_model(str(Path(model).parent)), table, dict(mesh.shape))
+    shape = padded(model_shape(str(Path(model).parent), Catalogue()), table, dict(mesh.shape))
     program = Program(shape, table, mesh, 16, np.dtype("float32"), target)
     with jax.set_mesh(mesh):
         lowered = jax.jit(program.layer).lower(*program.layer_arguments(tokens, False))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.nodes import read_hardware
@@ -172,7 +173,7 @@ class HexGen2Planner:
             "prefill": self._engine(problem, "prefill"),
             "decode": self._engine(problem, "decode"),
         }
-        model = known.model(common.require_model())
+        model = model_shape(common.require_model(), known)
         options, site = self._options, Site(hardware, known, problem.prices)
         for name in options.measured:
             if name not in (there := {node.gpu for node in site.nodes}):

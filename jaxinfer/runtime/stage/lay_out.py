@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import EightBits, ModelConfig
-from jaxinfer.models.eight_bits import is_scale, scale_path
+from jaxinfer.models.eight_bits import is_scale, own_scale
 from jaxinfer.models.layout_checks import check_divides, check_names, check_on_mesh
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS, Layout, most_ways
@@ -91,6 +91,6 @@ def dtype_of(path: str, ndim: int, config: ModelConfig, dtype: jnp.dtype) -> jnp
     # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
     if ndim == 1 or is_scale(path):
         return jnp.dtype("float32")
-    if config.eight_bits and scale_path(path):
+    if config.eight_bits and own_scale(path, config):
         return jnp.dtype(config.eight_bits.stored)
     return dtype

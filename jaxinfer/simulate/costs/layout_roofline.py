@@ -37,7 +37,7 @@ class LayoutStage:
             stated_links(part.gpu, part.flow.mesh),
             costs.flops,
             costs.bandwidth,
-            weight_size=part.weight_size,
+            weight_size=part.mean_weight_size,
             kv_size=part.kv_size,
             table_size=TABLE_SIZE,
         )
