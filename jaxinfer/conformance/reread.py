@@ -39,7 +39,11 @@ def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, 
 
 
 def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield pages in other formats, in other orders, and from another channel on."""
+    """Yield pages with channels in other orders, in other formats, in other orders of axes, and
+    from another channel on."""
+    x_MKBH = decode(from_order(pages, order), name)
+    for text, channels in _channel_orders(x_MKBH.shape[-1]).items():
+        yield "channel order", text, _blocks(x_MKBH[..., channels])
     for other in FORMATS:
         form = FORMATS[other]
         if other == name:
@@ -65,7 +69,6 @@ def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, s
             text = f"lies as {other}, read as {order}"
             blocks = from_order(pages.reshape(shape), other)
             yield "order of axes misread", text, _blocks(decode(blocks, name))
-    x_MKBH = decode(from_order(pages, order), name)
     for one, other in permutations(_TWO_BYTES, 2):
         bits = encode(x_MKBH, other).view(FORMATS[one].storage)
         yield "dtype reinterpreted", f"was {one}, taken for {other}", _blocks(decode(bits, one))
@@ -74,6 +77,18 @@ def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, s
         text = f"lies {by} channels further on"
         yield "channel offset", text, _blocks(np.roll(x_MKBH, -by, axis=-1))
         yield "channel offset", text, _blocks(np.roll(flat, -by, axis=1))
+
+
+def _channel_orders(dim: int) -> dict[str, np.ndarray]:
+    """Where each channel lies, by what an engine may have done to a head's."""
+    by_pairs = np.arange(dim).reshape(-1, 2)
+    halves = np.arange(dim).reshape(2, -1)
+    return {
+        "lies with even channels before odd ones": halves.T.ravel(),
+        "lies with its halves interleaved": by_pairs.T.ravel(),
+        "lies with neighbouring channels swapped": by_pairs[:, ::-1].ravel(),
+        "lies with its channels reversed": np.arange(dim)[::-1],
+    }
 
 
 def _blocks(numbers: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ transfer, ``requests.jsonl`` with each continuation of a prompt.
 import hashlib
 import json
 import os
+import shutil
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from jaxinfer.report.origin import origin
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone, TransferDone
+
+# Of a description, the files that a run goes by and a replay of it needs: they are copied.
+PROFILE_FILES = "profile_files"
 
 
 class RunFolder:
@@ -43,6 +47,8 @@ class RunFolder:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._hidden = HiddenTime()
         self._run = origin() | dict(description)
+        for file in self._run.pop(PROFILE_FILES, ()):
+            shutil.copy(file, self.path)
         self._write("running", {})
 
     def add_step(self, done: StepDone, moving: Sequence[Transfer]) -> None:

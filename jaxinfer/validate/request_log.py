@@ -140,8 +140,8 @@ def request_rows(real: Sequence[Real], ours: Sequence[RequestRecord]) -> list[di
         )
         found = _milliseconds(by_number[number].arrival, times[0], times[-1], len(times))
         given = {key: value for key, value in line.items() if key != "arrival"}
-        ours = {f"silicon_{name}": ms for name, ms in measured.items()} | found
-        rows.append(beside(given, ours))
+        both = {f"silicon_{name}": ms for name, ms in measured.items()} | found
+        rows.append(beside(given, both))
     return rows
 
 

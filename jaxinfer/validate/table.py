@@ -70,7 +70,7 @@ class Compared:
         return beside(self.point.row, {**ours, **use})
 
 
-def beside(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+def beside(given: Mapping[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """A row of the given columns and ours; a given one with the name of ours is ``own_NAME``."""
     return {_own_name(name, {*given, *ours}, ours): value for name, value in given.items()} | ours
 
