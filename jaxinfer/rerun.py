@@ -180,7 +180,8 @@ def same_tokens(before: Path, after: Path) -> tuple[int, int] | None:
 def differing(before: Path, after: Path) -> list[str]:
     """Names of the files of a run made again that differ from those before, or lack one of them.
 
-    Others that lie in the folder, such as a user's notes or a run made again in it, do not count. Of ``run.json``, what no two runs have in common does not count: see ``OF_THE_MOMENT``.
+    Others that lie in the folder, such as a user's notes or a run made again in it, do not count.
+    Of ``run.json``, what no two runs have in common does not, either: see ``OF_THE_MOMENT``.
     """
     made = {str(path.relative_to(after)) for path in after.rglob("*") if path.is_file()}
     names = made | {name for name in OWN_FILES if (before / name).is_file()}

@@ -145,8 +145,9 @@ def profile_file(
         if path.is_file():
             return path
     raise JaxinferError(
-        f"{folder}: instance {name} had no profile, and none has been made since; a replay goes by "
-        "the times of its steps: run jaxinfer profile RUNFILE once, then the run again"
+        f"{folder}: instance {name}: no profile {paths[-1]}, by which its run went: a replay goes by "
+        "measured steps, which jaxinfer profile RUNFILE, with the run's file, measures once for all "
+        "its runs"
     )
 
 
