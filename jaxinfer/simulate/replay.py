@@ -145,9 +145,9 @@ def profile_file(
         if path.is_file():
             return path
     raise JaxinferError(
-        f"{folder}: instance {name}: no profile {paths[-1]}, by which its run went: a replay goes by "
-        "measured steps, which jaxinfer profile RUNFILE, with the run's file, measures once for all "
-        "its runs"
+        f"{folder}: instance {name}: no profile {paths[-1]}, by which its run went: a replay goes "
+        "by measured steps; jaxinfer profile RUNFILE, with the run's file, measures them for all "
+        "runs of it"
     )
 
 

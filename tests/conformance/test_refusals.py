@@ -64,7 +64,7 @@ def test_lengths(lengths: Any, message: str) -> None:
         (lambda p: [1] * len(p), "request 0 has page 1 twice"),
         (lambda p: [99, *p], "request 0 has page 99, the last one is 9"),
         (lambda p: [-1, *p], r"request 0: pages\[0\] is -1, must be an integer from 0 on"),
-        (lambda p: [float(x) for x in p], r"request 0: pages\[0\] is 9\.0, must be an integer fro"),
+        (lambda p: [float(x) for x in p], r"request 0: pages\[0\] is 1\.0, must be an integer fro"),
         (lambda p: None, "pages of request 0 are None, must be a list of integers"),
     ],
 )
