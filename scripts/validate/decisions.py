@@ -164,7 +164,7 @@ def kinds_of(entries: Iterable[Entry]) -> Counter[str]:
                     found["chunks"] += request in seen and start > 0 and count > 1
                     seen.add(request)
                 found["hand_offs"] += sum(map(len, decided[6:7]))
-                found["halves"] += bool(decided[7:])
+                found["halves"] += any(decided[7:8])
             case "legs":
                 found["reassignments"] += decided[0] in seen
             case "end":
@@ -189,9 +189,12 @@ def summary(path: Path) -> str:
         sums.update({key: value for key, value in row.items() if isinstance(value, int)})
     equal = sum(not row["difference"] for row in rows)
     counts = ", ".join(f"{sums[c]:,} {c.replace('_', ' ')}" for c in (*COUNTS, "lost", "back"))
+    text = f"Of {len(rows)} runs, {equal} have equal ledgers: {counts}."
+    if "kinds" not in rows[0]:  # An older file.
+        return text
     kinds = Counter(each.partition(":")[0] for row in rows for each in str(row["kinds"]).split())
     made = ", ".join(f"{name.replace('_', ' ')} in {kinds[name]}" for name in KINDS)
-    return f"Of {len(rows)} runs, {equal} have equal ledgers: {counts}. Runs with {made}."
+    return f"{text} Runs with {made}."
 
 
 @click.command()
