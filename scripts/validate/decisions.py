@@ -147,9 +147,8 @@ def outcome(folder: Path) -> Row:
         "finished": found.finished,
         "difference": found.difference or "",
     }
-    kinds = kinds_of(entries) | {
-        "slice_moves": row["slice_moves"], "prefix_hits": row["cached_tokens"]
-    }  # fmt: skip
+    kinds = kinds_of(entries)
+    kinds["slice_moves"], kinds["prefix_hits"] = row["slice_moves"], row["cached_tokens"]
     return row | {"kinds": " ".join(f"{name}:{kinds[name]}" for name in KINDS if kinds[name])}
 
 

@@ -179,20 +179,20 @@ def test_ledgers_of_unlike_runs_differ(tiny_folder: Path, tmp_path: Path) -> Non
     assert hashes[0] != hashes[1]
 
 
+@pytest.mark.slow
 def test_a_folder_alone_has_what_its_check_needs(tiny_folder: Path, tmp_path: Path) -> None:
-    """Cronus goes by a profile, of which the run keeps a copy."""
-    before = stored.FOLDER
-    stored.FOLDER = tmp_path / "profiles"
-    runs = Runs(sections(tiny_folder, "cronus"), tmp_path)
+    """Cronus cuts by a profile, of which the run keeps a copy."""
+    config = sections(tiny_folder, "cronus")
+    del config["system"]["cut_share"]
+    runs = Runs(config, tmp_path)
     runs.check(1, **GREEDY)
-    stored.FOLDER = tmp_path / "nothing"
+    stored.FOLDER = tmp_path / "nothing"  # Until the test has ended: see ``own_profiles``.
     runs.count -= 1
     runs.same()
     for copy in (tmp_path / "1").glob("?" * 20 + ".json"):
         copy.unlink()
     with pytest.raises(JaxinferError, match=r"instance p: no profile .*, by which its run went"):
         check_decisions(tmp_path / "1")
-    stored.FOLDER = before
 
 
 def test_damage_and_other_versions_are_told_from_other_decisions(
