@@ -13,8 +13,6 @@ from jaxinfer.conformance.side import Side
 
 # Share of a page's blocks that have to be golden in another reading.
 _ENOUGH = 0.4
-# Every second channel of narrow numbers is half of a wide one, which leaves half of them golden.
-_ENOUGH_OF_CHANNELS = 0.6
 _TWO_BYTES = ("float16", "bfloat16")
 
 
@@ -31,10 +29,12 @@ def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, 
             table[np.unique(wrong.token[here] // dest.layout.page_size)]
         ]
         order = dest.layout.order(part)
+        if text := _channel_order(dest, wrong.take(here)):
+            found["channel order", text] = found.get(("channel order", text), False) | here
+            continue
         for kind, text, blocks in _readings(pages, name, order):
             request = dest.model.origins(blocks).request
-            enough = _ENOUGH_OF_CHANNELS if kind == "channel order" else _ENOUGH
-            if np.mean(request == wrong.request) >= enough:
+            if np.mean(request == wrong.request) >= _ENOUGH:
                 found[kind, text] = found.get((kind, text), np.zeros(len(wrong), bool)) | here
                 break
     for (kind, text), mask in found.items():
@@ -42,11 +42,7 @@ def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, 
 
 
 def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield pages with channels in other orders, in other formats, in other orders of axes, and
-    from another channel on."""
-    x_MKBH = decode(from_order(pages, order), name)
-    for text, channels in _channel_orders(x_MKBH.shape[-1]).items():
-        yield "channel order", text, _blocks(x_MKBH[..., channels])
+    """Yield pages in other formats, in other orders, and from another channel on."""
     for other in FORMATS:
         form = FORMATS[other]
         if other == name:
@@ -72,6 +68,7 @@ def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, s
             text = f"lies as {other}, read as {order}"
             blocks = from_order(pages.reshape(shape), other)
             yield "order of axes misread", text, _blocks(decode(blocks, name))
+    x_MKBH = decode(from_order(pages, order), name)
     for one, other in permutations(_TWO_BYTES, 2):
         bits = encode(x_MKBH, other).view(FORMATS[one].storage)
         yield "dtype reinterpreted", f"was {one}, taken for {other}", _blocks(decode(bits, one))
@@ -80,6 +77,19 @@ def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, s
         text = f"lies {by} channels further on"
         yield "channel offset", text, _blocks(np.roll(x_MKBH, -by, axis=-1))
         yield "channel offset", text, _blocks(np.roll(flat, -by, axis=1))
+
+
+def _channel_order(dest: Side, here: Wrong) -> str:
+    """Say how the channels of one part of a shard lie, if each block is golden in its own place."""
+    shard, part = here.shards[here.shard[0]], here.part[0]
+    length = dest.lengths[here.request]
+    x_TKH = dest.get(shard, dest.tables[here.request], 0, length)[part]
+    for text, channels in _channel_orders(x_TKH.shape[-1]).items():
+        origin = dest.model.origins(x_TKH[..., channels])
+        own = (origin.request == here.request) & (origin.token == np.arange(length)[:, None, None])
+        if own[here.token, here.index, here.block].mean() >= _ENOUGH:
+            return text
+    return ""
 
 
 def _channel_orders(dim: int) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.lines import Lines, cannot_write
@@ -47,7 +47,8 @@ class RunFolder:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._hidden = HiddenTime()
         self._run = origin() | dict(description)
-        for file in self._run.pop(PROFILE_FILES, ()):
+        profiles: Any = self._run.pop(PROFILE_FILES, ())
+        for file in profiles:
             shutil.copy(file, self.path)
         self._write("running", {})
 
