@@ -18,6 +18,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import within
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.progress import LoadProgress
+from jaxinfer.report.run_folder import PROFILE_FILES
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.cluster import Engine, load_cluster
 from jaxinfer.runtime.processes.process_group import Progress
@@ -27,6 +28,7 @@ from jaxinfer.runtime.requests import AskedPrompts, Encode, RequestMaker
 from jaxinfer.runtime.session import Session
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
+from jaxinfer.steps.attention_profile import profile_files
 from jaxinfer.text.prompts import (
     Messages,
     Params,
@@ -283,6 +285,9 @@ class LLM:
 
     def describe(self) -> dict[str, object]:
         """Describe what runs where, as JSON values."""
+        profiles = {
+            name: profile_name(engine, self.model) for name, engine in self.cluster.engines.items()
+        }
         return {
             "model": self.model,
             "system": dict(self.config.system),
@@ -290,12 +295,13 @@ class LLM:
             "emulated": self.cluster.config.emulated,
             "run_file": self.config.model_dump(mode="json", exclude_unset=True),
             "instances": {
-                name: described | {"profile": profile_name(self.cluster.engines[name], self.model)}
+                name: described | {"profile": profiles[name]}
                 for name, described in self.cluster.describe().items()
             },
             "measured_gb_s": dict(self.cluster.measured_gb_s),
             "transports": self.cluster.transports,
             "default_sampling": dict(self.generation.defaults),
+            PROFILE_FILES: profile_files(profiles.values()),
         }
 
     def _encode(self, prompt: object) -> tuple[str | None, list[int]]:

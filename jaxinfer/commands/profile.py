@@ -55,10 +55,10 @@ def profile(
     pictures: str | None,
     settings: tuple[str, ...],
 ) -> None:
-    """Measure the steps of each instance, fit Cronus' eqs. 2 and 3, and keep them for later runs.
+    """Measure the steps of each instance, and keep them, with fits to them, for later runs.
 
-    Where KV heads lie on several groups, attention there is measured too, and Hetis' eqs. 3 and 4
-    fitted.
+    Fitted are equations 2 and 3 of Cronus. Where KV heads lie on several groups, attention there is
+    measured too, and equations 3 and 4 of Hetis are fitted.
 
     With --operators, measure layers, attention, head and host time of one instance instead, by
     random weights, and write tables and a run file with which `simulate` serves any workload.

@@ -81,8 +81,10 @@ def split_address(address: str) -> tuple[str, int]:
         JaxinferError: it is none.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or not (port.isascii() and port.isdigit()):
         raise JaxinferError(f"must be HOST:PORT, not {shown(address)}")
+    if len(port) > 5 or int(port) > 65535:
+        raise JaxinferError(f"{shown(address)}: the port must be at most 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

@@ -186,6 +186,18 @@ def test_changes_are_shares_of_the_entries() -> None:
     assert shares["rms_change"] == pytest.approx(np.sqrt((0.25 + 1) / (16 + 4 + 4)))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("end", ["sent", "found"])
+def test_what_is_no_number_is_beyond_every_bound(value: float, end: str) -> None:
+    both = {name: np.ones((1, 2, 3, 1, 4), np.float32) for name in ("sent", "found")}
+    both[end][0, 1, 2, 0, 3] = value
+    with np.errstate(invalid="ignore"):
+        allowed = allowed_change(both["sent"], np.dtype("float32"), np.dtype("float32"), 8)
+    assert compare_entries(both["sent"], both["found"], allowed)["beyond"] > 0
+    zeros = np.zeros_like(both["sent"])
+    assert compare_entries(zeros, zeros, zeros)["beyond"] == 0
+
+
 SIDES = {
     "A": HandOffSide(),
     "B": HandOffSide("float32", "auto", 24, "plain", 2, 2),
