@@ -1,17 +1,20 @@
 """Layouts that cannot be: checked with one line each, before anything is loaded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layouts import (
     ACTIVATIONS,
+    LAYOUTS,
     Axes,
     Layout,
     Place,
     Places,
     Rule,
+    letters_of,
     named,
     ways,
 )
@@ -61,6 +64,57 @@ def check_names(layout: Layout, mesh: Mapping[str, int]) -> None:
         for letter, place in table.items():
             _check_there(f"{letter} of {name}", place, mesh)
     _check_there("gathered", layout.gathered, mesh)
+
+
+def check_rules(layout: Layout, names: Sequence[str], layers: int) -> None:
+    """Check that each rule holds for some parameter, and cuts axes that these have.
+
+    Rules of the layouts that ship are for all models: one may have no use for some.
+
+    Args:
+        names: paths of all parameters of the same model with one layer; ``layers``: how many it
+            has.
+
+    Raises:
+        JaxinferError: a rule, or an axis of one, cuts nothing.
+    """
+    first = "layers.0."
+    paths = [
+        f"layers.{layer}.{name.removeprefix(first)}" if name.startswith(first) else name
+        for name in names
+        for layer in range(layers if name.startswith(first) else 1)
+    ]
+    own = own_rules(layout)
+    taken: set[str] = set()
+    for rule in layout.parameters:
+        matched = {path for path in paths if fnmatchcase(path, rule.pattern)}
+        held = matched - taken
+        taken |= matched
+        if rule in own:
+            _check_rule(rule, matched, held, [name.replace(".0.", ".*.") for name in names])
+
+
+def own_rules(layout: Layout) -> list[Rule]:
+    """The rules that no layout that ships has."""
+    shipped = [rule for each in LAYOUTS.values() for rule in each.parameters]
+    return [rule for rule in layout.parameters if rule not in shipped]
+
+
+def _check_rule(rule: Rule, matched: set[str], held: set[str], names: list[str]) -> None:
+    if not matched:
+        hint = did_you_mean(rule.pattern, names)
+        raise JaxinferError(f"rule {rule.pattern!r} matches no parameter of the model: {hint}")
+    if not held:
+        raise JaxinferError(
+            f"rule {rule.pattern!r} holds for no parameter: rules before it match all that it does"
+        )
+    known = sorted({letter for path in held for letter in letters_of(path)})
+    for letter in rule.axes:
+        if letter not in known:
+            raise JaxinferError(
+                f"rule {rule.pattern!r}: no parameter that it holds for has an axis "
+                f"{shown(letter)}: known: {', '.join(known)}"
+            )
 
 
 def check_on_mesh(

@@ -89,7 +89,7 @@ def shard(
         _links(links, sizes, gpu),
     )
     title = f"{model}, {' x '.join(f'{axis}={n}' for axis, n in sizes.items())} of {kind}, {dtype}"
-    chosen = _layouts(layouts)
+    chosen = _layouts(layouts, question.model)
     searched = _search(question) if search else {}
     chosen |= {name: each.layout(tuple(sizes)) for name, each in searched.items()}
     if out:
@@ -249,8 +249,21 @@ def _card(name: str) -> "tuple[str, Gpu]":
         raise JaxinferError(f"--card {name}: {error}") from None
 
 
-def _layouts(text: str | None) -> "dict[str, Layout]":
+def _layouts(text: str | None, model: "ModelShape") -> "dict[str, Layout]":
     from jaxinfer.models.layout_files import load_layout
     from jaxinfer.models.layouts import LAYOUTS
+    from jaxinfer.sharding.shapes import check_layout
 
-    return {name: load_layout(name) for name in (text.split(",") if text else LAYOUTS)}
+    found = {}
+    for name in text.split(",") if text is not None else LAYOUTS:
+        name = name.strip()
+        if not name or name in found:
+            raise JaxinferError(
+                f"--layouts {text}: {f'{name!r} is given twice' if name else 'a name is missing'}"
+            )
+        found[name] = load_layout(name)
+        try:
+            check_layout(found[name], model)
+        except JaxinferError as error:
+            raise JaxinferError(f"layout {name}: {error}") from None
+    return found

@@ -22,6 +22,7 @@ from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.options.validation import OptionError, did_you_mean, within
 from jaxinfer.sharding.costs import LayoutFlow
+from jaxinfer.sharding.shapes import check_layout
 from jaxinfer.steps.shapes import StepLimits
 
 
@@ -274,6 +275,7 @@ def _flow(instance: InstanceConfig, model: ModelShape, group: SiteGroup) -> Layo
     mesh = group.mesh or {DEFAULT_AXIS: group.stage_devices}
     try:
         layout = load_layout(instance.layout)
+        check_layout(layout, model)
         return LayoutFlow(model, layout, mesh)
     except JaxinferError as error:
         raise within("layout", error) from None

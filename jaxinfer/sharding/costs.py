@@ -129,6 +129,9 @@ class LayoutFlow:
         self._layer_numbers = sum(
             self._local(*each) for each in layer_parameters(self.model).items()
         )
+        D, V = self.model.hidden_size, self.model.vocab_size
+        names = ["embed_VD"] + ["head_VD"] * (not self.model.tie_word_embeddings)
+        self._tables = {name: self._local(name, (V, D)) for name in names}
         self.layer = layer_flow(self.model, layout, mesh, 1)
         self.head = head_flow(self.model, layout, mesh, 1)
         self.rows = most_ways("T", layout, mesh)
@@ -140,12 +143,10 @@ class LayoutFlow:
         Args:
             first, last: with the embedding, with the head.
         """
-        D, V = self.model.hidden_size, self.model.vocab_size
         tied = self.model.tie_word_embeddings
         names = ["embed_VD"] if first or (last and tied) else []
         names += ["head_VD"] if last and not tied else []
-        tables = sum(self._local(name, (V, D)) for name in names)
-        return layers * self._layer_numbers + tables
+        return layers * self._layer_numbers + sum(self._tables[name] for name in names)
 
     @property
     def gathered_weights(self) -> float:

@@ -61,8 +61,9 @@ class AxisAssignment:
         heads = (*self.heads, *rows, *gathered)
         apart = left(by_heads, gathered)
         kv = table(K=heads)
+        router = (Rule("*router_DE", table(D=stored)),) if self.experts else ()
         return Layout(
-            (Rule("*norm.*", {}), Rule("*router_DE", table(D=stored)), Rule("layers.*", matrix)),
+            (Rule("*norm.*", {}), *router, Rule("layers.*", matrix)),
             {
                 "residual": table(T=self.tokens, D=stream),
                 "attention_inputs": table(T=by_heads, D=rows),
