@@ -17,7 +17,7 @@ from jaxinfer.errors import JaxinferError
 if TYPE_CHECKING:
     from jaxinfer.hardware.catalogue import Gpu, ModelShape
     from jaxinfer.models.layouts import Layout
-    from jaxinfer.sharding.costs import Link
+    from jaxinfer.sharding.links import Link
     from jaxinfer.sharding.search import AxisAssignment
     from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion
 
@@ -31,7 +31,9 @@ MOST = 65536
 @click.option("--layouts", help="Names or Python files, by commas; all that ship.")
 @click.option("--for", "target", help="Whose compiler: cpu:8, h100:8, v5e:2x4; the CPU's.")
 @click.option("--card", help="Name in configs/gpus.yaml; that of --for, or H100-SXM.")
-@click.option("--link", "links", multiple=True, metavar="AXIS=GB_S", help="Of a slower axis.")
+@click.option("--domain", type=click.IntRange(min=1), help="GPUs that its link joins; the card's.")
+@click.option("--network", metavar="GB_S", help="Of a GPU to other domains; the card's.")
+@click.option("--link", "links", multiple=True, metavar="AXIS=GB_S", help="Of one axis.")
 @click.option("--phase", type=click.Choice(["prefill", "decode", "both"]), default="both")
 @click.option("--tokens", type=click.IntRange(min=1), default=2048, help="Of a prompt; 2048.")
 @click.option("--sequences", type=click.IntRange(min=1), default=64, help="That decode; 64.")
@@ -46,6 +48,8 @@ def shard(
     layouts: str | None,
     target: str | None,
     card: str | None,
+    domain: int | None,
+    network: str | None,
     links: tuple[str, ...],
     phase: str,
     tokens: int,
@@ -76,6 +80,7 @@ def shard(
         if given and not out:
             raise JaxinferError(f"{option} writes files to --out, which is missing")
     kind, gpu = _card(card or compiler.card)
+    gpu = _with_network(kind, gpu, domain, network)
     question = LayoutQuestion(
         _model(model),
         sizes,
@@ -88,7 +93,8 @@ def shard(
         dtype,
         _links(links, sizes, gpu),
     )
-    title = f"{model}, {' x '.join(f'{axis}={n}' for axis, n in sizes.items())} of {kind}, {dtype}"
+    axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
+    title = f"{model}, {axes} of {kind}{_in_domains(question)}, {dtype}"
     chosen = _layouts(layouts, question.model)
     searched = _search(question) if search else {}
     chosen |= {name: each.layout(tuple(sizes)) for name, each in searched.items()}
@@ -111,7 +117,7 @@ def _report(
 ) -> None:
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.report.shard_picture import draw_seconds
-    from jaxinfer.report.shard_table import fastest_lines, tables, write_csvs
+    from jaxinfer.report.shard_table import fastest_lines, link_line, tables, write_csvs
     from jaxinfer.sharding.cache import FOLDER
     from jaxinfer.sharding.crossings import crossings, fastest, token_counts
     from jaxinfer.sharding.study import seconds_of, study, where_it_fits
@@ -138,6 +144,7 @@ def _report(
     for table in tables(question, findings, title):
         console.print(table)
         console.print()
+    console.print(link_line(question), soft_wrap=True, markup=False, highlight=False)
     parts = run_file_parts(question, findings, out)
     for line in (*fastest_lines(best), *(line for text in parts.values() for line in text)):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -210,21 +217,44 @@ def _mesh(text: str) -> dict[str, int]:
 
 
 def _links(texts: tuple[str, ...], mesh: Mapping[str, int], gpu: "Gpu") -> "dict[str, Link]":
-    from jaxinfer.sharding.costs import links_of
+    from jaxinfer.sharding.links import links_of
 
     links = links_of(gpu, mesh)
     for text in texts:
         axis, _, rate = text.partition("=")
         if axis not in mesh:
             raise JaxinferError(f"--link {text}: no axis {axis!r}, --mesh has {', '.join(mesh)}")
-        try:
-            gb_s = float(rate)
-        except ValueError:
-            gb_s = 0.0
-        if not 0 < gb_s < math.inf:
-            raise JaxinferError(f"--link {text}: must be 10^9 bytes per second, as {axis}=50")
-        links[axis] = replace(links[axis], gb_s=gb_s)
+        links[axis] = replace(links[axis], gb_s=_gb_s(f"--link {text}", rate, f"{axis}=50"))
     return links
+
+
+def _gb_s(option: str, rate: str, example: str) -> float:
+    try:
+        gb_s = float(rate)
+    except ValueError:
+        gb_s = 0.0
+    if not 0 < gb_s < math.inf:
+        raise JaxinferError(f"{option}: must be 10^9 bytes per second, as {example}")
+    return gb_s
+
+
+def _with_network(kind: str, gpu: "Gpu", domain: int | None, network: str | None) -> "Gpu":
+    """The card with other domains, or another network between them."""
+    own: dict[str, object] = {} if domain is None else {"domain": domain}
+    if network is not None:
+        own["network_gb_s"] = _gb_s(f"--network {network}", network, "50")
+    if own and gpu.is_torus:
+        raise JaxinferError(f"--domain, --network: {kind} has a torus: --link AXIS=GB_S")
+    if network is not None and not (domain or gpu.domain):
+        raise JaxinferError(f"--network {network}: {kind} has no domains: add --domain 8")
+    return gpu.model_copy(update=own)
+
+
+def _in_domains(question: "LayoutQuestion") -> str:
+    from jaxinfer.sharding.links import axes_between_domains
+
+    domain = question.card.domain
+    return f" in domains of {domain}" if axes_between_domains(question.mesh, domain) else ""
 
 
 def _model(name: str) -> "ModelShape":

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from jaxinfer.sharding.crossings import Crossing
 from jaxinfer.sharding.hlo import KINDS, Counts
+from jaxinfer.sharding.links import described
 from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion
 
 
@@ -79,6 +80,13 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"
 
 
+def link_line(question: LayoutQuestion) -> str:
+    """Say which links the seconds are of."""
+    each_s = max(link.each_s for link in question.links.values())
+    said = described(question.links, question.card, question.mesh)
+    return f"what a device sends at once: {said}; {each_s * 1e6:g} us for each collective besides"
+
+
 def fastest_lines(fastest: Mapping[str, Sequence[tuple[int, str]]]) -> Iterator[str]:
     """Say from how many tokens on which layout is the fastest, a line for each phase."""
     for phase, found in fastest.items():
@@ -119,6 +127,8 @@ def row(question: LayoutQuestion, each: LayoutFinding) -> dict[str, object]:
         "memory_s": each.seconds.memory,
         "links_s": each.seconds.links,
         "binds": each.seconds.binds,
+        "domain": question.card.domain or "",
+        "links": described(question.links, question.card, question.mesh),
     }
     for source, counts in (("compiled", each.compiled), ("closed", each.closed)):
         for kind in KINDS:

@@ -15,39 +15,12 @@ from typing import NamedTuple
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
 from jaxinfer.models.layouts import Layout, letters_of, most_ways, table_of, ways
-from jaxinfer.sharding.collectives import Collective
 from jaxinfer.sharding.dataflow import LayerFlow, head_flow, layer_flow
+from jaxinfer.sharding.links import Link, links_of, ring_seconds
 from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded
 
 # Bytes of a number of hidden states and logits.
 ITEMSIZE = 2
-
-
-@dataclass(frozen=True)
-class Link:
-    """The link along one axis of a mesh.
-
-    Attributes:
-        gb_s: 10^9 bytes per second that a device sends in a ring.
-        each_s: seconds of each collective besides.
-        is_apart: it has wires of its own, as on a torus: collectives over several axes use all.
-    """
-
-    gb_s: float
-    each_s: float = 0.0
-    is_apart: bool = False
-
-
-def links_of(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
-    """The links within a node on all axes, at the rates that collectives get of them."""
-    if gpu.is_torus:
-        return stated_links(gpu, mesh)
-    return {axis: Link(*gpu.collective) for axis in mesh}
-
-
-def stated_links(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
-    """The same at the rates that the roofline of a simulation has."""
-    return {axis: Link(*gpu.stated_collective, is_apart=gpu.is_torus) for axis in mesh}
 
 
 @dataclass(frozen=True)
@@ -308,14 +281,3 @@ def at_peaks(
     flow, links = LayoutFlow(model, layout, mesh), links or links_of(gpu, mesh)
     sizes = {"itemsize": itemsize, "weight_size": itemsize, "kv_size": itemsize}
     return LayoutCosts(flow, gpu, links, **sizes)
-
-
-def ring_seconds(each: Collective, links: Mapping[str, Link]) -> tuple[float, float]:
-    """Seconds per byte of a collective's array in a ring through all its axes, and besides.
-
-    As slow as the slowest of their links, unless each has wires of its own.
-    """
-    used = [links[axis] for axis in each.axes]
-    rates = [link.gb_s * 1e9 for link in used]
-    rate = sum(rates) if all(link.is_apart for link in used) else min(rates)
-    return each.moved / rate, max(link.each_s for link in used)

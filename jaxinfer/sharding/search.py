@@ -12,7 +12,8 @@ from itertools import combinations, product
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layouts import Layout, Places, Rule, letters_of
-from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, Link, at_peaks
+from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, at_peaks
+from jaxinfer.sharding.links import Link
 from jaxinfer.sharding.shapes import Sizes, layer_parameters
 
 Place = tuple[str, ...]

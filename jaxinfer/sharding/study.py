@@ -12,10 +12,11 @@ from jaxinfer.models.layouts import Layout
 from jaxinfer.sharding.cache import CompiledCache
 from jaxinfer.sharding.collectives import Collective, without_reduce_scatter
 from jaxinfer.sharding.compiling import Compiled, LayerJob, as_text, compile_all
-from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, Link, Seconds, at_peaks
+from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, Seconds, at_peaks
 from jaxinfer.sharding.crossings import SecondsOf
 from jaxinfer.sharding.dataflow import head_flow, layer_flow
 from jaxinfer.sharding.hlo import Counts, counted
+from jaxinfer.sharding.links import Link
 from jaxinfer.sharding.search import Step
 from jaxinfer.sharding.targets import CompileTarget
 

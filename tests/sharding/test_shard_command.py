@@ -90,6 +90,17 @@ def test_tables_pictures_and_run_files(model: str, tmp_path: Path) -> None:
         (["--mesh", "x=2", "--for", "tpu:2"], "--for tpu:2: no kind 'tpu': known: cpu, h100, "),
         (["--mesh", "x=2", "--link", "y=2"], "--link y=2: no axis 'y', --mesh has x"),
         (["--mesh", "x=2", "--link", "x=0"], "--link x=0: must be 10^9 bytes per second, as x=50"),
+        (["--mesh", "x=2", "--network", "0"], "--network 0: must be 10^9 bytes per second, as 50"),
+        (
+            ["--mesh", "x=2", "--card", "L4", "--network", "9"],
+            "--network 9: L4 has no domains: add --domain 8",
+        ),
+        (
+            ["--mesh", "x=2", "--card", "TPU-v4", "--domain", "2"],
+            "--domain, --network: TPU-v4 has a torus: --link AXIS=GB_S",
+        ),
+        (["--mesh", "x=2", "--layouts", "fsdp,,megatron"], "--layouts fsdp,,megatron: a name is"),
+        (["--mesh", "x=2", "--layouts", "fsdp,fsdp"], "--layouts fsdp,fsdp: 'fsdp' is given twice"),
         (["--mesh", "x=2", "--card", "h1"], "--card h1: kind: no GPU 'h1'"),
         (["--mesh", "x=2", "--search"], "--search writes files to --out, which is missing"),
         (["--mesh", "x=2", "--layouts", "mega"], "layout mega: "),
