@@ -67,7 +67,7 @@ def shard(
     from jaxinfer.sharding.compiling import PHASES
     from jaxinfer.sharding.search import layout_file
     from jaxinfer.sharding.study import LayoutQuestion
-    from jaxinfer.sharding.targets import CompileTarget
+    from jaxinfer.sharding.targets import CompileTarget, check_installed
 
     sizes = _mesh(mesh)
     devices = math.prod(sizes.values())
@@ -79,7 +79,8 @@ def shard(
     for option, given in (("--pictures", pictures), ("--search", search)):
         if given and not out:
             raise JaxinferError(f"{option} writes files to --out, which is missing")
-    kind, gpu = _card(card or compiler.card)
+    check_installed(compiler)
+    kind, gpu = _card(card or compiler.card, f"--card {card}" if card else f"--for {compiler}")
     gpu = _with_network(kind, gpu, domain, network)
     question = LayoutQuestion(
         _model(model),
@@ -124,11 +125,15 @@ def _report(
 
     with LoadProgress(True) as bar:
         part = f"compiling layers for {question.target}"
-        findings = study(
+        findings, refused = study(
             question, layouts, FOLDER.expanduser(), lambda left: bar.update(part, left)
         )
     seconds = {
-        phase: {name: seconds_of(question, layout, phase) for name, layout in layouts.items()}
+        phase: {
+            each.layout: seconds_of(question, layouts[each.layout], phase)
+            for each in findings
+            if each.phase == phase
+        }
         for phase in question.phases
     }
     counts = token_counts(MOST)
@@ -141,7 +146,7 @@ def _report(
     }
     best = {phase: fastest(of, counts) for phase, of in fitting.items()}
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for table in tables(question, findings, title):
+    for table in tables(question, findings, refused, title):
         console.print(table)
         console.print()
     console.print(link_line(question), soft_wrap=True, markup=False, highlight=False)
@@ -149,7 +154,8 @@ def _report(
     for line in (*fastest_lines(best), *(line for text in parts.values() for line in text)):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if out:
-        write_csvs(out, question, findings, {p: crossings(s, counts) for p, s in seconds.items()})
+        crossed = {p: crossings(s, counts) for p, s in seconds.items()}
+        write_csvs(out, question, findings, refused, crossed)
         for phase, lines in parts.items():
             (out / f"{phase}.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
         asked = {"prefill": question.tokens, "decode": question.sequences}
@@ -210,8 +216,12 @@ def _mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if not axis.isidentifier() or not size.isdigit() or int(size) < 1 or axis in sizes:
+        if not axis.isidentifier() or not size.isdecimal():
             raise JaxinferError(f"--mesh {text}: {part!r}: must be axes and sizes, as x=4,y=2")
+        if int(size) < 1:
+            raise JaxinferError(f"--mesh {text}: axis {axis} has {size} devices, must be 1 or more")
+        if axis in sizes:
+            raise JaxinferError(f"--mesh {text}: axis {axis} is given twice")
         sizes[axis] = int(size)
     return sizes
 
@@ -265,7 +275,7 @@ def _model(name: str) -> "ModelShape":
     return find_model(str(path.parent) if path.name == "config.json" else name)
 
 
-def _card(name: str) -> "tuple[str, Gpu]":
+def _card(name: str, option: str) -> "tuple[str, Gpu]":
     """A card by its name, in whatever letters, or by how the first one's name begins."""
     from jaxinfer.hardware.catalogue import find_gpu, gpu_names
 
@@ -276,7 +286,7 @@ def _card(name: str) -> "tuple[str, Gpu]":
     try:
         return found, find_gpu(found)
     except JaxinferError as error:
-        raise JaxinferError(f"--card {name}: {error}") from None
+        raise JaxinferError(f"{option}: {error}") from None
 
 
 def _layouts(text: str | None, model: "ModelShape") -> "dict[str, Layout]":

@@ -6,7 +6,6 @@ are sent to, as in a grouped product: of E experts, T tokens that are sent to k 
 E (1 - (1 - k / E)^T). Where they are exchanged, one round takes all.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,7 +16,7 @@ from jaxinfer.models.layout_checks import check_apart, check_divides, check_name
 from jaxinfer.models.layouts import Layout, letters_of, most_ways, table_of, ways
 from jaxinfer.sharding.dataflow import LayerFlow, head_flow, layer_flow
 from jaxinfer.sharding.links import Link, links_of, ring_seconds
-from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded
+from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded, up
 
 # Bytes of a number of hidden states and logits.
 ITEMSIZE = 2
@@ -89,7 +88,8 @@ class LayoutFlow:
     Attributes:
         model: its heads and columns divide; see ``shapes.padded``.
         layer, head: flows of one token.
-        rows: pieces that tokens are cut into; ``kv_ways``: that KV heads are.
+        rows, head_rows: pieces that tokens of a step and of the head are cut into; ``kv_ways``:
+            that KV heads are.
 
     Raises:
         JaxinferError: the layout does not fit the mesh or the model.
@@ -107,7 +107,7 @@ class LayoutFlow:
         self._tables = {name: self._local(name, (V, D)) for name in names}
         self.layer = layer_flow(self.model, layout, mesh, 1)
         self.head = head_flow(self.model, layout, mesh, 1)
-        self.rows = most_ways("T", layout, mesh)
+        self.rows, self.head_rows = (most_ways(each, layout, mesh) for each in ("T", "TS"))
         self.kv_ways = ways(layout.kv.get("K", ()), mesh)
 
     def parameters(self, layers: int, first: bool, last: bool) -> float:
@@ -216,7 +216,7 @@ class LayoutCosts:
 
     def dense(self, tokens: float) -> Seconds:
         """Seconds of one layer without its attention."""
-        return self._kernels(self._layer, tokens)
+        return self._kernels(self._layer, up(tokens, self.flow.rows))
 
     def attention(self, pairs: float, entries: float, longest: float = 0.0) -> Seconds:
         """Seconds of one layer's attention, as one kernel.
@@ -235,7 +235,7 @@ class LayoutCosts:
 
     def head(self, rows: float) -> Seconds:
         """Seconds of the head for the rows that are sampled."""
-        return self._kernels(self._head, rows)
+        return self._kernels(self._head, up(rows, self.flow.head_rows))
 
     def step(self, tokens: int, sequences: int, context: int = 0) -> LayoutStepCost:
         """A step of sequences alike, each of which is sampled.
@@ -252,9 +252,8 @@ class LayoutCosts:
         step = layer * self.flow.model.num_hidden_layers + head
         return LayoutStepCost(layer, head, step, self.weight_bytes, self.kv_bytes)
 
-    def _kernels(self, found: _Coefficients, tokens: float) -> Seconds:
+    def _kernels(self, found: _Coefficients, T: int) -> Seconds:
         kernels, token_s, slot_s, step_s = found
-        T = math.ceil(tokens / self.flow.rows) * self.flow.rows
         sums = [0.0, 0.0]
         for flops_s, weights_s, moved_s, choosing in kernels:
             touched = 1 - (1 - self._share) ** (choosing * T) if choosing else 1.0

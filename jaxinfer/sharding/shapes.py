@@ -86,17 +86,18 @@ def padded(model: ModelShape, layout: Layout, mesh: Sizes) -> ModelShape:
     of_N, of_K = (most_ways(letter, layout, mesh) for letter in "NK")
     groups = K if K % of_K == 0 else of_K
     if N % of_N or groups % K or N % groups:
-        groups = _up(K, math.lcm(of_N, of_K))
+        groups = up(K, math.lcm(of_N, of_K))
         N = groups * (N // K)
     return model.model_copy(
         update={
             "num_key_value_heads": groups,
             "num_attention_heads": N,
-            "intermediate_size": _up(model.intermediate_size, most_ways("F", layout, mesh)),
+            "intermediate_size": up(model.intermediate_size, most_ways("F", layout, mesh)),
             "head_dim": model.head_size,
         }
     )
 
 
-def _up(count: int, pieces: int) -> int:
+def up(count: float, pieces: int) -> int:
+    """The least number from this one on that so many pieces divide."""
     return math.ceil(count / pieces) * pieces

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.models.layouts import Layout
+from jaxinfer.models.layouts import Layout, most_ways
 from jaxinfer.sharding.cache import CompiledCache
 from jaxinfer.sharding.collectives import Collective, without_reduce_scatter
 from jaxinfer.sharding.compiling import Compiled, LayerJob, as_text, compile_all
@@ -18,6 +18,7 @@ from jaxinfer.sharding.dataflow import head_flow, layer_flow
 from jaxinfer.sharding.hlo import Counts, counted
 from jaxinfer.sharding.links import Link
 from jaxinfer.sharding.search import Step
+from jaxinfer.sharding.shapes import up
 from jaxinfer.sharding.targets import CompileTarget
 
 # Bytes of a number, by dtype.
@@ -56,7 +57,8 @@ class LayoutQuestion:
     def job(self, name: str, layout: Layout, phase: str) -> LayerJob:
         """The job to compile for a phase, or for the head of decodes."""
         tokens = self.tokens if phase == "prefill" else self.sequences
-        return LayerJob(name, as_text(layout, list(self.mesh)), phase, tokens, self.context)
+        padded = up(tokens, most_ways("TS" if phase == "head" else "T", layout, self.mesh))
+        return LayerJob(name, as_text(layout, list(self.mesh)), phase, padded, self.context)
 
     def costs(self, layout: Layout) -> LayoutCosts:
         """Closed forms of a layout."""
@@ -87,7 +89,7 @@ class LayoutFinding:
         compiled, closed: collectives of one layer by kind, in numbers: the compiler's, and by
             closed forms for that compiler.
         notes: what the compiler does unlike the closed forms, or what they have for its sake.
-        padding: what was added so that heads and columns divide, in words.
+        padding: what was added so that heads, columns and tokens divide, in words.
     """
 
     layout: str
@@ -114,6 +116,15 @@ class LayoutFinding:
     def equal(self) -> bool:
         """True if both have as many of each kind, with the same bytes within ``TOLERANCE``."""
         return alike(self.compiled, self.closed)
+
+
+@dataclass(frozen=True)
+class RefusedLayout:
+    """A layout that cannot be, in one phase or for the head, and why."""
+
+    layout: str
+    phase: str
+    why: str
 
 
 def alike(one: Counts, two: Counts) -> bool:
@@ -171,29 +182,33 @@ def study(
     layouts: Mapping[str, Layout],
     cache_folder: Path,
     progress: Callable[[int], None] = lambda left: None,
-) -> list[LayoutFinding]:
-    """Compile a layer in each layout and phase, and price its step.
+) -> tuple[list[LayoutFinding], list[RefusedLayout]]:
+    """Compile a layer in each layout and phase, and price its step; the others are refused.
 
     Args:
         layouts: by the names or files that they were read from.
         progress: called with how many programs are left.
 
     Raises:
-        JaxinferError: a layout does not fit the mesh or the model, or the compiler refuses it.
+        JaxinferError: no layout fits the mesh, the model and the compiler.
     """
-    costs = {}
+    costs, found, refused = {}, [], []
+    parts = (*question.phases, "head")
     for name, layout in layouts.items():
         try:
             costs[name] = question.costs(layout)
         except JaxinferError as error:
-            raise JaxinferError(f"layout {name}: {error}") from None
-    parts = (*question.phases, "head")
-    jobs = [question.job(*each, part) for part in parts for each in layouts.items()]
-    compiled = _compiled(question, jobs, cache_folder, progress)
-    return [
-        _finding(question, costs[job.name], job, found)
-        for job, found in zip(jobs, compiled, strict=True)
-    ]
+            refused += [RefusedLayout(name, part, str(error)) for part in parts]
+    jobs = [question.job(name, layouts[name], part) for part in parts for name in costs]
+    for job, compiled in zip(jobs, _compiled(question, jobs, cache_folder, progress), strict=True):
+        if isinstance(compiled, str):
+            refused.append(RefusedLayout(job.name, job.part, compiled))
+        else:
+            found.append(_finding(question, costs[job.name], job, compiled))
+    if not any(each.phase in question.phases for each in found):
+        reasons = dict.fromkeys(f"layout {each.layout}: {each.why}" for each in refused)
+        raise JaxinferError("; ".join(reasons))
+    return found, refused
 
 
 def _compiled(
@@ -201,18 +216,20 @@ def _compiled(
     jobs: Sequence[LayerJob],
     cache_folder: Path,
     progress: Callable[[int], None],
-) -> list[Compiled]:
+) -> list[Compiled | str]:
     q = question
     kept_ones = CompiledCache(cache_folder, q.target, q.mesh, q.model, q.dtype)
-    found = {job: kept for job in jobs if (kept := kept_ones.get(job))}
+    found: dict[LayerJob, Compiled | str] = {
+        job: kept for job in jobs if (kept := kept_ones.get(job))
+    }
     missing = [job for job in jobs if job not in found]
     progress(len(missing))
-    if missing:
-        results = compile_all(q.target, q.mesh, q.model, q.dtype, missing)
-        for job, result in zip(missing, results, strict=True):
-            found[job] = result
+    results = compile_all(q.target, q.mesh, q.model, q.dtype, missing)
+    for number, (job, result) in enumerate(zip(missing, results, strict=True), 1):
+        found[job] = result
+        if not isinstance(result, str):
             kept_ones.add(job, result)
-            progress(sum(each not in found for each in jobs))
+        progress(len(missing) - number)
     return [found[job] for job in jobs]
 
 
@@ -233,18 +250,22 @@ def _finding(
         dict(compiled.collectives),
         closed,
         (*notes, *deviations(compiled.collectives, closed), *ragged),
-        _padding(question.model, costs.flow.model),
+        _padding(question, costs.flow.model, job),
     )
 
 
-def _padding(before: ModelShape, after: ModelShape) -> str:
+def _padding(question: LayoutQuestion, after: ModelShape, job: LayerJob) -> str:
+    before, units = question.model, "tokens" if job.part == "prefill" else "sequences"
+    asked = question.tokens if job.part == "prefill" else question.sequences
     names = {
         "num_attention_heads": "heads",
         "num_key_value_heads": "KV heads",
         "intermediate_size": "columns",
     }
-    return ", ".join(
+    said = [
         f"{getattr(before, name)} {words} as {getattr(after, name)}"
         for name, words in names.items()
         if getattr(before, name) != getattr(after, name)
-    )
+    ]
+    said += [f"{asked} {units} as {job.tokens}"] if job.tokens != asked else []
+    return ", ".join(said)

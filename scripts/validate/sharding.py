@@ -51,7 +51,7 @@ def rows(meshes: Sequence[str], models: Mapping[str, ModelShape], cache: Path) -
     """Yield a row for each layout, phase, mesh and model."""
     for mesh, (name, model) in product(meshes, models.items()):
         asked = question(model, mesh, TOKENS, SEQUENCES, CONTEXT)
-        for found in study(asked, LAYOUTS, cache):
+        for found in study(asked, LAYOUTS, cache)[0]:
             yield {"mesh": mesh, "model": name, **row(found)}
 
 
