@@ -118,7 +118,7 @@ def _report(
 ) -> None:
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.report.shard_picture import draw_seconds
-    from jaxinfer.report.shard_table import fastest_lines, link_line, tables, write_csvs
+    from jaxinfer.report.shard_table import UNITS, fastest_lines, link_line, tables, write_csvs
     from jaxinfer.sharding.cache import FOLDER
     from jaxinfer.sharding.crossings import crossings, fastest, token_counts
     from jaxinfer.sharding.study import seconds_of, study, where_it_fits
@@ -149,6 +149,7 @@ def _report(
     for table in tables(question, findings, refused, title):
         console.print(table)
         console.print()
+    console.print(UNITS, soft_wrap=True, highlight=False)
     console.print(link_line(question), soft_wrap=True, markup=False, highlight=False)
     parts = run_file_parts(question, findings, out)
     for line in (*fastest_lines(best), *(line for text in parts.values() for line in text)):
@@ -295,7 +296,13 @@ def _layouts(text: str | None, model: "ModelShape") -> "dict[str, Layout]":
     from jaxinfer.sharding.shapes import check_layout
 
     found = {}
-    for name in text.split(",") if text is not None else LAYOUTS:
+    # Without experts, layouts that cut these are others once more.
+    shipped = [
+        name
+        for name, layout in LAYOUTS.items()
+        if model.num_experts or not any("E" in rule.axes for rule in layout.parameters)
+    ]
+    for name in text.split(",") if text is not None else shipped:
         name = name.strip()
         if not name or name in found:
             raise JaxinferError(

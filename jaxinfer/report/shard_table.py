@@ -93,6 +93,12 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"
 
 
+UNITS = (
+    "MB are what one device sends in a layer, by kind of collective (once a step for the head); a "
+    "step is all layers and the head"
+)
+
+
 def link_line(question: LayoutQuestion) -> str:
     """Say which links the seconds are of."""
     each_s = max(link.each_s for link in question.links.values())

@@ -291,7 +291,7 @@ def as_state(leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
 
 
 def _path(name: str) -> tuple[str | int, ...]:
-    return tuple(int(part) if part.isdigit() else part for part in name.split("."))
+    return tuple(int(part) if part.isdecimal() else part for part in name.split("."))
 
 
 def _parameters(
