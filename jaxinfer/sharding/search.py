@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import combinations, product
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layouts import Layout, Places, Rule, letters_of
 from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, at_peaks
@@ -124,13 +125,15 @@ class LayoutSearch:
         self.tried = 0
 
     def of_weights(self) -> list[AxisAssignment]:
-        """Assignments of what cuts weights: each axis of a weight is cut by axes of its own."""
-        D, F = self._model.hidden_size, self._model.intermediate_size
-        heads, E = self._model.num_key_value_heads, self._model.num_experts
-        experts = self._divide(E) if E else [()]
+        """Assignments of what cuts weights: each axis of a weight is cut by axes of its own.
+
+        Heads and columns are padded, or KV heads copied, where they do not divide.
+        """
+        D, E = self._model.hidden_size, self._model.num_experts
+        every, experts = self._places(), self._divide(E) if E else [()]
         return [
             AxisAssignment(*places)
-            for places in product(self._divide(D), self._divide(heads), self._divide(F), experts)
+            for places in product(self._divide(D), every, every, experts)
             if _apart(places[0], places[1]) and _apart(places[0], places[2], places[3])
         ]
 
@@ -156,10 +159,10 @@ class LayoutSearch:
             yield AxisAssignment(a.rows, a.heads, a.columns, a.experts, tokens)
 
     def price(self, assignment: AxisAssignment, step: Step) -> Found | None:
-        """The cost of an assignment; None where a card has no room for it."""
+        """The cost of an assignment; None where a card has no room for it, or it cannot be."""
         self.tried += 1
         costs = self._costs(assignment)
-        if not self._fits(costs, step):
+        if not costs or not self._fits(costs, step):
             return None
         return Found(assignment, costs.step(step.tokens, step.sequences, step.context))
 
@@ -174,7 +177,7 @@ class LayoutSearch:
         for number, cut in enumerate(weights):
             progress(len(weights) - number)
             costs = self._costs(cut)
-            if not self._fits(costs, step):
+            if costs and not self._fits(costs, step):
                 continue
             if best and self._at_least(step, cut) >= best.cost.step.total:
                 continue
@@ -185,15 +188,12 @@ class LayoutSearch:
         progress(0)
         return best
 
-    def _costs(self, assignment: AxisAssignment) -> LayoutCosts:
-        return at_peaks(
-            self._model,
-            assignment.layout(tuple(self._mesh)),
-            self._mesh,
-            self._gpu,
-            self._links,
-            self._itemsize,
-        )
+    def _costs(self, assignment: AxisAssignment) -> LayoutCosts | None:
+        layout, mesh = assignment.layout(tuple(self._mesh)), self._mesh
+        try:
+            return at_peaks(self._model, layout, mesh, self._gpu, self._links, self._itemsize)
+        except JaxinferError:  # The residual stream is cut by more than what divides its rows.
+            return None
 
     def _fits(self, costs: LayoutCosts, step: Step) -> bool:
         needed = costs.weight_bytes + costs.kv_bytes * step.entries
