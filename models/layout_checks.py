@@ -149,7 +149,22 @@ def check_places(layout: Layout, mesh: Mapping[str, int]) -> None:
     check_names(layout, mesh)
     for name, table in layout.activations.items():
         check_apart(name, table, mesh)
+    check_apart("KV pages", layout.kv, mesh)
     _check_attention(layout, mesh)
+
+
+def check_pages(layout: Layout) -> None:
+    """Check that KV lies as pages of engines can, and those of modelled stages, which are alike.
+
+    Raises:
+        JaxinferError: it is cut by more than heads.
+    """
+    for letter, what in (("S", "sequences"), ("C", "tokens")):
+        if letter in layout.kv:
+            raise JaxinferError(
+                f"{letter} of KV pages: an engine's pages, and those of a simulation, are cut by "
+                f"heads (K) alone, not by {what}: `jaxinfer shard` prices such layouts"
+            )
 
 
 def check_divides(letter: str, name: str, size: int, pieces: int) -> None:
@@ -190,7 +205,7 @@ def _tables(layout: Layout) -> Iterator[tuple[str, Places]]:
 
 def _letters_of(name: str) -> str:
     """Axes that a table may name; of parameters, any."""
-    return "K" if name == "KV pages" else ACTIVATIONS.get(name, "")
+    return "KSC" if name == "KV pages" else ACTIVATIONS.get(name, "")
 
 
 def _check_place(what: str, place: object) -> None:
@@ -215,6 +230,18 @@ def _check_attention(layout: Layout, mesh: Mapping[str, int]) -> None:
             f"N of heads lies on {list(named(heads['N'], axes))}, K of KV pages on {list(kv)}: "
             "attention reaches KV where its heads are"
         )
+    rows, own = (_cutting(place, mesh) for place in (heads.get("T", ()), layout.kv.get("S", ())))
+    if own and rows != own:
+        raise JaxinferError(
+            f"T of heads lies on {rows}, S of KV pages on {own}: a device attends for the "
+            "sequences that it keeps"
+        )
+    for axis in rows:
+        if axis in _cutting(layout.kv.get("C", ()), mesh):
+            raise JaxinferError(
+                f"T of heads and C of KV pages lie on mesh axis {axis!r}: all queries go to all "
+                "parts of a sequence"
+            )
     for axis in named(heads.get("T", ()), axes):
         if axis in kv:
             raise JaxinferError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxinfer.hardware.catalogue import Gpu, ModelShape
     from jaxinfer.models.layouts import Layout
     from jaxinfer.sharding.links import Link
-    from jaxinfer.sharding.search import AxisAssignment
+    from jaxinfer.sharding.search import AxisAssignment, PricedLayout
     from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion
 
 # Tokens of a prompt, or sequences, up to which layouts are compared.
@@ -145,13 +145,14 @@ def _report(
         for phase, of_layouts in seconds.items()
     }
     best = {phase: fastest(of, counts) for phase, of in fitting.items()}
+    runs = {name: not {*"SC"} & layout.kv.keys() for name, layout in layouts.items()}
     console = Console(width=None if sys.stdout.isatty() else 140)
     for table in tables(question, findings, refused, title):
         console.print(table)
         console.print()
     console.print(UNITS, soft_wrap=True, highlight=False)
     console.print(link_line(question), soft_wrap=True, markup=False, highlight=False)
-    parts = run_file_parts(question, findings, out)
+    parts = run_file_parts(question, [each for each in findings if runs[each.layout]], out)
     for line in (*fastest_lines(best), *(line for text in parts.values() for line in text)):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if out:
@@ -165,7 +166,7 @@ def _report(
         console.print(f"tables, picture and parts of run files: {out}/", markup=False)
 
 
-def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment]":
+def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment | PricedLayout]":
     """The fastest assignment of each phase that has one, by the name that its layout gets."""
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.sharding.search import LayoutSearch
@@ -192,6 +193,7 @@ def run_file_parts(
     """Lines of a run file with the fastest layout that fits, for each phase that has one.
 
     Args:
+        findings: of layouts that engines have.
         out: the folder of files with layouts that were searched for.
     """
     from jaxinfer.report.shard_table import fits
@@ -205,7 +207,7 @@ def run_file_parts(
             file = out / f"{best.layout}.py" if out else None
             layout = file if file and file.exists() else best.layout
             found[phase] = [
-                f"# {phase}: the fastest that fits",
+                f"# {phase}: the fastest that fits, of those that engines have",
                 f"groups: {{{phase}: {{devices: {question.target.devices}, mesh: {{{axes}}}}}}}",
                 f"instances: {{{phase}: {{group: {phase}}}}}",
                 f"engine: {{layout: {layout}}}",
@@ -292,7 +294,7 @@ def _card(name: str, option: str) -> "tuple[str, Gpu]":
 
 def _layouts(text: str | None, model: "ModelShape") -> "dict[str, Layout]":
     from jaxinfer.models.layout_files import load_layout
-    from jaxinfer.models.layouts import LAYOUTS
+    from jaxinfer.models.layouts import LAYOUTS, PRICED
     from jaxinfer.sharding.shapes import check_layout
 
     found = {}
@@ -302,7 +304,7 @@ def _layouts(text: str | None, model: "ModelShape") -> "dict[str, Layout]":
         for name, layout in LAYOUTS.items()
         if model.num_experts or not any("E" in rule.axes for rule in layout.parameters)
     ]
-    for name in text.split(",") if text is not None else shipped:
+    for name in text.split(",") if text is not None else [*shipped, *PRICED]:
         name = name.strip()
         if not name or name in found:
             raise JaxinferError(

@@ -18,6 +18,7 @@ from jaxinfer.config.stage_part import EXPERT_SIZES, KV_SIZES, WEIGHT_SIZES, Sta
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
+from jaxinfer.models.layout_checks import check_pages
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.options.validation import OptionError, did_you_mean, within
@@ -275,6 +276,7 @@ def _flow(instance: InstanceConfig, model: ModelShape, group: SiteGroup) -> Layo
     mesh = group.mesh or {DEFAULT_AXIS: group.stage_devices}
     try:
         layout = load_layout(instance.layout)
+        check_pages(layout)
         check_layout(layout, model)
         return LayoutFlow(model, layout, mesh)
     except JaxinferError as error:

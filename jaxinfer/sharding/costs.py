@@ -57,7 +57,7 @@ class LayoutStepCost:
         layer, head: seconds of one layer, and of the head.
         step: of all layers and the head.
         weight_bytes: of one device, embeddings and head included.
-        kv_bytes: of one token's keys and values in all layers, on one device.
+        kv_bytes: of one token's keys and values in all layers, on a device that keeps them.
     """
 
     layer: Seconds
@@ -89,7 +89,8 @@ class LayoutFlow:
         model: its heads and columns divide; see ``shapes.padded``.
         layer, head: flows of one token.
         rows, head_rows: pieces that tokens of a step and of the head are cut into; ``kv_ways``:
-            that KV heads are.
+            that KV heads are; ``sequence_ways``, ``entry_ways``: that KV's sequences, and the
+            tokens of each, are.
 
     Raises:
         JaxinferError: the layout does not fit the mesh or the model.
@@ -108,7 +109,9 @@ class LayoutFlow:
         self.layer = layer_flow(self.model, layout, mesh, 1)
         self.head = head_flow(self.model, layout, mesh, 1)
         self.rows, self.head_rows = (most_ways(each, layout, mesh) for each in ("T", "TS"))
-        self.kv_ways = ways(layout.kv.get("K", ()), mesh)
+        self.kv_ways, self.sequence_ways, self.entry_ways = (
+            ways(layout.kv.get(each, ()), mesh) for each in "KSC"
+        )
 
     def parameters(self, layers: int, first: bool, last: bool) -> float:
         """Parameters of a stage on one device, but for norms and biases.
@@ -127,7 +130,7 @@ class LayoutFlow:
         return sum(each.moved for each in self.layer.collectives if "T" not in each.letters)
 
     def kv_bytes(self, layers: int, kv_size: float) -> float:
-        """Bytes of one token's keys and values on one device."""
+        """Bytes of one token's keys and values on a device that keeps them."""
         numbers = 2 * self.model.num_key_value_heads * self.model.head_size
         return layers * numbers / self.kv_ways * kv_size
 
@@ -211,8 +214,14 @@ class LayoutCosts:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of one token's keys and values in all layers on one device."""
+        """Bytes of one token's keys and values in all layers on a device that keeps them."""
         return self.flow.kv_bytes(self.flow.model.num_hidden_layers, self._kv_size)
+
+    def kept_bytes(self, sequences: int, entries: int) -> float:
+        """Bytes of KV on the device that keeps the most, of sequences alike."""
+        by_sequences, by_entries = self.flow.sequence_ways, self.flow.entry_ways
+        each = up(entries / sequences, by_entries) / by_entries
+        return self.kv_bytes * each * up(sequences, by_sequences) / by_sequences
 
     def dense(self, tokens: float) -> Seconds:
         """Seconds of one layer without its attention."""
@@ -228,8 +237,9 @@ class LayoutCosts:
         """
         part, H = self.flow.layer.attention, self.flow.model.head_size
         assert part
-        compute = 4 * pairs * part.tokens * part.heads * H * self._per_flop
-        read = 2 * max(entries * part.tokens, longest) * part.kv_heads * H * self._kv_size
+        compute = 4 * pairs * part.tokens * part.entries * part.heads * H * self._per_flop
+        seen = max(entries * part.tokens, longest) * part.entries
+        read = 2 * seen * part.kv_heads * H * self._kv_size
         memory = read * self._per_byte
         return Seconds(compute=compute) if compute > memory else Seconds(memory=memory)
 

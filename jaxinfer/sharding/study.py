@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.models.layouts import Layout, most_ways
+from jaxinfer.models.layouts import Layout, most_ways, ways
 from jaxinfer.sharding.cache import CompiledCache
-from jaxinfer.sharding.collectives import Collective, without_reduce_scatter
+from jaxinfer.sharding.collectives import Collective, is_the_compilers, without_reduce_scatter
 from jaxinfer.sharding.compiling import Compiled, LayerJob, as_text, compile_all
 from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, Seconds, at_peaks
 from jaxinfer.sharding.crossings import SecondsOf
@@ -25,6 +26,8 @@ from jaxinfer.sharding.targets import CompileTarget
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Bytes of a collective may differ by so much from those of a closed form.
 TOLERANCE = 0.01
+# Why KV is not cut by sequences where there is one.
+OF_DECODES = "S of KV pages: a prompt is one sequence, which one device would keep and attend to"
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class LayoutQuestion:
         """The job to compile for a phase, or for the head of decodes."""
         tokens = self.tokens if phase == "prefill" else self.sequences
         padded = up(tokens, most_ways("TS" if phase == "head" else "T", layout, self.mesh))
-        return LayerJob(name, as_text(layout, list(self.mesh)), phase, padded, self.context)
+        context = up(self.context, ways(layout.kv.get("C", ()), self.mesh))
+        return LayerJob(name, as_text(layout, list(self.mesh)), phase, padded, context)
 
     def costs(self, layout: Layout) -> LayoutCosts:
         """Closed forms of a layout."""
@@ -141,7 +145,7 @@ def closed_forms(
 ) -> tuple[Counts, tuple[str, ...]]:
     """Closed forms for a target's compiler, and what they have for its sake."""
     notes = []
-    if target.is_cpu and any(each.kind == "reduce-scatter" for each in found):
+    if target.is_cpu and any(map(is_the_compilers, found)):
         notes.append("no reduce-scatter on CPU")
         found = without_reduce_scatter(found)
     return counted(found), tuple(notes)
@@ -154,7 +158,7 @@ def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
     if "collective-permute" in compiled:
         return ("collective-permutes, as of collective matmuls",)
     kinds = [kind for kind in {**closed, **compiled} if compiled.get(kind) != closed.get(kind)]
-    return (f"other {', '.join(kinds)}",)
+    return (f"other {', '.join(kinds)}: seconds are of the closed form",)
 
 
 def seconds_of(question: LayoutQuestion, layout: Layout, phase: str) -> SecondsOf:
@@ -171,8 +175,9 @@ def where_it_fits(
     room = question.card.memory_gb * 1e9 - costs.weight_bytes
 
     def found(count: int) -> float:
-        entries = question.asked(phase, count).entries
-        return seconds(count) if costs.kv_bytes * entries <= room else math.inf
+        step = question.asked(phase, count)
+        kept = costs.kept_bytes(step.sequences, step.entries)
+        return seconds(count) if kept <= room else math.inf
 
     return found
 
@@ -199,7 +204,12 @@ def study(
             costs[name] = question.costs(layout)
         except JaxinferError as error:
             refused += [RefusedLayout(name, part, str(error)) for part in parts]
-    jobs = [question.job(name, layouts[name], part) for part in parts for name in costs]
+    jobs = []
+    for part, (name, cost) in product(parts, costs.items()):
+        if part == "prefill" and cost.flow.sequence_ways > 1:
+            refused.append(RefusedLayout(name, part, OF_DECODES))
+        else:
+            jobs.append(question.job(name, layouts[name], part))
     for job, compiled in zip(jobs, _compiled(question, jobs, cache_folder, progress), strict=True):
         if isinstance(compiled, str):
             refused.append(RefusedLayout(job.name, job.part, compiled))
@@ -239,13 +249,13 @@ def _finding(
     flow_of = head_flow if job.part == "head" else layer_flow
     flow = flow_of(costs.flow.model, costs.flow.layout, costs.flow.mesh, job.tokens)
     closed, notes = closed_forms(flow.collectives, question.target)
-    cost = question.step(costs, job.part)
+    cost, step = question.step(costs, job.part), question.asked(job.part)
     ragged = ("experts by ragged_dot",) if compiled.ragged else ()
     return LayoutFinding(
         job.name,
         job.part,
         cost,
-        cost.kv_bytes * question.asked(job.part).entries,
+        costs.kept_bytes(step.sequences, step.entries),
         compiled.temporaries * question.itemsize,
         dict(compiled.collectives),
         closed,

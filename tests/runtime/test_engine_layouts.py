@@ -205,7 +205,15 @@ HEAD = "from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule\nLAYOUT =
         ('Layout((), {"residul": {"D": ALL}})', "no activation 'residul': did you mean 'residual'"),
         ('Layout((), {"ffn": {"D": ALL}})', "ffn has no axis 'D': known: TF"),
         ('Layout((), {"heads": {"H": ALL}})', "H of heads is cut, attention needs each head whole"),
-        ('Layout((), kv={"P": ALL})', "KV pages has no axis 'P': known: K"),
+        ('Layout((), kv={"P": ALL})', "KV pages has no axis 'P': known: KSC"),
+        (
+            'Layout((), kv={"C": ALL})',
+            "C of KV pages: an engine's pages, and those of a simulation",
+        ),
+        (
+            'Layout((), {"heads": {"T": ALL}}, kv={"S": ALL})',
+            "by heads (K) alone, not by sequences",
+        ),
         ('Layout((), {"ffn": {"F": 3}})', "F of ffn is 3, must be a mesh axis, a tuple of them"),
         ('Layout((), {"ffn": 3})', "ffn must be a table of axes, not 3"),
         ("Layout((3,))", "3 must be a jaxinfer.models.layouts.Rule"),

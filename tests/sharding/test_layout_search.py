@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape, find_gpu, find_model
-from jaxinfer.models.layouts import LAYOUTS, Layout, Rule, in_use
+from jaxinfer.models.layouts import LAYOUTS, PRICED, Layout, Rule, in_use
 from jaxinfer.sharding.costs import at_peaks
 from jaxinfer.sharding.crossings import crossings, fastest, token_counts
-from jaxinfer.sharding.search import AxisAssignment, LayoutSearch, Step, layout_file
+from jaxinfer.sharding.search import AxisAssignment, LayoutSearch, PricedLayout, Step, layout_file
 
 TINY = ModelShape(
     hidden_size=256,
@@ -45,8 +45,9 @@ def test_the_best_of_all_is_found(model: ModelShape, step: Step, megabytes: floa
     tried = search.tried
     every = [a for cut in search.of_weights() for a in search.with_tokens(cut)]
     priced = [one for a in every if (one := search.price(a, step))]
+    priced += [one for name in PRICED if (one := search.price(PricedLayout(name), step))]
     assert found == min(priced, key=lambda one: one.cost.step.total, default=None)
-    assert tried <= len(every)
+    assert tried <= len(every) + len(PRICED)
     assert megabytes > 2 or len(priced) < len(every)
 
 
@@ -139,12 +140,14 @@ def test_no_layout_that_ships_is_better_than_the_best(data: st.DataObject) -> No
     sequences = of(st.integers(1, 300), "sequences")
     step = of(st.sampled_from([prefill, Step(sequences, sequences, 63, sequences * 64)]), "step")
     best = LayoutSearch(model, mesh, gpu).best(step)
-    for name, layout in LAYOUTS.items():
+    for name, layout in (LAYOUTS | PRICED).items():
         try:
             costs = at_peaks(model, layout, mesh, gpu)
         except JaxinferError:
             continue
-        if costs.weight_bytes + costs.kv_bytes * step.entries > gpu.memory_gb * 1e9:
+        kept = costs.kept_bytes(step.sequences, step.entries)
+        of_decodes = costs.flow.sequence_ways > 1 and step.tokens > step.sequences
+        if costs.weight_bytes + kept > gpu.memory_gb * 1e9 or of_decodes:
             continue
         assert best, name
         found = costs.step(step.tokens, step.sequences, step.context).step.total
