@@ -47,7 +47,7 @@ def _links(gpu: Gpu, mesh: Sizes, within: tuple[float, float]) -> dict[str, Link
 def axes_between_domains(mesh: Sizes, domain: int | None) -> list[str]:
     """Axes with a group of devices in several domains, where each has so many neighbours."""
     found, inner, devices = [], 1, math.prod(mesh.values())
-    for axis, size in reversed(mesh.items()):
+    for axis, size in reversed([*mesh.items()]):
         last = inner * (size - 1)
         firsts = (at for at in range(devices) if at // inner % size == 0)
         if domain and any(first // domain != (first + last) // domain for first in firsts):

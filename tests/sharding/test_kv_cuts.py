@@ -43,6 +43,17 @@ MIXED = {
         },
         {"K": "x", "C": "y"},
     ),
+    "heads and sequences": Layout(
+        PRICED["attention_by_sequences"].parameters,
+        {
+            "queries": {"N": ALL},
+            "new_kv": {"K": "x"},
+            "heads": {"N": "x", "T": "y"},
+            "kv": {"K": "x", "T": "y"},
+            "attention_outputs": {"N": ALL},
+        },
+        {"K": "x", "S": "y"},
+    ),
     # Sums are cut by rows over axes that they are not sums over, too: after they are sums.
     "residual on both axes": Layout(
         (Rule("*attn.*", {"N": "x", "K": "x"}), Rule("*mlp.*", {"F": "y"})),
