@@ -239,8 +239,8 @@ class Program:
 
         start = (zero - 1e9, zero, jnp.zeros_like(q_TKGH))
         (most, total, out), _ = jax.lax.scan(add, start, jnp.arange(0, C, block))
-        flat = (each.reshape(T, N) for each in (most, total))
-        return self._put_together(*flat, out.reshape(T, N, H)), (k_CKH, v_CKH)
+        out_TNH = self._put_together(most.reshape(T, N), total.reshape(T, N), out.reshape(T, N, H))
+        return out_TNH, (k_CKH, v_CKH)
 
     def _decode(
         self, rows: tuple[str, ...], q_SNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array, kv: Any
@@ -263,5 +263,7 @@ class Program:
         most = score.max(-1)
         share = jnp.exp(score - most[..., None])
         out = jnp.einsum("skgc,sckh->skgh", share, v)
-        flat = (each.reshape(S, N) for each in (most, share.sum(-1)))
-        return self._put_together(*flat, out.reshape(S, N, H)), (keys, values)
+        out_SNH = self._put_together(
+            most.reshape(S, N), share.sum(-1).reshape(S, N), out.reshape(S, N, H)
+        )
+        return out_SNH, (keys, values)

@@ -277,5 +277,6 @@ def _padding(question: LayoutQuestion, after: ModelShape, job: LayerJob) -> str:
         for name, words in names.items()
         if getattr(before, name) != getattr(after, name)
     ]
-    said += [f"{asked} {units} as {job.tokens}"] if job.tokens != asked else []
+    if job.tokens != asked:
+        said.append(f"{asked} {units if asked > 1 else units[:-1]} as {job.tokens}")
     return ", ".join(said)

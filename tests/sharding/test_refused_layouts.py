@@ -32,7 +32,7 @@ def test_tokens_are_padded_and_the_rest_is_refused_by_row(tmp_path: Path) -> Non
     }
     assert all(each.equal for each in found)
     padded = {(each.phase, each.padding.rpartition(", ")[2]) for each in found}
-    said = "7 tokens as 9", "1 sequences as 3", "1 sequences as 3"
+    said = "7 tokens as 9", "1 sequence as 3", "1 sequence as 3"
     assert padded == {*zip(("prefill", "decode", "head"), said, strict=True)}
     why = "axis D of layers.0.attn.q_DNH is 256 long, 3 pieces do not divide it"
     assert [(each.layout, each.phase, each.why) for each in refused] == [
