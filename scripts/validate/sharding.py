@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from jaxinfer.hardware.catalogue import ModelShape, find_gpu, find_model
-from jaxinfer.models.layouts import LAYOUTS, PRICED
+from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.sharding.cache import FOLDER
 from jaxinfer.sharding.compiling import PHASES
 from jaxinfer.sharding.hlo import KINDS, Counts
@@ -51,7 +51,7 @@ def rows(meshes: Sequence[str], models: Mapping[str, ModelShape], cache: Path) -
     """Yield a row for each layout, phase, mesh and model."""
     for mesh, (name, model) in product(meshes, models.items()):
         asked = question(model, mesh, TOKENS, SEQUENCES, CONTEXT)
-        for found in study(asked, LAYOUTS | PRICED, cache)[0]:
+        for found in study(asked, LAYOUTS, cache)[0]:
             yield {"mesh": mesh, "model": name, **row(found)}
 
 
