@@ -113,7 +113,7 @@ def test_crossings_are_where_a_look_at_each_count_finds_them() -> None:
     assert all(low < high for (low, _), (high, _) in pairwise(best))
 
 
-@settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(st.data())
 def test_no_layout_that_ships_is_better_than_the_best(data: st.DataObject) -> None:
     """Heads and columns that do not divide are padded or copied in both."""
@@ -131,7 +131,9 @@ def test_no_layout_that_ships_is_better_than_the_best(data: st.DataObject) -> No
             "num_experts_per_tok": min(experts, 2),
         }
     )
-    sizes = of(st.sampled_from([(8,), (6,), (2, 4), (3, 2), (8, 8), (2, 2, 2)]), "mesh")
+    # Three axes take seconds, of experts tens of them.
+    three = [] if experts else [(2, 2, 2)]
+    sizes = of(st.sampled_from([(8,), (6,), (2, 4), (3, 2), (8, 8), *three]), "mesh")
     mesh = dict(zip("xyz", sizes, strict=False))
     gpu = card(of(st.sampled_from([3.0, 40.0]), "megabytes")).model_copy(
         update={"domain": of(st.sampled_from([None, 4]), "domain"), "network_gb_s": 5.0}
