@@ -27,7 +27,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
     ) -> list[int]:
         """A list of them."""
         parts = value.split(",")
-        if not all(part.strip().isdigit() and int(part) for part in parts):
+        if not all(part.strip().isdecimal() and int(part) for part in parts):
             self.fail(f"{value!r} must be whole numbers from 1 on, such as 1,2", param, ctx)
         return [int(part) for part in parts]
 

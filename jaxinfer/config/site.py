@@ -20,10 +20,12 @@ from jaxinfer.config.stage_part import EXPERT_SIZES, StagePart, stored_sizes
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
+from jaxinfer.models.layout_checks import check_pages
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.options.validation import OptionError, did_you_mean, within
 from jaxinfer.sharding.costs import LayoutFlow
+from jaxinfer.sharding.shapes import check_layout
 from jaxinfer.steps.shapes import StepLimits
 
 
@@ -307,6 +309,8 @@ def _flow(
     mesh = group.mesh or {DEFAULT_AXIS: group.stage_devices}
     try:
         layout = load_layout(instance.layout)
+        check_pages(layout)
+        check_layout(layout, model)
         return LayoutFlow(model, layout, mesh)
     except JaxinferError as error:
         raise within("layout", error) from None

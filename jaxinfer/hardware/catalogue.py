@@ -20,6 +20,8 @@ PCIE_GB_S, PCIE_S = 17.0, 30e-6
 NVLINK_SHARE, NVLINK_S = 0.5, 12e-6
 # Bytes of a number of 16 bits.
 WIDE_SIZE = 2
+# Between domains, where nothing else is said: an adapter of 400 Gbit/s for each GPU.
+NETWORK_GB_S = 50.0
 # What connects GPUs: collectives over PCIe go through the host. Of a CPU, its memory; of one, none.
 LINKS = ("NVLink", "PCIe", "InfinityFabric", "ICI", "memory", "none")
 
@@ -33,6 +35,8 @@ class Gpu(Options):
             ``memory_gb_s``: its bandwidth per second.
         link: what connects the GPUs of one node, one of ``LINKS``, or one with its generation, as
             ``NVLink4``; ``link_gb_s``: 10^9 bytes per second, each way.
+        domain: GPUs that the link joins; None for any number of them. ``network_gb_s``: to GPUs of
+            other domains, as ``link_gb_s``.
         watts: the limit of its power; None where it is not known.
         device_kind: what JAX calls it.
         checked: whether more than one source has the numbers.
@@ -46,6 +50,8 @@ class Gpu(Options):
     memory_gb_s: float = Field(gt=0)
     link: str
     link_gb_s: float = Field(gt=0)
+    domain: int | None = Field(default=None, ge=1)
+    network_gb_s: float = Field(default=NETWORK_GB_S, gt=0)
     watts: float | None = Field(default=None, gt=0)
     device_kind: str | None = None
     checked: bool = False

@@ -105,7 +105,7 @@ def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
         for number, line in enumerate(real)
     ]
     simulate(config, work, out)
-    numbered = (folder for folder in out.iterdir() if folder.name.isdigit())
+    numbered = (folder for folder in out.iterdir() if folder.name.isdecimal())
     return read_run(max(numbered, key=lambda folder: int(folder.name)))
 
 

@@ -9,7 +9,7 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import EightBits, ModelConfig
 from jaxinfer.models.eight_bits import is_scale, own_scale
-from jaxinfer.models.layout_checks import check_divides, check_names, check_on_mesh
+from jaxinfer.models.layout_checks import check_divides, check_names, check_on_mesh, check_pages
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS, Layout, most_ways
 from jaxinfer.models.sharding import padded
@@ -47,6 +47,7 @@ def lay_out(
         )
     try:
         check_names(layout, axes)
+        check_pages(layout)
         wide = replace(padded(config, axes, layout), kernels=kernels, layout=layout)
         check_on_mesh(layout, axes, wide)
         return wide, _multiple(options, axes, layout)

@@ -52,8 +52,9 @@ def test_values_of_one_s_own() -> None:
     ("text", "message"),
     [
         ("page_sise=8", "no setting 'page_sise': did you mean 'page_size'?"),
-        ("page_size=", "must be page_size=A,B,... with an integer each"),
-        ("page_size=x", "must be page_size=A,B,... with an integer each"),
+        ("page_size=", "must be page_size=A,B,... with an integer from 1 on each"),
+        ("page_size=x", "must be page_size=A,B,... with an integer from 1 on each"),
+        ("page_size=0", "must be page_size=A,B,... with an integer from 1 on each"),
         ("dtype=16", "must be dtype=A,B,... with a name each"),
     ],
 )
