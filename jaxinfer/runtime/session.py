@@ -77,8 +77,8 @@ class Session:
             )
         # Not one that belongs to a thread: an iterator may be closed in another.
         with self._lock:
-            self.resume()
             try:
+                self.resume()
                 yield
             finally:
                 self._thread = None
