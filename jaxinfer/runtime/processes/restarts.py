@@ -76,8 +76,9 @@ class Restarts:
         """
         with self._lock:
             self._hear = hear
-            owners = *self._homes.values(), *self._rests.values()
-            for thread in [owner.thread for owner in owners]:
+            threads = [home.thread for home in self._homes.values()]
+            threads += [rest.thread for rest in self._rests.values()]
+            for thread in threads:
                 if thread and thread.ident is None:
                     thread.start()  # Who was about to start it was interrupted.
             for group, home in self._homes.items():
