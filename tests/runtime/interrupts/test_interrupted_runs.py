@@ -83,7 +83,7 @@ def check(llm: LLM, expected: tuple[list[list[int]], list[float]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "most", [40, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.long])]
+    "most", [25, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.long])]
 )
 def test_a_run_is_right_wherever_the_one_before_was_interrupted(
     llm: LLM, expected: tuple[list[list[int]], list[float]], most: int
@@ -129,6 +129,7 @@ def test_pages_that_were_donated_or_never_came_are_made_again(
     assert not any(np.asarray(leaf).any() for leaf in leaves)
     stage.kv = None  # Interrupted, for want of memory.
     stage.recover()
+    llm.reset_prefix_cache()  # The session does, wherever it has stages recover.
     check(llm, expected)
 
 
@@ -157,12 +158,11 @@ def interrupt(*args: Any) -> None:
     raise Interrupt
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_cannot_be_launched_says_why_and_not_what_follows(
-    tiny_folder: Path, expected: tuple[list[list[int]], list[float]], ahead: bool
+    tiny_folder: Path, expected: tuple[list[list[int]], list[float]]
 ) -> None:
     """The next step is launched in the same round, and lacks what the first was to leave."""
-    llm = LLM(str(tiny_folder), progress=False, **ENGINE | {"launch_ahead": ahead})
+    llm = LLM(str(tiny_folder), progress=False, **ENGINE)
     stage: Any = llm.engine.worker.stages[0]
     forward, calls = stage.forward, iter(range(100))
 
