@@ -81,19 +81,22 @@ class ResultFile:
         custom_id = record["custom_id"]
         if not isinstance(custom_id, str) or custom_id in self.finished:
             raise ValueError(f"custom_id {custom_id!r} is no string or already in {self._path}")
-        size = os.fstat(self._fd).st_size
+        size, failed = os.fstat(self._fd).st_size, record.get("error") is not None
         try:
             _write_all(self._fd, _to_line(record))
-        except OSError as error:
+            self.finished.add(custom_id)
+            self.num_failed += failed
+        except BaseException as error:  # An interrupt, too: others may still be appended.
+            self.finished.discard(custom_id)
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
+            if not isinstance(error, OSError):
+                raise
             self.close()
             raise JaxinferError(
                 f"cannot write {self._path}: {error.strerror or error}; "
                 "results so far are kept, run the same command again to go on"
             ) from error
-        self.finished.add(custom_id)
-        self.num_failed += record.get("error") is not None
 
     def close(self) -> None:
         """Close the file and release its lock; closing twice is fine."""
