@@ -153,8 +153,12 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
     shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
     out = _einsum("ikgb,ikbh->ikgh", p, pages.values)
     # Entries that a sequence does not see may hold NaN or infinity, which times 0 is NaN.
-    seen = partial(jnp.where, seen_IB[:, None, :, None], pages.values, 0)
-    out = _if_finite(out, lambda: _einsum("ikgb,ikbh->ikgh", p, seen()))
+
+    def masked() -> jax.Array:
+        values = jnp.where(seen_IB[:, None, :, None], pages.values, 0)
+        return _einsum("ikgb,ikbh->ikgh", p, values)
+
+    out = _if_finite(out, masked)
     if pages.value_scale_PK is not None:
         out *= pages.value_scale_PK[..., None, None]
     # So may the scale of a page that nobody reads.
