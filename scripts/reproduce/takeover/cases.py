@@ -290,12 +290,11 @@ def beside_bound(config: RunFile, ours: RunFile, work: Work) -> tuple[float, flo
 
 
 def cells(cluster: str) -> Sequence[Cell]:
-    """All cells of a cluster: sixteen of a pair, eight of a wide one, two of five of others."""
+    """All cells of a cluster: sixteen of a pair, eight of a wide one; of others one of five."""
     if cluster in PAIRS:
         return [Cell(cluster, prompt, answer) for prompt in PROMPTS for answer in ANSWERS]
     if cluster in OTHERS:
-        first = OTHERS.index(cluster)
-        return [Cell(cluster, *OTHER_CELLS[(first + more) % len(OTHER_CELLS)]) for more in (0, 2)]
+        return [Cell(cluster, *OTHER_CELLS[OTHERS.index(cluster) % len(OTHER_CELLS)])]
     return [Cell(cluster, *each) for each in WIDE_CELLS]
 
 

@@ -8,11 +8,10 @@ from statistics import mean
 
 from jaxinfer.workload.bench_request import BenchRequest
 from scripts.reproduce.reproduction import CODE, CONVERSATIONS, SHAREGPT, Work
-from scripts.reproduce.takeover.cases import PAIRS, WIDE, Cell
+from scripts.reproduce.takeover.cases import PAIRS, Cell
 
 CLUSTER = "A100+A10"
-# Two pairs more, none of which chose a rule.
-SPREAD = (*PAIRS, *WIDE, "L40S+A10G", "A100+L40S")
+SPREAD = (*PAIRS, "L40S+A10G")
 LOADED = (CLUSTER, "L40S+A10G")
 # By the file of ``--data``: a name, and what the file is.
 TRACES = {

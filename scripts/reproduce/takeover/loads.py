@@ -14,9 +14,8 @@ from scripts.reproduce.takeover.cases import OURS, Cell, Run, cells, systems
 from scripts.reproduce.takeover.lengths import CLUSTER, LOADED, drawn
 from scripts.tables import Row
 
-# 80 % load: as often as relative Cronus serves 80 % of what it can. TTFT's p99 of a run hangs on
-# its four longest, so there are several.
-LOAD, COUNT = 0.8, 300
+# 80 % load: as often as relative Cronus serves 80 % of what it can.
+LOAD, COUNT, SEEDS = 0.8, 300, (1,)
 KINDS = ("even", "poisson", "bursty")
 SERVED = ("Cronus", "DP", OURS)
 WITH_SLO = f"{OURS} with slo"
@@ -34,29 +33,26 @@ class Asked(NamedTuple):
     slo: tuple[float, float] | None = None
 
 
-def uniform(pool: ProcessPoolExecutor, seeds: Sequence[int] = (1,)) -> list[Row]:
-    """TTFT and TBT p99 of each cell of A100+A10 for Cronus, DP and ours.
+def uniform(pool: ProcessPoolExecutor) -> list[Row]:
+    """TTFT and TBT p99 of eight cells of A100+A10 for Cronus, DP and ours.
 
     Ours also with targets: what is asked of it beside Cronus.
     """
-    # The A10's pool does not hold the longest of the last ones, which DP would give it.
-    return _rows([c for c in cells(CLUSTER) if c.prompt <= 4096 or c.answer <= 512], seeds, pool)
+    return _rows([cell for cell in cells(CLUSTER) if cell.answer in (128, 512)], pool)
 
 
-def of_traces(
-    traces: Mapping[str, Work], pool: ProcessPoolExecutor, seeds: Sequence[int] = (1, 2)
-) -> list[Row]:
+def of_traces(traces: Mapping[str, Work], pool: ProcessPoolExecutor) -> list[Row]:
     """Make the same rows for other lengths on two clusters."""
-    return _rows([cell for name in LOADED for cell in drawn(name, traces)], seeds, pool)
+    return _rows([cell for name in LOADED for cell in drawn(name, traces)], pool)
 
 
-def _rows(wanted: Sequence[Cell], seeds: Sequence[int], pool: ProcessPoolExecutor) -> list[Row]:
+def _rows(wanted: Sequence[Cell], pool: ProcessPoolExecutor) -> list[Row]:
     rates = list(pool.map(_cronus_rate, wanted))
     each = [
         (cell, rate, kind, seed)
         for cell, rate in zip(wanted, rates, strict=True)
         for kind in KINDS
-        for seed in seeds
+        for seed in SEEDS
     ]
     found = {name: list(pool.map(_latency, [Asked(*one, name) for one in each])) for name in SERVED}
     slo = [(MOST_TTFT * ttft, MOST_TBT * tbt) for ttft, tbt in found["Cronus"]]
