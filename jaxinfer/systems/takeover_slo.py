@@ -31,32 +31,32 @@ class StepsBesideTarget:
     """Steps with decodes, those of them that take longer than the target for TBT, and why."""
 
     def __init__(self) -> None:
-        self._steps = self._longer = self._by_decodes = self._for_ttft = 0
+        self._steps = 0
+        self._longer: dict[str, int] = {}
 
     def note(self, book: Book, step: StepView, tbt: float) -> None:
         """Count a step that has ended, by the book as it was before."""
         if not book.decodes:
             return
         self._steps += 1
-        if step.end - step.start > tbt:
-            self._longer += 1
-            self._by_decodes += book.step_s > tbt
-            self._for_ttft += book.for_ttft
+        if step.end - step.start <= tbt:
+            return
+        if book.kind.speeds.step_s > tbt:
+            why = "read the weights for longer: a longer slo.tbt, or a faster GPU"
+        elif book.step_s > tbt:
+            why = "have too many decodes: a smaller max_num_seqs there"
+        elif book.for_ttft:
+            why = (
+                "have more prompt tokens as slo.ttft is at risk: a longer slo.ttft, or a lower rate"
+            )
+        else:
+            why = "were launched before the limit, or estimated as shorter: a smaller slo.tbt"
+        self._longer[why] = self._longer.get(why, 0) + 1
 
     def report(self) -> Mapping[str, object]:
         """Say how many steps were longer, and what would keep the target."""
-        needs = []
-        if self._by_decodes:
-            needs.append(f"{self._by_decodes} hold too many decodes: a smaller max_num_seqs there")
-        if self._for_ttft:
-            needs.append(
-                f"{self._for_ttft} have more prompt tokens as slo.ttft was at risk: a longer "
-                "slo.ttft, or a lower rate"
-            )
-        if rest := self._longer - self._by_decodes - self._for_ttft:
-            needs.append(
-                f"{rest} were launched before the limit, or estimated as shorter: a smaller "
-                "max_num_batched_tokens, or a smaller slo.tbt"
-            )
-        counts = {"with_decodes": self._steps, "longer": self._longer}
-        return counts | ({"would_keep_it": "; ".join(needs)} if needs else {})
+        counts = {"with_decodes": self._steps, "longer": sum(self._longer.values())}
+        if not self._longer:
+            return counts
+        needs = "; ".join(f"{count} {why}" for why, count in self._longer.items())
+        return counts | {"would_keep_it": needs}

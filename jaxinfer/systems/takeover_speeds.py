@@ -1,4 +1,4 @@
-"""Speeds of an instance, as ``Takeover`` reckons with them."""
+"""Speeds of an instance, for the decisions of ``Takeover``."""
 
 from dataclasses import dataclass
 
