@@ -24,7 +24,7 @@ def _map(cluster: str) -> Callable[[Inputs], Part]:
 
 
 def others(inputs: Inputs) -> Part:
-    """Shares of the bound on 32 other clusters, two of which chose a rule; a cell of each."""
+    """Shares of the bound on 32 other clusters, two of which chose a rule."""
     rows = [
         row | {"cell": f"{cluster}, {row['cell']}"}
         for cluster in OTHERS

@@ -290,12 +290,10 @@ def beside_bound(config: RunFile, ours: RunFile, work: Work) -> tuple[float, flo
 
 
 def cells(cluster: str) -> Sequence[Cell]:
-    """All cells of a cluster: sixteen of a pair, eight of a wide one; of others one of five."""
+    """All cells of a cluster: sixteen of a pair, eight of a wide one, five of others."""
     if cluster in PAIRS:
         return [Cell(cluster, prompt, answer) for prompt in PROMPTS for answer in ANSWERS]
-    if cluster in OTHERS:
-        return [Cell(cluster, *OTHER_CELLS[OTHERS.index(cluster) % len(OTHER_CELLS)])]
-    return [Cell(cluster, *each) for each in WIDE_CELLS]
+    return [Cell(cluster, *each) for each in (OTHER_CELLS if cluster in OTHERS else WIDE_CELLS)]
 
 
 def _short(count: int) -> str:
