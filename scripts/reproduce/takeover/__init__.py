@@ -56,7 +56,9 @@ def other_lengths(inputs: Inputs) -> Part:
         for cluster in lengths.SPREAD
         for row in maps.map_of(cluster, SEED, inputs.pool, lengths.drawn(cluster, traces))
     ]
-    return Part(rows, maps.claims(f"lengths that are not uniform, {len(lengths.SPREAD)} pairs", rows))
+    return Part(
+        rows, maps.claims(f"lengths that are not uniform, {len(lengths.SPREAD)} pairs", rows)
+    )
 
 
 def latency(inputs: Inputs) -> Part:
