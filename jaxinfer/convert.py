@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.checkpoints.converted import MANIFEST, is_converted, write
+from jaxinfer.checkpoints.generation import FILE as GENERATION
 from jaxinfer.checkpoints.open_tensors import Checkpoint, load_weights
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.registry import ARCHITECTURES
@@ -83,6 +84,8 @@ def _fill(folder: Path, checkpoint: Checkpoint, dtype: str | None) -> None:
 
     try:
         load_tokenizer(checkpoint).save(folder)
+        if (defaults := checkpoint.path / GENERATION).is_file():
+            shutil.copyfile(defaults, folder / GENERATION)
     except OSError as error:
         raise JaxinferError(f"{folder}: cannot write: {error.strerror}") from None
     specs = ARCHITECTURES[checkpoint.config.architecture].hf_weights(checkpoint.config)

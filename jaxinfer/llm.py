@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.generation import read_generation
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, load_run_file
@@ -17,6 +18,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import within
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.progress import LoadProgress
+from jaxinfer.report.run_folder import PROFILE_FILES
 from jaxinfer.request import RequestOutput, SamplingParams
 from jaxinfer.runtime.cluster import Engine, load_cluster
 from jaxinfer.runtime.processes.process_group import Progress
@@ -26,6 +28,7 @@ from jaxinfer.runtime.requests import AskedPrompts, Encode, RequestMaker
 from jaxinfer.runtime.session import Session
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
+from jaxinfer.steps.attention_profile import profile_files
 from jaxinfer.text.prompts import (
     Messages,
     Params,
@@ -78,7 +81,9 @@ class LLM:
         self.config = config
         self.model = config.require_model()
         checkpoint = open_checkpoint(self.model, site.cluster.load_format)
-        self.tokenizer = load_tokenizer(checkpoint, required=site.cluster.load_format != "dummy")
+        self.generation = read_generation(checkpoint, config.engine.generation_config)
+        is_dummy = site.cluster.load_format == "dummy"
+        self.tokenizer = load_tokenizer(checkpoint, not is_dummy, self.generation.eos_token_ids)
         self.vocab_size = checkpoint.config.vocab_size
         verify, transport = config.verify_transfers, config.transport
         self.cluster = load_cluster(
@@ -127,7 +132,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params = None,
+        sampling_params: Params | None = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -136,7 +141,8 @@ class LLM:
 
         Args:
             prompts: texts, or ``{"prompt_token_ids": [...]}``; one or several.
-            sampling_params: one for all, or one per prompt.
+            sampling_params: one for all, or one per prompt; by default
+                ``get_default_sampling_params()``.
             progress: show a bar on stderr.
             run_dir: a new numbered folder below it gets ``run.json`` and ``steps.jsonl``.
 
@@ -153,7 +159,7 @@ class LLM:
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt],
-        sampling_params: Params = None,
+        sampling_params: Params | None = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -177,7 +183,7 @@ class LLM:
     def chat(
         self,
         messages: Messages | Iterable[Messages],
-        sampling_params: Params = None,
+        sampling_params: Params | None = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -194,7 +200,7 @@ class LLM:
     def chat_iter(
         self,
         messages: Messages | Iterable[Messages],
-        sampling_params: Params = None,
+        sampling_params: Params | None = None,
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
@@ -202,6 +208,10 @@ class LLM:
         """Answer conversations as ``chat`` does; each output comes as in ``generate_iter``."""
         asked = self._asked(each_conversation(messages), self._encode_chat, sampling_params)
         return self._outputs(asked, progress, run_dir)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Parameters of calls without any: see ``EngineOptions.generation_config``."""
+        return self.generation.params()
 
     def make_requests(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
@@ -212,7 +222,16 @@ class LLM:
             JaxinferError: no tokens, tokens outside the vocabulary, or too many of them; or
                 ``params`` are no ``SamplingParams``.
         """
-        return self._maker.make(request_id, prompt_token_ids, params)
+        try:
+            return self._maker.make(request_id, prompt_token_ids, params)
+        except JaxinferError as error:
+            raise JaxinferError(f"request {request_id!r}: {error}") from None
+
+    def requests_of_line(
+        self, custom_id: str, prompt_token_ids: Sequence[int], given: SamplingParams
+    ) -> list[RequestState]:
+        """The same for a line of a batch; what it does not set is the model's default."""
+        return self._maker.make(custom_id, prompt_token_ids, self.generation.complete(given))
 
     def run(
         self,
@@ -266,6 +285,9 @@ class LLM:
 
     def describe(self) -> dict[str, object]:
         """Describe what runs where, as JSON values."""
+        profiles = {
+            name: profile_name(engine, self.model) for name, engine in self.cluster.engines.items()
+        }
         return {
             "model": self.model,
             "system": dict(self.config.system),
@@ -273,11 +295,13 @@ class LLM:
             "emulated": self.cluster.config.emulated,
             "run_file": self.config.model_dump(mode="json", exclude_unset=True),
             "instances": {
-                name: described | {"profile": profile_name(self.cluster.engines[name], self.model)}
+                name: described | {"profile": profiles[name]}
                 for name, described in self.cluster.describe().items()
             },
             "measured_gb_s": dict(self.cluster.measured_gb_s),
             "transports": self.cluster.transports,
+            "default_sampling": dict(self.generation.defaults),
+            PROFILE_FILES: profile_files(profiles.values()),
         }
 
     def _encode(self, prompt: object) -> tuple[str | None, list[int]]:
@@ -287,8 +311,9 @@ class LLM:
     def _encode_chat(self, conversation: object) -> tuple[None, list[int]]:
         return None, self.tokenizer.encode_chat(read_conversation(conversation).messages)
 
-    def _asked(self, prompts: Iterable[Any], encode: Encode, params: Params) -> AskedPrompts:
-        return AskedPrompts(self._ids, self.make_requests, prompts, encode, params)
+    def _asked(self, prompts: Iterable[Any], encode: Encode, params: Params | None) -> AskedPrompts:
+        params = self.get_default_sampling_params() if params is None else params
+        return AskedPrompts(self._ids, self._maker.make, prompts, encode, params)
 
     def _all_outputs(
         self, asked: AskedPrompts, progress: bool, run_dir: str | Path | None

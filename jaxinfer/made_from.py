@@ -4,12 +4,21 @@ import contextlib
 import hashlib
 import os
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jaxinfer.files.shipped import SHIPPED
 
 PACKAGE = Path(__file__).parent
+# Of the package, what no simulation loads; a test looks.
+_REAL_ALONE = ("pallas_kernels",)
+
+
+@cache
+def code_version() -> str:
+    """A digest of what simulations are made of: all Python files and tables of the package."""
+    return digest_of(PACKAGE, leave_out=_REAL_ALONE)
 
 
 def digest_of(folder: Path, leave_out: tuple[str, ...] = ()) -> str:

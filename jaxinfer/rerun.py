@@ -33,6 +33,8 @@ OF_THE_MOMENT = (
     "python",
     "machine",
 )
+# Files of a run's own folder.
+OWN_FILES = "run.json", "steps.jsonl", "requests.jsonl", "ledger.jsonl"
 _OF_THE_HOST = ("loop_s", "launching_s", "peak_rss_mib")
 
 
@@ -176,11 +178,13 @@ def same_tokens(before: Path, after: Path) -> tuple[int, int] | None:
 
 
 def differing(before: Path, after: Path) -> list[str]:
-    """Names of the files in one folder that are not in another, or differ there.
+    """Names of the files of a run made again that differ from those before, or lack one of them.
 
-    Of ``run.json``, what no two runs have in common does not count: see ``OF_THE_MOMENT``.
+    Others that lie in the folder, such as a user's notes or a run made again in it, do not count.
+    Of ``run.json``, what no two runs have in common does not, either: see ``OF_THE_MOMENT``.
     """
-    names = [str(path.relative_to(before)) for path in before.rglob("*") if path.is_file()]
+    made = {str(path.relative_to(after)) for path in after.rglob("*") if path.is_file()}
+    names = made | {name for name in OWN_FILES if (before / name).is_file()}
     return sorted(name for name in names if _content(before / name) != _content(after / name))
 
 

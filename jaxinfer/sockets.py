@@ -99,6 +99,52 @@ def send(there: "Connection[Any, Any]", message: object) -> None:
     there.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
+class Torn(OSError):
+    """Half of a message was sent when its sender was interrupted."""
+
+
+class Sender:
+    """Sends as ``send`` does, where an interrupt (as of Ctrl-C) may come at any moment.
+
+    It leaves a message sent or unsent; or, where the other side takes in half of it at first, half
+    sent: then nothing more is.
+
+    Args:
+        there: is written to by nobody else.
+    """
+
+    def __init__(self, there: "Connection[Any, Any]") -> None:
+        self._there = there
+        # Of the last message.
+        self._sent: list[int] = []
+        self._size = 0
+
+    def send(self, message: object) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: nobody is there; Torn: nobody could read it.
+        """
+        if 0 < sum(self._sent) < self._size:
+            raise Torn("a message to it was interrupted in its middle")
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        long = len(data) >= 2**31
+        size = struct.pack("!iQ", -1, len(data)) if long else struct.pack("!i", len(data))
+        parts = [memoryview(size), memoryview(data)]
+        self._sent, self._size = [], len(size) + len(data)
+        while parts:
+            # By a call in C that counts: no interrupt comes between a write and its count.
+            self._sent.extend(map(os.writev, (self._there.fileno(),), (parts,)))
+            parts = _rest(parts, self._sent[-1])
+
+
+def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
+    """Return what is left of some parts when so many bytes were sent."""
+    while parts and sent >= len(parts[0]):
+        sent -= len(parts.pop(0))
+    return [parts[0][sent:], *parts[1:]] if parts else []
+
+
 def set_patience(there: socket.socket, seconds: float) -> None:
     """Set how long to wait for each part of incoming data, in seconds; 0 is for ever."""
     patience = struct.pack("ll", *divmod(round(seconds * 1e6), 10**6))

@@ -52,6 +52,7 @@ class ModelConfig:
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
         norm_topk_prob: whether the shares of a token's experts add up to 1.
         stored_bits: dtype of linear weights in the checkpoint, where it has scales beside them.
+        wide_weights: paths of linear weights that are wider there all the same.
         kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
             model.
         layout: where all lies on the mesh; no property of the model either.
@@ -80,6 +81,7 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = True
     stored_bits: str | None = None
+    wide_weights: tuple[str, ...] = ()
     kernels: str = "plain"
     layout: Layout = LAYOUTS["megatron"]
     eight_bits: EightBits | None = None

@@ -5,13 +5,14 @@ Embeddings, heads, norms and biases stay as they are. Scales are parameters of t
 the axes that they have: ``q_scale_NH`` beside ``q_DNH``, so that layouts know where they lie.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfer.models.config import EightBits
+from jaxinfer.models.config import EightBits, ModelConfig
 
 # Weights of linear layers, which have their inputs' axes first, and their scales.
 SCALES = {
@@ -50,16 +51,23 @@ def scale_path(path: str) -> str | None:
     return f"{module}{dot}{SCALES[name]}" if name in SCALES else None
 
 
+def own_scale(path: str, config: ModelConfig) -> str | None:
+    """The path of a weight's scale in a model whose weights have the config's formats, or None."""
+    is_narrow = config.eight_bits is not None and path not in config.wide_weights
+    return scale_path(path) if is_narrow else None
+
+
 def is_scale(path: str) -> bool:
     """True of the path of a scale."""
     return path.rpartition(".")[2] in _NAMES
 
 
-def add_scales(model: nnx.Module, bits: EightBits) -> None:
-    """Give each linear weight of a model its scale, all ones."""
-    for _, module in nnx.iter_graph(model):
+def add_scales(model: nnx.Module, bits: EightBits, wide: Collection[str] = ()) -> None:
+    """Give each linear weight of a model its scale, all ones, but those with a path in ``wide``."""
+    for path, module in nnx.iter_graph(model):
         for name, scale in SCALES.items():
-            if isinstance(module, nnx.Module) and hasattr(module, name):
+            is_wide = ".".join(map(str, [*path, name])) in wide
+            if isinstance(module, nnx.Module) and hasattr(module, name) and not is_wide:
                 shape = getattr(module, name).shape
                 outputs = shape[len(shape) - len(scale.rpartition("_")[2]) :]
                 setattr(module, scale, nnx.Param(jnp.ones(outputs)))

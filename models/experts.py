@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, WeightSpec
-from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.expert_places import expert_places
 from jaxinfer.models.grouped_experts import experts_on_mesh, sorted_experts
 from jaxinfer.models.layers import alone, dense, init_weight, project
@@ -87,21 +86,6 @@ def all_experts(
     up_TEF = project("td,edf->tef", x_TD, up_EDF)
     weighted_TEF = place(layout, "experts", gate_TEF * up_TEF * share_TE[..., None])
     return project("tef,efd->td", weighted_TEF, down_EFD)
-
-
-def read_counts(keys: Keys, name: str, experts: int, chosen: int) -> tuple[int, int]:
-    """Experts, and how many of them a token is sent to; the numbers are those of absent keys.
-
-    Args:
-        name: the key of the first.
-
-    Raises:
-        JaxinferError: a token is sent to more experts than there are.
-    """
-    experts, chosen = keys.size(name, experts), keys.size("num_experts_per_tok", chosen)
-    if chosen > experts:
-        raise keys.wrong("num_experts_per_tok", chosen, f"at most {name}, {experts}")
-    return experts, chosen
 
 
 def with_experts(

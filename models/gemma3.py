@@ -14,14 +14,10 @@ from flax import nnx
 
 from jaxinfer.models import llama
 from jaxinfer.models.config import ModelConfig, WeightSpec
-from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.layers import PagedBatch, RMSNorm
-from jaxinfer.models.rope import rope_keys, rope_of
 from jaxinfer.models.sharding import place
 from jaxinfer.models.weights import same
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-
-LOCAL_THETA, GLOBAL_THETA = 1e4, 1e6
 
 
 class Layer(nnx.Module):
@@ -66,42 +62,6 @@ class Gemma3(llama.Llama):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs, Layer, embed_scale=math.sqrt(config.hidden_size))
-
-
-def read_config(keys: Keys) -> ModelConfig:
-    """Read ``config.json``, with transformers' defaults where a key is absent.
-
-    Raises:
-        JaxinferError: a size is missing, a value is wrong, or something is not implemented.
-    """
-    keys.only("attention_bias", False)
-    keys.only("hidden_activation", "gelu_pytorch_tanh")
-    keys.only("attn_logit_softcapping", None)
-    keys.only("final_logit_softcapping", None)
-    keys.only("use_bidirectional_attention", False)
-    local_theta = keys.number("rope_local_base_freq", LOCAL_THETA)
-    per_kind = keys.within("rope_parameters")
-    if per_kind.values.keys() & {"full_attention", "sliding_attention"}:
-        keys.only("rope_scaling", None)
-        keys.only("partial_rotary_factor", 1.0)
-        full = _with_theta(per_kind.within("full_attention"), GLOBAL_THETA)
-        local = _with_theta(per_kind.within("sliding_attention"), local_theta)
-    else:
-        full = rope_keys(keys, GLOBAL_THETA)
-        local = Keys(keys.path, {"rope_theta": local_theta})
-    config = llama.read_sizes(keys, full, tied=True)
-    every = keys.size("sliding_window_pattern", 6)
-    sliding = [(i + 1) % every != 0 for i in range(config.num_hidden_layers)]
-    return replace(
-        config,
-        windows=llama.read_windows(keys, keys.window(default=4096), sliding),
-        local_rope=rope_of(local, config.head_dim, config.max_position_embeddings),
-        attention_scale=keys.number("query_pre_attn_scalar", 256.0) ** -0.5,
-    )
-
-
-def _with_theta(keys: Keys, theta: float) -> Keys:
-    return Keys(keys.path, {"rope_theta": theta, **keys.values}, keys.prefix)
 
 
 def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:

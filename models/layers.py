@@ -99,17 +99,17 @@ def gated(
 
     ``kernels`` may have both products with SiLU in one pass.
     """
-    if activation is jax.nn.silu and alone():
-        if isinstance(gate_DF, Scaled) and isinstance(up_DF, Scaled):
-            if scaled := scaled_products(kernels, gate_DF.values.dtype):
+    if isinstance(gate_DF, Scaled) or isinstance(up_DF, Scaled):
+        if isinstance(gate_DF, Scaled) and isinstance(up_DF, Scaled) and alone():
+            scaled = scaled_products(kernels, gate_DF.values.dtype)
+            if scaled and activation is jax.nn.silu:
                 pairs = gate_DF[:2], up_DF[:2]
                 return scaled.gated(x_TD.astype(gate_DF.computed), *pairs[0], *pairs[1])
-        elif not isinstance(gate_DF, Scaled) and (own := _own_products(kernels, gate_DF)):
-            return own.gated(x_TD, gate_DF, up_DF)
-    if isinstance(gate_DF, jax.Array) and kernels in ON_GPUS and alone():
+    elif activation is jax.nn.silu and (own := _own_products(kernels, gate_DF)):
+        return own.gated(x_TD, gate_DF, up_DF)
+    elif kernels in ON_GPUS and alone():
         # Rounded, as torch's are: half to write, and to read again. On a mesh, they may be parts
         # of sums.
-        assert isinstance(up_DF, jax.Array)
         x_TD = x_TD.astype(gate_DF.dtype)
         gate_TF, up_TF = (jnp.tensordot(x_TD, each, 1) for each in (gate_DF, up_DF))
         return activation(gate_TF.astype(jnp.float32)) * up_TF

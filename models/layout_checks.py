@@ -1,17 +1,20 @@
 """Layouts that cannot be: checked with one line each, before anything is loaded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layouts import (
     ACTIVATIONS,
+    LAYOUTS,
     Axes,
     Layout,
     Place,
     Places,
     Rule,
+    letters_of,
     named,
     ways,
 )
@@ -63,6 +66,57 @@ def check_names(layout: Layout, mesh: Mapping[str, int]) -> None:
     _check_there("gathered", layout.gathered, mesh)
 
 
+def check_rules(layout: Layout, names: Sequence[str], layers: int) -> None:
+    """Check that each rule holds for some parameter, and cuts axes that these have.
+
+    Rules of the layouts that ship are for all models: one may have no use for some.
+
+    Args:
+        names: paths of all parameters of the same model with one layer; ``layers``: how many it
+            has.
+
+    Raises:
+        JaxinferError: a rule, or an axis of one, cuts nothing.
+    """
+    first = "layers.0."
+    paths = [
+        f"layers.{layer}.{name.removeprefix(first)}" if name.startswith(first) else name
+        for name in names
+        for layer in range(layers if name.startswith(first) else 1)
+    ]
+    own = own_rules(layout)
+    taken: set[str] = set()
+    for rule in layout.parameters:
+        matched = {path for path in paths if fnmatchcase(path, rule.pattern)}
+        held = matched - taken
+        taken |= matched
+        if rule in own:
+            _check_rule(rule, matched, held, [name.replace(".0.", ".*.") for name in names])
+
+
+def own_rules(layout: Layout) -> list[Rule]:
+    """The rules that no layout that ships has."""
+    shipped = [rule for each in LAYOUTS.values() for rule in each.parameters]
+    return [rule for rule in layout.parameters if rule not in shipped]
+
+
+def _check_rule(rule: Rule, matched: set[str], held: set[str], names: list[str]) -> None:
+    if not matched:
+        hint = did_you_mean(rule.pattern, names)
+        raise JaxinferError(f"rule {rule.pattern!r} matches no parameter of the model: {hint}")
+    if not held:
+        raise JaxinferError(
+            f"rule {rule.pattern!r} holds for no parameter: rules before it match all that it does"
+        )
+    known = sorted({letter for path in held for letter in letters_of(path)})
+    for letter in rule.axes:
+        if letter not in known:
+            raise JaxinferError(
+                f"rule {rule.pattern!r}: no parameter that it holds for has an axis "
+                f"{shown(letter)}: known: {', '.join(known)}"
+            )
+
+
 def check_on_mesh(
     layout: Layout, mesh: Mapping[str, int], config: ModelConfig | ModelShape
 ) -> None:
@@ -95,7 +149,22 @@ def check_places(layout: Layout, mesh: Mapping[str, int]) -> None:
     check_names(layout, mesh)
     for name, table in layout.activations.items():
         check_apart(name, table, mesh)
+    check_apart("KV pages", layout.kv, mesh)
     _check_attention(layout, mesh)
+
+
+def check_pages(layout: Layout) -> None:
+    """Check that KV lies as pages of engines can, and those of modelled stages, which are alike.
+
+    Raises:
+        JaxinferError: it is cut by more than heads.
+    """
+    for letter, what in (("S", "sequences"), ("C", "tokens")):
+        if letter in layout.kv:
+            raise JaxinferError(
+                f"{letter} of KV pages: an engine's pages, and those of a simulation, are cut by "
+                f"heads (K) alone, not by {what}: `jaxinfer shard` prices such layouts"
+            )
 
 
 def check_divides(letter: str, name: str, size: int, pieces: int) -> None:
@@ -136,7 +205,7 @@ def _tables(layout: Layout) -> Iterator[tuple[str, Places]]:
 
 def _letters_of(name: str) -> str:
     """Axes that a table may name; of parameters, any."""
-    return "K" if name == "KV pages" else ACTIVATIONS.get(name, "")
+    return "KSC" if name == "KV pages" else ACTIVATIONS.get(name, "")
 
 
 def _check_place(what: str, place: object) -> None:
@@ -161,6 +230,18 @@ def _check_attention(layout: Layout, mesh: Mapping[str, int]) -> None:
             f"N of heads lies on {list(named(heads['N'], axes))}, K of KV pages on {list(kv)}: "
             "attention reaches KV where its heads are"
         )
+    rows, own = (_cutting(place, mesh) for place in (heads.get("T", ()), layout.kv.get("S", ())))
+    if own and rows != own:
+        raise JaxinferError(
+            f"T of heads lies on {rows}, S of KV pages on {own}: a device attends for the "
+            "sequences that it keeps"
+        )
+    for axis in rows:
+        if axis in _cutting(layout.kv.get("C", ()), mesh):
+            raise JaxinferError(
+                f"T of heads and C of KV pages lie on mesh axis {axis!r}: all queries go to all "
+                "parts of a sequence"
+            )
     for axis in named(heads.get("T", ()), axes):
         if axis in kv:
             raise JaxinferError(

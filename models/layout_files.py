@@ -7,7 +7,7 @@ from dataclasses import replace
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.files.shipped import data_path, why_not
 from jaxinfer.models.layout_checks import check_tables
-from jaxinfer.models.layouts import LAYOUTS, Layout
+from jaxinfer.models.layouts import LAYOUTS, PRICED, Layout
 from jaxinfer.options.validation import did_you_mean
 
 
@@ -22,9 +22,9 @@ def load_layout(name: str | None) -> Layout:
     """
     name = name or "megatron"
     if not name.endswith(".py"):
-        if name not in LAYOUTS:
-            raise JaxinferError(f"layout {name}: {did_you_mean(name, LAYOUTS)} (files end in .py)")
-        return LAYOUTS[name]
+        if name not in (known := LAYOUTS | PRICED):
+            raise JaxinferError(f"layout {name}: {did_you_mean(name, known)} (files end in .py)")
+        return known[name]
     try:
         found = runpy.run_path(str(data_path(name)))
     except OSError as error:

@@ -70,7 +70,7 @@ class Layout:
             are kept; ``ffn`` between its products; ``attention_outputs`` and ``ffn_outputs`` as
             they are multiplied; ``experts``, where all compute all tokens; ``logits``. XLA decides
             for names that are not there.
-        kv: of KV pages: K, heads.
+        kv: of KV pages: K, heads; S, sequences; C, tokens of each.
         gathered: axes of the mesh over which a layer's weights are gathered before they are used.
     """
 
@@ -198,6 +198,37 @@ LAYOUTS: dict[str, Layout] = {
         },
         kv=_BY_HEADS,
         gathered=ALL,
+    ),
+}
+
+
+# Layouts that are priced alone: their KV is cut by more than heads, engines' pages are not.
+PRICED: dict[str, Layout] = {
+    # Each device attends for the sequences whose KV it keeps (Pope et al., 2022, section 3.3):
+    # queries are exchanged, heads for sequences, and results back. All else is megatron's.
+    "attention_by_sequences": Layout(
+        (Rule("*", {"N": ALL, "F": ALL}),),
+        {
+            "queries": {"N": ALL},
+            "new_kv": {},
+            "heads": {"T": ALL},
+            "kv": {"T": ALL},
+            "attention_outputs": {"N": ALL},
+        },
+        kv={"S": ALL},
+    ),
+    # Each device attends with all heads to its part of each sequence; parts of softmax are put
+    # together (Bhatia et al., 2025).
+    "attention_by_tokens": Layout(
+        (Rule("*", {"N": ALL, "F": ALL}),),
+        {
+            "queries": {"N": ALL},
+            "new_kv": {},
+            "heads": {},
+            "kv": {},
+            "attention_outputs": {"N": ALL},
+        },
+        kv={"C": ALL},
     ),
 }
 

@@ -1,11 +1,10 @@
 """Llama (Touvron et al., 2023): pre-norm, rotary positions, grouped KV heads, gated MLP.
 
 Several architectures are this one with a change, named where it is made: see ``qwen.py``,
-``mistral.py``, ``mixtral.py``.
+``mixtral.py``. Mistral's is a window, in its configuration.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, WeightSpec
-from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.eight_bits import as_matrix, weight
 from jaxinfer.models.layers import (
     PagedBatch,
@@ -26,7 +24,6 @@ from jaxinfer.models.layers import (
     paged_attention,
     rope_tables,
 )
-from jaxinfer.models.rope import rope_keys, rope_of, stretched
 from jaxinfer.models.sharding import place
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
 from jaxinfer.pallas_kernels.kv_pages import KVPages
@@ -225,58 +222,6 @@ class Llama(nnx.Module):
         head_VD = self.embed_VD if self.config.tie_word_embeddings else self.head_VD
         logits_TV = head(self.norm(x_TD), head_VD[...], self.config.kernels)
         return place(self.config.layout, "logits", logits_TV)
-
-
-def read_config(keys: Keys) -> ModelConfig:
-    """Read ``config.json``, with transformers' defaults where a key is absent.
-
-    Raises:
-        JaxinferError: a size is missing, a value is wrong, or something is not implemented.
-    """
-    keys.only("mlp_bias", False)
-    keys.only("hidden_act", "silu")
-    bias = keys.flag("attention_bias", False)
-    return replace(read_sizes(keys, rope_keys(keys)), attention_bias=bias)
-
-
-def read_sizes(keys: Keys, rope: Keys, tied: bool = False, eps: float = 1e-6) -> ModelConfig:
-    """Read the keys shared by architectures with rotary positions; every layer sees all tokens.
-
-    Args:
-        rope: keys of the rotation of positions.
-        tied, eps: values of absent keys.
-    """
-    num_heads, num_kv_heads = keys.heads("num_attention_heads", "num_key_value_heads")
-    hidden_size, num_layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
-    head_dim = keys.size("head_dim", hidden_size // num_heads)
-    longest = keys.size("max_position_embeddings")
-    return ModelConfig(
-        architecture=keys.get("architectures")[0],
-        vocab_size=keys.size("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=keys.size("intermediate_size"),
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=stretched(rope, longest),
-        norm_eps=keys.number("rms_norm_eps", eps),
-        tie_word_embeddings=keys.flag("tie_word_embeddings", tied),
-        bos_token_id=keys.token("bos_token_id"),
-        eos_token_ids=tuple(keys.tokens("eos_token_id")),
-        windows=(None,) * num_layers,
-        rope=rope_of(rope, head_dim, longest),
-    )
-
-
-def read_windows(keys: Keys, window: int | None, sliding: Sequence[bool]) -> tuple[int | None, ...]:
-    """Read each layer's window: by ``layer_types``, else where ``sliding`` says so."""
-    names = ("full_attention", "sliding_attention")
-    kinds = keys.get("layer_types", [names[slides] for slides in sliding])
-    listed = isinstance(kinds, list) and len(kinds) == len(sliding)
-    if not listed or any(kind not in names for kind in kinds):
-        raise keys.wrong("layer_types", kinds, f"{len(sliding)} of {' or '.join(names)}")
-    return tuple(window if kind == names[1] else None for kind in kinds)
 
 
 def hf_weights(

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, WeightSpec
-from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.eight_bits import as_matrix, weight
 from jaxinfer.models.layers import (
     LayerNorm,
@@ -119,39 +118,6 @@ class OPT(nnx.Module):
         """Logits [T, V] in float32 of hidden states before the final norm."""
         head_VD = self.embed_VD if self.tied else self.head_VD
         return place(self.layout, "logits", head(self.norm(x_TD), head_VD[...], self.kernels))
-
-
-def read_config(keys: Keys) -> ModelConfig:
-    """Read ``config.json``, with transformers' defaults where a key is absent.
-
-    Raises:
-        JaxinferError: a size is missing, a value is wrong, or something is not implemented.
-    """
-    num_heads, hidden_size = keys.size("num_attention_heads"), keys.size("hidden_size")
-    num_layers = keys.size("num_hidden_layers")
-    # OPT 350M's: norms after the layers, embeddings of another size.
-    keys.only("do_layer_norm_before", True)
-    keys.only("word_embed_proj_dim", hidden_size)
-    keys.only("_remove_final_layer_norm", False)
-    keys.only("enable_bias", True)
-    keys.only("layer_norm_elementwise_affine", True)
-    keys.only("activation_function", "relu")
-    return ModelConfig(
-        architecture=keys.get("architectures")[0],
-        vocab_size=keys.size("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=keys.size("ffn_dim"),
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        max_position_embeddings=keys.size("max_position_embeddings"),
-        norm_eps=1e-5,
-        tie_word_embeddings=keys.flag("tie_word_embeddings", True),
-        bos_token_id=keys.token("bos_token_id"),
-        eos_token_ids=tuple(keys.tokens("eos_token_id")),
-        windows=(None,) * num_layers,
-    )
 
 
 def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:

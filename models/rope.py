@@ -1,11 +1,26 @@
 """Frequencies of rotary positions, and the rules that stretch them to longer contexts."""
 
+import logging
 import math
 
 import numpy as np
 
 from jaxinfer.models.config import Rope
 from jaxinfer.models.config_keys import Keys
+
+# Keys that each rule reads, besides those that all have; transformers knows the same.
+_ALL_READ = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_READ = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "llama3": {
+        "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    },
+    "yarn": {
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+        "mscale", "mscale_all_dim", "truncate",
+    },
+}  # fmt: skip
 
 
 def plain(theta: float, head_dim: int) -> np.ndarray:
@@ -56,7 +71,7 @@ def yarn(
 
 def rope_keys(keys: Keys, default_theta: float = 10000.0) -> Keys:
     """Transformers 5's ``rope_parameters``, or 4's ``rope_theta`` and ``rope_scaling``."""
-    keys.only("partial_rotary_factor", 1.0)
+    keys.only("partial_rotary_factor", 1.0, None)
     both = [key for key in ("rope_parameters", "rope_scaling") if keys.get(key)]
     if len(both) > 1 and keys.get(both[0]) != keys.get(both[1]):
         raise keys.wrong(both[1], keys.get(both[1]), f"the same as {both[0]}, or absent")
@@ -75,6 +90,8 @@ def stretched(keys: Keys, max_positions: int) -> int:
 
 def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
     """Read the keys of one ``rope_parameters``, under transformers 5's names.
+
+    A key that the rule does not know is left out, with a warning.
 
     Raises:
         JaxinferError: a rule that is not implemented, or lacks a number.
@@ -105,10 +122,16 @@ def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
             if theta <= 1:
                 raise keys.wrong("rope_theta", theta, "above 1")
             factor = keys.number("factor")
-            fast, slow = keys.number("beta_fast", 32.0), keys.number("beta_slow", 1.0)
+            fast = keys.number("beta_fast", 32.0, null=32.0)
+            slow = keys.number("beta_slow", 1.0, null=1.0)
             frequency = yarn(theta, head_dim, factor, original, fast, slow)
             usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-            attention_factor = keys.number("attention_factor", usual)
+            attention_factor = keys.number("attention_factor", usual, null=usual)
         case _:
-            raise keys.wrong("rope_type", kind, "one of: default, linear, llama3, yarn")
+            raise keys.wrong("rope_type", kind, f"one of: {', '.join(_READ)}")
+    for key in keys.values.keys() - _ALL_READ - _READ[kind]:
+        # As transformers does: some that are published have keys that no library reads.
+        logging.getLogger(__name__).warning(
+            "%s: %s%s is not a key of rope_type %s: left out", keys.path, keys.prefix, key, kind
+        )
     return Rope(tuple(frequency.tolist()), attention_factor)

@@ -72,7 +72,7 @@ def make_model(config: ModelConfig, layers: Layers, rngs: nnx.Rngs) -> Any:
     )
     model = ARCHITECTURES[config.architecture].model(part, rngs)
     if config.eight_bits:
-        add_scales(model, config.eight_bits)
+        add_scales(model, config.eight_bits, {layers.name(path) for path in config.wide_weights})
     kept: set[str] = set()
     if layers.first:
         kept.update(_BEFORE)

@@ -172,7 +172,7 @@ def _why_not_generic(device: jax.Device, dtype: jnp.dtype, head_dim: int) -> str
     least = _FP8 if dtype == jnp.float8_e4m3fn else _BF16
     if _capability(device) < least:
         of_dtype = " with fp8 entries" if least == _FP8 else ""
-        return f"{_name(device)}, they need {least} or more{of_dtype}"
+        return f"{_name(device)}, they need compute capability {least} or more{of_dtype}"
     if head_dim % 16 or head_dim > 512:
         return f"head_dim is {head_dim}, no multiple of 16 up to 512"
     return None
@@ -182,7 +182,7 @@ def _why_not_hopper(
     device: jax.Device, dtype: jnp.dtype, head_dim: int, group: int, page_size: int
 ) -> str | None:
     if _capability(device) != _HOPPER:
-        return f"{_name(device)}, they need {_HOPPER}"
+        return f"{_name(device)}, they need compute capability {_HOPPER}, an H100 or H200"
     from jaxinfer.pallas_kernels import assembler, hopper
 
     if reason := hopper.why_not(head_dim, group, page_size, dtype):

@@ -8,6 +8,7 @@ softmax (Milakov and Gimelshein, 2018) over pages, in float32, and goes only thr
 the batch sees, so that one compiled shape serves all lengths.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -150,15 +151,38 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
     new_max_SKG = jnp.maximum(max_SKG, item_max_SIKG.max(1))
     p = jnp.exp(score - new_max_SKG[items.row][..., None])
     shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
-    owner_SI = owner_SI.astype(jnp.float32)
     out = _einsum("ikgb,ikbh->ikgh", p, pages.values)
+    # Entries that a sequence does not see may hold NaN or infinity, which times 0 is NaN.
+
+    def masked() -> jax.Array:
+        values = jnp.where(seen_IB[:, None, :, None], pages.values, 0)
+        return _einsum("ikgb,ikbh->ikgh", p, values)
+
+    out = _if_finite(out, masked)
     if pages.value_scale_PK is not None:
         out *= pages.value_scale_PK[..., None, None]
-    # Of a page that nobody reads, whatever it holds: 0 times NaN would reach every sequence.
+    # So may the scale of a page that nobody reads.
     out = jnp.where((items.begin < items.end)[:, None, None, None], out, 0)
-    out_SKGH = out_SKGH * shrink_SKG[..., None] + _einsum("si,ikgh->skgh", owner_SI, out)
-    sum_SKG = sum_SKG * shrink_SKG + _einsum("si,ikg->skg", owner_SI, p.sum(-1))
-    return Softmax(out_SKGH, new_max_SKG, sum_SKG)
+    add = jnp.concatenate([out, p.sum(-1, keepdims=True)], -1)
+
+    def summed(add: jax.Array) -> jax.Array:
+        return _einsum("si,ikgh->skgh", owner_SI.astype(jnp.float32), add)
+
+    def summed_apart() -> jax.Array:
+        """The same, where some sequences have NaN: it stays theirs."""
+        is_finite = jnp.isfinite(add)
+        lost = summed((~is_finite).astype(jnp.float32)) > 0
+        return jnp.where(lost, jnp.nan, summed(jnp.where(is_finite, add, 0)))
+
+    add_SKGH = _if_finite(summed(add), summed_apart)
+    out_SKGH = out_SKGH * shrink_SKG[..., None] + add_SKGH[..., :-1]
+    return Softmax(out_SKGH, new_max_SKG, sum_SKG * shrink_SKG + add_SKGH[..., -1])
+
+
+def _if_finite(x: jax.Array, otherwise: Callable[[], jax.Array]) -> jax.Array:
+    """Return x or, where any of it is NaN or infinite, what ``otherwise`` computes."""
+    found: jax.Array = jax.lax.cond(jnp.isfinite((x * 0).sum()), lambda: x, otherwise)
+    return found
 
 
 def _normalised(done: Softmax) -> jax.Array:
@@ -230,6 +254,9 @@ def _attend_tile(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out_KRH, max_KR, sum_KR = carry
         page = kv.page(page_M[j])
+        # Entries past the tile's last row may hold NaN, and 0 times NaN is NaN.
+        exists_B1 = (j * B + jnp.arange(B) <= last)[:, None]
+        values_KBH = jnp.where(exists_B1, page.values, 0)
         score_KRB = _einsum("krh,khb->krb", q_KRH, page.keys)
         if page.key_scale_PK is not None:
             score_KRB *= page.key_scale_PK[:, None, None]
@@ -240,7 +267,7 @@ def _attend_tile(
         new_max_KR = jnp.maximum(max_KR, score_KRB.max(-1))
         p_KRB = jnp.exp(score_KRB - new_max_KR[..., None])
         shrink_KR = jnp.exp(max_KR - new_max_KR)
-        add_KRH = _einsum("krb,kbh->krh", p_KRB, page.values)
+        add_KRH = _einsum("krb,kbh->krh", p_KRB, values_KBH)
         if page.value_scale_PK is not None:
             add_KRH *= page.value_scale_PK[:, None, None]
         out_KRH = out_KRH * shrink_KR[..., None] + add_KRH

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ def test_licence_and_citation() -> None:
     assert citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= citation.keys()
     assert citation["authors"] == project["authors"] == [{"name": "The jaxinfer developers"}]
+    assert isinstance(citation["date-released"], date)
     assert citation["license"] == project["license"] == "Apache-2.0"
     text = (ROOT / "LICENSE").read_text()
     assert text.lstrip().startswith("Apache License")

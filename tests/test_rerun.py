@@ -194,3 +194,16 @@ def test_a_measured_run_is_made_again(
     path.write_text(whole)
     Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n")
     assert "t.csv has changed" in refused("rerun", "runs/1", "--out", "third")
+
+
+def test_what_else_lies_in_the_folder_does_not_count(here: Path) -> None:
+    """A user's notes, and the run made again in it; but a file of its own that is gone does."""
+    config = load_run_file("cronus/cronus.yaml", DRAWN)
+    simulate(config, config.requests(), "runs")
+    Path("runs/1/notes.txt").write_text("mine")
+    for name in ("again", "once_more"):
+        done = call("rerun", "runs/1", "--out", f"runs/1/{name}")
+        assert (done.output, done.exit_code) == (SAME, 0)
+    Path("runs/1/steps.jsonl").unlink()
+    done = call("rerun", "runs/1")
+    assert (done.output, done.exit_code) == ("not the same: steps.jsonl\n", 1)

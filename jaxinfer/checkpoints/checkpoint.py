@@ -61,20 +61,33 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
 
 
 def _open(model: str, weights: bool) -> Checkpoint:
+    name, paths = locate(model, weights)
+    path = paths[0]
+    if not path.is_dir():
+        return open_gguf(paths, name)
+    return _open_converted(path, name) if is_converted(path) else open_folder(path, name, weights)
+
+
+def locate(model: str, weights: bool = True) -> tuple[str, list[Path]]:
+    """A model's name, and its folder, or the parts of its GGUF file; fetched where need be.
+
+    Args:
+        weights: as for ``fetch``.
+
+    Raises:
+        JaxinferError: there is no such model, or it cannot be fetched.
+    """
     if model in DEMO_MODELS:
-        return open_gguf(demo_files(model), model)
+        return model, demo_files(model)
     path = data_path(Path(model).expanduser())
     if path.suffix == ".gguf":
-        return open_gguf([path], path.stem)
+        return path.stem, [path]
     if path.is_dir():
-        name = path.resolve().name
-        if is_converted(path):
-            return _open_converted(path, name)
-        return open_folder(path, name, weights)
+        return path.resolve().name, [path]
     if path.exists():
         raise JaxinferError(f"{model}: must be a .gguf file or a folder with config.json")
     if is_hub_id(model):
-        return open_folder(fetch(model, weights), model, weights)
+        return model, [fetch(model, weights)]
     raise JaxinferError(
         f"no model {model!r}: must be a .gguf file, a folder that jaxinfer convert wrote, a "
         "Hugging Face folder with config.json and safetensors, a hub id such as org/name, or a "

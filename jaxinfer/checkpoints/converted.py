@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Shapes = Mapping[str, tuple[int, ...]]
 
 MANIFEST = "jaxinfer.json"
-_PARAMETERS = "parameters"
+PARAMETERS = "parameters"
 _VERSION = 1
 
 # Heads go one by one, as shards have any number of them. Of longer axes, the ends of shards may
@@ -109,7 +109,7 @@ def write(folder: Path, config: ModelConfig, parameters: Mapping[str, np.ndarray
         )
     shapes = {path: array.shape for path, array in parameters.items()}
     try:
-        arrays = folder.absolute() / _PARAMETERS
+        arrays = folder.absolute() / PARAMETERS
         _write_arrays(arrays, parameters)
         found = (path for path in sorted(arrays.rglob("*")) if path.is_file())
         files = {path.relative_to(arrays).as_posix(): path.stat().st_size for path in found}
@@ -171,7 +171,7 @@ def restore(folder: Path, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[
     import jax
     import orbax.checkpoint as ocp
 
-    arrays = folder.absolute() / _PARAMETERS
+    arrays = folder.absolute() / PARAMETERS
     _check_files(arrays, read_manifest(folder).files)
     arguments = {
         path: ocp.ArrayRestoreArgs(

@@ -42,6 +42,17 @@ def read_whole(paths: Sequence[Path]) -> GGUFFile:
     return GGUFFile(first.path, first.metadata, tensors)
 
 
+def files_of_split(path: Path) -> list[Path]:
+    """The files beside ``path`` that its name says are of one split; else the file alone."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    names = (
+        f"{match['base']}-{n + 1:05}-of-{match['count']}.gguf" for n in range(int(match["count"]))
+    )
+    return [each for each in map(path.with_name, names) if each.is_file()] or [path]
+
+
 def _siblings(path: Path, count: int) -> list[Path]:
     """Files of the split of which ``path`` is one."""
     match = _NAME.fullmatch(path.name)

@@ -11,7 +11,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxinfer.checkpoints.config_readers import read_architecture
 from jaxinfer.checkpoints.open_tensors import Checkpoint, LazyTensor
+from jaxinfer.checkpoints.quantization import with_stored_bits
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
@@ -49,26 +51,19 @@ def open_folder(path: Path, name: str, weights: bool = True) -> Checkpoint:
 def read_folder_config(folder: Path) -> ModelConfig:
     """Translate ``config.json``; EOS tokens of ``generation_config.json`` are added.
 
-    Both transformers 4's and 5's spellings are read; an absent key has transformers' default,
-    except that the sizes must be there.
+    Both transformers 4's and 5's spellings are read; see ``config_readers``.
 
     Raises:
         JaxinferError: a file is missing or no JSON, or as for ``read_gguf_config``.
     """
-    # These bring JAX.
-    from jaxinfer.checkpoints.stored_bits import read_stored_bits
-    from jaxinfer.models.registry import ARCHITECTURES
-
     path = folder / "config.json"
     if not path.exists():
         raise JaxinferError(f"{folder}: has no config.json; must be a Hugging Face model folder")
-    keys = Keys(path, read_json(path))
-    names = keys.get("architectures")
-    if not (isinstance(names, list) and names and names[0] in list(ARCHITECTURES)):
-        raise keys.wrong("architectures", names, f"one of: {', '.join(ARCHITECTURES)}")
-    stored_bits = read_stored_bits(keys)
-    config = replace(ARCHITECTURES[names[0]].read_config(keys), stored_bits=stored_bits)
     more_path = folder / "generation_config.json"
+    # A class's own EOS is for folders that say nothing of ends.
+    absent = {"eos_token_id": None} if more_path.exists() else {}
+    keys = Keys(path, absent | read_json(path))
+    config = with_stored_bits(read_architecture(keys), keys)
     more = Keys(more_path, read_json(more_path) if more_path.exists() else {})
     ends = dict.fromkeys([*config.eos_token_ids, *more.tokens("eos_token_id")])
     return replace(config, eos_token_ids=tuple(ends))

@@ -149,7 +149,7 @@ def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> li
         for name, shape in shapes.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    return missing + unexpected + misshapen + bit_problems(tensors, specs, stored)
+    return missing + unexpected + misshapen + bit_problems(tensors, specs, checkpoint.config)
 
 
 def _is_superfluous(name: str, config: ModelConfig) -> bool:

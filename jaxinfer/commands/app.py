@@ -35,6 +35,14 @@ class Commands(click.Group):
         command: click.Command = getattr(home, name)
         return command
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each command's first sentence, in as many lines as it has."""
+        found = {name: self.get_command(context, name) for name in self.list_commands(context)}
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, each.get_short_help_str(limit=500)) for name, each in found.items() if each]
+            )
+
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="jaxinfer")

@@ -1,15 +1,19 @@
 """The main job: a file of requests in, a file of results out, resumable."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxinfer.checkpoints.fingerprint import Fingerprint, fingerprint
+from jaxinfer.checkpoints.generation import FILE as GENERATION
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.contents import contents
 from jaxinfer.files.shipped import data_path
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.origin import asked_for
@@ -18,8 +22,8 @@ from jaxinfer.request import RequestOutput
 from jaxinfer.workload.batch_input import BadLine, BatchFile, BatchLine
 from jaxinfer.workload.batch_output import error_line, result_line
 from jaxinfer.workload.conversation import Conversation
-from jaxinfer.workload.parquet import SUFFIX, check_pyarrow, write_results
-from jaxinfer.workload.result_file import ResultFile
+from jaxinfer.workload.parquet import check_ending, check_pyarrow, is_table, write_results
+from jaxinfer.workload.result_file import ResultFile, read_job
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -32,7 +36,7 @@ RESULT_OPTIONS = ("dtype", "max_model_len", "seed")
 def lines_of(output: str) -> Path:
     """The file that gets results as lines: the output, or one beside a Parquet output."""
     out = Path(output)
-    return out.with_name(f"{out.name}.jsonl") if out.suffix == SUFFIX else out
+    return out.with_name(f"{out.name}.jsonl") if is_table(out) else out
 
 
 class BatchJob:
@@ -64,19 +68,28 @@ class BatchJob:
 
     @classmethod
     def open(
-        cls, config: RunFile, input_path: str, output_path: str, force: bool, show: int = 0
+        cls,
+        config: RunFile,
+        input_path: str,
+        output_path: str,
+        force: bool,
+        show: int = 0,
+        started: str | None = None,
     ) -> Self:
-        """Look through the input, and start or resume the output; nothing is loaded yet.
+        """Look through the input, and start or resume the output; no weights are loaded yet.
 
         Args:
             show: so many ``answers`` are kept.
+            started: the time that chat templates are to have if this is the job's first start; by
+                default, now.
 
         Raises:
-            JaxinferError: the input cannot be read, or the output cannot be written or belongs
-                to another job.
+            JaxinferError: the input cannot be read, there is no such model, or the output cannot
+                be written or belongs to another job.
         """
         model = config.require_model()
         config = config.with_workload(input=input_path, output=output_path)
+        check_ending(Path(output_path), "output")
         with ExitStack() as opened:
             source = opened.enter_context(BatchFile(input_path))
             out, lines = Path(output_path), lines_of(output_path)
@@ -91,7 +104,14 @@ class BatchJob:
             if config.instances:
                 instances = config.cluster().instances
                 job["instances"] = {name: _result_options(i) for name, i in instances.items()}
-            results = opened.enter_context(ResultFile.open(lines, job, force))
+            load_format = config.cluster().load_format
+            files = fingerprint(model, load_format, _fingerprint_of(read_job(lines)))
+            choice = config.engine.generation_config
+            named = [] if choice in ("auto", "vllm") else [str(Path(choice, GENERATION))]
+            job["model_files"] = files.digests | contents(named)
+            started = started or datetime.now().isoformat()
+            notes = {"started": started, "model_stamps": files.stamps}
+            results = opened.enter_context(ResultFile.open(lines, job, force, notes))
             if out != lines and out.exists():
                 if force:
                     out.unlink()
@@ -124,12 +144,12 @@ class BatchJob:
         num_good = sum(id not in finished for id in self._source.number_of) - len(bad)
         if not num_good and not bad:
             return None
-        llm = self._load(num_good > 0)
+        llm = self._load() if num_good else None
         for line in bad:
             self._fail(line, line.reason)
         if not llm:
             return None
-        about = asked_for(self._config)
+        about = asked_for(self._config) | {"job_started": llm.tokenizer.now.isoformat()}
         about["files"] |= {self._config.workload.input: self._source.sha256}
         return llm.run(
             self._requests(llm),
@@ -139,16 +159,21 @@ class BatchJob:
             about=about,
         )
 
-    def _load(self, whole: bool) -> "LLM | None":
-        """The model, or, for lines that are all bad, only a look at whether there is one."""
-        if whole:
-            from jaxinfer.llm import LLM
+    def _load(self) -> "LLM":
+        """The model, whose chat template has the time of the job's first start."""
+        from jaxinfer.llm import LLM
 
-            return LLM.from_config(self._config)
-        from jaxinfer.checkpoints.checkpoint import open_checkpoint
-
-        open_checkpoint(self._config.require_model(), self._config.cluster().load_format)
-        return None
+        started = str(self._results.notes.get("started"))
+        try:
+            now = datetime.fromisoformat(started)
+        except ValueError:
+            raise JaxinferError(
+                f"{lines_of(self._output)}.job.json is damaged: notes.started is {started!r}: "
+                "give another output, or --force to start over"
+            ) from None
+        llm = LLM.from_config(self._config)
+        llm.tokenizer.now = now
+        return llm
 
     def answers(self) -> list[tuple[str, str]]:
         """Prompt and answer of the first lines that this process has served."""
@@ -185,7 +210,7 @@ class BatchJob:
                         tokens = llm.tokenizer.encode(text)
                     case tokens:
                         pass
-                requests = llm.make_requests(line.custom_id, tokens, line.sampling)
+                requests = llm.requests_of_line(line.custom_id, tokens, line.sampling)
             except JaxinferError as error:
                 self._fail(line, str(error))
                 continue
@@ -231,14 +256,21 @@ class BatchJob:
 def _result_options(options: EngineOptions) -> dict[str, Any]:
     """Return those of an instance's options that may change a result."""
     found = {name: getattr(options, name) for name in RESULT_OPTIONS}
-    if options.load_format != "auto":
-        found["load_format"] = options.load_format
-    if options.weight_dtype != "auto":
-        found["weight_dtype"] = options.weight_dtype
+    for name in ("load_format", "weight_dtype", "generation_config"):
+        if getattr(options, name) != "auto":
+            found[name] = getattr(options, name)
     if options.kv_cache_dtype != "auto":
         # A page shares its scales.
         found |= {name: getattr(options, name) for name in ("kv_cache_dtype", "page_size")}
     return found
+
+
+def _fingerprint_of(job: Mapping[str, Any]) -> Fingerprint:
+    """The model's files as the job's first start noted them."""
+    files, notes = job.get("model_files"), job.get("notes")
+    if not isinstance(files, dict) or not isinstance(notes, dict):
+        return Fingerprint()
+    return Fingerprint(files, notes.get("model_stamps") or {})
 
 
 def _last_words(line: BatchLine) -> str:

@@ -72,8 +72,9 @@ def capacity(
 
     if seeds:
         refuse("beside --seeds: give one of them", {"--seed": seed})
+    refuse("given twice with one value", {"--seed": len(set(seed)) < len(seed)})
     config = load_run_file(run_file, [*settings, *workload_settings(workload, limit)])
-    work = config.requests(say)
+    work = config.requests(say, searched=True)
     if requests_per_gpu:
         work = list(requests_for(num_gpus(config), work, requests_per_gpu))
     targets = read_targets(slo, work, attainment, criterion)

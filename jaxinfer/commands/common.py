@@ -116,7 +116,7 @@ def new_results(out: Path, is_kept: Callable[[Path], bool] = lambda _: False) ->
     """A new folder, or an empty one, for results; any failure leaves it as it was.
 
     Args:
-        is_kept: see ``_left_as_found``.
+        is_kept: see ``left_as_found``.
 
     Raises:
         JaxinferError: it cannot be made, or has something in it.
@@ -125,12 +125,12 @@ def new_results(out: Path, is_kept: Callable[[Path], bool] = lambda _: False) ->
 
     existed = out.exists()
     new_folder(out)
-    with _left_as_found(out, existed, is_kept):
+    with left_as_found(out, existed, is_kept):
         yield
 
 
 @contextmanager
-def _left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> Iterator[None]:
+def left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> Iterator[None]:
     """Leave the folder as it was found after a failure, for the command put right.
 
     Args:
@@ -207,7 +207,7 @@ def kept_results(
     existed, begun = folder.exists(), (folder / name).exists()
     own_folder(folder, name, text)
     keeps = folder / lines
-    with _left_as_found(
+    with left_as_found(
         folder, existed, lambda _: begun or (keeps.is_file() and keeps.stat().st_size > 0)
     ):
         if not begun:

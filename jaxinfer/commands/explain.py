@@ -6,7 +6,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from jaxinfer.commands.common import configure, with_model, with_settings
+from jaxinfer.commands.common import configure, say, with_model, with_settings
 
 
 @click.command()
@@ -27,6 +27,13 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     config = configure(run_file, settings, model)
     cluster = config.cluster()
     checkpoint = open_checkpoint(config.require_model(), cluster.load_format)
+    for name, group in cluster.groups.items():
+        if group.environment:
+            given = ", ".join(f"{key}={value}" for key, value in group.environment.items())
+            say(
+                f"group {name}: environment ({given}) is for its process, which does not start: "
+                "steps are compiled for the devices of this one"
+            )
     stages = plan_cluster(checkpoint.config, cluster)
     plans = [(name, plan) for name, of_one in stages.items() for plan in of_one]
     costs = []

@@ -27,7 +27,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
     ) -> list[int]:
         """A list of them."""
         parts = value.split(",")
-        if not all(part.strip().isdigit() and int(part) for part in parts):
+        if not all(part.strip().isdecimal() and int(part) for part in parts):
             self.fail(f"{value!r} must be whole numbers from 1 on, such as 1,2", param, ctx)
         return [int(part) for part in parts]
 
@@ -55,10 +55,10 @@ def profile(
     pictures: str | None,
     settings: tuple[str, ...],
 ) -> None:
-    """Measure the steps of each instance, fit Cronus' eqs. 2 and 3, and keep them for later runs.
+    """Measure the steps of each instance, and keep them, with fits to them, for later runs.
 
-    Where KV heads lie on several groups, attention there is measured too, and Hetis' eqs. 3 and 4
-    fitted.
+    Fitted are equations 2 and 3 of Cronus. Where KV heads lie on several groups, attention there is
+    measured too, and equations 3 and 4 of Hetis are fitted.
 
     With --operators, measure layers, attention, head and host time of one instance instead, by
     random weights, and write tables and a run file with which `simulate` serves any workload.

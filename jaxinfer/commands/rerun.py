@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.comparison import new_folder
-from jaxinfer.report.origin import checkout
+from jaxinfer.report.origin import made_by_another
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.report.table import metrics_table
 from jaxinfer.rerun import Recorded, differing, same_tokens, simulate_again, where_it_ran
@@ -45,8 +45,8 @@ def rerun(folder: str, out: str | None) -> None:
             new_folder(after)
             simulate_again(before, after)
             same = _tell(differing(before, after))
-    if recorded and not same and recorded.run["commit"] != checkout()[0]:
-        click.echo(f"the run was made by commit {recorded.run['commit']}, this is {checkout()[0]}")
+    if recorded and not same and (other := made_by_another(recorded.run)):
+        click.echo(other)
     if not same:
         sys.exit(1)
 
@@ -77,7 +77,8 @@ def _run(recorded: Recorded, out: Path) -> bool:
         assert source
         assert output
         answers = out / "answers.jsonl"
-        with BatchJob.open(config, source, str(answers), force=False) as job:
+        started = recorded.run.get("job_started")
+        with BatchJob.open(config, source, str(answers), False, started=started) as job:
             _print(job.run())
         click.echo(f"results: {answers}")
         lines = lines_of(output)

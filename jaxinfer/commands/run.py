@@ -19,6 +19,7 @@ from jaxinfer.commands.common import (
 )
 from jaxinfer.commands.signals import Interrupted
 from jaxinfer.errors import JaxinferError
+from jaxinfer.ledger.ledger_file import NAME as LEDGER
 from jaxinfer.options.validation import read_json
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.table import metrics_table
@@ -27,7 +28,9 @@ from jaxinfer.report.table import metrics_table
 @click.command()
 @click.argument("run_file", required=False)
 @with_model
-@click.option("--input", "input_path", help="JSONL or Parquet of requests: OpenAI batch or plain.")
+@click.option(
+    "--input", "input_path", help="JSONL (or .gz) or Parquet of requests: OpenAI batch or plain."
+)
 @click.option(
     "--output", "output_path", help="JSONL of results, appended as requests finish; or Parquet."
 )
@@ -86,10 +89,15 @@ def run(
 
 def _print_run(console: Console, job: BatchJob, metrics: RunMetrics, is_cluster: bool) -> None:
     console.print(metrics_table(metrics))
+    run_folder = job.newest_run()
     if is_cluster:
-        _print_cluster(job.newest_run())
-    _print_restarts(console, job.newest_run())
-    console.print(f"run.json, steps.jsonl and requests.jsonl: {job.run_folder}", soft_wrap=True)
+        _print_cluster(run_folder)
+    _print_restarts(console, run_folder)
+    _print_defaults(console, run_folder)
+    files = ["run.json", "steps.jsonl", "requests.jsonl", LEDGER]
+    found = [name for name in files if (run_folder / name).is_file()]
+    said = f"{', '.join(found[:-1])} and {found[-1]}: {run_folder}"
+    console.print(said, markup=False, soft_wrap=True)
 
 
 def _print_results(console: Console, job: BatchJob) -> None:
@@ -118,6 +126,17 @@ def _print_restarts(console: Console, run_folder: Path) -> None:
             ended = f"is done without by instance {restart['instances'][0]}"
         line = f"group {restart['group']}: {restart['why']}; it {ended}"
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _print_defaults(console: Console, run_folder: Path) -> None:
+    if defaults := read_json(run_folder / "run.json").get("default_sampling"):
+        said = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        console.print(
+            f"where a line gave none, generation_config.json's: {said} (engine.generation_config: "
+            "vllm leaves them out)",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _print_cluster(run_folder: Path) -> None:

@@ -17,8 +17,8 @@ from jaxinfer.errors import JaxinferError
 if TYPE_CHECKING:
     from jaxinfer.hardware.catalogue import Gpu, ModelShape
     from jaxinfer.models.layouts import Layout
-    from jaxinfer.sharding.costs import Link
-    from jaxinfer.sharding.search import AxisAssignment
+    from jaxinfer.sharding.links import Link
+    from jaxinfer.sharding.search import AxisAssignment, PricedLayout
     from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion
 
 # Tokens of a prompt, or sequences, up to which layouts are compared.
@@ -31,7 +31,9 @@ MOST = 65536
 @click.option("--layouts", help="Names or Python files, by commas; all that ship.")
 @click.option("--for", "target", help="Whose compiler: cpu:8, h100:8, v5e:2x4; the CPU's.")
 @click.option("--card", help="Name in configs/gpus.yaml; that of --for, or H100-SXM.")
-@click.option("--link", "links", multiple=True, metavar="AXIS=GB_S", help="Of a slower axis.")
+@click.option("--domain", type=click.IntRange(min=1), help="GPUs that its link joins; the card's.")
+@click.option("--network", metavar="GB_S", help="Of a GPU to other domains; the card's.")
+@click.option("--link", "links", multiple=True, metavar="AXIS=GB_S", help="Of one axis.")
 @click.option("--phase", type=click.Choice(["prefill", "decode", "both"]), default="both")
 @click.option("--tokens", type=click.IntRange(min=1), default=2048, help="Of a prompt; 2048.")
 @click.option("--sequences", type=click.IntRange(min=1), default=64, help="That decode; 64.")
@@ -46,6 +48,8 @@ def shard(
     layouts: str | None,
     target: str | None,
     card: str | None,
+    domain: int | None,
+    network: str | None,
     links: tuple[str, ...],
     phase: str,
     tokens: int,
@@ -63,7 +67,7 @@ def shard(
     from jaxinfer.sharding.compiling import PHASES
     from jaxinfer.sharding.search import layout_file
     from jaxinfer.sharding.study import LayoutQuestion
-    from jaxinfer.sharding.targets import CompileTarget
+    from jaxinfer.sharding.targets import CompileTarget, check_installed
 
     sizes = _mesh(mesh)
     devices = math.prod(sizes.values())
@@ -75,7 +79,9 @@ def shard(
     for option, given in (("--pictures", pictures), ("--search", search)):
         if given and not out:
             raise JaxinferError(f"{option} writes files to --out, which is missing")
-    kind, gpu = _card(card or compiler.card)
+    check_installed(compiler)
+    kind, gpu = _card(card or compiler.card, f"--card {card}" if card else f"--for {compiler}")
+    gpu = _with_network(kind, gpu, domain, network)
     question = LayoutQuestion(
         _model(model),
         sizes,
@@ -88,8 +94,9 @@ def shard(
         dtype,
         _links(links, sizes, gpu),
     )
-    title = f"{model}, {' x '.join(f'{axis}={n}' for axis, n in sizes.items())} of {kind}, {dtype}"
-    chosen = _layouts(layouts)
+    axes = " x ".join(f"{axis}={n}" for axis, n in sizes.items())
+    title = f"{model}, {axes} of {kind}{_in_domains(question)}, {dtype}"
+    chosen = _layouts(layouts, question.model)
     searched = _search(question) if search else {}
     chosen |= {name: each.layout(tuple(sizes)) for name, each in searched.items()}
     if out:
@@ -111,18 +118,22 @@ def _report(
 ) -> None:
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.report.shard_picture import draw_seconds
-    from jaxinfer.report.shard_table import fastest_lines, tables, write_csvs
+    from jaxinfer.report.shard_table import UNITS, fastest_lines, link_line, tables, write_csvs
     from jaxinfer.sharding.cache import FOLDER
     from jaxinfer.sharding.crossings import crossings, fastest, token_counts
     from jaxinfer.sharding.study import seconds_of, study, where_it_fits
 
     with LoadProgress(True) as bar:
         part = f"compiling layers for {question.target}"
-        findings = study(
+        findings, refused = study(
             question, layouts, FOLDER.expanduser(), lambda left: bar.update(part, left)
         )
     seconds = {
-        phase: {name: seconds_of(question, layout, phase) for name, layout in layouts.items()}
+        phase: {
+            each.layout: seconds_of(question, layouts[each.layout], phase)
+            for each in findings
+            if each.phase == phase
+        }
         for phase in question.phases
     }
     counts = token_counts(MOST)
@@ -134,15 +145,19 @@ def _report(
         for phase, of_layouts in seconds.items()
     }
     best = {phase: fastest(of, counts) for phase, of in fitting.items()}
+    runs = {name: not {*"SC"} & layout.kv.keys() for name, layout in layouts.items()}
     console = Console(width=None if sys.stdout.isatty() else 140)
-    for table in tables(question, findings, title):
+    for table in tables(question, findings, refused, title):
         console.print(table)
         console.print()
-    parts = run_file_parts(question, findings, out)
+    console.print(UNITS, soft_wrap=True, highlight=False)
+    console.print(link_line(question), soft_wrap=True, markup=False, highlight=False)
+    parts = run_file_parts(question, [each for each in findings if runs[each.layout]], out)
     for line in (*fastest_lines(best), *(line for text in parts.values() for line in text)):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     if out:
-        write_csvs(out, question, findings, {p: crossings(s, counts) for p, s in seconds.items()})
+        crossed = {p: crossings(s, counts) for p, s in seconds.items()}
+        write_csvs(out, question, findings, refused, crossed)
         for phase, lines in parts.items():
             (out / f"{phase}.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
         asked = {"prefill": question.tokens, "decode": question.sequences}
@@ -151,7 +166,7 @@ def _report(
         console.print(f"tables, picture and parts of run files: {out}/", markup=False)
 
 
-def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment]":
+def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment | PricedLayout]":
     """The fastest assignment of each phase that has one, by the name that its layout gets."""
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.sharding.search import LayoutSearch
@@ -178,6 +193,7 @@ def run_file_parts(
     """Lines of a run file with the fastest layout that fits, for each phase that has one.
 
     Args:
+        findings: of layouts that engines have.
         out: the folder of files with layouts that were searched for.
     """
     from jaxinfer.report.shard_table import fits
@@ -191,7 +207,7 @@ def run_file_parts(
             file = out / f"{best.layout}.py" if out else None
             layout = file if file and file.exists() else best.layout
             found[phase] = [
-                f"# {phase}: the fastest that fits",
+                f"# {phase}: the fastest that fits, of those that engines have",
                 f"groups: {{{phase}: {{devices: {question.target.devices}, mesh: {{{axes}}}}}}}",
                 f"instances: {{{phase}: {{group: {phase}}}}}",
                 f"engine: {{layout: {layout}}}",
@@ -203,39 +219,75 @@ def _mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if not axis.isidentifier() or not size.isdigit() or int(size) < 1 or axis in sizes:
+        if not axis.isidentifier() or not size.isdecimal():
             raise JaxinferError(f"--mesh {text}: {part!r}: must be axes and sizes, as x=4,y=2")
+        if int(size) < 1:
+            raise JaxinferError(f"--mesh {text}: axis {axis} has {size} devices, must be 1 or more")
+        if axis in sizes:
+            raise JaxinferError(f"--mesh {text}: axis {axis} is given twice")
         sizes[axis] = int(size)
     return sizes
 
 
 def _links(texts: tuple[str, ...], mesh: Mapping[str, int], gpu: "Gpu") -> "dict[str, Link]":
-    from jaxinfer.sharding.costs import links_of
+    from jaxinfer.sharding.links import links_of
 
     links = links_of(gpu, mesh)
     for text in texts:
         axis, _, rate = text.partition("=")
         if axis not in mesh:
             raise JaxinferError(f"--link {text}: no axis {axis!r}, --mesh has {', '.join(mesh)}")
-        try:
-            gb_s = float(rate)
-        except ValueError:
-            gb_s = 0.0
-        if not 0 < gb_s < math.inf:
-            raise JaxinferError(f"--link {text}: must be 10^9 bytes per second, as {axis}=50")
-        links[axis] = replace(links[axis], gb_s=gb_s)
+        links[axis] = replace(links[axis], gb_s=_gb_s(f"--link {text}", rate, f"{axis}=50"))
     return links
+
+
+def _gb_s(option: str, rate: str, example: str) -> float:
+    try:
+        gb_s = float(rate)
+    except ValueError:
+        gb_s = 0.0
+    if not 0 < gb_s < math.inf:
+        raise JaxinferError(f"{option}: must be 10^9 bytes per second, as {example}")
+    return gb_s
+
+
+def _with_network(kind: str, gpu: "Gpu", domain: int | None, network: str | None) -> "Gpu":
+    """The card with other domains, or another network between them."""
+    own: dict[str, object] = {} if domain is None else {"domain": domain}
+    if network is not None:
+        own["network_gb_s"] = _gb_s(f"--network {network}", network, "50")
+    if own and gpu.is_torus:
+        raise JaxinferError(f"--domain, --network: {kind} has a torus: --link AXIS=GB_S")
+    if network is not None and not (domain or gpu.domain):
+        raise JaxinferError(f"--network {network}: {kind} has no domains: add --domain 8")
+    return gpu.model_copy(update=own)
+
+
+def _in_domains(question: "LayoutQuestion") -> str:
+    from jaxinfer.sharding.links import axes_between_domains
+
+    domain = question.card.domain
+    return f" in domains of {domain}" if axes_between_domains(question.mesh, domain) else ""
 
 
 def _model(name: str) -> "ModelShape":
     """A model by name, or in a folder, or by its config.json."""
-    from jaxinfer.hardware.catalogue import find_model
+    from jaxinfer.checkpoints.modelled import model_shape
+    from jaxinfer.hardware.catalogue import Catalogue
 
     path = Path(name)
-    return find_model(str(path.parent) if path.name == "config.json" else name)
+    model = model_shape(str(path.parent) if path.name == "config.json" else name, Catalogue())
+    if model.windowed_layers:
+        raise JaxinferError(f"{name}: has layers with windows, which are not studied")
+    if model.stored_bits:
+        raise JaxinferError(
+            f"{name}: has weights of {model.stored_bits}, must have those of --dtype: take a "
+            "config.json without quantization_config"
+        )
+    return model
 
 
-def _card(name: str) -> "tuple[str, Gpu]":
+def _card(name: str, option: str) -> "tuple[str, Gpu]":
     """A card by its name, in whatever letters, or by how the first one's name begins."""
     from jaxinfer.hardware.catalogue import find_gpu, gpu_names
 
@@ -246,11 +298,30 @@ def _card(name: str) -> "tuple[str, Gpu]":
     try:
         return found, find_gpu(found)
     except JaxinferError as error:
-        raise JaxinferError(f"--card {name}: {error}") from None
+        raise JaxinferError(f"{option}: {error}") from None
 
 
-def _layouts(text: str | None) -> "dict[str, Layout]":
+def _layouts(text: str | None, model: "ModelShape") -> "dict[str, Layout]":
     from jaxinfer.models.layout_files import load_layout
-    from jaxinfer.models.layouts import LAYOUTS
+    from jaxinfer.models.layouts import LAYOUTS, PRICED
+    from jaxinfer.sharding.shapes import check_layout
 
-    return {name: load_layout(name) for name in (text.split(",") if text else LAYOUTS)}
+    found = {}
+    # Without experts, layouts that cut these are others once more.
+    shipped = [
+        name
+        for name, layout in LAYOUTS.items()
+        if model.num_experts or not any("E" in rule.axes for rule in layout.parameters)
+    ]
+    for name in text.split(",") if text is not None else [*shipped, *PRICED]:
+        name = name.strip()
+        if not name or name in found:
+            raise JaxinferError(
+                f"--layouts {text}: {f'{name!r} is given twice' if name else 'a name is missing'}"
+            )
+        found[name] = load_layout(name)
+        try:
+            check_layout(found[name], model)
+        except JaxinferError as error:
+            raise JaxinferError(f"layout {name}: {error}") from None
+    return found

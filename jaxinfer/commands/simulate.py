@@ -75,7 +75,7 @@ def simulate(
 
 def _print_figures(config: RunFile, found: "RunMetrics") -> None:
     """Print those of a run of which nothing is kept."""
-    from jaxinfer.report.table import metrics_table
+    from jaxinfer.report.table import beyond_measured, metrics_table
 
     console = Console()
     console.print(metrics_table(found))
@@ -86,6 +86,8 @@ def _print_figures(config: RunFile, found: "RunMetrics") -> None:
             soft_wrap=True,
             highlight=False,
         )
+    if warning := beyond_measured(found.beyond):
+        console.print(warning, soft_wrap=True, highlight=False)
     for line in _prices(found):
         console.print(line, highlight=False)
     console.print(f"{found.steps:,} steps simulated in {found.loop_s:.1f} s", highlight=False)

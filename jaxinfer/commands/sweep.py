@@ -16,6 +16,7 @@ from jaxinfer.commands.common import (
     counted,
     kept_results,
     refuse,
+    say,
     settings_of,
     with_pictures,
     with_ray,
@@ -24,6 +25,9 @@ from jaxinfer.errors import JaxinferError, one_line
 
 if TYPE_CHECKING:
     from jaxinfer.plan.sweep.sweep import Sweep
+
+# Runs of which a sweep says how many they are before it begins: it looks at all of them first.
+MANY = 1000
 
 
 @click.command()
@@ -67,8 +71,10 @@ def sweep(
         version = real_version()
     with kept_results(out, "sweep.json", text, "points.jsonl", version) as (folder, kept):
         runs, points = folder / "runs" if folders else None, len(list(asked.candidates()))
+        if (count := points * len(asked.all_seeds)) >= MANY:
+            say(f"{count:,} runs: {points:,} points, {len(asked.all_seeds):,} seeds each")
         at = nullcontext((map, 1)) if real else cores(ray_address, jobs)
-        with at as (map_points, _), PointBar(points * len(asked.all_seeds)) as bar:
+        with at as (map_points, _), PointBar(count) as bar:
             run = run_point if real else simulate_point
             rows = sweep_rows(asked, kept, map_points, run, bar.update, runs)
         if all(row.get("refused") for row in rows):
@@ -106,6 +112,11 @@ def _doubts(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield (
             f"warning: {len(few)} of {len(rows)} points have too few requests to tell a load that "
             f"lasts from a queue that grows: enough_requests has how many do, up to {max(few)}"
+        )
+    if beyond := sum(bool(row.get("beyond_measured")) for row in rows):
+        yield (
+            f"warning: {beyond} of {len(rows)} points have steps beyond what was measured, whose "
+            "times are extrapolated: beyond_measured says which, simulate says how far"
         )
 
 

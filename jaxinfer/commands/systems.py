@@ -40,10 +40,15 @@ def _has_finished_run(out: Path) -> bool:
 
 
 def print_systems(runs: Runs) -> None:
-    """Print the table of systems side by side."""
+    """Print the table of systems side by side, and which went beyond what was measured."""
     from jaxinfer.report.comparison import comparison_table
+    from jaxinfer.report.table import beyond_measured
 
-    Console(width=None if sys.stdout.isatty() else 160).print(comparison_table(runs))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(comparison_table(runs))
+    for name, (first, *_) in runs.items():
+        if warning := beyond_measured(first.run["metrics"].get("beyond", {})):
+            console.print(f"{name}: {warning}", soft_wrap=True, highlight=False)
 
 
 def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from jaxinfer.commands.common import cores, counted, kept_results, with_pictures
+from jaxinfer.commands.common import (
+    cores,
+    counted,
+    kept_results,
+    left_as_found,
+    own_folder,
+    say,
+    with_pictures,
+)
 from jaxinfer.config.run_file import apply_setting
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import OPERATORS_NAME, data_path
 
 if TYPE_CHECKING:
     from jaxinfer.plan.evaluation_cache import EvaluationCache
@@ -76,8 +85,7 @@ def validate(
         return
     if run_file:
         raise JaxinferError(f"--run has no use beside {points}: campaigns make its run files")
-    if operators is None:
-        raise JaxinferError("--operators is missing, must be the folder of measured operators")
+    folder_of_tables = _tables_folder(operators)
     from jaxinfer.files.contents import contents
     from jaxinfer.plan.evaluation_cache import EvaluationCache
     from jaxinfer.validate.campaigns import launch, read_campaigns
@@ -87,28 +95,36 @@ def validate(
 
     rules = read_campaigns(campaigns or "campaigns.yaml", without)
     given = read_points(Path(points))
+    try:
+        rules.check_columns(given[0].row)
+    except JaxinferError as error:
+        raise JaxinferError(f"campaigns {campaigns or 'campaigns.yaml'}: {error}") from None
     others = EvaluationCache(Path(known) / FOUND) if known else None
-    if not Path(operators).is_dir():
-        raise JaxinferError(f"--operators {operators}: no such folder")
-    tables, own = contents({"folder": operators}), _settings(settings)
+    tables, own = contents({"folder": folder_of_tables}), _settings(settings)
     files = contents({"trace": points}) | tables
     asked = {"rules": rules.model_dump(mode="json"), "set": list(settings), "files": files}
     with kept_results(out, "validate.json", json.dumps(asked, indent=2), FOUND) as (folder, kept):
         compared = _compare(
             given,
-            lambda point: launch(rules, point, operators, own),
+            lambda point: launch(rules, point, folder_of_tables, own),
             Known(kept, others, tables),
             jobs,
         )
+        if not any(each.is_predicted for each in compared):
+            for line in _left_out_lines(compared):
+                say(line)
+            say(f"jaxinfer: {points}: none of {counted(len(given), 'point')} can be simulated")
+            sys.exit(1)
         _write(folder, compared)
         summary = summarise(compared)
-        text = json.dumps(summary | {"left_out": _left_out(compared)}, indent=2)
+        left_out = {why: len(several) for why, several in _left_out(compared).items()}
+        text = json.dumps(summary | {"left_out": left_out}, indent=2)
         (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
         drawn = draw(folder, pictures or "png", compared)
     console = Console(width=None if sys.stdout.isatty() else 170)
     console.print(show(summary))
-    for why, count in _left_out(compared).items():
-        console.print(f"{counted(count, 'point')} left out: {why}", soft_wrap=True, markup=False)
+    for line in _notes(summary, given[0].row, compared):
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     console.print(f"{counted(len(drawn), 'picture')} and points: {folder}{os.sep}", markup=False)
 
 
@@ -121,7 +137,6 @@ def _validate_log(
     ending: str,
 ) -> None:
     """Simulate the requests of a log, and write and print both sides."""
-    from jaxinfer.commands.common import own_folder
     from jaxinfer.config.run_file import load_run_file
     from jaxinfer.files.contents import contents
     from jaxinfer.plan.result import write_table
@@ -134,19 +149,25 @@ def _validate_log(
     real, config = read_requests(log), load_run_file(run_file, [*tables, *settings])
     files = contents({"trace": str(log), "run": run_file, "folder": operators or ""})
     asked = {"log": str(log), "run": run_file, "set": [*tables, *settings], "files": files}
-    own_folder(Path(out), "validate.json", json.dumps(asked, indent=2))
     folder = Path(out)
-    ours = simulated(config, real, folder).requests
-    rows = request_rows(real, ours)
-    write_table(folder / "points.csv", rows)
-    found = figures(rows, real, ours)
-    summary = {
-        each.name: {"measured_s": each.measured, "simulated_s": each.simulated, "off": each.error}
-        for each in found
-    }
-    text = json.dumps({"requests": len(rows)} | summary, indent=2)
-    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    draw_requests(folder / f"scatter-requests.{ending}", rows)
+    existed = folder.exists()
+    own_folder(folder, "validate.json", json.dumps(asked, indent=2))
+    with left_as_found(folder, existed, lambda _: existed):
+        ours = simulated(config, real, folder).requests
+        rows = request_rows(real, ours)
+        write_table(folder / "points.csv", rows)
+        found = figures(rows, real, ours)
+        summary = {
+            each.name: {
+                "measured_s": each.measured,
+                "simulated_s": each.simulated,
+                "off": each.error,
+            }
+            for each in found
+        }
+        text = json.dumps({"requests": len(rows)} | summary, indent=2)
+        (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+        draw_requests(folder / f"scatter-requests.{ending}", rows)
     for each in found:
         print(each.line)
     print(f"{counted(len(rows), 'request')}, picture and run: {folder}{os.sep}")
@@ -167,23 +188,25 @@ def _compare(
     compared: list[Compared] = []
     todo: list[tuple[int, PointSetup]] = []
     for point, use in zip(points, uses(points), strict=True):
-        found: Any = None
+        found, as_what = None, ""
         if use.tpot:
             try:
                 launch = make(point)
+                as_what = launch.simulated_as
                 found = kept.find(launch)
                 if found is None:
                     todo.append((len(compared), launch))
             except JaxinferError as error:
                 found = {"refused": str(error)}
-        compared.append(Compared(point, use, found))
+        compared.append(Compared(point, use, found, as_what))
     todo.sort(key=lambda each: -points[each[0]].osl * points[each[0]].concurrency)
     if todo:
         at = nullcontext((map, 1)) if jobs == 1 else cores(None, jobs)
         with at as (map_points, _), Bar(len(todo)) as bar:
             launches = [launch for _, launch in todo]
             for (number, launch), found in zip(todo, map_points(predict, launches), strict=True):
-                kept.add(launch, found)
+                if "refused" not in found:
+                    kept.add(launch, found)
                 compared[number] = replace(compared[number], found=found)
                 bar.advance(points[number].id)
     return compared
@@ -232,13 +255,54 @@ def _settings(settings: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _left_out(compared: "Sequence[Compared]") -> dict[str, int]:
-    """Count the points without figures, or without a TTFT that counts, by the reason."""
-    found: dict[str, int] = {}
+def _left_out(compared: "Sequence[Compared]") -> "dict[str, list[Compared]]":
+    """The points without figures, or without a TTFT that counts, by the reason."""
+    found: dict[str, list[Compared]] = {}
     for each in compared:
-        if why := each.row["why"]:
-            found[why] = found.get(why, 0) + 1
+        if each.why:
+            found.setdefault(each.why, []).append(each)
     return found
+
+
+def _left_out_lines(compared: "Sequence[Compared]") -> Iterator[str]:
+    for why, several in _left_out(compared).items():
+        what = "without a TTFT that counts" if several[0].is_predicted else "left out"
+        where = f"line {several[0].point.line}" + " on" * (len(several) > 1)
+        yield f"{counted(len(several), 'point')} {what}, {where}: {why}"
+
+
+def _notes(
+    summary: Mapping[str, Any], columns: Mapping[str, str], compared: "Sequence[Compared]"
+) -> Iterator[str]:
+    """Say what versions stand for the points', what was left out, and which columns have moved."""
+    from jaxinfer.validate.table import OURS
+
+    for group, found in summary.items():
+        for simulated_as in found.get("simulated_as", ()):
+            yield f"{group}: simulated with {simulated_as}"
+    yield from _left_out_lines(compared)
+    if own := [name for name in columns if name in OURS]:
+        yield f"columns with the names of ours are own_NAME in points.csv: {', '.join(own)}"
+
+
+def _tables_folder(operators: str | None) -> str:
+    """The folder of measured operators; raises JaxinferError where it has no cards."""
+    if operators is None:
+        raise JaxinferError(
+            f"--operators is missing, must be the folder of measured operators; {OPERATORS_NAME} "
+            "ships"
+        )
+    folder = data_path(operators)
+    if not folder.is_dir():
+        raise JaxinferError(
+            f"--operators {operators}: no such folder; {OPERATORS_NAME} ships, with all its cards"
+        )
+    if folder.with_suffix(".yaml").is_file():
+        raise JaxinferError(
+            f"--operators {operators}: is of one card; rows name theirs, so give the folder with "
+            f"all: {Path(operators).parent}"
+        )
+    return str(folder)
 
 
 def _write(folder: Path, compared: "Sequence[Compared]") -> None:

@@ -35,12 +35,16 @@ class EngineOptions(Options):
         load_format: ``auto`` reads the model's weights; ``dummy`` draws them from ``seed``. Then
             ``config.json`` alone will do to measure speed; without a tokenizer, prompts are
             ``prompt_token_ids``.
+        generation_config: Where defaults of sampling come from: ``auto``, the model's
+            ``generation_config.json``; ``vllm``, nowhere; or a folder with that file, whose ends of
+            a text are taken, too, and whose ``max_new_tokens`` no line of a batch may exceed.
         dtype: Format of weights and computation; ``auto`` is float32 on CPUs, bfloat16 on GPUs.
         weight_dtype: Format of linear layers' weights; ``auto``: the checkpoint's 8 bits, else
             ``dtype``. ``int8`` and ``fp8`` have a scale per output channel, and are multiplied in
             ``dtype``; embeddings, heads, norms and biases stay in it.
         kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``, ``int8`` and ``fp8`` halve
-            it. Both keep a scale per page and head; fp8 is e4m3, on GPUs from sm_89 on.
+            it, on CPUs with the slower ``kernels: plain`` alone. Both keep a scale per page and
+            head; fp8 is e4m3, on GPUs from sm_89 on.
         tensor_parallel_size: Devices that share each layer.
         layout: Placement of parameters, activations and KV on those devices: a name of
             ``models/layouts.py``, or a Python file. The file has a ``LAYOUT``, or ``RULES`` of
@@ -82,6 +86,7 @@ class EngineOptions(Options):
 
     like: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
+    generation_config: str = Field(default="auto", min_length=1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     weight_dtype: Literal["auto", "int8", "fp8"] = "auto"
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"

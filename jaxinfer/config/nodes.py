@@ -47,7 +47,10 @@ class NodeOptions(Options):
             JaxinferError: there is none of that name.
         """
         gpu = known.gpu(self.gpu)
-        own: dict[str, object] = {"bf16_tflops": gpu.bf16_tflops * self.flops_scale}
+        own: dict[str, object] = {
+            "bf16_tflops": gpu.bf16_tflops * self.flops_scale,
+            "domain": None,  # A node's link joins all of its GPUs.
+        }
         if self.link_gb_s is not None:
             # What the GPU's own link gives a collective says nothing of this one.
             own |= {"link_gb_s": self.link_gb_s, "all_reduce_gb_s": None}

@@ -128,16 +128,21 @@ class RunFile(Options):
             JaxinferError: none is named.
         """
         if self.model is None:
-            raise JaxinferError("no model: give --model, or model in the run file")
+            raise JaxinferError(
+                "model is missing: name one in the run file, or by --model or --set model=NAME "
+                "where a command has these"
+            )
         return self.model
 
     def with_workload(self, **options: object) -> "RunFile":
         """The same with other options of its workload."""
         return self.model_copy(update={"workload": self.workload.model_copy(update=options)})
 
-    def requests(self, note: Callable[[str], None] = lambda text: None) -> list[BenchRequest]:
+    def requests(
+        self, note: Callable[[str], None] = lambda text: None, searched: bool = False
+    ) -> list[BenchRequest]:
         """See ``Workload.requests``, of the file's model."""
-        return self.workload.requests(self.model, note)
+        return self.workload.requests(self.model, note, searched)
 
     def cluster(self) -> ClusterConfig:
         """Groups, instances and links.
@@ -167,6 +172,11 @@ class RunFile(Options):
                 raise JaxinferError(
                     f"instances.{name}.seed is {instance.seed}, must be engine.seed's "
                     f"{self.engine.seed}: tokens, and random weights, are the same on each instance"
+                )
+            if instance.generation_config != self.engine.generation_config:
+                raise JaxinferError(
+                    f"instances.{name}.generation_config is {instance.generation_config}, must be "
+                    f"engine.generation_config's {self.engine.generation_config}: it is of requests"
                 )
             if self.verify_transfers and instance.kv_cache_dtype != "auto":
                 raise JaxinferError(

@@ -7,21 +7,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, permutations
+from math import inf
 
+from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.config.costs import GroupCosts, SimulateOptions
 from jaxinfer.config.layer_split import count_layers, shared_layers
 from jaxinfer.config.nodes import NetworkPath, Placement, place_groups
 from jaxinfer.config.published import PublishedTables
 from jaxinfer.config.resolve import Resolved
-from jaxinfer.config.stage_part import EXPERT_SIZES, KV_SIZES, WEIGHT_SIZES, StagePart
+from jaxinfer.config.stage_part import EXPERT_SIZES, StagePart, stored_sizes
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
+from jaxinfer.models.layout_checks import check_pages
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.options.validation import OptionError, did_you_mean, within
 from jaxinfer.sharding.costs import LayoutFlow
+from jaxinfer.sharding.shapes import check_layout
 from jaxinfer.steps.shapes import StepLimits
 
 
@@ -150,7 +154,17 @@ def model_site(resolved: Resolved) -> ModelledSite:
     run_file = resolved.run_file
     placement, groups = model_groups(resolved)
     known: Catalogue = placement.known if placement else run_file.own
-    model = known.model(run_file.require_model())
+    model = model_shape(run_file.require_model(), known)
+    longest = {name: each.max_model_len or 0 for name, each in resolved.cluster.instances.items()}
+    for name, length in longest.items():
+        if length > (model.max_position_embeddings or inf):
+            raise OptionError(
+                f"instances.{name}.max_model_len is {length}, the model was made for "
+                f"{model.max_position_embeddings}"
+            )
+    if max(length or inf for length in longest.values()) <= model.sliding_window:
+        # No request leaves the window.
+        model = model.model_copy(update={"sliding_window": 0, "windowed_layers": 0})
     path = partial(_path, resolved.cluster, placement)
     stages = {}
     sharing = run_file.simulate.shared_experts
@@ -202,7 +216,7 @@ def _stages(
     if instance.dtype == "float32":
         raise OptionError("dtype is float32, must be auto or bfloat16: others are not modelled")
     own = [groups[place.group] for place in instance.places]
-    parts, last = _parts(instance, model, own), len(own) - 1
+    parts, last = _parts(instance, model, own, options), len(own) - 1
     parts = [
         replace(part, sharers=sharers, expert_size=_expert_size(options.of(group.name)))
         for part, group in zip(parts, own, strict=True)
@@ -224,14 +238,20 @@ def _expert_size(costs: SimulateOptions) -> float | None:
 
 
 def _parts(
-    instance: InstanceConfig, model: ModelShape, groups: Sequence[SiteGroup]
+    instance: InstanceConfig,
+    model: ModelShape,
+    groups: Sequence[SiteGroup],
+    options: SimulateOptions,
 ) -> list[StagePart]:
     """Return each stage's part of the model, by stated layers or the groups' peak FLOPs.
 
     Args:
         groups: one for each stage.
     """
-    flows = [_flow(instance, model, group) for group in groups]
+    flows = [
+        _flow(instance, model, group, not (place.attention or _is_measured(options, group)))
+        for group, place in zip(groups, instance.places, strict=True)
+    ]
     for group, place, flow in zip(groups, instance.places, flows, strict=True):
         if flow and place.attention:
             raise JaxinferError(
@@ -250,7 +270,7 @@ def _parts(
     layers = count_layers(total, instance.places, lambda number: speeds[number])
     if instance.segments > min(layers):
         raise OptionError(f"segments is {instance.segments}, a stage has {min(layers)} layers")
-    sizes = WEIGHT_SIZES[instance.weight_dtype], KV_SIZES[instance.kv_cache_dtype]
+    sizes = stored_sizes(model, instance.weight_dtype, instance.kv_cache_dtype)
     limits = StepLimits(
         max_num_seqs=instance.max_num_seqs,
         max_num_batched_tokens=instance.max_num_batched_tokens,
@@ -267,13 +287,30 @@ def _parts(
     ]  # fmt: skip
 
 
-def _flow(instance: InstanceConfig, model: ModelShape, group: SiteGroup) -> LayoutFlow | None:
-    """The flow of a layer on a group's mesh; None where neither layout nor mesh is given."""
-    if instance.layout is None and group.mesh is None:
+def _is_measured(options: SimulateOptions, group: SiteGroup) -> bool:
+    """True of a group whose steps go by what was measured, or which shares experts."""
+    return bool(options.shared_experts or options.of(group.name).measured)
+
+
+def _flow(
+    instance: InstanceConfig, model: ModelShape, group: SiteGroup, is_free: bool
+) -> LayoutFlow | None:
+    """The flow of a layer on a group's mesh; None where neither layout nor mesh is given.
+
+    Args:
+        is_free: devices may be more than KV heads, each of which several have, as in a real run.
+    """
+    kv_heads, devices = model.num_key_value_heads, group.stage_devices
+    has_copies = (
+        devices > kv_heads and devices % kv_heads == model.num_attention_heads % devices == 0
+    )
+    if instance.layout is None and group.mesh is None and not (is_free and has_copies):
         return None
     mesh = group.mesh or {DEFAULT_AXIS: group.stage_devices}
     try:
         layout = load_layout(instance.layout)
+        check_pages(layout)
+        check_layout(layout, model)
         return LayoutFlow(model, layout, mesh)
     except JaxinferError as error:
         raise within("layout", error) from None

@@ -3,17 +3,29 @@
 from dataclasses import dataclass
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.options.validation import OptionError
 from jaxinfer.sharding.costs import LayoutFlow
 from jaxinfer.steps.shapes import StepLimits
 
-# Bytes of a number that is stored, by its option's value: those of layers' weights, and of KV.
-WEIGHT_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
-KV_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
+# Bytes of a number that is stored, by its option's value.
+_SIZES = {"auto": 2, "int8": 1, "fp8": 1}
 # Of experts in formats of their own, as published tables name them: with a scale of 8 bits for each
 # 32 numbers, and of 16 bits for each 128.
 EXPERT_SIZES = {"w4a16_mxfp4": 17 / 32, "int4_wo": 33 / 64}
 # Of the embedding's and the head's numbers.
 TABLE_SIZE = 2
+
+
+def stored_sizes(model: ModelShape, weight_dtype: str, kv_cache_dtype: str) -> tuple[int, int]:
+    """Bytes of a layer's weight, of those that do not keep 16 bits, and of a KV entry's number.
+
+    Raises:
+        JaxinferError: the model is stored in another format of 8 bits.
+    """
+    there = model.stored_bits
+    if there is not None and weight_dtype not in ("auto", there):
+        raise OptionError(f"weight_dtype is {weight_dtype}, the model has {there}: leave it auto")
+    return _SIZES[there or weight_dtype], _SIZES[kv_cache_dtype]
 
 
 @dataclass(frozen=True)
@@ -24,7 +36,7 @@ class StagePart:
         kind: the GPU's name; ``devices``: how many share each layer.
         layers: number of layers; ``share``: their share of the model's.
         first, last: with the embedding, with the head.
-        weight_size, kv_size: bytes of a layer's weight, and of a KV entry's number.
+        weight_size, kv_size: see ``stored_sizes``.
         limits: sizes to which an engine pads the instance's steps; None where not known.
         flow: what each layer does under its layout; without one, the devices have equal parts of
             all weights and of KV.
@@ -48,16 +60,21 @@ class StagePart:
     expert_size: float | None = None
 
     @property
+    def mean_weight_size(self) -> float:
+        """Bytes of a layer's weight in the mean, over all layers of the model."""
+        return self.model.weight_size(self.weight_size)
+
+    @property
     def weight_bytes(self) -> float:
         """Weights on one of the devices."""
         of: LayoutFlow | ModelShape = self.flow or self.model
         layers = of.parameters(self.layers, False, False)
         tables = of.parameters(self.layers, self.first, self.last) - layers
-        held = layers * self.weight_size + tables * TABLE_SIZE
+        held = layers * self.mean_weight_size + tables * TABLE_SIZE
         if self.sharers > 1 or self.expert_size:
             experts = self.model.num_experts * self.model.expert_parameters * self.layers
-            own = (self.expert_size or self.weight_size) / self.sharers
-            held += experts * (own - self.weight_size)
+            size = self.model.weight_size(self.weight_size, ("gate", "up", "down"))
+            held += experts * ((self.expert_size or size) / self.sharers - size)
         return held if self.flow else held / self.devices
 
     @property

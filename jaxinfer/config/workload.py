@@ -14,7 +14,7 @@ from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest, read_trace
 from jaxinfer.workload.predictor import Buckets, Own
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
-from jaxinfer.workload.trace import Trace
+from jaxinfer.workload.trace import Trace, from_start
 
 
 class Workload(Options):
@@ -101,13 +101,17 @@ class Workload(Options):
             )
 
     def requests(
-        self, model: str | None, note: Callable[[str], None] = lambda text: None
+        self,
+        model: str | None,
+        note: Callable[[str], None] = lambda text: None,
+        searched: bool = False,
     ) -> list[BenchRequest]:
         """The requests with their times of arrival.
 
         Args:
             model: whose tokens a trace with texts is in, where no ``tokenizer`` is named.
-            note: told of what was left out.
+            note: told of what was left out, and of times that do not count.
+            searched: whether rates are searched for, whatever the arrivals.
 
         Raises:
             JaxinferError: there is no trace, or it cannot be read, or nothing of the class.
@@ -118,7 +122,10 @@ class Workload(Options):
             )
         if self.trace is not None and self.synthetic is not None:
             raise JaxinferError(f"workload: both a trace, {self.trace}, and synthetic lengths")
-        work = self._drawn() if self.synthetic else self._read(self.tokenizer or model, note)
+        if self.synthetic:
+            work = self._drawn()
+        else:
+            work = self._read(self.tokenizer or model, note, searched)
         return with_arrivals(work[: self.limit], self.arrivals)
 
     def _drawn(self) -> list[BenchRequest]:
@@ -126,11 +133,13 @@ class Workload(Options):
         if self.arrivals.kind == "trace":
             raise JaxinferError("workload.arrivals: synthetic lengths have no times of a trace")
         try:
-            return self.synthetic.requests(self.only)
+            return self.synthetic.requests(self.only, self.limit)
         except JaxinferError as error:
             raise within("workload.synthetic", error) from None
 
-    def _read(self, model: str | None, note: Callable[[str], None]) -> list[BenchRequest]:
+    def _read(
+        self, model: str | None, note: Callable[[str], None], searched: bool
+    ) -> list[BenchRequest]:
         trace = _trace(str(self.trace), None if self.only else self.limit, model)
         if self.arrivals.kind == "trace" and not trace.has_times:
             raise JaxinferError(
@@ -139,14 +148,32 @@ class Workload(Options):
             )
         if trace.note:
             note(trace.note)
+        if told := self._of_times(trace, searched):
+            note(told)
+        requests = from_start(trace.requests)
         if self.only is None:
-            return list(trace.requests)
-        kept = [item for item in trace.requests if is_of_class(item, self.only)]
+            return list(requests)
+        kept = [item for item in requests if is_of_class(item, self.only)]
         if not kept:
             raise JaxinferError(
-                f"workload {self.trace}: none of its {len(trace.requests)} is {self.only}"
+                f"workload {self.trace}: none of its {len(requests)} is {self.only}"
             )
         return kept
+
+    def _of_times(self, trace: Trace, searched: bool) -> str | None:
+        """Say which times of a trace do not count, or count from another moment on."""
+        if not trace.has_times:
+            return None
+        if searched:
+            return f"{self.trace}: its times do not count, each rate is of Poisson arrivals"
+        if (kind := self.arrivals.kind) != "trace":
+            return (
+                f"{self.trace}: its times do not count, since workload.arrivals is {kind}: "
+                "--set workload.arrivals=trace takes them"
+            )
+        if start := min(item.arrival for item in trace.requests):
+            return f"{self.trace}: its first request comes at {start:g} s, which counts as 0"
+        return None
 
 
 def _trace(path: str, limit: int | None, model: str | None) -> Trace:

@@ -1,10 +1,11 @@
 """The seam to an engine: four methods, of about twenty lines in all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from jaxinfer.conformance.check import Finding, check
-from jaxinfer.conformance.golden import FORMER, GoldenModel
+from jaxinfer.conformance.golden import FORMER, GoldenModel, check_counts
 from jaxinfer.conformance.layout import KVLayout, LayerPages
 from jaxinfer.conformance.side import Pool, Side
 
@@ -39,6 +40,15 @@ class HandOff(Protocol):
         """Move a request's entries; return when they lie in the destination's pages."""
 
 
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Name what an adapter has given in the error that it is not as it must be."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
 def hand_over(
     model: GoldenModel,
     source: HandOffEngine,
@@ -51,15 +61,22 @@ def hand_over(
     """Have an engine hand over golden requests, one after another; return what is wrong.
 
     Raises:
-        ValueError: there are more requests than golden entries tell from what pools held before.
+        ValueError: there are no requests, or more than golden entries tell from what pools held
+            before; or an adapter's method gives what cannot be, and is named.
     """
-    if len(lengths) > FORMER:
-        raise ValueError(f"lengths has {len(lengths)} requests, must have at most {FORMER}")
+    if not 1 <= len(lengths) <= FORMER:
+        raise ValueError(f"lengths has {len(lengths)} requests, must have 1 to {FORMER}")
+    check_counts("hand_over", {f"lengths[{n}]": length for n, length in enumerate(lengths)})
     sides = []
-    for number, engine in enumerate((source, dest)):
-        side = Side(model, engine.layout, engine.num_pages, FORMER + number)
+    for number, (end, engine) in enumerate({"source": source, "dest": dest}.items()):
+        if not isinstance(engine.layout, KVLayout):
+            raise ValueError(f"{end}.layout is {type(engine.layout).__name__}, must be a KVLayout")
+        with _naming(f"{end}.num_pages"):
+            side = Side(model, engine.layout, engine.num_pages, FORMER + number)
         for request, length in enumerate(lengths):
-            side.add(request, length, engine.reserve(request, length))
+            pages = engine.reserve(request, length)
+            with _naming(f"{end}.reserve({request}, {length})"):
+                side.add(request, length, pages)
         sides.append(side)
     given, taken = sides
     for request in range(len(lengths)):
@@ -69,5 +86,7 @@ def hand_over(
     dest.write(taken.pools)
     for request, length in enumerate(lengths):
         transfer(request, length)
-    taken.load(dest.read())
+    found = dest.read()
+    with _naming("dest.read()"):
+        taken.load(found)
     return check(given, taken, range(len(lengths)), before=before, whole_pages=whole_pages)

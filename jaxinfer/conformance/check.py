@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.conformance.compare import Wrong, changed_elsewhere, wrong_blocks
+from jaxinfer.conformance.formats import FORMATS
 from jaxinfer.conformance.golden import Origin
 from jaxinfer.conformance.mover import SLAB_TOKENS
 from jaxinfer.conformance.reread import other_readings
@@ -60,7 +61,11 @@ def check(
     Returns:
         The findings: first of the requests' own entries, then of all else, and what is rounded
         last; of each, those first that explain the most.
+
+    Raises:
+        ValueError: there is nothing to check, or a side has no such request.
     """
+    _refuse(source, dest, requests, wire)
     found: list[Finding] = []
     for request in requests:
         wrong = wrong_blocks(source.layout, dest, request, wire)
@@ -69,6 +74,23 @@ def check(
         found += _elsewhere(before, dest, requests, freed, whole_pages)
     # A page of 8 bits is rounded more coarsely for whatever else lies in it.
     return sorted(found, key=lambda f: (f.name == "rounded", f.request is None, -f.blocks))
+
+
+def _refuse(source: Side, dest: Side, requests: Sequence[int], wire: str | None) -> None:
+    if not len(requests):
+        raise ValueError("requests is empty: nothing would be checked")
+    if wire is not None and wire not in FORMATS:
+        raise ValueError(f"wire is {wire!r}, must be one of {', '.join(FORMATS)}")
+    for request in requests:
+        for end, side in {"source": source, "dest": dest}.items():
+            if request not in side.tables:
+                known = ", ".join(map(str, side.tables)) or "none"
+                raise ValueError(f"request {request!r} is not at the {end}, which has {known}")
+        lengths = source.lengths[request], dest.lengths[request]
+        if lengths[0] != lengths[1]:
+            raise ValueError(
+                f"request {request} has {lengths[0]} tokens at the source, {lengths[1]} at the dest"
+            )
 
 
 def _explain(case: Case) -> list[Finding]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxinfer.conformance.formats import FORMATS
+from jaxinfer.conformance.formats import FORMATS, decode, encode
 from jaxinfer.conformance.golden import BLOCK, Origin
 from jaxinfer.conformance.layout import KVLayout, LayerPages
 from jaxinfer.conformance.mover import narrower
@@ -93,17 +93,29 @@ def _of_shard(
 
 
 def allowed_change(golden: np.ndarray, source: KVLayout, wire: str, dest: KVLayout) -> np.ndarray:
-    """[2, T, K, H]: how far formats may let each entry differ from its golden one."""
-    allowed = np.zeros_like(golden)
-    for side in (source, dest):
-        form = FORMATS[side.kv_dtype]
+    """[2, T, K, H]: how far formats may let each entry differ from its golden one.
+
+    Without scales it is rounded to the nearest in each format in turn, which is known; what has
+    been in 8 bits is so far off as that format lets it, and by as much again in each narrower one.
+    """
+    allowed, nearest, size = np.zeros_like(golden), golden, np.abs(golden)
+    is_known = True
+    for name, page_size in (
+        (source.kv_dtype, source.page_size),
+        (wire, 1),
+        (dest.kv_dtype, dest.page_size),
+    ):
+        form = FORMATS[name]
         if form.scaled:
-            largest = _largest_of_pages(np.abs(golden), side.page_size)
-            once = np.maximum(form.relative * np.abs(golden), form.absolute * largest)
+            largest = _largest_of_pages(size, page_size)
+            once = np.maximum(form.relative * size, form.absolute * largest)
             allowed += _ROUNDINGS * once + _FLOAT32 * largest
+            is_known = False
+        elif is_known:
+            nearest = decode(encode(nearest, name), name)
         else:
-            allowed += form.relative * np.abs(golden)
-    return allowed + FORMATS[wire].relative * np.abs(golden)
+            allowed += form.relative * size
+    return allowed + np.abs(nearest - golden)
 
 
 def _largest_of_pages(size_2TKH: np.ndarray, page_size: int) -> np.ndarray:

@@ -81,6 +81,12 @@ def _slabs(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mis
 
 
 def _wire(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
+    if source.kv_dtype == "float32" and dest.kv_dtype == "bfloat16":
+        yield replacing(
+            "rounded",
+            "cut to bfloat16, not rounded",
+            travel=lambda m, slab: (slab.view(np.uint32) & 0xFFFF0000).view(np.float32),
+        )
     if source.kv_dtype == dest.kv_dtype == "float32":
         for name in ("bfloat16", "float16"):
             yield replacing(
@@ -101,6 +107,22 @@ def _wire(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mist
             "channel offset",
             f"sent from {by} channels on",
             travel=lambda m, slab, by=by: np.roll(slab, by, axis=-1),
+        )
+    dim = model.head_dim
+    for words, channels in (
+        ("even channels first", np.arange(dim).reshape(-1, 2).T.ravel()),
+        ("halves interleaved", np.arange(dim).reshape(2, -1).T.ravel()),
+    ):
+        yield replacing(
+            "channel order",
+            f"sent with {words}",
+            travel=lambda m, slab, c=channels: Mover.travel(m, slab)[..., c],
+        )
+    if source.kv_dtype == dest.kv_dtype == "float32":
+        yield replacing(
+            "scaled",
+            "keys sent times a quarter",
+            travel=lambda m, slab: slab * np.array([0.25, 1], np.float32)[:, None, None, None],
         )
     if model.head_dim > BLOCK:
         yield replacing(

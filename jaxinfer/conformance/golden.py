@@ -8,6 +8,8 @@ page's shows as the same code times a number. Powers of two alone would hide a n
 the way; a share of up to 2^-7 by place shows it.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +25,13 @@ _RUN = 8
 # Requests of pools' pasts, from here on; of those that are handed over the numbers are smaller.
 FORMER = 12
 MAX_REQUESTS = 16
+
+
+def check_counts(whose: str, counts: Mapping[str, object], least: int = 1) -> None:
+    """Raise ValueError for the first number that is no integer, or is too small."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+            raise ValueError(f"{whose}: {name} is {value!r}, must be an integer from {least} on")
 
 
 class Origin(NamedTuple):
@@ -60,11 +69,15 @@ class GoldenModel:
     max_tokens: int = 1024
 
     def __post_init__(self) -> None:
+        counts = {f"windows[{n}]": w for n, w in enumerate(self.windows) if w is not None}
+        for name in ("layers", "heads", "head_dim", "max_tokens"):
+            counts[name] = getattr(self, name)
+        check_counts("GoldenModel", counts)
         if self.head_dim % BLOCK:
             raise ValueError(f"head_dim is {self.head_dim}, must be a multiple of {BLOCK}")
         if self.windows and len(self.windows) != self.layers:
             raise ValueError(f"windows has {len(self.windows)} entries for {self.layers} layers")
-        if MAX_REQUESTS * np.prod(self._sizes) > 1 << _CODE_BITS:
+        if MAX_REQUESTS * math.prod(self._sizes) > 1 << _CODE_BITS:
             raise ValueError("the model has more places than codes: fewer layers, heads or tokens")
 
     @property

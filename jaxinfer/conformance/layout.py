@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from jaxinfer.conformance.formats import FORMATS
-from jaxinfer.conformance.golden import GoldenModel
+from jaxinfer.conformance.golden import GoldenModel, check_counts
 
 # A page's axes: N tokens, H heads, D channels.
 Order = Literal["NHD", "HND", "HDN"]
@@ -37,6 +37,13 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.kv_dtype not in FORMATS:
             raise ValueError(f"kv_dtype is {self.kv_dtype}, must be one of {', '.join(FORMATS)}")
+        counts = {f"stages[{n}]": count for n, count in enumerate(self.stages)}
+        check_counts("KVLayout", {"tp": self.tp, "page_size": self.page_size} | counts)
+        for name in ("keys", "values"):
+            if getattr(self, name) not in _AXES:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, must be one of {', '.join(_AXES)}"
+                )
 
     def __str__(self) -> str:
         stages = "/".join(map(str, self.stages)) or "all"

@@ -29,6 +29,9 @@ def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, 
             table[np.unique(wrong.token[here] // dest.layout.page_size)]
         ]
         order = dest.layout.order(part)
+        if text := _channel_order(dest, wrong.take(here)):
+            found["channel order", text] = found.get(("channel order", text), False) | here
+            continue
         for kind, text, blocks in _readings(pages, name, order):
             request = dest.model.origins(blocks).request
             if np.mean(request == wrong.request) >= _ENOUGH:
@@ -74,6 +77,31 @@ def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, s
         text = f"lies {by} channels further on"
         yield "channel offset", text, _blocks(np.roll(x_MKBH, -by, axis=-1))
         yield "channel offset", text, _blocks(np.roll(flat, -by, axis=1))
+
+
+def _channel_order(dest: Side, here: Wrong) -> str:
+    """Say how the channels of one part of a shard lie, if each block is golden in its own place."""
+    shard, part = here.shards[here.shard[0]], here.part[0]
+    length = dest.lengths[here.request]
+    x_TKH = dest.get(shard, dest.tables[here.request], 0, length)[part]
+    for text, channels in _channel_orders(x_TKH.shape[-1]).items():
+        origin = dest.model.origins(x_TKH[..., channels])
+        own = (origin.request == here.request) & (origin.token == np.arange(length)[:, None, None])
+        if own[here.token, here.index, here.block].mean() >= _ENOUGH:
+            return text
+    return ""
+
+
+def _channel_orders(dim: int) -> dict[str, np.ndarray]:
+    """Where each channel lies, by what an engine may have done to a head's."""
+    by_pairs = np.arange(dim).reshape(-1, 2)
+    halves = np.arange(dim).reshape(2, -1)
+    return {
+        "lies with even channels before odd ones": halves.T.ravel(),
+        "lies with its halves interleaved": by_pairs.T.ravel(),
+        "lies with neighbouring channels swapped": by_pairs[:, ::-1].ravel(),
+        "lies with its channels reversed": np.arange(dim)[::-1],
+    }
 
 
 def _blocks(numbers: np.ndarray) -> np.ndarray:

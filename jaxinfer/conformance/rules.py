@@ -48,10 +48,10 @@ def by_owner(case: Case) -> Iterator[Named]:
         "holds entries of {request}, whose pages had been freed",
     )
     yield "sent too early", owner == case.source.former, "holds what the source's page held before"
-    others = [r for r in {*case.source.tables, *case.dest.tables} if r != case.wrong.request]
+    pasts = [case.source.former, case.dest.former]
     yield (
         "page of another request",
-        np.isin(owner, [r for r in others if r not in case.freed]),
+        (owner >= 0) & ~case.own & ~np.isin(owner, [*pasts, *case.freed]),
         "holds entries of {request}, layer {layer}, token {token}",
     )
 
@@ -191,10 +191,25 @@ def _places(layout: KVLayout, num_heads: int, head: np.ndarray) -> tuple[np.ndar
 def by_value(case: Case) -> Iterator[Named]:
     """The right entries, by their code, and wrong as numbers."""
     here = case.own & case.differs()
-    scaled = np.abs(np.log2(np.maximum(case.wrong.ratio, 1e-9))) > 0.35
-    yield "scale of another page", here & scaled, "is {ratio:.3g} times what it should be"
-    yield "rounded", here & ~scaled, "is rounded to a narrower format"
+    scaled = here & (np.abs(np.log2(np.maximum(case.wrong.ratio, 1e-9))) > 0.35)
+    name = "scale of another page" if _by_page(case, scaled) else "scaled"
+    yield name, scaled, "is {ratio:.3g} times what it should be"
+    yield "rounded", here & ~scaled, "is rounded to a narrower format, or cut off"
     yield "zeros", case.wrong.zero, "holds zeros"
+
+
+def _by_page(case: Case, scaled: np.ndarray) -> bool:
+    """Tell whether a side has scales, and blocks of several pages are off by unlike factors."""
+    if all(
+        pool.scale_PK is None
+        for side in (case.source, case.dest)
+        for pair in side.pools.values()
+        for pool in pair
+    ):
+        return False
+    ratio, pages = case.wrong.ratio[scaled], case.wrong.token[scaled] // case.dest.layout.page_size
+    one_factor = len(ratio) and ratio.max() < 1.2 * ratio.min()
+    return not (one_factor and len(np.unique(pages)) > 1)
 
 
 def by_rest(case: Case) -> Iterator[Named]:

@@ -21,6 +21,8 @@ LENGTHS = {1: 75, 2: 50}
 # A request that only the source has, one that only the destination has, and one whose pages at the
 # destination were given to request 2 while its transfer was still to come.
 SOURCE_ONLY, DEST_ONLY, FREED = 3, 4, 9
+# A request that neither side's tables have.
+UNKNOWN = 6
 OTHER_LENGTH = 40
 _SPARE_PAGES = 3
 PAIRS: tuple[tuple[KVLayout, KVLayout, GoldenModel], ...] = (

@@ -1,13 +1,13 @@
 """A side of a hand-off: pools of pages, and which pages each request has."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxinfer.conformance.formats import FORMATS, decode, encode
-from jaxinfer.conformance.golden import FORMER, GoldenModel
+from jaxinfer.conformance.golden import FORMER, MAX_REQUESTS, GoldenModel, check_counts
 from jaxinfer.conformance.layout import KVLayout, LayerPages, from_order, to_order
 
 
@@ -52,8 +52,17 @@ class Side:
 
     def __post_init__(self) -> None:
         """Fill the pools with what former requests have left, so that it is known when read."""
-        if self.num_pages * self.layout.page_size > self.model.max_tokens:
-            raise ValueError("a pool holds more tokens than the model has codes for")
+        check_counts("Side", {"num_pages": self.num_pages})
+        if not FORMER <= self.former < MAX_REQUESTS:
+            raise ValueError(
+                f"former is {self.former}, must be from {FORMER} to {MAX_REQUESTS - 1}"
+            )
+        tokens = self.num_pages * self.layout.page_size
+        if tokens > self.model.max_tokens:
+            raise ValueError(
+                f"a pool of {self.num_pages} pages holds {tokens} tokens, the model has codes for "
+                f"{self.model.max_tokens}"
+            )
         if not self.pools:
             for shard in self.layout.shards(self.model):
                 self.pools[shard] = self._empty(shard, 0), self._empty(shard, 1)
@@ -68,8 +77,38 @@ class Side:
         return Pool(to_order(pages, self.layout.order(part)), scale_PK)
 
     def add(self, request: int, length: int, pages: list[int]) -> None:
-        """Note a request and its pages; they hold what they held."""
-        self.tables[request], self.lengths[request] = pages, length
+        """Note a request and its pages; they hold what they held.
+
+        Raises:
+            ValueError: it is there already, has no golden entries, or these cannot be its pages.
+        """
+        check_counts("add", {"request": request}, least=0)
+        check_counts(f"request {request}", {"length": length})
+        if request in self.tables:
+            raise ValueError(f"request {request} is there already")
+        if request >= FORMER:
+            raise ValueError(
+                f"request is {request}, must be below {FORMER}: others are pools' pasts"
+            )
+        if not isinstance(pages, Sequence | np.ndarray) or isinstance(pages, str):
+            raise ValueError(
+                f"pages of request {request} are {pages!r}, must be a list of integers"
+            )
+        table, needed = list(pages), -(-length // self.layout.page_size)
+        check_counts(f"request {request}", {f"pages[{n}]": p for n, p in enumerate(table)}, least=0)
+        if len(table) < needed:
+            raise ValueError(
+                f"request {request} of {length} tokens has {len(table)} pages of "
+                f"{self.layout.page_size}, needs {needed}"
+            )
+        if max(table) >= self.num_pages:
+            raise ValueError(
+                f"request {request} has page {max(table)}, the last one is {self.num_pages - 1}"
+            )
+        if len({*table}) < len(table):
+            twice = next(page for page in table if table.count(page) > 1)
+            raise ValueError(f"request {request} has page {twice} twice")
+        self.tables[request], self.lengths[request] = table, length
 
     def fill(self, request: int) -> None:
         """Write all golden entries of a request, as its prefill would."""
@@ -150,11 +189,21 @@ class Side:
         Raises:
             ValueError: they are not as the layout has them: shards, shapes, dtypes, or scales.
         """
+        if not isinstance(pools, Mapping):
+            raise ValueError(f"pools are {type(pools).__name__}, must be a mapping")
         if apart := pools.keys() ^ self.pools.keys():
             whose = "the layout" if min(apart, key=str) in self.pools else "the engine"
             raise ValueError(f"{min(apart, key=str)}: {whose} alone has it")
         for shard, pair in pools.items():
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ValueError(f"{shard}: must have keys and values")
             for mine, theirs in zip(self.pools[shard], pair, strict=True):
+                if not isinstance(theirs, Pool) or not isinstance(theirs.pages, np.ndarray):
+                    inner = f" of {type(theirs.pages).__name__}" if isinstance(theirs, Pool) else ""
+                    raise ValueError(
+                        f"{shard}: the engine has {type(theirs).__name__}{inner}, must "
+                        "be a Pool of numpy's arrays"
+                    )
                 if str(theirs) != str(mine):
                     raise ValueError(f"{shard}: the engine has {theirs}, the layout {mine}")
                 mine.pages[:] = theirs.pages

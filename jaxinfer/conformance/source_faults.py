@@ -13,7 +13,13 @@ from jaxinfer.conformance.golden import GoldenModel
 from jaxinfer.conformance.layout import KVLayout, LayerPages, from_order, to_order
 from jaxinfer.conformance.mistake import Mistake, Production, Step, afterwards, replacing
 from jaxinfer.conformance.mover import Mover
-from jaxinfer.conformance.scenario import DEST_ONLY, LENGTHS, OTHER_LENGTH, SOURCE_ONLY
+from jaxinfer.conformance.scenario import (
+    DEST_ONLY,
+    LENGTHS,
+    OTHER_LENGTH,
+    SOURCE_ONLY,
+    UNKNOWN,
+)
 
 
 def _heads(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
@@ -103,11 +109,16 @@ def _other_tables(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Itera
             self.source.write(SOURCE_ONLY, pages, 0, min(OTHER_LENGTH, room))
         Mover.move(self, request)
 
+    def unknown(self: Mover, shard: LayerPages, request: int, tokens: range) -> np.ndarray:
+        heads = np.maximum(self.dest.layout.heads_of(model, shard.rank), 0)
+        return model.entries(UNKNOWN, shard.layer, np.array(tokens), heads)
+
     def overwritten(mover: Mover) -> None:
         mover.dest.write(DEST_ONLY, mover.dest.tables[1], 0, OTHER_LENGTH)
 
     yield replacing(name, "source: first pages of a neighbour's", source_table=neighbour)
     yield replacing(name, "source: pages given away before they are sent", move=reused)
+    yield replacing(name, "source: entries of a request that no table has", take=unknown)
     yield afterwards(name, "dest: pages that two requests have", overwritten)
 
 

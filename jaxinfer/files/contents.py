@@ -8,12 +8,16 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
+from jaxinfer.files.own_modules import with_imports
 from jaxinfer.files.shipped import OPERATORS_NAME, data_path
 
 # Options that may name a folder by a word alone: elsewhere a word is a system, a group, a planner.
 _FOLDERS = ("model", "tokenizer", "tables", "folder")
 # What counts in a folder, beside its tables: a model's shape and tokenizer, or how it was measured.
-_INSIDE = ("config.json", "meta.yaml", "tokenizer.json", "tokenizer_config.json")
+_INSIDE = (
+    *("config.json", "generation_config.json", "meta.yaml"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+)
 
 
 def contents(data: object, beside: bool = True) -> dict[str, str]:
@@ -22,7 +26,7 @@ def contents(data: object, beside: bool = True) -> dict[str, str]:
     The same names may stand for other things when a search goes on, or a run is made again.
 
     Args:
-        beside: with a module, those in its folder, which it may import.
+        beside: with a module or a Python file, those in its folder and all that these import.
     """
     found = {}
     for text, may_be_folder in _texts(data):
@@ -53,7 +57,7 @@ def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
     try:
         path = data_path(Path(text).expanduser())
         if path.is_file():
-            yield path
+            yield from with_imports(path) if beside and path.suffix == ".py" else [path]
         elif may_be_folder and path.is_dir():
             named = (path / name for name in _INSIDE)
             tables = (path.rglob(name) for name in ("*.csv*", "*.parquet", "*.npz"))
@@ -64,7 +68,7 @@ def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
             spec = find_spec(module)
             if spec and spec.origin and Path(spec.origin).is_file():
                 module_file = Path(spec.origin)
-                yield from sorted(module_file.parent.glob("*.py")) if beside else [module_file]
+                yield from with_imports(module_file) if beside else [module_file]
     except (OSError, RuntimeError, ValueError, ImportError):
         return  # Too long for a name, or otherwise none: what needs it will say so.
 

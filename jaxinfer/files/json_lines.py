@@ -1,11 +1,13 @@
 """Reading JSONL strictly: what a lenient reader would let pass, or crash on, is an error here."""
 
 import codecs
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn, cast
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import why_not
@@ -27,6 +29,13 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise JaxinferError(f"cannot read {path}: {why_not(path, error)}") from error
+    except (EOFError, zlib.error) as error:
+        raise JaxinferError(f"cannot read {path}: not gzip, or damaged: {error}") from error
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """Open a file, and unpack it where its name ends in ``.gz``."""
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
 def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -43,7 +52,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     Raises:
         JaxinferError: the file is missing, a folder, or cannot be read.
     """
-    with readable(path), path.open("rb") as file:
+    with readable(path), open_bytes(path) as file:
         yield from numbered(file)
 
 
@@ -73,6 +82,9 @@ def parse_object(raw: bytes) -> dict[str, object]:
         raise JaxinferError(f"not JSON: {str(error).partition(';')[0]}") from None
     except RecursionError:
         raise JaxinferError("not usable JSON: nested too deeply") from None
+    except _ConstantFound:
+        json.loads(raw, object_pairs_hook=_refuse_constants, parse_constant=_Constant)
+        raise JaxinferError("NaN and infinity are not JSON, write finite numbers") from None
     if not isinstance(value, dict):
         raise JaxinferError(f"{shorten(value)} is not a JSON object, write {{...}}")
     return value
@@ -94,6 +106,26 @@ def as_token_ids(value: object, name: str) -> list[int]:
     return value
 
 
+class _ConstantFound(Exception):
+    pass
+
+
+class _Constant(str):
+    """NaN or an infinity, until the key that has it is known."""
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _ConstantFound(name)
+
+
+def _refuse_constants(pairs: list[tuple[str, object]]) -> None:
+    """Raise the error that names a constant and its key."""
+    for key, value in pairs:
+        values = value if isinstance(value, list) else [value]
+        if wrong := next((each for each in values if isinstance(each, _Constant)), None):
+            raise JaxinferError(f"{key}: {wrong} is not JSON, write a finite number")
+
+
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
@@ -103,7 +135,3 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
                 raise JaxinferError(f"{shorten(key)} is given twice, give it once")
             seen.add(key)
     return fields
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise JaxinferError(f"{name} is not JSON, write a finite number")

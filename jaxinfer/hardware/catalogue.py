@@ -1,29 +1,27 @@
 """Parts of a modelled cluster: GPUs and models, by name, in numbers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, field_validator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.files.shipped import SHIPPED, data_path
-from jaxinfer.options.validation import OptionError, Options, did_you_mean, read_json
+from jaxinfer.files.shipped import SHIPPED
+from jaxinfer.options.validation import OptionError, Options, did_you_mean
 
-# Whose layers are attention with grouped KV heads and one feed-forward layer, or experts alike.
-_ARCHITECTURES = tuple(
-    f"{name}ForCausalLM"
-    for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "OPT")
-)
 # Collectives over PCIe, where cards do not read each other's memory: the rate that LLMServingSim's
 # example clusters give two such cards (16 GiB/s). Public runs of nccl-tests on four RTX 4090 have
 # 12.8 GB/s, and 26 to 36 us from 128 KiB to 2 MiB beside it (tinygrad/open-gpu-kernel-modules#22).
 PCIE_GB_S, PCIE_S = 17.0, 30e-6
 # Over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's aiconfigurator.
 NVLINK_SHARE, NVLINK_S = 0.5, 12e-6
+# Bytes of a number of 16 bits.
+WIDE_SIZE = 2
+# Between domains, where nothing else is said: an adapter of 400 Gbit/s for each GPU.
+NETWORK_GB_S = 50.0
 # What connects GPUs: collectives over PCIe go through the host. Of a CPU, its memory; of one, none.
 LINKS = ("NVLink", "PCIe", "InfinityFabric", "ICI", "memory", "none")
 
@@ -37,6 +35,8 @@ class Gpu(Options):
             ``memory_gb_s``: its bandwidth per second.
         link: what connects the GPUs of one node, one of ``LINKS``, or one with its generation, as
             ``NVLink4``; ``link_gb_s``: 10^9 bytes per second, each way.
+        domain: GPUs that the link joins; None for any number of them. ``network_gb_s``: to GPUs of
+            other domains, as ``link_gb_s``.
         watts: the limit of its power; None where it is not known.
         device_kind: what JAX calls it.
         checked: whether more than one source has the numbers.
@@ -50,6 +50,8 @@ class Gpu(Options):
     memory_gb_s: float = Field(gt=0)
     link: str
     link_gb_s: float = Field(gt=0)
+    domain: int | None = Field(default=None, ge=1)
+    network_gb_s: float = Field(default=NETWORK_GB_S, gt=0)
     watts: float | None = Field(default=None, gt=0)
     device_kind: str | None = None
     checked: bool = False
@@ -96,6 +98,23 @@ class Gpu(Options):
         return gb_s, each_s if self.all_reduce_s is None else self.all_reduce_s
 
 
+class WideLayers(Options):
+    """In how many layers a linear weight keeps 16 bits, where those of others have 8.
+
+    Attributes:
+        q, k, v, o: of attention; ``gate``, ``up``, ``down``: of the feed-forward layer, or of all
+            its experts.
+    """
+
+    q: int = Field(default=0, ge=0)
+    k: int = Field(default=0, ge=0)
+    v: int = Field(default=0, ge=0)
+    o: int = Field(default=0, ge=0)
+    gate: int = Field(default=0, ge=0)
+    up: int = Field(default=0, ge=0)
+    down: int = Field(default=0, ge=0)
+
+
 class ModelShape(Options):
     """The numbers of a decoder-only transformer that decide its cost, as Hugging Face names them.
 
@@ -107,6 +126,9 @@ class ModelShape(Options):
             is one expert's.
         sliding_window: entries that a token sees in ``windowed_layers`` of the layers. Published
             tables alone have times of them.
+        stored_bits: format of 8 bits that its linear weights are stored in, which
+            ``weight_dtype: auto`` keeps; ``wide_layers``: those that are not.
+        max_position_embeddings: tokens of the longest sequence; None where any will do.
     """
 
     hidden_size: int = Field(ge=1)
@@ -123,6 +145,9 @@ class ModelShape(Options):
     num_experts_per_tok: int = 0
     sliding_window: int = Field(default=0, ge=0)
     windowed_layers: int = Field(default=0, ge=0)
+    stored_bits: Literal["int8", "fp8"] | None = None
+    wide_layers: WideLayers = WideLayers()
+    max_position_embeddings: int | None = Field(default=None, ge=1)
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse heads that do not share evenly, and experts of whom none is asked."""
@@ -142,6 +167,12 @@ class ModelShape(Options):
             raise OptionError(
                 f"windowed_layers is {self.windowed_layers}, of {self.num_hidden_layers} layers"
             )
+        for kind, count in self.wide_layers:
+            if count > (self.num_hidden_layers if self.stored_bits else 0):
+                raise OptionError(
+                    f"wide_layers.{kind} is {count}, of {self.num_hidden_layers} layers with "
+                    f"stored_bits {self.stored_bits}"
+                )
         if self.num_experts and not 0 < self.num_experts_per_tok <= self.num_experts:
             raise JaxinferError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}, of {self.num_experts} experts"
@@ -176,6 +207,25 @@ class ModelShape(Options):
         """Parameters of one layer, those of all experts and their router included."""
         experts = max(self.num_experts, 1) * self.expert_parameters
         return self.attention_parameters + experts + self.num_experts * self.hidden_size
+
+    def weight_size(self, narrow: float, kinds: Collection[str] = ()) -> float:
+        """Mean bytes of a number of the layers' linear weights.
+
+        Args:
+            narrow: bytes of those that are not among ``wide_layers``.
+            kinds: names of some of the weights, as there; by default all.
+        """
+        N, K = self.num_attention_heads, self.num_key_value_heads
+        sizes = {"q": N, "k": K, "v": K, "o": N}
+        numbers = {kind: self.hidden_size * self.head_size * heads for kind, heads in sizes.items()}
+        experts = self.hidden_size * self.intermediate_size * max(self.num_experts, 1)
+        numbers |= dict.fromkeys(("gate", "up", "down") if self.gated else ("up", "down"), experts)
+        numbers = {kind: count for kind, count in numbers.items() if not kinds or kind in kinds}
+        wide = sum(getattr(self.wide_layers, kind) * count for kind, count in numbers.items())
+        if not wide:
+            return narrow
+        share = wide / (sum(numbers.values()) * self.num_hidden_layers)
+        return narrow + share * (WIDE_SIZE - narrow)
 
     def parameters(self, layers: int, first: bool, last: bool) -> int:
         """Parameters of a stage."""
@@ -240,24 +290,25 @@ class Catalogue:
             raise OptionError(f"kind: no GPU {kind!r}: {hint}")
         return Gpu.model_validate(shipped[kind])
 
+    def has_model(self, name: str) -> bool:
+        """True of the name of a model."""
+        return name in self.models or name in _read("models.yaml")
+
     def model(self, name: str) -> ModelShape:
-        """Find a model by its name, or in a folder with ``config.json``.
+        """Find a model by its name; ``checkpoints/modelled.py`` finds those of folders, too.
 
         Raises:
-            JaxinferError: there is no such model, or its configuration lacks a number.
+            JaxinferError: there is no such model.
         """
         if name in self.models:
             return self.models[name]
         shipped = _read("models.yaml")
         if name in shipped:
             return ModelShape.model_validate(shipped[name])
-        path = data_path(name) / "config.json"
-        if not path.is_file():
-            raise JaxinferError(
-                f"model {name!r}: no folder with config.json; "
-                f"{did_you_mean(name, [*shipped, *self.models])}"
-            )
-        return _from_hugging_face(path)
+        raise JaxinferError(
+            f"model {name!r}: no folder with config.json; "
+            f"{did_you_mean(name, [*shipped, *self.models])}"
+        )
 
 
 def sum_known(amounts: Iterable[float | None]) -> float | None:
@@ -294,39 +345,8 @@ def name_of_device(device_kind: str) -> tuple[str, Gpu | None]:
 
 
 def find_model(model: str) -> ModelShape:
-    """Find a model by its name in ``configs/models.yaml``, or a folder; see ``Catalogue.model``."""
+    """Find a model by its name in ``configs/models.yaml``; see ``Catalogue.model``."""
     return Catalogue().model(model)
-
-
-def _from_hugging_face(path: Path) -> ModelShape:
-    config = read_json(path)
-    architecture = (config.get("architectures") or [""])[0]
-    if architecture not in _ARCHITECTURES:
-        raise JaxinferError(f"{path}: architecture {architecture!r} is not modelled")
-    names = {"num_experts": "num_local_experts", "intermediate_size": "ffn_dim"}
-    found: dict[str, Any] = {
-        name: config.get(name, config.get(names.get(name, name)))
-        for name in ModelShape.model_fields
-        if name not in ("gated", "qk_norm", "sliding_window", "windowed_layers")
-    }
-    if found["tie_word_embeddings"] is None:
-        found["tie_word_embeddings"] = architecture.startswith(("Gemma3", "OPT"))
-    found["gated"] = not architecture.startswith("OPT")
-    found["qk_norm"] = architecture.startswith(("Qwen3", "Gemma3"))
-    for key, known in {"mlp_only_layers": [], "decoder_sparse_step": 1}.items():
-        if (value := config.get(key) or known) != known:
-            raise JaxinferError(
-                f"{path}: {key} is {value!r}, must be {known!r}: layers without experts beside "
-                "others are not modelled"
-            )
-    if found["num_experts"] and "moe_intermediate_size" in config:
-        found["intermediate_size"] = config["moe_intermediate_size"]
-    if found["num_key_value_heads"] is None:
-        found["num_key_value_heads"] = found["num_attention_heads"]
-    try:
-        return ModelShape.model_validate({k: v for k, v in found.items() if v is not None})
-    except JaxinferError as error:
-        raise JaxinferError(f"{path}: {error}") from None
 
 
 @cache

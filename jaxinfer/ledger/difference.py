@@ -1,9 +1,12 @@
 """The first difference of two ledgers, in words."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.ledger.ledger_file import Entry
 
 # Of an entry's decided values, those that its kind names.
@@ -26,6 +29,56 @@ _WORDS = {
     "failed": "it cannot go on: {0}",
     "end": "request {0!r} ends ({1}) with {2} tokens",
 }
+
+
+def _is_time(given: Any) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
+
+
+def _is_count(given: Any) -> bool:
+    return type(given) is int and given >= 0
+
+
+def _are(check: Callable[[Any], bool], given: Any) -> bool:
+    return isinstance(given, list) and all(map(check, given))
+
+
+def _fits(given: Any, *checks: Callable[[Any], bool]) -> bool:
+    return (
+        isinstance(given, list)
+        and len(given) == len(checks)
+        and all(check(value) for check, value in zip(checks, given, strict=True))
+    )
+
+
+# What each kind has measured; of those that are not here, nothing or a text.
+_MEASURED: dict[str, Callable[[Any], bool]] = {
+    "start": lambda g: _fits(g, _is_time, lambda x: type(x) is bool, _is_count,
+                             lambda x: isinstance(x, dict)),
+    "round": _is_time,
+    "arrival": lambda g: _fits(g, _is_time, lambda x: _are(_is_count, x)),
+    "step": lambda g: _fits(
+        g, _is_time, _is_time, lambda x: _are(lambda y: _fits(y, _is_time, _is_time), x),
+        lambda x: _is_count(x) or _are(_is_count, x)),
+    "landed": lambda g: _fits(g, _is_time, _is_time, _is_count),
+    "way": _is_time,
+    "legs": lambda g: g is None or _fits(g, _is_time, _is_time),
+}  # fmt: skip
+
+
+def check_entries(path: Path, entries: Sequence[Entry]) -> None:
+    """Refuse a ledger with kinds of entries or measurements that this version does not write."""
+    for number, (kind, decided, given) in enumerate(entries, 1):
+        if kind not in _WORDS:
+            raise JaxinferError(
+                f"{path}: entry {number} is of kind {kind!r}, which this version does not know: "
+                "another one wrote it"
+            )
+        if not _MEASURED.get(kind, lambda g: g is None or isinstance(g, str | int))(given):
+            raise JaxinferError(
+                f"{path}: damaged, entry {number} ({describe((kind, decided, None))}) has measured "
+                f"{str(given)[:60]}"
+            )
 
 
 def first_difference(real: Sequence[Entry], simulated: Sequence[Entry]) -> str | None:

@@ -27,7 +27,7 @@ from jaxinfer.files.shipped import data_path, why_not
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``name``'s nearest neighbour in ``known`` as a clause, else the list of what is known."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
 
 
@@ -81,8 +81,10 @@ def split_address(address: str) -> tuple[str, int]:
         JaxinferError: it is none.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or not (port.isascii() and port.isdigit()):
         raise JaxinferError(f"must be HOST:PORT, not {shown(address)}")
+    if len(port) > 5 or int(port) > 65535:
+        raise JaxinferError(f"{shown(address)}: the port must be at most 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

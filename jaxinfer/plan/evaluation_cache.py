@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any, TextIO
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.plan.version import code_version
+from jaxinfer.made_from import code_version
 
 
 def key_of(*what: object) -> str:

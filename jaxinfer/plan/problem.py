@@ -10,7 +10,9 @@ from pydantic import Field
 from jaxinfer.config.run_file import SHORT, apply_setting, as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import ByName, Named, OptionError, Options, read_yaml, within
+from jaxinfer.plan.file_parts import REQUESTS, common_of, read_file
 from jaxinfer.plan.prefixes import best_hits
+from jaxinfer.simulate.capacity import requests_for
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.simulate.targets import Criterion, Targets
 from jaxinfer.workload.lengths import BenchRequest
@@ -18,8 +20,6 @@ from jaxinfer.workload.lengths import BenchRequest
 T = TypeVar("T", bound=Options)
 # Of a run file, what a candidate completes; the rest is checked before any is looked at.
 _OF_CANDIDATES = ("engine", "groups", "instances", "links", "system", "simulate")
-# Of a workload, what says which requests there are: the same for all candidates.
-REQUESTS = ("trace", "tokenizer", "synthetic", "only", "limit", "arrivals")
 Per = Literal["cluster", "gpu", "usd", "watt"]
 Cost = Literal["gpus", "usd", "watts"]
 
@@ -98,7 +98,8 @@ class Problem(Options):
     Attributes:
         planner: Planner's name, or ``my_module:MyPlanner``, and its options.
         goal: The measure of the best.
-        run: Part that all candidates' run files have in common, with the workload.
+        run: Part that all candidates' run files have in common, with the workload. What it lacks of
+            model and requests is as the planner's files have it, where they agree.
         prices: Dollars per hour of a GPU by name; by default those of a hardware file's nodes.
         replan: Planning anew whenever the load has shifted.
     """
@@ -118,6 +119,26 @@ class Problem(Options):
             raise OptionError(
                 "goal.fresh_seeds: is for one placement that stays: leave it out beside replan"
             )
+        self._take_from_files()
+
+    def _take_from_files(self) -> None:
+        """Complete ``run`` by what the planner's run files say.
+
+        Raises:
+            OptionError: it has no requests, and theirs differ.
+        """
+        files = self.planner.get("files") or self.planner.get("file")
+        try:
+            paths = [files] if isinstance(files, str) else list(files or ())
+            for path in paths:
+                read_file(path)
+        except (JaxinferError, TypeError):
+            return  # The planner says what is wrong with them.
+        model, workload = common_of(paths, self.run, with_times=bool(self.replan))
+        taken = {"model": model, "workload": workload}
+        taken = {name: value for name, value in taken.items() if value is not None}
+        kept = {"model": self.run["model"]} if self.run.get("model") is not None else {}
+        self.__dict__["run"] = {**self.run, **taken, **kept}
 
     @cached_property
     def work(self) -> Sequence[BenchRequest]:
@@ -147,6 +168,15 @@ class Problem(Options):
         )
         found.__dict__["work"] = work  # What the cached property would have found.
         return found
+
+    def served(self, gpus: int) -> Sequence[BenchRequest]:
+        """The requests with which a candidate of so many GPUs is simulated.
+
+        Raises:
+            JaxinferError: ``goal.requests_per_gpu`` asks for more than there are.
+        """
+        each = self.goal.requests_per_gpu
+        return requests_for(gpus, self.work, each) if each else self.work
 
     @cached_property
     def hits(self) -> list[int]:

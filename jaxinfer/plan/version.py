@@ -1,19 +1,9 @@
-"""Digests of all that simulations and real runs depend on besides what is asked."""
+"""A digest of all that real runs depend on besides what is asked."""
 
 import hashlib
 import os
-from functools import cache
 
 from jaxinfer.made_from import PACKAGE, cpu_name, digest_of, version_of
-
-# What a simulation does not load; links in a checkout.
-_REAL_ALONE = ("models", "pallas_kernels")
-
-
-@cache
-def code_version() -> str:
-    """A digest of what simulations are made of: all Python files and tables of the package."""
-    return digest_of(PACKAGE, leave_out=_REAL_ALONE)
 
 
 def real_version() -> str:

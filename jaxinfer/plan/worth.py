@@ -51,7 +51,8 @@ class WorthDone:
         """The rate of the steady part of the run by the bound's.
 
         Work of requests that have not ended by then counts, too. At most 1 whatever a system does,
-        but for the worth of the step that ends at the window's beginning.
+        but for the worth of the steps that are under way at the window's beginning, one or more for
+        each instance: they count in whole.
         """
         times, worths = np.concatenate(self._times), np.concatenate(self._worths)
         order = np.argsort(times, kind="stable")

@@ -42,7 +42,8 @@ class Generator:
 
     Args:
         run_file: a path, or what it would hold; it must be there on each of Ray's hosts.
-        sampling_params: of rows, by the names of ``SamplingParams``.
+        sampling_params: of rows, by the names of ``SamplingParams``; where neither they nor a row
+            give one, it is the model's default.
         **options: without a run file, those of ``LLM``: ``model`` and the engine's.
 
     Raises:
@@ -121,9 +122,8 @@ class Generator:
             raise JaxinferError(f"sampling_params is {shorten(own)}, must be a mapping")
         # Arrow gives each row the fields of all, null where it has none.
         own = {name: value for name, value in own.items() if value is not None}
-        requests = self._llm.make_requests(
-            id, tokens, SamplingParams.model_validate(self._sampling | own)
-        )
+        sampling = SamplingParams.model_validate(self._sampling | own)
+        requests = self._llm.requests_of_line(id, tokens, sampling)
         if len(requests) > 1:
             raise JaxinferError(f"sampling_params.n is {len(requests)}, must be 1: repeat the row")
         return requests[0]

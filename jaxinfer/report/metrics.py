@@ -163,6 +163,8 @@ class RunMetrics(Latencies):
         slice_moves: of KV heads; None where no instance has them on several groups.
         peak_pages: KV pages in use at most; num_pages: the pool without its padding page.
         compiles, compile_s: before and during the run; late_compiles: during the run.
+        beyond: of a modelled run, by instance and what steps hold, the most that one held and the
+            most that was measured, where times were extrapolated.
         loop_s: the serving loop's own Python time, launching_s: that of building and launching
             steps, both within wall_s.
         peak_rss_mib: peak memory of the process on the host.
@@ -187,6 +189,7 @@ class RunMetrics(Latencies):
     steps: int
     preemptions: int
     slice_moves: SliceMoveCounts | None = None
+    beyond: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     peak_pages: int
     num_pages: int
     compiles: int

@@ -6,7 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -120,6 +120,16 @@ def checkout() -> tuple[str | None, bool | None]:
         return None, None
     commit, _, dirty = said.stdout.strip().partition("-")
     return commit, bool(dirty)
+
+
+def made_by_another(run: Mapping[str, Any]) -> str:
+    """Say which version or commit made a run, by its ``run.json``, if it is not this one."""
+    version = (run.get("versions") or {}).get("jaxinfer")
+    if version != jaxinfer.__version__:
+        return f"the run was made by version {version}, this is {jaxinfer.__version__}"
+    if run.get("commit") != checkout()[0]:
+        return f"the run was made by commit {run.get('commit')}, this is {checkout()[0]}"
+    return ""
 
 
 @lru_cache(1)

@@ -91,7 +91,8 @@ class LoadProgress(_Shown):
 class RunProgress(_Shown):
     """Finished requests, and the speed of prefill and decode since it was last said.
 
-    That is over the last second on a terminal, and since the last line in a file.
+    That is over the last second on a terminal, and since the last line in a file. At the end it is
+    not said: a table may follow, whose speeds are those of the whole run.
 
     Args:
         num_requests: as many as are known to come.
@@ -124,6 +125,8 @@ class RunProgress(_Shown):
             self._show_requests()
 
     def _rates(self) -> str:
+        if self._done >= self._num_requests:
+            return ""
         now = time.perf_counter()
         then, *before = self._since
         if now - then >= 1:

@@ -5,11 +5,12 @@ transfer, ``requests.jsonl`` with each continuation of a prompt.
 import hashlib
 import json
 import os
+import shutil
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.lines import Lines, cannot_write
@@ -18,6 +19,9 @@ from jaxinfer.report.origin import origin
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone, TransferDone
+
+# Of a description, the files that a run goes by and a replay of it needs: they are copied.
+PROFILE_FILES = "profile_files"
 
 
 class RunFolder:
@@ -43,6 +47,9 @@ class RunFolder:
             raise JaxinferError(f"run folder {parent}: {error.strerror}") from None
         self._hidden = HiddenTime()
         self._run = origin() | dict(description)
+        profiles: Any = self._run.pop(PROFILE_FILES, ())
+        for file in profiles:
+            shutil.copy(file, self.path)
         self._write("running", {})
 
     def add_step(self, done: StepDone, moving: Sequence[Transfer]) -> None:
@@ -202,7 +209,13 @@ def run_folders(parent: Path) -> list[Path]:
 
 
 def _next_folder(parent: Path) -> Path:
-    used = [int(path.name) for path in run_folders(parent)[-1:]]
-    path = parent / str(max(used, default=0) + 1)
-    path.mkdir()
-    return path
+    while True:
+        used = [int(path.name) for path in run_folders(parent)[-1:]]
+        path = parent / str(max(used, default=0) + 1)
+        try:
+            path.mkdir()
+        except FileExistsError:  # Of a run that begins at once, or a broken link of this name.
+            if path.is_dir():
+                continue
+            raise
+        return path

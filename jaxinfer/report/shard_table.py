@@ -4,15 +4,20 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from jaxinfer.sharding.crossings import Crossing
 from jaxinfer.sharding.hlo import KINDS, Counts
-from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion
+from jaxinfer.sharding.links import described
+from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion, RefusedLayout
 
 
 def tables(
-    question: LayoutQuestion, findings: Sequence[LayoutFinding], title: str
+    question: LayoutQuestion,
+    findings: Sequence[LayoutFinding],
+    refused: Sequence[RefusedLayout],
+    title: str,
 ) -> Iterator[Table]:
     """A table for each phase, and one for the head."""
     heads = {
@@ -22,12 +27,18 @@ def tables(
     }
     for phase, words in heads.items():
         found = [each for each in findings if each.phase == phase]
-        if found:
-            yield _table(question, found, f"{words}: {title}")
+        others = [each for each in refused if each.phase == phase]
+        if found or others:
+            yield _table(question, found, others, f"{words}: {title}", phase == "head")
 
 
-def _table(question: LayoutQuestion, findings: Sequence[LayoutFinding], title: str) -> Table:
-    is_head = findings[0].phase == "head"
+def _table(
+    question: LayoutQuestion,
+    findings: Sequence[LayoutFinding],
+    refused: Sequence[RefusedLayout],
+    title: str,
+    is_head: bool,
+) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", no_wrap=True)
     for name in () if is_head else ("weights", "KV", "temp.", "fits"):
@@ -47,6 +58,9 @@ def _table(question: LayoutQuestion, findings: Sequence[LayoutFinding], title: s
             f"{each.seconds.total * 1e3:.3g} ms",
             each.seconds.binds,
         )
+    for other in refused:
+        blank = () if is_head else ("", "", "", "no")
+        table.add_row(other.layout, *blank, f"refused: {escape(other.why)}")
     return table
 
 
@@ -79,6 +93,19 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"
 
 
+UNITS = (
+    "MB are what one device sends in a layer, by kind of collective (once a step for the head); a "
+    "step is all layers and the head"
+)
+
+
+def link_line(question: LayoutQuestion) -> str:
+    """Say which links the seconds are of."""
+    each_s = max(link.each_s for link in question.links.values())
+    said = described(question.links, question.card, question.mesh)
+    return f"what a device sends at once: {said}; {each_s * 1e6:g} us for each collective besides"
+
+
 def fastest_lines(fastest: Mapping[str, Sequence[tuple[int, str]]]) -> Iterator[str]:
     """Say from how many tokens on which layout is the fastest, a line for each phase."""
     for phase, found in fastest.items():
@@ -93,10 +120,16 @@ def write_csvs(
     folder: Path,
     question: LayoutQuestion,
     findings: Sequence[LayoutFinding],
+    refused: Sequence[RefusedLayout],
     crossed: Mapping[str, Sequence[Crossing]],
 ) -> None:
     """Write ``layouts.csv``, and ``crossings.csv`` with those of all pairs."""
-    _write(folder / "layouts.csv", [row(question, each) for each in findings])
+    found = [row(question, each) for each in findings]
+    left_out = [
+        {"layout": each.layout, "phase": each.phase, "fits": False, "refused": each.why}
+        for each in refused
+    ]
+    _write(folder / "layouts.csv", [*found, *left_out], list(found[0]))
     rows = [
         {"phase": phase, "tokens": each.tokens, "faster": each.faster, "slower": each.slower}
         for phase, found in crossed.items()
@@ -119,6 +152,8 @@ def row(question: LayoutQuestion, each: LayoutFinding) -> dict[str, object]:
         "memory_s": each.seconds.memory,
         "links_s": each.seconds.links,
         "binds": each.seconds.binds,
+        "domain": question.card.domain or "",
+        "links": described(question.links, question.card, question.mesh),
     }
     for source, counts in (("compiled", each.compiled), ("closed", each.closed)):
         for kind in KINDS:
@@ -129,13 +164,12 @@ def row(question: LayoutQuestion, each: LayoutFinding) -> dict[str, object]:
         "equal": each.equal,
         "notes": "; ".join(each.notes),
         "padding": each.padding,
+        "refused": "",
     }
 
 
-def _write(
-    path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[str] | None = None
-) -> None:
+def _write(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns or list(rows[0]))
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)

@@ -1,5 +1,7 @@
 """A run's metrics as a table for the terminal."""
 
+from collections.abc import Mapping, Sequence
+
 from rich.table import Table
 
 from jaxinfer.report.metrics import RunMetrics
@@ -13,6 +15,25 @@ def metrics_table(m: RunMetrics) -> Table:
     for name, value in _rows(m):
         table.add_row(name, value)
     return table
+
+
+def beyond_measured(beyond: Mapping[str, Mapping[str, Sequence[float]]]) -> str | None:
+    """Say how far a modelled run went beyond what was measured; None where it did not.
+
+    Args:
+        beyond: see ``RunMetrics``.
+    """
+    each = [
+        f"{name}'s to {had:,.0f} {what}, measured up to {last:,.0f}"
+        for name, held in beyond.items()
+        for what, (had, last) in held.items()
+    ]
+    if not each:
+        return None
+    return (
+        "warning: steps went beyond what was measured, their times are extrapolated: "
+        + "; ".join(each)
+    )
 
 
 def _rows(m: RunMetrics) -> list[tuple[str, str]]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from jaxinfer.hardware.catalogue import ModelShape, gpu_of_device, sum_known
+from jaxinfer.checkpoints.modelled import shape_of_config
+from jaxinfer.hardware.catalogue import gpu_of_device, sum_known
 from jaxinfer.hardware.efficiency import Efficiency, model_flops
-from jaxinfer.models.config import ModelConfig
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 
@@ -28,21 +28,4 @@ def real_efficiency(plans: Sequence[StageFacts]) -> Efficiency:
         model=model_flops(shape_of_config(plans[0].config)) if counted else None,
         peak_flops=sum(gpu.bf16_tflops for gpu in gpus) * 1e12,
         watts=sum_known(gpu.watts for gpu in gpus),
-    )
-
-
-def shape_of_config(config: ModelConfig) -> ModelShape:
-    """The sizes that decide a model's costs."""
-    return ModelShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        vocab_size=config.vocab_size,
-        head_dim=config.head_dim,
-        tie_word_embeddings=config.tie_word_embeddings,
-        gated=not config.architecture.startswith("OPT"),
-        num_experts=config.num_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
     )

@@ -1,7 +1,7 @@
 """Requests that come into a run: read as there is room, and compiled for where that is needed."""
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.cluster import Cluster
@@ -97,8 +97,11 @@ class RequestFeed:
             # Before a run there is nothing to hold up; within one, steps wait for what they need.
             wait, self._sampler = self._sampler is None, wanted
             for engine in self._cluster.engines.values():
-                with suppress(NobodyThere):  # The first step for it will show it.
-                    left = engine.worker.prepare(wanted, wait)
+                # Closed, since whoever is interrupted here may be kept with all that it has.
+                with (
+                    suppress(NobodyThere),  # The first step for it will show it.
+                    closing(engine.worker.prepare(wanted, wait)) as left,
+                ):
                     if total := next(left):
                         progress("compiling samplers", total)
                         for count in left:

@@ -1,12 +1,13 @@
 """The runs of one loaded model, one after the other."""
 
 import threading
+import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from jaxinfer.config.resolve import Resolved
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.recorder import Recorder
@@ -41,6 +42,10 @@ class Session:
             failed or was left, which has pages in use.
     """
 
+    # A run that has failed, or was interrupted at any moment, leaves steps and transfers under way,
+    # and what was launched or told in part. The next one begins with ``_recover``, which decides of
+    # each instance: it is whole again, is started again, or is lost.
+
     def __init__(
         self,
         site: Resolved,
@@ -55,6 +60,7 @@ class Session:
         self._cluster, self._tokenizer = cluster, tokenizer
         self._watchdog_s, self._new_predictor = watchdog_s, new_predictor
         self._lost: dict[str, str] = {}
+        self._is_whole = True
         self._lock = threading.Lock()
         self._thread: int | None = None
 
@@ -71,8 +77,8 @@ class Session:
             )
         # Not one that belongs to a thread: an iterator may be closed in another.
         with self._lock:
-            self.resume()
             try:
+                self.resume()
                 yield
             finally:
                 self._thread = None
@@ -113,8 +119,50 @@ class Session:
         num_requests: int = 0,
     ) -> Generator[None, None, RunMetrics]:
         """The same with a stop after each round of the loop, at which it may be closed."""
+        if not self._is_whole:
+            self._recover()
         for name, reason in self._lost.items():
             raise JaxinferError(f"instance {name} was lost, load the model again: {reason}")
+        self._is_whole = False
+        try:
+            metrics = yield from self._serve(
+                requests, on_output, describe, progress, run_dir, on_step, num_requests
+            )
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            # It may be kept, with pages that a step was about to return: the next run needs room.
+            traceback.clear_frames(interrupt.__traceback__)
+            raise
+        self._is_whole = True
+        return metrics
+
+    def _recover(self) -> None:
+        self.kv = {}  # Of pages that may not be there any more.
+        restarts = self._cluster.restarts
+        for name, engine in self._cluster.engines.items():
+            if name in self._lost:
+                continue
+            try:
+                engine.worker.recover(self._watchdog_s)
+            except Exception as error:
+                why = one_line(error)
+                if not (restarts and restarts.expect(name, why)):
+                    self._lost[name] = why
+        for channel in self._cluster.channels.values():
+            channel.forget_all()
+        self._is_whole = True
+
+    def _serve(
+        self,
+        requests: Iterable[RequestState],
+        on_output: OnOutput,
+        describe: Describe,
+        progress: bool,
+        run_dir: str | Path | None,
+        on_step: OnStep,
+        num_requests: int,
+    ) -> Generator[None, None, RunMetrics]:
         predict = self._new_predictor()
         feed = RequestFeed(requests, self._cluster, self._tokenizer)
         with LoadProgress(progress) as loading:
@@ -133,7 +181,12 @@ class Session:
                 feed, first, recorder, bar, on_output, predict,
             )  # fmt: skip
             del first  # Those that end are to be forgotten.
-            yield from run.rounds()
-            self._lost |= run.lost
+            try:
+                yield from run.rounds()
+            finally:
+                if (
+                    len(engines) > 1
+                ):  # A failure of the only one is raised, and may be a passing one.
+                    self._lost |= run.lost
             self.kv = run.kv
             return run.finish()

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
@@ -11,6 +11,7 @@ from queue import SimpleQueue
 import jax
 import numpy as np
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.request import Logprob
 from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, join
@@ -36,6 +37,7 @@ from jaxinfer.serving.world import StepDone, TransferDone
 class _Step:
     """A step under way. Times are those of ``time.perf_counter``."""
 
+    number: int
     batch: Batch
     hidden: list[jax.Array]
     samples: Samples | None
@@ -69,6 +71,7 @@ class Worker:
         self._shards = [0, *accumulate(len(stage.plan.pool_pages) for stage in stages)]
         self._sampler = PLAIN_SAMPLER
         self._sample_slots: dict[str, int] = {}
+        self._ended: list[Future[None]] = []
         is_spread = any(isinstance(stage, SpreadStage) for stage in stages)
         self.moves = SliceMoves(stages) if is_spread else None
         numbers = range(len(stages))
@@ -83,7 +86,9 @@ class Worker:
         for thread in self._threads:
             thread.start()
 
-    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True) -> Iterator[int]:
+    def prepare(
+        self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True
+    ) -> Generator[int, None, None]:
         """Compile all steps with this sampler, which those launched from now on have.
 
         Yields how many are left, their number first.
@@ -102,21 +107,30 @@ class Worker:
             self.moves.compile_ahead()
 
     def launch(
-        self, batch: Batch, origin: float, post: Post, launched: Launched = lambda *args: None
+        self,
+        batch: Batch,
+        origin: float,
+        post: Post,
+        launched: Launched = lambda *args: None,
+        number: int = 0,
     ) -> None:
         """Start a step and return. ``post`` gets its StepDone, with times since ``origin``.
 
         Where the last stage is in another process, that has no tokens.
+
+        Args:
+            number: the one by which other processes know the step.
         """
-        ended: list[Future[None]] = [Future() for _ in self.stages]
+        ended = self._ended = [Future() for _ in self.stages]
         try:
-            self._queues[0].put(self._launch(batch, origin, post, launched, ended))
+            self._queues[0].put(self._launch(number, batch, origin, post, launched, ended))
         except Exception as error:
             _fail(ended, error)
             raise
 
     def _launch(
         self,
+        step: int,
         batch: Batch,
         origin: float,
         post: Post,
@@ -133,7 +147,7 @@ class Worker:
             shard = self._shards[number]
             inputs = stage.inputs(batch, key.shape, self._sample_slots, shard)
             if not number and self.hidden and self.hidden.before:
-                x_TD = self.hidden.take(stage.step.hidden(key.shape.tokens))
+                x_TD = self.hidden.take(step, stage.step.hidden(key.shape.tokens))
                 start = time.perf_counter()
             x_SD, x_TD = stage.forward(key, inputs, x_TD)
             hidden.append(x_TD)
@@ -145,7 +159,7 @@ class Worker:
         self._sample_slots = {id: slot for slot, id in enumerate(sampled)}
         if len(self.parts) == 1:
             self.stages[0].previous_S = last.previous_S
-        return _Step(batch, hidden, samples, prompt, start, origin, post, ended)
+        return _Step(step, batch, hidden, samples, prompt, start, origin, post, ended)
 
     def _sample(
         self, batch: Batch, key: Key, hidden: tuple[jax.Array, jax.Array]
@@ -176,14 +190,28 @@ class Worker:
 
         moves.start(copies, done)
 
-    def settle(self) -> None:
-        """Wait for all that was launched, whose failures are posted by then, and begin anew."""
+    def recover(self, patience: float | None = None) -> None:
+        """Be whole for steps of other requests, wherever those before have been broken off.
+
+        What was launched is waited for; by then, its failures are posted.
+
+        Raises:
+            JaxinferError: it has not ended within ``patience``, in seconds.
+        """
         steps, moves = threading.Event(), threading.Event()
         self._queues[0].put(steps)
         if self.moves:
             self.moves.when_done(moves.set)
-            moves.wait()
-        steps.wait()
+        else:
+            moves.set()
+        for done in (moves, steps):
+            if not done.wait(patience):
+                raise JaxinferError(f"its steps have not ended within {patience:g} s")
+        _fail(self._ended, JaxinferError("the step was broken off as it was launched"))
+        if self.hidden:
+            self.hidden.forget()
+        for stage in self.stages:
+            stage.recover()
         self._sample_slots = {}
 
     def close(self) -> None:
@@ -239,7 +267,7 @@ class Worker:
         step.stages.append((start, end))
         if last:
             if self.hidden and not samples:
-                self.hidden.give(step.hidden[number])
+                self.hidden.give(step.number, step.hidden[number])
             step.post(_step_done(step, samples, found))
         # After the post: transfers of what the step has computed end later than it does.
         step.ended[number].set_result(None)

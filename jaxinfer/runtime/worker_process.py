@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -35,6 +36,7 @@ from jaxinfer.runtime.processes.messages import (
     EmulateSteps,
     FollowOn,
     Forget,
+    Forgot,
     Heartbeat,
     Hello,
     Launch,
@@ -91,7 +93,8 @@ class WorkerProcess:
         self._endpoint: KVEndpoint
         self._lent: list[LentPool] = []
         self._decoders: dict[str, BatchDecoder] = {}
-        self._ends: dict[tuple[str, int], list[Future[None]]] = {}
+        # By instance, the ends of the last steps, by their numbers.
+        self._ends: defaultdict[str, dict[int, list[Future[None]]]] = defaultdict(dict)
         self._lanes: dict[str, queue.SimpleQueue[Any]] = {}
         self._instances: dict[int, str] = {}
 
@@ -155,7 +158,9 @@ class WorkerProcess:
                 os._exit(0)  # What it has forked may still have its end of the connection.
             self._say(Heartbeat())
 
-    def _failure(self, message: Any, error: Exception) -> WorkerFailed | SlabFailed | Refused:
+    def _failure(
+        self, message: Any, error: Exception
+    ) -> WorkerFailed | SlabFailed | Forgot | Refused:
         mistake, line = _told(error)
         # Refused is for what somebody waits for.
         match message:
@@ -163,6 +168,8 @@ class WorkerProcess:
                 return WorkerFailed(message.instance, mistake, line)
             case Offer() | Pull() | Place() | Drop():
                 return SlabFailed(message.end, message.slab, isinstance(message, Offer), line)
+            case Forget():
+                return Forgot(message.number, line)
         return Refused(line)
 
     def _do(self, message: Any) -> None:
@@ -246,13 +253,14 @@ class WorkerProcess:
         self._say(Lent(replace(pool, device=known), lent.address))
 
     def _forget(self, message: Forget) -> None:
-        """Begin anew, without pools of processes that are lost."""
+        """Begin again, without pools of processes that are lost."""
         worker = self._worker(message.instance)
-        worker.settle()
+        worker.recover()
+        self._ends[message.instance].clear()
         for spread, number in self._borrowed(message):
             del spread.elsewhere[number]
         self._decoders[message.instance] = _decoder(worker.stages)
-        self._say(Left("pools", 0))
+        self._say(Forgot(message.number))
 
     def _borrowed(self, message: BreakOff | Forget) -> Iterator[tuple[SpreadStage, int]]:
         """The pools of a message: each one's stage, and its number there.
@@ -294,18 +302,20 @@ class WorkerProcess:
     def _launch(self, message: Launch) -> None:
         instance, step = message.instance, message.step
         batch = self._decoders[instance].decode(message)
-        ends = self._ends[instance, step] = []
-        self._ends.pop((instance, step - STEPS_KEPT), None)
+        ends, known = list[Future[None]](), self._ends[instance]
+        known[step] = ends
+        if len(known) > STEPS_KEPT:
+            del known[next(iter(known))]
 
         def launched(stage: int, ended: End) -> None:
             assert isinstance(ended, Future)
             ends.append(ended)
 
         post = partial(self._step_ended, instance, step)
-        self._worker(instance).launch(batch, message.origin, post, launched)
+        self._worker(instance).launch(batch, message.origin, post, launched, step)
 
     def _end(self, end: StepEnd) -> "Future[None] | None":
-        ends = self._ends.get((end.instance, end.step))
+        ends = self._ends[end.instance].get(end.step)
         return ends[end.stage] if ends else None
 
     def _step_ended(self, instance: str, step: int, found: StepDone | Failed) -> None:

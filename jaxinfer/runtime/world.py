@@ -83,6 +83,8 @@ class RealWorld:
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
         # What has been taken from there and is still to be told.
         self._heard: deque[Posted] = deque()
+        # Instances that have not taken something, of which the loop has not heard.
+        self._refused: set[str] = set()
         # Of each transfer under way, the slabs still to land and when the first one left.
         self._slabs_left: dict[Transfer, int] = {}
         self._left_at: dict[Transfer, float] = {}
@@ -130,7 +132,9 @@ class RealWorld:
         return self._links.least_seconds(channel.pairs) if channel else 0.0
 
     def launch(self, batch: Batch) -> None:
-        """Start a step on the instance's worker."""
+        """Start a step on the instance's worker, unless it has failed to start another."""
+        if batch.instance in self._refused:
+            return  # What is missing of the other would have this one fail for another reason.
         start = time.perf_counter()
         self._begin(batch.instance, start)
         try:
@@ -154,8 +158,11 @@ class RealWorld:
         """Note that an instance has not taken something.
 
         This comes before all news: of them, one may have another process take the instance's place.
+        Of several, the first one is the cause of the others.
         """
-        self._heard.appendleft(Failed(instance, error))
+        if instance not in self._refused:
+            self._refused.add(instance)
+            self._heard.appendleft(Failed(instance, error))
 
     def _begin(self, instance: str, now: float) -> None:
         """Count one more step, or move of KV heads, that is to be reported."""
@@ -318,6 +325,7 @@ class RealWorld:
     def _fail(self, failed: Failed) -> list[Event]:
         """An error is raised where it is the user's mistake, or nobody could go on."""
         error = failed.error
+        self._refused.discard(failed.instance)
         if isinstance(error, JaxinferError):
             raise error
         is_old = failed.transfer is not None and failed.transfer not in self._slabs_left

@@ -167,7 +167,8 @@ class Batch:
 
     ``num_waiting``, ``num_running`` and ``pages_in_use`` describe the instance at launch.
     ``grouped`` decodes besides, which see ``grouped_context`` KV entries, have no rows: in a world
-    that looks at none.
+    that looks at none. They stand ``among`` the rows of one index to another, all of which are in
+    the order of admission.
     ``transfers`` are of what the step computes: each piece of the model leaves as it is done.
     ``halves`` has the rows of two halves that stages compute in turn where they have KV heads on
     several devices; empty where they compute all rows at once.
@@ -185,6 +186,7 @@ class Batch:
     transfers: list[Transfer] = field(default_factory=list)
     halves: Sequence[list[Row]] = ()
     spans: Sequence[tuple[int, int]] | None = None
+    among: tuple[int, int] = (0, 0)
     work: Work = field(init=False)
 
     def __post_init__(self) -> None:

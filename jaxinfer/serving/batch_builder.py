@@ -20,6 +20,7 @@ class BatchBuilder:
     """
 
     __slots__ = (
+        "_before",
         "_context",
         "_group",
         "_spans",
@@ -36,7 +37,7 @@ class BatchBuilder:
         limit = instance.prompt_budget
         self.prompt_budget = whole if limit is None else min(limit, whole)
         self.rows: list[Row] = []
-        self.grouped = self._context = 0
+        self.grouped = self._context = self._before = 0
         self._group: DecodeGroup | None = None
         self._spans: list[tuple[int, int]] | None = [] if instance.asks_spans else None
 
@@ -54,6 +55,7 @@ class BatchBuilder:
             self.grouped,
             self._context,
             spans=self._spans,
+            among=(self._before, self._end_of_decodes()) if self.grouped else (0, 0),
         )
         if instance.kv.is_spread:
             batch.work.shards = shard_work(self.rows)
@@ -96,8 +98,18 @@ class BatchBuilder:
         self._group = group
         if self._spans is not None:
             self._spans.append(group.span())
+        self._before = len(self.rows)
         self.grouped, self._context = running.launch(group, full)
         self.budget -= self.grouped
+
+    def _end_of_decodes(self) -> int:
+        """Return the index of the first row behind the group that leaves tokens to be computed."""
+        for index in range(self._before, len(self.rows)):
+            row = self.rows[index]
+            ends_leg = row.request.legs[0].until == row.start + 1
+            if row.count > 1 or not (row.samples or ends_leg):
+                return index
+        return len(self.rows)
 
     def ungrouped(self) -> list[RequestState]:
         """Running requests that each need a row of their own."""

@@ -8,7 +8,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from itertools import count
+from operator import itemgetter
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.kv_shards import HeldPages
@@ -23,6 +23,7 @@ class Member:
     """A request in the group.
 
     Attributes:
+        number: as how many-th the request was admitted.
         first, last: numbers of its first step in the group, and of the one that ends it.
         last_launch: number of the last step that it may take part in, by its limit. It takes part
             in those after ``last`` that are launched before that one has ended.
@@ -31,6 +32,7 @@ class Member:
     """
 
     request: RequestState
+    number: int
     first: int
     last: int
     last_launch: int
@@ -64,9 +66,8 @@ class DecodeGroup:
         # Of the others, the sum of their KV entries less the group's steps that have ended.
         self.num_begun = self._entries = 0
         # Of these and of some that have left, the longest first, by their KV entries less the
-        # group's steps; None until somebody asks for it.
+        # group's steps, then by their admission; None until somebody asks for it.
         self._longest: list[tuple[int, int, Member]] | None = None
-        self._order = count()
         self._launched = 0
         self._committed = 0
         # When the steps from number _oldest on were done.
@@ -79,8 +80,9 @@ class DecodeGroup:
         self._context = 0
         # Least and most of the active positions, less the group's steps; None if not known.
         self._offsets: tuple[int, int] | None = None
-        # By the number of a step in flight: its rows of requests that have left meanwhile.
-        self._left: dict[int, list[Row]] = {}
+        # By the number of a step in flight: its rows of requests that have left meanwhile, each
+        # with the number of the request's admission.
+        self._left: dict[int, list[tuple[int, Row]]] = {}
 
     def __len__(self) -> int:
         return len(self._members)
@@ -100,12 +102,12 @@ class DecodeGroup:
             and not request.slice_move
         )
 
-    def join(self, request: RequestState) -> None:
-        """Take a request in, from the next step on."""
+    def join(self, request: RequestState, number: int) -> None:
+        """Take a request in, from the next step on; it is the ``number``-th that was admitted."""
         first, start = self._launched, request.launched
         before = first - 1 - len(request.output_token_ids) - request.pending
         last, last_launch = before + self._num_output(request), before + request.max_tokens
-        member = Member(request, first, last, last_launch, start, first, first)
+        member = Member(request, number, first, last, last_launch, start, first, first)
         self._members[request.id] = self.active[request.id] = self.fresh[request.id] = member
         self._ends[last][request.id] = self._last_launches[last_launch][request.id] = member
         self._turn_of(member)[request.id] = member
@@ -153,25 +155,26 @@ class DecodeGroup:
         self._launched += 1
         return rows, context
 
-    def commit(self, end: float) -> tuple[list[RequestState], list[Row]]:
+    def ending(self) -> list[RequestState]:
+        """Return the requests that end with the oldest step in flight: they are to leave."""
+        return [member.request for member in self._ends.get(self._committed, {}).values()]
+
+    def commit(self, end: float) -> list[tuple[int, Row]]:
         """A step has ended.
 
         Returns:
-            The requests that end with it, in no order, which have left; and the step's rows of
-            those that left before.
+            The step's rows of requests that have left since it was launched, each with the number
+            of the request's admission, in this order.
         """
         number = self._committed
         self._times.append(end)
         self._committed += 1
-        ended = [member.request for member in self._ends.get(number, {}).values()]
-        for request in ended:
-            self.leave(request)
         self._ends.pop(number, None)
         if len(self._times) == _TIMES_KEPT:
             self.settle()
             self._times.clear()
             self._oldest = self._committed
-        return ended, self._left.pop(number, [])
+        return sorted(self._left.pop(number, ()), key=itemgetter(0))
 
     def leave(self, request: RequestState) -> None:
         """Settle a member and take it out; of steps in flight, it has rows from now on."""
@@ -192,7 +195,7 @@ class DecodeGroup:
             request.hold.pin()
             start = member.start + number - member.first
             row = Row(request, start, 1, True, True, request.epoch, request.hold)
-            self._left.setdefault(number, []).append(row)
+            self._left.setdefault(number, []).append((member.number, row))
 
     def begun(self) -> int:
         """KV entries of all members but the fresh ones.
@@ -207,8 +210,10 @@ class DecodeGroup:
                 self._insert(self._longest, member)
         return self._entries + self.num_begun * self._committed
 
-    def longest(self, most: int, but: Container[str] = ()) -> list[tuple[str, int]]:
-        """Ids and KV entries of the ``most`` that have the most, of those that ``begun`` counts.
+    def longest(self, most: int, but: Container[str] = ()) -> list[tuple[int, int, str]]:
+        """KV entries, admissions and ids of the ``most`` that have the most entries.
+
+        The longest first, of equal ones the first admitted; of those that ``begun`` counts.
 
         Args:
             but: ids to be left out, from now on.
@@ -229,10 +234,13 @@ class DecodeGroup:
             if self._members.get(name) is entry[2] and name not in but:
                 found.append(entry)
         there[:looked] = found
-        return [(member.request.id, self._committed - offset) for offset, _, member in found]
+        return [
+            (self._committed - offset, number, member.request.id)
+            for offset, number, member in found
+        ]
 
     def _insert(self, there: list[tuple[int, int, Member]], member: Member) -> None:
-        insort(there, (member.first - member.start, next(self._order), member))
+        insort(there, (member.first - member.start, member.number, member), key=itemgetter(0, 1))
 
     def settle(self) -> None:
         """Bring all members' integers, tokens and times up to date."""

@@ -333,6 +333,12 @@ class Instance:
         if self.kv.cache and hold and full > hold.num_hashed and request.prompt_token_ids:
             hold.keep(request.page_digests(self.page_size, full))
 
+    def forget_prefix(self, request: RequestState) -> None:
+        """Have the prefix cache give the request's pages to no other request."""
+        if self.kv.cache and request.prompt_token_ids:
+            full = request.num_known // self.page_size
+            self.kv.cache.forget(request.page_digests(self.page_size, full))
+
     def reserve_ahead(
         self, request: RequestState, leg: Leg, past_others: bool = False
     ) -> HeldPages | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
 from jaxinfer.serving.assignments import Assignments
+from jaxinfer.serving.batch import Row
 from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
@@ -178,11 +179,8 @@ class ServingLoop:
         end, sample = done.end, -1
         rows = done.batch.rows
         if done.batch.grouped:
-            ended, left = instance.taking_part.commit_group(end)
-            for request in ended:
-                at_limit = len(request.output_token_ids) >= request.max_tokens
-                self.assignments.finish(request, "length" if at_limit else "stop", None)
-            rows = left + rows
+            rows = instance.taking_part.commit_group(done.batch, end)
+        over: list[tuple[Row, Stop | None]] = []
         for row in rows:
             request, hold = row.request, row.hold
             hold.users -= 1
@@ -212,10 +210,18 @@ class ServingLoop:
                 if stop is None and len(tokens) >= request.max_tokens:
                     stop = ("length", None)
                 if stop:
-                    self.assignments.finish(request, *stop)
+                    over.append((row, stop))
                     continue
             if request.slice_move or request.legs[0].until is not None:
-                self._after_step(request)
+                over.append((row, None))
+        # Hooks see all requests as they are after the step.
+        for row, stop in over:
+            if row.epoch != row.request.epoch:
+                continue
+            if stop:
+                self.assignments.finish(row.request, *stop)
+            else:
+                self._after_step(row.request)
 
     def _after_step(self, request: RequestState) -> None:
         if request.legs[0].until is not None:

@@ -4,7 +4,7 @@ A page is known by a digest of its tokens and of all tokens before them, so that
 mean equal KV entries. Only pages whose entries exist are kept; nobody writes to them again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxinfer.serving.page_pool import Shard
 
@@ -60,8 +60,11 @@ class PrefixCache:
         """Count one hold fewer."""
         page.holds -= 1
         if not page.holds:
-            self._idle[page.digest] = page
-            self._count_idle(page, 1)
+            if self._pages.get(page.digest) is page:
+                self._idle[page.digest] = page
+                self._count_idle(page, 1)
+            else:
+                self._give(page)
 
     def add(self, digest: bytes, pages: list[dict[int, int]]) -> CachedPage | None:
         """Take in a page that one hold has and whose entries exist; None if its like is known."""
@@ -72,9 +75,18 @@ class PrefixCache:
 
     def evict(self) -> None:
         """Free the page that has been idle for longest."""
-        digest, page = next(iter(self._idle.items()))
-        del self._idle[digest], self._pages[digest]
-        self._count_idle(page, -1)
+        self.forget([next(iter(self._idle))])
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Let no further request have these pages; those that no request has now are free."""
+        for digest in digests:
+            page = self._pages.pop(digest, None)
+            if page and not page.holds:
+                del self._idle[digest]
+                self._count_idle(page, -1)
+                self._give(page)
+
+    def _give(self, page: CachedPage) -> None:
         for shard, table in zip(self._shards, page.pages, strict=True):
             shard.pool.give(list(table.values()))
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain, count
 from operator import attrgetter, itemgetter
 
-from jaxinfer.serving.batch import Row
+from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.decode_group import DecodeGroup, Member
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
@@ -82,17 +82,20 @@ class Running:
         return tuple.__new__(Counts, (len(self._all), decodes, decode_entries, kv_entries, to_come))
 
     def longest_decodes(self, count: int, but: Container[str] = ()) -> list[tuple[str, int]]:
-        """Ids and KV entries of decodes that have the most, the longest first; likewise."""
-        found: list[tuple[str, int]] = []
+        """Ids and KV entries of decodes that have the most, without bringing groups up to date.
+
+        The longest first, of equal ones the first admitted.
+        """
+        found: list[tuple[int, int, str]] = []
         by_themselves = [*self._ungrouped.values()]
         for group in self._groups:
             found += group.longest(count, but)
             by_themselves += map(_request, group.fresh.values())
         for request in by_themselves:
             if request.computed >= request.prompt_len and request.id not in but:
-                found.append((request.id, request.computed))
-        found.sort(key=itemgetter(1), reverse=True)
-        return found[:count]
+                found.append((request.computed, self._number[request.id], request.id))
+        found.sort(key=lambda each: (-each[0], each[1]))
+        return [(name, entries) for entries, _, name in found[:count]]
 
     @property
     def newest(self) -> RequestState:
@@ -146,7 +149,7 @@ class Running:
 
     def join(self, group: DecodeGroup, request: RequestState) -> None:
         """Have a request be advanced with a group."""
-        group.join(request)
+        group.join(request, self._number[request.id])
         del self._ungrouped[request.id]
 
     def trim(self, group: DecodeGroup, most: int) -> None:
@@ -176,19 +179,23 @@ class Running:
                 there.sort(key=self._admitted)
                 self._ungrouped = {each.id: each for each in there}
 
-    def commit_group(self, end: float) -> tuple[list[RequestState], list[Row]]:
+    def commit_group(self, batch: Batch, end: float) -> list[Row]:
         """The oldest step in flight that has a group has ended.
 
         Returns:
-            The requests that end with it, in the order of admission; and the step's rows of those
-            that have left the group since it was launched.
+            The step's rows, in the order that they have where no decodes are grouped: with those of
+            requests that end with it, or have left the group since it was launched.
         """
-        ended, rows = self._launched.popleft().commit(end)
-        if len(ended) > 1:
-            ended.sort(key=self._admitted)
-        for request in ended:
-            self._ungrouped[request.id] = request
-        return ended, rows
+        group = self._launched.popleft()
+        for request in group.ending():
+            self.leave_group(request)
+        left = group.commit(end)
+        if not left:
+            return batch.rows
+        start, stop = batch.among
+        among = [(self._number.get(row.request.id, -1), row) for row in batch.rows[start:stop]]
+        merged = [row for _, row in sorted([*among, *left], key=itemgetter(0))]
+        return [*batch.rows[:start], *merged, *batch.rows[stop:]]
 
     def _admitted(self, request: RequestState) -> int:
         return self._number[request.id]

@@ -190,8 +190,8 @@ class InstanceView(Protocol):
     def longest_decodes(self, count: int, but: Container[str] = ()) -> Sequence[tuple[str, int]]:
         """Ids and KV entries of the ``count`` decodes that have the most, the longest first.
 
-        Of equal ones, any may come first. In a simulation this costs no more than
-        what has come and gone since the last call.
+        Of equal ones, the first admitted. In a simulation this costs no more than what has come
+        and gone since the last call.
 
         Args:
             but: ids to be left out. Who has been left out once may be so until it leaves.
@@ -412,7 +412,8 @@ class System:
         ``leg.until`` is where it was cut. Not called for a leg that had nothing to compute, one
         that a lost instance took along (the request comes back to ``route``), one that was
         replaced before it ran, and the one that the request ends in, of which ``on_finish`` tells.
-        It may be in the midst of a step's requests: others of that step may still have to come.
+        All requests of a step are brought up to date before one of them goes on or ends; others
+        may still have to.
         """
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
@@ -420,7 +421,7 @@ class System:
 
         Also for one that no pool can hold, and one that failed with a lost instance. It has left
         its instance and given its pages back; ``legs`` is empty, and ``num_known`` counts its
-        output. Like ``on_leg_end``, it may be in the midst of a step's requests.
+        output. As with ``on_leg_end``, others of its step may still have to end.
         """
 
     def report(self) -> Mapping[str, object]:

@@ -36,7 +36,8 @@ class CompiledCache:
         self._folder = folder
         versions = [f"{name} {version_of(name)}" for name in _COMPILERS]
         # Programs are of all: models have the activations' names, how specs are made, experts.
-        code = [digest_of(PACKAGE / name) for name in ("sharding", "models", "pallas_kernels")]
+        folders = ("hardware", "sharding", "models", "pallas_kernels")
+        code = [digest_of(PACKAGE / name) for name in folders]
         asked = [str(target), list(mesh.items()), model.model_dump(), dtype]
         self._common = json.dumps([versions, code, asked])
 

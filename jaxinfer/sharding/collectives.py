@@ -15,6 +15,7 @@ class Collective:
         numbers: of the array: what each device has in the end of an all-gather, else what each
             puts in.
         what: the array's name; ``letters``: its logical axes.
+        asked: by the program itself, so that each compiler has it.
     """
 
     kind: str
@@ -23,6 +24,7 @@ class Collective:
     numbers: float
     what: str
     letters: str
+    asked: bool = False
 
     @property
     def moved(self) -> float:
@@ -37,9 +39,11 @@ def moved(kind: str, devices: int) -> float:
     return (2 if kind == "all-reduce" else 1) * (devices - 1) / devices
 
 
+def is_the_compilers(each: Collective) -> bool:
+    """True of a reduce-scatter that no program asks for."""
+    return each.kind == "reduce-scatter" and not each.asked
+
+
 def without_reduce_scatter(found: Sequence[Collective]) -> list[Collective]:
     """The same of a compiler that reduces everywhere and then cuts, as XLA's for CPUs does."""
-    return [
-        replace(each, kind="all-reduce") if each.kind == "reduce-scatter" else each
-        for each in found
-    ]
+    return [replace(each, kind="all-reduce") if is_the_compilers(each) else each for each in found]

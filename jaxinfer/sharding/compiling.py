@@ -91,12 +91,28 @@ def compile_all(
     model: ModelShape,
     dtype: str,
     jobs: Sequence[LayerJob],
-) -> Iterator[Compiled]:
-    """Compile jobs in a process of its own, and yield each when it is done.
+) -> Iterator[Compiled | str]:
+    """Compile jobs in a process of its own, and yield each when it is done, or why it is not.
+
+    A process that a job ends is followed by another for the next one.
 
     Raises:
-        JaxinferError: the target's compiler is not installed, or refuses a job.
+        JaxinferError: the target's compiler is not installed, or does not start.
     """
+    left = list(jobs)
+    while left:
+        for found in _compile_while_it_lives(target, mesh, model, dtype, left):
+            del left[0]
+            yield found
+
+
+def _compile_while_it_lives(
+    target: CompileTarget,
+    mesh: dict[str, int],
+    model: ModelShape,
+    dtype: str,
+    jobs: Sequence[LayerJob],
+) -> Iterator[Compiled | str]:
     asked = {
         "target": str(target),
         "mesh": mesh,
@@ -117,19 +133,27 @@ def compile_all(
     ):
         assert process.stdin
         assert process.stdout
+
+        def answer() -> dict[str, Any]:
+            assert process.stdout
+            if line := process.stdout.readline():
+                found: dict[str, Any] = json.loads(line)
+                return found
+            log.seek(0)
+            said = log.read().strip().splitlines() or [f"it ended with {process.wait()}"]
+            return {"died": f"the compiler for {target} failed: {said[-1]}"}
+
         try:
             process.stdin.write(json.dumps(asked))
             process.stdin.close()
+            if refused := {"error", "died"} & (begins := answer()).keys():
+                raise JaxinferError(begins[refused.pop()])
             for _ in jobs:
-                line = process.stdout.readline()
-                if not line:
-                    log.seek(0)
-                    said = log.read().strip().splitlines() or ["it ended"]
-                    raise JaxinferError(f"the compiler for {target} failed: {said[-1]}")
-                found = json.loads(line)
-                if "error" in found:
-                    raise JaxinferError(found["error"])
-                yield Compiled.of(found)
+                found = answer()
+                if "died" in found:
+                    yield found["died"]
+                    return
+                yield found["error"] if "error" in found else Compiled.of(found)
         finally:
             process.kill()
 
@@ -137,16 +161,25 @@ def compile_all(
 def _main() -> None:
     asked = json.load(sys.stdin)
     target = CompileTarget.read(asked["target"])
+
+    def answer(found: dict[str, Any]) -> None:
+        print(json.dumps(found), flush=True)
+
     try:
-        # XLA for CPUs computes 16-bit floats in 32 bits, and moves them so: we count numbers.
-        dtype = "float32" if target.is_cpu else asked["dtype"]
         devices = devices_of(target)
-        model = ModelShape.model_validate(asked["model"])
-        for job in asked["jobs"]:
-            found = _compiled(LayerJob(**job), target, devices, asked["mesh"], model, dtype)
-            print(json.dumps(asdict(found)), flush=True)
     except JaxinferError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        answer({"error": str(error)})
+        return
+    answer({"devices": len(devices)})
+    # XLA for CPUs computes 16-bit floats in 32 bits, and moves them so: we count numbers.
+    dtype = "float32" if target.is_cpu else asked["dtype"]
+    for job in asked["jobs"]:
+        model = ModelShape.model_validate(asked["model"])
+        try:
+            answer(asdict(_compiled(LayerJob(**job), target, devices, asked["mesh"], model, dtype)))
+        except Exception as error:  # Whatever JAX or XLA finds wrong with this one.
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            answer({"error": f"the compiler for {target}: {said}"})
 
 
 def _compiled(
@@ -170,12 +203,8 @@ def _compiled(
     wide = padded(model, layout, mesh)
     program = Program(wide, layout, laid, job.context, np.dtype(dtype), target)
     started = time.perf_counter()
-    try:
-        with jax.set_mesh(laid):
-            compiled = _lowered(program, job).compile()
-    except jax.errors.JaxRuntimeError as error:
-        said = str(error).splitlines()[0]
-        raise JaxinferError(f"layout {job.name}, {job.part}: {said}") from None
+    with jax.set_mesh(laid):
+        compiled = _lowered(program, job).compile()
     memory = compiled.memory_analysis()
     return Compiled(
         counts(compiled.as_text() or ""),

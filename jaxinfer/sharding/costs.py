@@ -6,7 +6,6 @@ are sent to, as in a grouped product: of E experts, T tokens that are sent to k 
 E (1 - (1 - k / E)^T). Where they are exchanged, one round takes all.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,39 +14,12 @@ from typing import NamedTuple
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
 from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
 from jaxinfer.models.layouts import Layout, letters_of, most_ways, table_of, ways
-from jaxinfer.sharding.collectives import Collective
 from jaxinfer.sharding.dataflow import LayerFlow, head_flow, layer_flow
-from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded
+from jaxinfer.sharding.links import Link, links_of, ring_seconds
+from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded, up
 
 # Bytes of a number of hidden states and logits.
 ITEMSIZE = 2
-
-
-@dataclass(frozen=True)
-class Link:
-    """The link along one axis of a mesh.
-
-    Attributes:
-        gb_s: 10^9 bytes per second that a device sends in a ring.
-        each_s: seconds of each collective besides.
-        is_apart: it has wires of its own, as on a torus: collectives over several axes use all.
-    """
-
-    gb_s: float
-    each_s: float = 0.0
-    is_apart: bool = False
-
-
-def links_of(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
-    """The links within a node on all axes, at the rates that collectives get of them."""
-    if gpu.is_torus:
-        return stated_links(gpu, mesh)
-    return {axis: Link(*gpu.collective) for axis in mesh}
-
-
-def stated_links(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
-    """The same at the rates that the roofline of a simulation has."""
-    return {axis: Link(*gpu.stated_collective, is_apart=gpu.is_torus) for axis in mesh}
 
 
 @dataclass(frozen=True)
@@ -85,7 +57,7 @@ class LayoutStepCost:
         layer, head: seconds of one layer, and of the head.
         step: of all layers and the head.
         weight_bytes: of one device, embeddings and head included.
-        kv_bytes: of one token's keys and values in all layers, on one device.
+        kv_bytes: of one token's keys and values in all layers, on a device that keeps them.
     """
 
     layer: Seconds
@@ -116,7 +88,9 @@ class LayoutFlow:
     Attributes:
         model: its heads and columns divide; see ``shapes.padded``.
         layer, head: flows of one token.
-        rows: pieces that tokens are cut into; ``kv_ways``: that KV heads are.
+        rows, head_rows: pieces that tokens of a step and of the head are cut into; ``kv_ways``:
+            that KV heads are; ``sequence_ways``, ``entry_ways``: that KV's sequences, and the
+            tokens of each, are.
 
     Raises:
         JaxinferError: the layout does not fit the mesh or the model.
@@ -129,10 +103,15 @@ class LayoutFlow:
         self._layer_numbers = sum(
             self._local(*each) for each in layer_parameters(self.model).items()
         )
+        D, V = self.model.hidden_size, self.model.vocab_size
+        names = ["embed_VD"] + ["head_VD"] * (not self.model.tie_word_embeddings)
+        self._tables = {name: self._local(name, (V, D)) for name in names}
         self.layer = layer_flow(self.model, layout, mesh, 1)
         self.head = head_flow(self.model, layout, mesh, 1)
-        self.rows = most_ways("T", layout, mesh)
-        self.kv_ways = ways(layout.kv.get("K", ()), mesh)
+        self.rows, self.head_rows = (most_ways(each, layout, mesh) for each in ("T", "TS"))
+        self.kv_ways, self.sequence_ways, self.entry_ways = (
+            ways(layout.kv.get(each, ()), mesh) for each in "KSC"
+        )
 
     def parameters(self, layers: int, first: bool, last: bool) -> float:
         """Parameters of a stage on one device, but for norms and biases.
@@ -140,12 +119,10 @@ class LayoutFlow:
         Args:
             first, last: with the embedding, with the head.
         """
-        D, V = self.model.hidden_size, self.model.vocab_size
         tied = self.model.tie_word_embeddings
         names = ["embed_VD"] if first or (last and tied) else []
         names += ["head_VD"] if last and not tied else []
-        tables = sum(self._local(name, (V, D)) for name in names)
-        return layers * self._layer_numbers + tables
+        return layers * self._layer_numbers + sum(self._tables[name] for name in names)
 
     @property
     def gathered_weights(self) -> float:
@@ -153,7 +130,7 @@ class LayoutFlow:
         return sum(each.moved for each in self.layer.collectives if "T" not in each.letters)
 
     def kv_bytes(self, layers: int, kv_size: float) -> float:
-        """Bytes of one token's keys and values on one device."""
+        """Bytes of one token's keys and values on a device that keeps them."""
         numbers = 2 * self.model.num_key_value_heads * self.model.head_size
         return layers * numbers / self.kv_ways * kv_size
 
@@ -237,12 +214,18 @@ class LayoutCosts:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of one token's keys and values in all layers on one device."""
+        """Bytes of one token's keys and values in all layers on a device that keeps them."""
         return self.flow.kv_bytes(self.flow.model.num_hidden_layers, self._kv_size)
+
+    def kept_bytes(self, sequences: int, entries: int) -> float:
+        """Bytes of KV on the device that keeps the most, of sequences alike."""
+        by_sequences, by_entries = self.flow.sequence_ways, self.flow.entry_ways
+        each = up(entries / sequences, by_entries) / by_entries
+        return self.kv_bytes * each * up(sequences, by_sequences) / by_sequences
 
     def dense(self, tokens: float) -> Seconds:
         """Seconds of one layer without its attention."""
-        return self._kernels(self._layer, tokens)
+        return self._kernels(self._layer, up(tokens, self.flow.rows))
 
     def attention(self, pairs: float, entries: float, longest: float = 0.0) -> Seconds:
         """Seconds of one layer's attention, as one kernel.
@@ -254,14 +237,15 @@ class LayoutCosts:
         """
         part, H = self.flow.layer.attention, self.flow.model.head_size
         assert part
-        compute = 4 * pairs * part.tokens * part.heads * H * self._per_flop
-        read = 2 * max(entries * part.tokens, longest) * part.kv_heads * H * self._kv_size
+        compute = 4 * pairs * part.tokens * part.entries * part.heads * H * self._per_flop
+        seen = max(entries * part.tokens, longest) * part.entries
+        read = 2 * seen * part.kv_heads * H * self._kv_size
         memory = read * self._per_byte
         return Seconds(compute=compute) if compute > memory else Seconds(memory=memory)
 
     def head(self, rows: float) -> Seconds:
         """Seconds of the head for the rows that are sampled."""
-        return self._kernels(self._head, rows)
+        return self._kernels(self._head, up(rows, self.flow.head_rows))
 
     def step(self, tokens: int, sequences: int, context: int = 0) -> LayoutStepCost:
         """A step of sequences alike, each of which is sampled.
@@ -278,9 +262,8 @@ class LayoutCosts:
         step = layer * self.flow.model.num_hidden_layers + head
         return LayoutStepCost(layer, head, step, self.weight_bytes, self.kv_bytes)
 
-    def _kernels(self, found: _Coefficients, tokens: float) -> Seconds:
+    def _kernels(self, found: _Coefficients, T: int) -> Seconds:
         kernels, token_s, slot_s, step_s = found
-        T = math.ceil(tokens / self.flow.rows) * self.flow.rows
         sums = [0.0, 0.0]
         for flops_s, weights_s, moved_s, choosing in kernels:
             touched = 1 - (1 - self._share) ** (choosing * T) if choosing else 1.0
@@ -307,14 +290,3 @@ def at_peaks(
     flow, links = LayoutFlow(model, layout, mesh), links or links_of(gpu, mesh)
     sizes = {"itemsize": itemsize, "weight_size": itemsize, "kv_size": itemsize}
     return LayoutCosts(flow, gpu, links, **sizes)
-
-
-def ring_seconds(each: Collective, links: Mapping[str, Link]) -> tuple[float, float]:
-    """Seconds per byte of a collective's array in a ring through all its axes, and besides.
-
-    As slow as the slowest of their links, unless each has wires of its own.
-    """
-    used = [links[axis] for axis in each.axes]
-    rates = [link.gb_s * 1e9 for link in used]
-    rate = sum(rates) if all(link.is_apart for link in used) else min(rates)
-    return each.moved / rate, max(link.each_s for link in used)

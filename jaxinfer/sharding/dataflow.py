@@ -23,11 +23,12 @@ from jaxinfer.sharding.shapes import Sizes, layer_parameters
 
 @dataclass(frozen=True)
 class AttentionShare:
-    """A device's part of attention: query tokens and heads, and KV heads."""
+    """A device's part of attention: query tokens and heads, KV heads, and of each sequence."""
 
     tokens: float
     heads: float
     kv_heads: float
+    entries: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,19 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
     for each in "kv":
         new = flow.product(y, path[f"{each}_DKH"], "TKH", each, made)
         new = flow.move(flow.move(new, otherwise(made, new.cuts)), otherwise(kv, new.cuts))
-        flow.move(new, flow.cuts("K", layout.kv))
-    own = flow.cuts("K", layout.kv).get("K", ())
+        flow.move(new, flow.cuts("TK", {"T": layout.kv.get("S", ()), **layout.kv}))
+    own, parts = (flow.cuts(k, layout.kv).get(k, ()) for k in "KC")
     rows = (heads or {}).get("T", ())
     seen: Cuts = {k: axes for k, axes in {"T": rows, "N": own}.items() if axes}
     flow.move(q, seen)
     attention = AttentionShare(
-        flow.local("T", seen), flow.local("N", seen), flow.local("K", {"K": own})
+        flow.local("T", seen),
+        flow.local("N", seen),
+        flow.local("K", {"K": own}),
+        1 / flow.ways(parts),
     )
-    out = flow.move(Activation("out", "TNH", seen), otherwise(heads, seen))
+    out = Activation("out", "TNH", seen)
+    out = _put_together(flow, out, parts) if parts else flow.move(out, otherwise(heads, seen))
     out = flow.move(out, otherwise(flow.named_cuts("attention_outputs"), out.cuts))
     flow.move(flow.product(out, path["o_NHD"], "TD", "attention", residual), residual)
     y = flow.normed("ffn_inputs", residual, model.gated)
@@ -80,6 +85,20 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
         return LayerFlow(flow.collectives, flow.products, attention, exchange)
     _ffn(flow, y, path, model.gated, residual)
     return LayerFlow(flow.collectives, flow.products, attention)
+
+
+def _put_together(flow: FlowRules, out: Activation, parts: tuple[str, ...]) -> Activation:
+    """Softmax over all parts of a sequence, of those to each: its most, its sum and its values."""
+    for what in ("most", "sum"):
+        flow.record("all-reduce", parts, "TN", out.cuts, what, asked=True)
+    wanted = (flow.named_cuts("attention_outputs") or {}).get("N", ())
+    scattered = tuple(axis for axis in parts if axis in wanted)
+    left = tuple(axis for axis in parts if axis not in wanted)
+    flow.record("reduce-scatter", scattered, out.letters, out.cuts, out.what, asked=True)
+    heads = (*out.cuts.get("N", ()), *scattered)
+    out = replace(out, cuts={**out.cuts, "N": heads} if heads else out.cuts)
+    flow.record("all-reduce", left, out.letters, out.cuts, out.what, asked=True)
+    return out
 
 
 def _ffn(

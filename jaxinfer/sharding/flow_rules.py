@@ -109,16 +109,31 @@ class FlowRules:
         """Numbers on each device."""
         return math.prod(self.sizes[each] / self.ways(cuts.get(each, ())) for each in letters)
 
-    def record(self, kind: str, axes: tuple[str, ...], letters: str, cuts: Cuts, what: str) -> None:
+    def record(
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        letters: str,
+        cuts: Cuts,
+        what: str,
+        asked: bool = False,
+    ) -> None:
         """A collective over these axes, if there are any, of an array cut like this."""
-        self.add(kind, axes, self.local(letters, cuts), what, letters)
+        self.add(kind, axes, self.local(letters, cuts), what, letters, asked)
 
     def add(
-        self, kind: str, axes: tuple[str, ...], numbers: float, what: str, letters: str
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        numbers: float,
+        what: str,
+        letters: str,
+        asked: bool = False,
     ) -> None:
         """The same of so many numbers."""
         if axes:
-            self.collectives.append(Collective(kind, axes, self.ways(axes), numbers, what, letters))
+            ways = self.ways(axes)
+            self.collectives.append(Collective(kind, axes, ways, numbers, what, letters, asked))
 
     def move(self, x: Activation, to: Cuts) -> Activation:
         """Sum what is partial, then exchange, gather and cut; what was gathered before is there."""
@@ -202,8 +217,9 @@ class FlowRules:
         for k in out:
             if k in letters:
                 place = used.get(k, ())
-                more = [a for a in target.get(k, ()) if a not in (*place, *sums, *found["T"])]
-                found[k] = (*place, *more)
+                # Compilers cut a partial sum when it is a sum.
+                wanted = () if sums else target.get(k, ())
+                found[k] = (*place, *(a for a in wanted if a not in (*place, *found["T"])))
         found = {k: axes for k, axes in found.items() if axes}
         self._count(x, path, out, found, sums, summed)
         return Activation(what, out, found, partial)

@@ -48,6 +48,8 @@ class Program:
 
     Attributes:
         products: of a mixture's experts; None of dense models.
+        parts: axes that cut the tokens of KV; ``scattered``: those of them over which results are
+            scattered by heads as they are added up.
     """
 
     def __init__(
@@ -63,6 +65,10 @@ class Program:
         self.context, self.dtype = context, dtype
         self.axes = mesh.axis_names
         self.parameters = layer_parameters(model)
+        self.parts = named(layout.kv.get("C", ()), self.axes)
+        outputs = layout.activations.get("attention_outputs", {})
+        wanted = named(outputs.get("N", ()), self.axes)
+        self.scattered = tuple(axis for axis in self.parts if axis in wanted)
         self.products: Grouped | None = None
         if model.num_experts:
             cuts = expert_places(layout, self.axes).weights
@@ -129,7 +135,8 @@ class Program:
         v_TKH = self.place("new_kv", jnp.einsum("td,dkh->tkh", y_TD, weight["v_DKH"]))
         k_TKH, v_TKH = self.place("kv", k_TKH), self.place("kv", v_TKH)
         out_TNH, kv = self.attention(self.place("heads", q_TNH), k_TKH, v_TKH, kv)
-        out_TNH = self.place("attention_outputs", self.place("heads", out_TNH))
+        out_TNH = out_TNH if self.parts else self.place("heads", out_TNH)
+        out_TNH = self.place("attention_outputs", out_TNH)
         out_TD = self.place("residual", jnp.einsum("tnh,nhd->td", out_TNH, weight["o_NHD"]))
         x_TD = self.place("residual", x_TD + out_TD)
         y_TD = self.place("ffn_inputs", self.norm(x_TD))
@@ -173,19 +180,38 @@ class Program:
     ) -> tuple[jax.Array, Any]:
         """Attention on each device with its heads, or for its tokens, as the engine's."""
         rows = named(self.layout.activations.get("heads", {}).get("T", ()), self.axes)
-        queries = self._spec("TK", {**self.layout.kv, "T": rows})
-        new, old = self._spec("TK", self.layout.kv), self._spec("SCK", self.layout.kv)
+        heads, own = (named(self.layout.kv.get(each, ()), self.axes) for each in "KS")
+        queries = self._spec("TK", {"K": heads, "T": rows})
+        done = self._spec("TK", {"K": (*heads, *self.scattered), "T": rows})
+        kept = self._spec("TK", {"K": heads, "T": own if kv else self.parts})
         attend: Callable[..., Any] = self._decode if kv else self._prefill
-        cached = (old, old) if kv else None
+        cached = (self._spec("SCK", self.layout.kv),) * 2 if kv else None
         on_mesh = jax.shard_map(
-            partial(attend, rows),
+            partial(attend, () if own else rows),
             mesh=self.mesh,
-            in_specs=(queries, new, new, cached),
-            out_specs=(queries, cached or (new, new)),
+            in_specs=(queries, kept, kept, cached),
+            out_specs=(done, cached or (kept, kept)),
             check_vma=False,
         )
         out: tuple[jax.Array, Any] = on_mesh(q_TNH, k_TKH, v_TKH, kv)
         return out
+
+    def _first(self, axes: tuple[str, ...], count: int) -> jax.Array:
+        """The first of this device's own, of so many that each has along these axes."""
+        return jax.lax.axis_index(axes) * count if axes else jnp.int32(0)
+
+    def _put_together(self, most: jax.Array, total: jax.Array, out_TNH: jax.Array) -> jax.Array:
+        """Results of attention to all parts of a sequence, of those to each."""
+        if not self.parts:
+            return out_TNH / total[..., None]
+        highest = jax.lax.pmax(most, self.parts)
+        share = jnp.exp(most - highest)
+        total = jax.lax.psum(total * share, self.parts)
+        out_TNH = out_TNH * (share / total)[..., None]
+        if self.scattered:
+            out_TNH = jax.lax.psum_scatter(out_TNH, self.scattered, scatter_dimension=1, tiled=True)
+        left = tuple(axis for axis in self.parts if axis not in self.scattered)
+        return jax.lax.psum(out_TNH, left) if left else out_TNH
 
     def _prefill(
         self, rows: tuple[str, ...], q_TNH: jax.Array, k_CKH: jax.Array, v_CKH: jax.Array, kv: None
@@ -193,8 +219,8 @@ class Program:
         """A prompt's tokens, each seeing those up to itself."""
         T, N, H = q_TNH.shape
         C, K = k_CKH.shape[:2]
-        first = jax.lax.axis_index(rows) * T if rows else jnp.int32(0)
-        position_T = first + jnp.arange(T)
+        position_T = self._first(rows, T) + jnp.arange(T)
+        first_C = self._first(self.parts, C)
         q_TKGH = q_TNH.reshape(T, K, N // K, H)
         block = BLOCK if C % BLOCK == 0 else C
         zero = jnp.zeros((T, K, N // K), q_TNH.dtype)
@@ -204,7 +230,7 @@ class Program:
             k = jax.lax.dynamic_slice_in_dim(k_CKH, start, block)
             v = jax.lax.dynamic_slice_in_dim(v_CKH, start, block)
             score = jnp.einsum("tkgh,ckh->tkgc", q_TKGH, k)
-            seen = (start + jnp.arange(block)) <= position_T[:, None, None, None]
+            seen = (first_C + start + jnp.arange(block)) <= position_T[:, None, None, None]
             score = jnp.where(seen, score, -1e9)
             higher = jnp.maximum(most, score.max(-1))
             share, scale = jnp.exp(score - higher[..., None]), jnp.exp(most - higher)
@@ -212,22 +238,32 @@ class Program:
             return (higher, total * scale + share.sum(-1), out), None
 
         start = (zero - 1e9, zero, jnp.zeros_like(q_TKGH))
-        (_, total, out), _ = jax.lax.scan(add, start, jnp.arange(0, C, block))
-        return (out / total[..., None]).reshape(T, N, H), (k_CKH, v_CKH)
+        (most, total, out), _ = jax.lax.scan(add, start, jnp.arange(0, C, block))
+        out_TNH = self._put_together(most.reshape(T, N), total.reshape(T, N), out.reshape(T, N, H))
+        return out_TNH, (k_CKH, v_CKH)
 
     def _decode(
         self, rows: tuple[str, ...], q_SNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array, kv: Any
     ) -> tuple[jax.Array, Any]:
         """A token of each sequence, which sees all of that sequence's entries and its own."""
         S, N, H = q_SNH.shape
-        last = self.context - 1
+        # The last entry lies on the last part of each sequence.
+        C = kv[0].shape[1]
+        is_last = self._first(self.parts, C) + C == self.context
         keys, values = (
-            jax.lax.dynamic_update_slice_in_dim(old, new[:, None], last, 1)
+            jnp.where(
+                is_last, jax.lax.dynamic_update_slice_in_dim(old, new[:, None], C - 1, 1), old
+            )
             for old, new in zip(kv, (k_SKH, v_SKH), strict=True)
         )
-        first = jax.lax.axis_index(rows) * S if rows else jnp.int32(0)
+        first = self._first(rows, S)
         k, v = (jax.lax.dynamic_slice_in_dim(each, first, S) for each in (keys, values))
         K = k.shape[2]
         score = jnp.einsum("skgh,sckh->skgc", q_SNH.reshape(S, K, N // K, H), k)
-        out = jnp.einsum("skgc,sckh->skgh", jax.nn.softmax(score), v)
-        return out.reshape(S, N, H), (keys, values)
+        most = score.max(-1)
+        share = jnp.exp(score - most[..., None])
+        out = jnp.einsum("skgc,sckh->skgh", share, v)
+        out_SNH = self._put_together(
+            most.reshape(S, N), share.sum(-1).reshape(S, N), out.reshape(S, N, H)
+        )
+        return out_SNH, (keys, values)

@@ -3,16 +3,19 @@
 An assignment says which axes of the mesh cut rows of weights (D), heads (N and K together), columns
 (F), experts (E) and tokens (T). The rest follows: tokens stay cut where neither heads nor columns
 need the axis, weights are gathered over axes that cut both rows and tokens, and the residual stream
-is cut by rows wherever weights are and tokens are not.
+is cut by rows wherever weights are and tokens are not. Layouts whose KV is cut by sequences or by
+tokens are tried as they ship.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import combinations, product
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.models.layouts import Layout, Places, Rule, letters_of
-from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, Link, at_peaks
+from jaxinfer.models.layouts import PRICED, Layout, Places, Rule, in_use, letters_of
+from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, at_peaks
+from jaxinfer.sharding.links import Link
 from jaxinfer.sharding.shapes import Sizes, layer_parameters
 
 Place = tuple[str, ...]
@@ -61,8 +64,9 @@ class AxisAssignment:
         heads = (*self.heads, *rows, *gathered)
         apart = left(by_heads, gathered)
         kv = table(K=heads)
+        router = (Rule("*router_DE", table(D=stored)),) if self.experts else ()
         return Layout(
-            (Rule("*norm.*", {}), Rule("*router_DE", table(D=stored)), Rule("layers.*", matrix)),
+            (Rule("*norm.*", {}), *router, Rule("layers.*", matrix)),
             {
                 "residual": table(T=self.tokens, D=stream),
                 "attention_inputs": table(T=by_heads, D=rows),
@@ -82,10 +86,24 @@ class AxisAssignment:
 
 
 @dataclass(frozen=True)
+class PricedLayout:
+    """One of ``PRICED``, whose KV no assignment cuts as it does."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def layout(self, axes: tuple[str, ...]) -> Layout:
+        """The layout on a mesh with these axes."""
+        return in_use(PRICED[self.name], axes)
+
+
+@dataclass(frozen=True)
 class Found:
     """An assignment and what its step costs."""
 
-    assignment: AxisAssignment
+    assignment: AxisAssignment | PricedLayout
     cost: LayoutStepCost
 
 
@@ -122,13 +140,15 @@ class LayoutSearch:
         self.tried = 0
 
     def of_weights(self) -> list[AxisAssignment]:
-        """Assignments of what cuts weights: each axis of a weight is cut by axes of its own."""
-        D, F = self._model.hidden_size, self._model.intermediate_size
-        heads, E = self._model.num_key_value_heads, self._model.num_experts
-        experts = self._divide(E) if E else [()]
+        """Assignments of what cuts weights: each axis of a weight is cut by axes of its own.
+
+        Heads and columns are padded, or KV heads copied, where they do not divide.
+        """
+        D, E = self._model.hidden_size, self._model.num_experts
+        every, experts = self._places(), self._divide(E) if E else [()]
         return [
             AxisAssignment(*places)
-            for places in product(self._divide(D), self._divide(heads), self._divide(F), experts)
+            for places in product(self._divide(D), every, every, experts)
             if _apart(places[0], places[1]) and _apart(places[0], places[2], places[3])
         ]
 
@@ -153,12 +173,14 @@ class LayoutSearch:
         for tokens in self._places():
             yield AxisAssignment(a.rows, a.heads, a.columns, a.experts, tokens)
 
-    def price(self, assignment: AxisAssignment, step: Step) -> Found | None:
-        """The cost of an assignment; None where a card has no room for it."""
+    def price(self, assignment: AxisAssignment | PricedLayout, step: Step) -> Found | None:
+        """The cost of an assignment; None where a card has no room for it, or it cannot be."""
         self.tried += 1
         costs = self._costs(assignment)
-        if not self._fits(costs, step):
+        if not costs or not self._fits(costs, step):
             return None
+        if costs.flow.sequence_ways > 1 and step.tokens != step.sequences:
+            return None  # A prompt is one sequence.
         return Found(assignment, costs.step(step.tokens, step.sequences, step.context))
 
     def best(self, step: Step, progress: Callable[[int], None] = lambda left: None) -> Found | None:
@@ -167,12 +189,13 @@ class LayoutSearch:
         Weights and KV do not depend on where tokens lie: what has no room for them, or reads them
         for longer than the best step takes, is not tried any further.
         """
-        best: Found | None = None
+        known = (self.price(PricedLayout(name), step) for name in PRICED)
+        best = min(filter(None, known), key=lambda each: each.cost.step.total, default=None)
         weights = self.of_weights()
         for number, cut in enumerate(weights):
             progress(len(weights) - number)
             costs = self._costs(cut)
-            if not self._fits(costs, step):
+            if costs and not self._fits(costs, step):
                 continue
             if best and self._at_least(step, cut) >= best.cost.step.total:
                 continue
@@ -183,18 +206,15 @@ class LayoutSearch:
         progress(0)
         return best
 
-    def _costs(self, assignment: AxisAssignment) -> LayoutCosts:
-        return at_peaks(
-            self._model,
-            assignment.layout(tuple(self._mesh)),
-            self._mesh,
-            self._gpu,
-            self._links,
-            self._itemsize,
-        )
+    def _costs(self, assignment: AxisAssignment | PricedLayout) -> LayoutCosts | None:
+        layout, mesh = assignment.layout(tuple(self._mesh)), self._mesh
+        try:
+            return at_peaks(self._model, layout, mesh, self._gpu, self._links, self._itemsize)
+        except JaxinferError:  # The residual stream is cut by more than what divides its rows.
+            return None
 
     def _fits(self, costs: LayoutCosts, step: Step) -> bool:
-        needed = costs.weight_bytes + costs.kv_bytes * step.entries
+        needed = costs.weight_bytes + costs.kept_bytes(step.sequences, step.entries)
         return needed <= self._gpu.memory_gb * 1e9
 
     def _at_least(self, step: Step, cut: AxisAssignment) -> float:
@@ -223,7 +243,7 @@ def _apart(*places: Place) -> bool:
     return len(axes) == len(set(axes))
 
 
-def layout_file(assignment: AxisAssignment, axes: tuple[str, ...]) -> str:
+def layout_file(assignment: AxisAssignment | PricedLayout, axes: tuple[str, ...]) -> str:
     """A Python file with the layout of an assignment, as ``engine.layout`` takes it."""
     layout = assignment.layout(axes)
     lines = ["from jaxinfer.models.layouts import Layout, Rule", "", f"# {assignment}."]

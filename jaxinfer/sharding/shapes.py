@@ -3,8 +3,10 @@
 import math
 from collections.abc import Mapping
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
-from jaxinfer.models.layouts import Layout, most_ways
+from jaxinfer.models.layout_checks import check_rules, own_rules
+from jaxinfer.models.layouts import Layout, most_ways, table_of
 
 # Axis of the mesh -> its devices.
 Sizes = Mapping[str, int]
@@ -34,6 +36,46 @@ def layer_parameters(model: ModelShape) -> dict[str, tuple[int, ...]]:
     return {f"layers.0.{name}": shape for name, shape in found.items()}
 
 
+def parameter_names(model: ModelShape) -> list[str]:
+    """Names of all parameters that a model of this shape with one layer may have.
+
+    Norms, biases and scales of 8 bits are in all of them that some architecture has.
+    """
+    found = ["embed_VD", "norm.scale_D"] + ["head_VD"] * (not model.tie_word_embeddings)
+    norms = ["attn_norm", "mlp_norm"]
+    if model.gated:
+        norms += ["attn_out_norm", "mlp_out_norm"]
+    else:
+        found += ["position_XD", "norm.bias_D", *(f"layers.0.{name}.bias_D" for name in norms)]
+    if model.qk_norm:
+        norms += ["attn.q_norm", "attn.k_norm"]
+    found += [f"layers.0.{name}.scale_D" for name in norms]
+    for path in layer_parameters(model):
+        stem, _, letters = path.rpartition("_")
+        out = letters[1:] if letters[0] == "D" else "D"
+        found += [path, *([] if "E" in letters else [f"{stem}_bias_{out}", f"{stem}_scale_{out}"])]
+    return found
+
+
+def check_layout(layout: Layout, model: ModelShape) -> None:
+    """Check a layout's rules; of all layers, closed forms and modelled stages have the first.
+
+    Raises:
+        JaxinferError: a rule cuts nothing, or layers differ.
+    """
+    if not own_rules(layout):
+        return
+    check_rules(layout, parameter_names(model), model.num_hidden_layers)
+    for path in layer_parameters(model):
+        for layer in range(1, model.num_hidden_layers):
+            other = path.replace(".0.", f".{layer}.", 1)
+            if table_of(other, layout) != table_of(path, layout):
+                raise JaxinferError(
+                    f"{other} lies otherwise than {path}: closed forms and modelled stages have "
+                    "layers alike"
+                )
+
+
 def padded(model: ModelShape, layout: Layout, mesh: Sizes) -> ModelShape:
     """The model with heads and columns that divide by what they are cut into.
 
@@ -44,17 +86,18 @@ def padded(model: ModelShape, layout: Layout, mesh: Sizes) -> ModelShape:
     of_N, of_K = (most_ways(letter, layout, mesh) for letter in "NK")
     groups = K if K % of_K == 0 else of_K
     if N % of_N or groups % K or N % groups:
-        groups = _up(K, math.lcm(of_N, of_K))
+        groups = up(K, math.lcm(of_N, of_K))
         N = groups * (N // K)
     return model.model_copy(
         update={
             "num_key_value_heads": groups,
             "num_attention_heads": N,
-            "intermediate_size": _up(model.intermediate_size, most_ways("F", layout, mesh)),
+            "intermediate_size": up(model.intermediate_size, most_ways("F", layout, mesh)),
             "head_dim": model.head_size,
         }
     )
 
 
-def _up(count: int, pieces: int) -> int:
+def up(count: float, pieces: int) -> int:
+    """The least number from this one on that so many pieces divide."""
     return math.ceil(count / pieces) * pieces

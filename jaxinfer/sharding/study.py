@@ -4,25 +4,30 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.models.layouts import Layout
+from jaxinfer.models.layouts import Layout, most_ways, ways
 from jaxinfer.sharding.cache import CompiledCache
-from jaxinfer.sharding.collectives import Collective, without_reduce_scatter
+from jaxinfer.sharding.collectives import Collective, is_the_compilers, without_reduce_scatter
 from jaxinfer.sharding.compiling import Compiled, LayerJob, as_text, compile_all
-from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, Link, Seconds, at_peaks
+from jaxinfer.sharding.costs import LayoutCosts, LayoutStepCost, Seconds, at_peaks
 from jaxinfer.sharding.crossings import SecondsOf
 from jaxinfer.sharding.dataflow import head_flow, layer_flow
 from jaxinfer.sharding.hlo import Counts, counted
+from jaxinfer.sharding.links import Link
 from jaxinfer.sharding.search import Step
+from jaxinfer.sharding.shapes import up
 from jaxinfer.sharding.targets import CompileTarget
 
 # Bytes of a number, by dtype.
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Bytes of a collective may differ by so much from those of a closed form.
 TOLERANCE = 0.01
+# Why KV is not cut by sequences where there is one.
+OF_DECODES = "S of KV pages: a prompt is one sequence, which one device would keep and attend to"
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,9 @@ class LayoutQuestion:
     def job(self, name: str, layout: Layout, phase: str) -> LayerJob:
         """The job to compile for a phase, or for the head of decodes."""
         tokens = self.tokens if phase == "prefill" else self.sequences
-        return LayerJob(name, as_text(layout, list(self.mesh)), phase, tokens, self.context)
+        padded = up(tokens, most_ways("TS" if phase == "head" else "T", layout, self.mesh))
+        context = up(self.context, ways(layout.kv.get("C", ()), self.mesh))
+        return LayerJob(name, as_text(layout, list(self.mesh)), phase, padded, context)
 
     def costs(self, layout: Layout) -> LayoutCosts:
         """Closed forms of a layout."""
@@ -86,7 +93,7 @@ class LayoutFinding:
         compiled, closed: collectives of one layer by kind, in numbers: the compiler's, and by
             closed forms for that compiler.
         notes: what the compiler does unlike the closed forms, or what they have for its sake.
-        padding: what was added so that heads and columns divide, in words.
+        padding: what was added so that heads, columns and tokens divide, in words.
     """
 
     layout: str
@@ -115,6 +122,15 @@ class LayoutFinding:
         return alike(self.compiled, self.closed)
 
 
+@dataclass(frozen=True)
+class RefusedLayout:
+    """A layout that cannot be, in one phase or for the head, and why."""
+
+    layout: str
+    phase: str
+    why: str
+
+
 def alike(one: Counts, two: Counts) -> bool:
     """True if counts are equal, and bytes within ``TOLERANCE``."""
     return one.keys() == two.keys() and all(
@@ -129,7 +145,7 @@ def closed_forms(
 ) -> tuple[Counts, tuple[str, ...]]:
     """Closed forms for a target's compiler, and what they have for its sake."""
     notes = []
-    if target.is_cpu and any(each.kind == "reduce-scatter" for each in found):
+    if target.is_cpu and any(map(is_the_compilers, found)):
         notes.append("no reduce-scatter on CPU")
         found = without_reduce_scatter(found)
     return counted(found), tuple(notes)
@@ -142,7 +158,7 @@ def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
     if "collective-permute" in compiled:
         return ("collective-permutes, as of collective matmuls",)
     kinds = [kind for kind in {**closed, **compiled} if compiled.get(kind) != closed.get(kind)]
-    return (f"other {', '.join(kinds)}",)
+    return (f"other {', '.join(kinds)}: seconds are of the closed form",)
 
 
 def seconds_of(question: LayoutQuestion, layout: Layout, phase: str) -> SecondsOf:
@@ -159,8 +175,9 @@ def where_it_fits(
     room = question.card.memory_gb * 1e9 - costs.weight_bytes
 
     def found(count: int) -> float:
-        entries = question.asked(phase, count).entries
-        return seconds(count) if costs.kv_bytes * entries <= room else math.inf
+        step = question.asked(phase, count)
+        kept = costs.kept_bytes(step.sequences, step.entries)
+        return seconds(count) if kept <= room else math.inf
 
     return found
 
@@ -170,29 +187,38 @@ def study(
     layouts: Mapping[str, Layout],
     cache_folder: Path,
     progress: Callable[[int], None] = lambda left: None,
-) -> list[LayoutFinding]:
-    """Compile a layer in each layout and phase, and price its step.
+) -> tuple[list[LayoutFinding], list[RefusedLayout]]:
+    """Compile a layer in each layout and phase, and price its step; the others are refused.
 
     Args:
         layouts: by the names or files that they were read from.
         progress: called with how many programs are left.
 
     Raises:
-        JaxinferError: a layout does not fit the mesh or the model, or the compiler refuses it.
+        JaxinferError: no layout fits the mesh, the model and the compiler.
     """
-    costs = {}
+    costs, found, refused = {}, [], []
+    parts = (*question.phases, "head")
     for name, layout in layouts.items():
         try:
             costs[name] = question.costs(layout)
         except JaxinferError as error:
-            raise JaxinferError(f"layout {name}: {error}") from None
-    parts = (*question.phases, "head")
-    jobs = [question.job(*each, part) for part in parts for each in layouts.items()]
-    compiled = _compiled(question, jobs, cache_folder, progress)
-    return [
-        _finding(question, costs[job.name], job, found)
-        for job, found in zip(jobs, compiled, strict=True)
-    ]
+            refused += [RefusedLayout(name, part, str(error)) for part in parts]
+    jobs = []
+    for part, (name, cost) in product(parts, costs.items()):
+        if part == "prefill" and cost.flow.sequence_ways > 1:
+            refused.append(RefusedLayout(name, part, OF_DECODES))
+        else:
+            jobs.append(question.job(name, layouts[name], part))
+    for job, compiled in zip(jobs, _compiled(question, jobs, cache_folder, progress), strict=True):
+        if isinstance(compiled, str):
+            refused.append(RefusedLayout(job.name, job.part, compiled))
+        else:
+            found.append(_finding(question, costs[job.name], job, compiled))
+    if not any(each.phase in question.phases for each in found):
+        reasons = dict.fromkeys(f"layout {each.layout}: {each.why}" for each in refused)
+        raise JaxinferError("; ".join(reasons))
+    return found, refused
 
 
 def _compiled(
@@ -200,18 +226,20 @@ def _compiled(
     jobs: Sequence[LayerJob],
     cache_folder: Path,
     progress: Callable[[int], None],
-) -> list[Compiled]:
+) -> list[Compiled | str]:
     q = question
     kept_ones = CompiledCache(cache_folder, q.target, q.mesh, q.model, q.dtype)
-    found = {job: kept for job in jobs if (kept := kept_ones.get(job))}
+    found: dict[LayerJob, Compiled | str] = {
+        job: kept for job in jobs if (kept := kept_ones.get(job))
+    }
     missing = [job for job in jobs if job not in found]
     progress(len(missing))
-    if missing:
-        results = compile_all(q.target, q.mesh, q.model, q.dtype, missing)
-        for job, result in zip(missing, results, strict=True):
-            found[job] = result
+    results = compile_all(q.target, q.mesh, q.model, q.dtype, missing)
+    for number, (job, result) in enumerate(zip(missing, results, strict=True), 1):
+        found[job] = result
+        if not isinstance(result, str):
             kept_ones.add(job, result)
-            progress(sum(each not in found for each in jobs))
+        progress(len(missing) - number)
     return [found[job] for job in jobs]
 
 
@@ -221,29 +249,34 @@ def _finding(
     flow_of = head_flow if job.part == "head" else layer_flow
     flow = flow_of(costs.flow.model, costs.flow.layout, costs.flow.mesh, job.tokens)
     closed, notes = closed_forms(flow.collectives, question.target)
-    cost = question.step(costs, job.part)
+    cost, step = question.step(costs, job.part), question.asked(job.part)
     ragged = ("experts by ragged_dot",) if compiled.ragged else ()
     return LayoutFinding(
         job.name,
         job.part,
         cost,
-        cost.kv_bytes * question.asked(job.part).entries,
+        costs.kept_bytes(step.sequences, step.entries),
         compiled.temporaries * question.itemsize,
         dict(compiled.collectives),
         closed,
         (*notes, *deviations(compiled.collectives, closed), *ragged),
-        _padding(question.model, costs.flow.model),
+        _padding(question, costs.flow.model, job),
     )
 
 
-def _padding(before: ModelShape, after: ModelShape) -> str:
+def _padding(question: LayoutQuestion, after: ModelShape, job: LayerJob) -> str:
+    before, units = question.model, "tokens" if job.part == "prefill" else "sequences"
+    asked = question.tokens if job.part == "prefill" else question.sequences
     names = {
         "num_attention_heads": "heads",
         "num_key_value_heads": "KV heads",
         "intermediate_size": "columns",
     }
-    return ", ".join(
+    said = [
         f"{getattr(before, name)} {words} as {getattr(after, name)}"
         for name, words in names.items()
         if getattr(before, name) != getattr(after, name)
-    )
+    ]
+    if job.tokens != asked:
+        said.append(f"{asked} {units if asked > 1 else units[:-1]} as {job.tokens}")
+    return ", ".join(said)

@@ -83,6 +83,8 @@ class CompileTarget:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags.strip(),
             "TPU_SKIP_MDS_QUERY": "1",
+            # An error's last line is the error, not a remark on how it is shown.
+            "JAX_TRACEBACK_FILTERING": "off",
             # XLA warns of what it copies whole; the counts have that.
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }
@@ -133,6 +135,19 @@ def description(gpu: GpuTarget) -> str:
     device_description_str: "{gpu.name}" """
 
 
+def check_installed(target: CompileTarget) -> None:
+    """Check that there is a compiler for a target; JAX is not started for that.
+
+    Raises:
+        JaxinferError: it is not installed.
+    """
+    plugins = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+    if target.is_gpu and not (find_spec("jax_plugins") and any(map(find_spec, plugins))):
+        raise JaxinferError(f"--for {target}: needs XLA for CUDA: pip install 'jax[cuda12]'")
+    if not target.is_cpu and not target.is_gpu and find_spec("libtpu") is None:
+        raise JaxinferError(f"--for {target}: needs XLA for TPUs: pip install libtpu")
+
+
 def devices_of(target: CompileTarget) -> list[Any]:
     """The devices, in the process that compiles.
 
@@ -142,12 +157,10 @@ def devices_of(target: CompileTarget) -> list[Any]:
     import jax
     from jax.experimental import topologies
 
+    check_installed(target)
     if target.is_cpu:
         return list(jax.devices("cpu"))
     if target.is_gpu:
-        plugins = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-        if not find_spec("jax_plugins") or not any(map(find_spec, plugins)):
-            raise JaxinferError(f"--for {target}: needs XLA for CUDA: pip install 'jax[cuda12]'")
         options = {
             "platform": "cuda",
             "topology_name": target.kind,
@@ -155,8 +168,6 @@ def devices_of(target: CompileTarget) -> list[Any]:
             "topology": f"1x1x{target.devices}",
         }
     else:
-        if find_spec("libtpu") is None:
-            raise JaxinferError(f"--for {target}: needs XLA for TPUs: pip install libtpu")
         options = {"platform": "tpu", "topology_name": str(target)}
     try:
         return list(topologies.get_topology_desc(**options).devices)

@@ -258,7 +258,7 @@ def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Cali
     if part.flow:
         raise JaxinferError(
             f"groups.{group}: efficiencies are of devices with equal parts: leave out layout and "
-            "mesh"
+            "mesh, and have no more devices than KV heads"
         )
     points = read_points(path)
 

@@ -19,6 +19,8 @@ from jaxinfer.workload.lengths import BenchRequest
 
 # The least rate that is tried, in requests per second, and one that no cluster comes near.
 _LEAST, _MOST = 2.0**-10, 1e5
+# One at which all requests come at once, as far as any step can tell.
+_AT_ONCE = 1e15
 # So many times the capacity, the targets should be missed.
 _ABOVE = (1.1, 1.5, 2.0)
 # Requests that tell, alone, whether the search is worth its time.
@@ -69,9 +71,11 @@ class AnyRateError(JaxinferError):
         enough: how many would tell, where that is known.
     """
 
-    def __init__(self, rate: float, enough: int | None) -> None:
-        more = f", give {enough} requests or more" if enough else ""
-        super().__init__(f"the targets hold at any rate: {rate:g} requests/s{more}")
+    def __init__(self, count: int, enough: int | None) -> None:
+        more = f": the workload is too short, give {enough} requests or more" if enough else ""
+        super().__init__(
+            f"the targets hold at any rate, even if all {count} requests come at once{more}"
+        )
         self.enough = enough
 
 
@@ -248,7 +252,7 @@ def capacity(
                 return
             low, best = step, each
 
-    near = max(double // 4, 1)
+    near, tried_at_once = max(double // 4, 1), False
     if start and not met:
         step, width = max(ladder.step(start), least), near
         rise([step])
@@ -265,8 +269,10 @@ def capacity(
             first = ladder.step(0.125) if low is None else max(low + 3 * double, ladder.step(0.125))
             steps = [first + double * i for i in range(max(at_once, 2))]
         rise(steps)
-        if best and best.rate > _MOST:
-            raise AnyRateError(best.rate, best.enough)
+        if high is None and best and (best.rate > _MOST or (best.enough and not tried_at_once)):
+            tried_at_once = True  # Of few requests, an overload may never show.
+            if next(iter(map_rates(try_rate, [_AT_ONCE]))).verdict.met:
+                raise AnyRateError(len(work), best.enough)
     while high - (bottom := least if low is None else low) > 1:
         between = np.linspace(bottom, high, at_once + 2)[1:-1].round().astype(int)
         rise(sorted({int(step) for step in between} - {bottom, high}) or [bottom + 1])

@@ -56,6 +56,8 @@ class ModelledInstance:
         shards: where KV heads of the stages may lie, if some have attention groups.
         asks_spans: whether step times depend on the spread of a step's contexts.
         experts: times of experts that it shares with others, which ``cost`` has none of.
+        measured: the most of what a step holds at which its time was measured, by name (see
+            ``beyond.py``); empty where times are by formulas.
     """
 
     config: InstanceConfig
@@ -70,6 +72,7 @@ class ModelledInstance:
     shards: Sequence[ModelledShard] = ()
     asks_spans: bool = False
     experts: JointExperts | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -262,6 +265,7 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
         spread_shards(config, places, pages, stages) if config.is_spread else (),
         any(getattr(stage, "asks_spans", False) for stage in stages),
         getattr(stages[0], "joint", None),
+        getattr(stages[0], "measured", {}),
     )
 
 

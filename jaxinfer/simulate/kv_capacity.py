@@ -32,7 +32,7 @@ def count_pages(
         reserve = instance.max_num_batched_tokens * numbers * ITEMSIZE
         reserve += 4 * instance.max_num_seqs * model.vocab_size
         if part.flow:
-            reserve += part.flow.gathered_weights * part.weight_size
+            reserve += part.flow.gathered_weights * part.mean_weight_size
     fits = int((memory - weights - reserve) // each)
     wanted = instance.num_pages or fits
     if wanted < 2 or wanted > fits:

@@ -68,10 +68,13 @@ class Measured:
         return self.predicted.get(request.id)
 
     def check_stop(self, request: RequestState, token: int) -> Stop | None:
-        """End a request where the real one's text has ended it."""
+        """End a request where the real one's text, or its NaN, has ended it."""
         reason, count, detail = self.ends.get(request.id, ("", 0, None))
-        here = reason == "stop" and len(request.output_token_ids) == count
-        return ("stop", detail) if here else None
+        if len(request.output_token_ids) != count:
+            return None
+        if reason == "error" and detail == "nan":
+            return "error", detail
+        return ("stop", detail) if reason == "stop" else None
 
 
 def measured(entries: Sequence[Entry]) -> Measured:

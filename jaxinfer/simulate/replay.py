@@ -89,7 +89,9 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
             "profile does not tell: such runs are not replayed"
         )
     read = {
-        name: _instance(cluster, cluster.instances[name], described, profile_of(name, described))
+        name: _instance(
+            cluster, cluster.instances[name], described, profile_of(folder, name, described)
+        )
         for name, described in run["instances"].items()
     }
     instances = {name: instance for name, (instance, _) in read.items()}
@@ -114,33 +116,39 @@ def _order(request: RequestRecord) -> tuple[float, list[int]]:
     return request.arrival, [int(number) for number in re.findall(r"\d+", request.id)]
 
 
-def profile_of(name: str, described: Mapping[str, Any]) -> Profile:
+def profile_of(folder: Path, name: str, described: Mapping[str, Any]) -> Profile:
     """Read the profile by which an instance of a real run went.
 
     Raises:
         JaxinferError: it is not there any more.
     """
-    return read_profile(profile_file(name, described))
+    return read_profile(profile_file(folder, name, described))
 
 
 def profile_file(
-    name: str, described: Mapping[str, Any], kept: Callable[[Path], Path] = lambda path: path
+    folder: Path,
+    name: str,
+    described: Mapping[str, Any],
+    kept: Callable[[Path], Path] = lambda path: path,
 ) -> Path:
     """Return the file of the profile by which an instance of a real run went.
 
     Args:
+        folder: of the run, which has a copy if there was a profile by then.
         kept: what is read, from the path of the profile of whole steps.
 
     Raises:
         JaxinferError: it is not there any more.
     """
-    path = kept(profile_folder() / f"{described['profile']}.json")
-    if not path.is_file():
-        raise JaxinferError(
-            f"instance {name}: no profile {path}, by which its run went; jaxinfer profile RUNFILE "
-            "makes one for runs from then on"
-        )
-    return path
+    paths = [kept(at / f"{described['profile']}.json") for at in (folder, profile_folder())]
+    for path in paths:
+        if path.is_file():
+            return path
+    raise JaxinferError(
+        f"{folder}: instance {name}: no profile {paths[-1]}, by which its run went: a replay goes "
+        "by measured steps; jaxinfer profile RUNFILE, with the run's file, measures them for all "
+        "runs of it"
+    )
 
 
 def _instance(

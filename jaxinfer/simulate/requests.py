@@ -22,6 +22,7 @@ class ModelledRequests:
     Args:
         options: their ``max_tokens`` is the limit that all requests show in place of their length.
         instances: each has to be able to take each request.
+        longest: tokens of a request at most, where an instance's own limit is not less.
 
     Attributes:
         has_tokens: whether the tokens of some prompt are known.
@@ -35,8 +36,9 @@ class ModelledRequests:
         work: Sequence[BenchRequest],
         options: Workload,
         instances: Mapping[str, InstanceConfig],
+        longest: int | None = None,
     ) -> None:
-        limits = [instance.max_model_len for instance in instances.values()]
+        limits = [longest, *(instance.max_model_len for instance in instances.values())]
         self._longest = min((limit for limit in limits if limit), default=math.inf)
         self._work, self._limit, self._predictor = work, options.max_tokens, options.predictor
         self._check()

@@ -14,6 +14,7 @@ from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.world import Event, StepDone
+from jaxinfer.simulate.beyond import BeyondMeasured
 from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
 from jaxinfer.simulate.requests import ModelledRequests
 from jaxinfer.simulate.world import SimulatedWorld
@@ -79,7 +80,8 @@ def serve(
             that are advanced together.
     """
     system, modelled = site.new_system(), cluster.instances
-    requests = ModelledRequests(work, site.run_file.workload, site.instances)
+    longest = cluster.site.model.max_position_embeddings if cluster.site else None
+    requests = ModelledRequests(work, site.run_file.workload, site.instances, longest)
     alike = not system.needs_decode_rows, requests.has_tokens, requests.num_output
     instances = [each.new_instance(name, fits.get(name), *alike) for name, each in modelled.items()]
     world = SimulatedWorld(
@@ -94,7 +96,7 @@ def serve(
         {name: each.visits for name, each in modelled.items()},
         cluster.joint,
     )
-    waiting = requests.by_ends()
+    waiting, beyond = requests.by_ends(), BeyondMeasured(modelled)
 
     def on_finish(request: RequestState) -> None:
         if request.error:
@@ -110,8 +112,10 @@ def serve(
 
     def on_event(event: Event) -> None:
         recorder.add_event(event, loop)
-        if on_step and isinstance(event, StepDone):
-            on_step(event)
+        if isinstance(event, StepDone):
+            beyond.add_step(event)
+            if on_step:
+                on_step(event)
 
     def describe() -> dict[str, object]:
         return describe_run(site, cluster, work) | dict(about or {})
@@ -144,6 +148,7 @@ def serve(
             late_compiles=0,
             role_s={i.name: i.role_seconds(world.now()) for i in instances},
             efficiency=cluster.efficiency,
+            beyond=beyond.found(),
         )
 
 

@@ -8,9 +8,10 @@ from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.resolve import Resolved, resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError, one_line
-from jaxinfer.ledger.difference import first_difference
+from jaxinfer.ledger.difference import check_entries, first_difference
 from jaxinfer.ledger.ledger_file import NAME, Entries, Entry, ledger_hash, read_ledger
 from jaxinfer.ledger.observer import Ledger
+from jaxinfer.report.origin import made_by_another
 from jaxinfer.report.records import read_run_json, reporting_damage
 from jaxinfer.serving.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
@@ -50,10 +51,11 @@ def check_decisions(folder: Path) -> LedgerCheck:
     found = ledger_hash(real)
     if "measured_gb_s" not in run:
         raise JaxinferError(f"{folder}: not a real run, or one of an older version")
-    if missing := [name for name in ("status", "run_file", "instances") if name not in run]:
-        raise JaxinferError(
-            f"{folder / 'run.json'}: {missing[0]} is missing: give the folder as the run left it"
-        )
+    for name in ("status", "run_file", "instances"):
+        if not run.get(name):
+            raise JaxinferError(
+                f"{folder / 'run.json'}: {name} is missing: give the folder as the run left it"
+            )
     kept = {"hash": found, "entries": len(real)}
     finished = run["status"] == "finished"
     if finished and run.get("ledger") != kept:
@@ -63,29 +65,40 @@ def check_decisions(folder: Path) -> LedgerCheck:
     if not real:
         raise JaxinferError(f"{folder / NAME}: no entries; the run was killed before it wrote some")
     with reporting_damage(folder / NAME):
+        check_entries(folder / NAME, real)
         given = measured(real)
     if given.cached:
         raise JaxinferError(
             f"{folder}: {given.cached} pages were cached by earlier runs when it began, and their "
             "tokens are not known: reset_prefix_cache before the run, or check the first one"
         )
-    simulated = decide_again(run, given)
+    with reporting_damage(folder / "run.json"):
+        simulated = decide_again(folder, run, given)
     if not finished:
         del simulated[len(real) :]
-    return LedgerCheck(first_difference(real, simulated), len(real), found, finished)
+    difference = first_difference(real, simulated)
+    if difference and (other := made_by_another(run)):
+        difference += f"; {other}"
+    return LedgerCheck(difference, len(real), found, finished)
 
 
-def decide_again(run: Mapping[str, Any], given: Measured) -> list[Entry]:
+def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[Entry]:
     """Return the ledger of the simulator's decisions on what a real run was told.
 
     Args:
-        run: of its ``run.json``.
+        folder: of the run; ``run``: of its ``run.json``.
     """
     site = resolve(as_run_file(run["run_file"]).model_copy(update={"ledger": False}))
+    if run["instances"].keys() != site.cluster.instances.keys():
+        raise JaxinferError(
+            f"{folder / 'run.json'}: damaged, instances are {', '.join(run['instances'])}, its "
+            f"run_file has {', '.join(site.cluster.instances)}"
+        )
     modelled = {
-        name: _modelled(name, site, described) for name, described in run["instances"].items()
+        name: _modelled(folder, name, site, described)
+        for name, described in run["instances"].items()
     }
-    fits = _fits(site, run)
+    fits = _fits(folder, site, run)
     ledger = Ledger(Entries())
     world = MeasuredWorld(given)
 
@@ -133,7 +146,9 @@ def _max_tokens(request: RequestState) -> int:
     return request.max_tokens
 
 
-def _modelled(name: str, site: Resolved, described: Mapping[str, Any]) -> ModelledInstance:
+def _modelled(
+    folder: Path, name: str, site: Resolved, described: Mapping[str, Any]
+) -> ModelledInstance:
     """Model an instance's side of scheduling: its limits and its pools, as they were."""
     config = site.cluster.instances[name]
     # What the run has worked out, such as limits by the memory there was.
@@ -153,11 +168,13 @@ def _modelled(name: str, site: Resolved, described: Mapping[str, Any]) -> Modell
         _NO_COST,
         segments=1,
         devices=[],
-        shards=_shards(name, site, described) if config.is_spread else (),
+        shards=_shards(folder, name, site, described) if config.is_spread else (),
     )
 
 
-def _shards(name: str, site: Resolved, described: Mapping[str, Any]) -> list[ModelledShard]:
+def _shards(
+    folder: Path, name: str, site: Resolved, described: Mapping[str, Any]
+) -> list[ModelledShard]:
     """Model where KV heads of the stages may lie, with the fits that the run had to go by."""
     heads, _ = described["kv_heads"]
     halves = described["engine"]["half_batches"] == "by_time"
@@ -167,7 +184,7 @@ def _shards(name: str, site: Resolved, described: Mapping[str, Any]) -> list[Mod
     }
     profile = None
     if halves or site.needs_attention_fits:
-        profile = read_attention(profile_file(name, described, attention_path))
+        profile = read_attention(profile_file(folder, name, described, attention_path))
     fits = iter(profile.fits(slowdowns) if profile else ())
     dense = iter(profile.dense(slowdowns) if profile and halves else ())
     return [
@@ -202,13 +219,13 @@ class _NoCost:
 _NO_COST: Any = _NoCost()
 
 
-def _fits(site: Resolved, run: Mapping[str, Any]) -> dict[str, StepFit]:
+def _fits(folder: Path, site: Resolved, run: Mapping[str, Any]) -> dict[str, StepFit]:
     """Return the fits that the system had to go by, by instance."""
     if not site.needs_fits:
         return {}
     found = {}
     for name, described in run["instances"].items():
-        profile: Profile = profile_of(name, described)
+        profile: Profile = profile_of(folder, name, described)
         groups = [stage["group"] for stage in described["stages"]]
         found[name] = profile.fit([site.cluster.groups[group].slowdown for group in groups])
     return found

@@ -4,7 +4,7 @@ Kept beside the profiles of whole steps, by what decides the times.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.serving.step_fit import AttentionFit
-from jaxinfer.steps.profile import profile_path, write_record
+from jaxinfer.steps.profile import profile_folder, profile_path, write_record
 from jaxinfer.steps.times import nonnegative
 
 
@@ -131,6 +131,13 @@ def store_attention(profile: AttentionProfile) -> Path:
     path = attention_path(profile_path(profile.key))
     write_record(path, asdict(profile))
     return path
+
+
+def profile_files(names: Iterable[str]) -> list[str]:
+    """The files that are there of profiles with these names: of whole steps, and of attention."""
+    steps = [profile_folder() / f"{name}.json" for name in names]
+    files = [file for path in steps for file in (path, attention_path(path)) if file.is_file()]
+    return list(dict.fromkeys(map(str, files)))
 
 
 def attention_path(path: Path) -> Path:

@@ -9,6 +9,7 @@ of it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from math import inf
 
 from pydantic import Field
@@ -27,7 +28,8 @@ from jaxinfer.serving.system import (
 )
 from jaxinfer.systems import takeover_prompts
 from jaxinfer.systems.instances import most_entries
-from jaxinfer.systems.takeover_books import Book, Books, Kind
+from jaxinfer.systems.takeover_books import AMPLE, Book, Books, Kind
+from jaxinfer.systems.takeover_slo import Slo, StepsBesideTarget, attention_s
 from jaxinfer.systems.takeover_takes import Takes
 
 # By how much a decode has to displace less elsewhere; for a small pool's it may be a little more.
@@ -38,8 +40,6 @@ _FAR_MORE = 2.0
 _SHORTER = 1.3
 # Free seats by the decodes of small pools, from which on they are left for these.
 _SCARCE = 0.25
-# With more than this share of its seats and of its pool free, a large one begins prompts, too.
-_AMPLE = 0.5
 
 
 class TakeoverOptions(Options):
@@ -47,17 +47,21 @@ class TakeoverOptions(Options):
 
     Attributes:
         spared: Share of a pool that takes leave free, besides room for its decodes' growth.
-        most_moves: Takes of one request, at most; with 0, no decode is taken.
+        most_moves: Takes of one request while others wait, at most; with 0, no decode is taken.
+            While few wait, decodes that were taken as often go on to faster kinds alone.
+        narrow: Share of a step's tokens that there are, decodes included, while few requests wait,
+            or half of an instance's seats or of its pool is taken.
         keeps_room: Begin prompts elsewhere while an instance's room is for others' decodes.
-        slo: Targets in seconds, ``ttft`` and ``tbt``, while few requests wait: steps have fewer
-            prompt tokens beside decodes with TBT at risk, more with TTFT at risk; with ``ttft``,
-            prompts under way are taken over only if some are late where they are.
+        slo: Targets in seconds, ``ttft`` and ``tbt``: steps have fewer prompt tokens beside decodes
+            with TBT at risk, more with TTFT at risk; with ``ttft``, prompts under way are taken
+            over only if some are late where they are. ``ttft`` alone counts while few wait.
     """
 
     spared: float = Field(default=0.01, ge=0, lt=1)
     most_moves: int = Field(default=2, ge=0)
+    narrow: float = Field(default=1.0, gt=0, le=1)
     keeps_room: bool = True
-    slo: takeover_prompts.Slo = takeover_prompts.Slo()
+    slo: Slo = Slo()
 
 
 class Takeover(System):
@@ -70,7 +74,7 @@ class Takeover(System):
 
     def __init__(self, options: TakeoverOptions | None = None) -> None:
         super().__init__(options)
-        self._books = Books(self.options.spared)
+        self._books = Books(self.options.spared, self.options.narrow)
         self._seen: Mapping[str, InstanceView] = {}
         # Whether more requests wait than there are instances; KV entries of the first, or 0.
         self._waits, self._next = False, 0
@@ -79,6 +83,9 @@ class Takeover(System):
         # Who may have prompts under way, while few requests wait.
         self._holders: dict[str, Book] = {}
         self._takes = Takes(self._books, self.options.most_moves)
+        self._beside = StepsBesideTarget()
+        # Arrivals of the first and the last that waits, if many do, and prompt tokens up to each.
+        self._line: list[tuple[float, int]] = []
 
     def _follow(self, cluster: ClusterView) -> None:
         """Keep books of the instances that are there now."""
@@ -134,6 +141,10 @@ class Takeover(System):
             if not book.is_open:
                 book.open_to.pop(book.name, None)
         self._waits = len(waiting) - len(assignments) > len(books)
+        if self.options.slo.tbt is not None and self.options.slo.ttft is not None:
+            left = list(islice(waiting, len(assignments), None)) if self._waits else []
+            tokens = sum(request.num_known - request.computed for request in left)
+            self._line = [(left[0].arrival, 0), (left[-1].arrival, tokens)] if left else []
         return assignments
 
     def _place(self, known: int, rest: int, open_to: Sequence[Book]) -> Book | None:
@@ -165,7 +176,7 @@ class Takeover(System):
                 decodes, due = decodes + each.decodes, due + each.due
         if decodes and (kind.seats <= _SCARCE * decodes or kind.room <= due):
             return True
-        if kind.seats > _AMPLE * kind.all_seats and kind.room > _AMPLE * kind.all_room:
+        if kind.seats > AMPLE * kind.all_seats and kind.room > AMPLE * kind.all_room:
             return False
         return any(
             each.with_time
@@ -185,6 +196,10 @@ class Takeover(System):
             return ()
         if book.kind.is_below:
             book.note(step)
+        tbt = self.options.slo.tbt
+        if tbt is not None:
+            self._beside.note(book, step, tbt)
+            book.attention_s = attention_s(book, step)
         book.renew()
         actions: list[Action] = []
         if self._waits:
@@ -199,18 +214,33 @@ class Takeover(System):
             if self._holders and not self._waits:
                 self._take_prompt(book, cluster, actions)
             self._take_decodes(book, actions)
-        if book.limit or (book.backlog and not self._waits):
+        if book.limit or book.backlog or book.told != self._full(book):
             self._spread(book, cluster.now, actions)
         return actions
 
     def _spread(self, book: Book, now: float, actions: list[Action]) -> None:
-        """Limit the prompt tokens of the next step, while few wait."""
-        limit = 0
+        """Limit the prompt tokens of the next step, unless many wait and there is ample room."""
+        limit, slo, book.for_ttft = 0, self.options.slo, False
         if not self._waits:
-            limit = takeover_prompts.limit(book, book.backlog, self.options.slo, now)
-        if limit != book.limit:
-            book.limit = limit
-            actions.append(Budget(book.name, limit or None))
+            limit = takeover_prompts.limit(book, book.backlog, slo, now)
+        elif slo.tbt is not None:
+            speed = sum(len(kind.books) / kind.speeds.token_s for kind in self._books.kinds)
+            share = 1 / (book.kind.speeds.token_s * speed)
+            behind = [(arrival, round(share * tokens)) for arrival, tokens in self._line]
+            limit = takeover_prompts.limit(book, book.backlog, slo, now, behind)
+        book.limit = limit
+        is_wide = self._waits and slo.tbt is None and book.is_ample
+        book.widen(is_wide)
+        told = None if is_wide else limit or self._full(book)
+        if told != book.told:
+            book.told = told
+            actions.append(Budget(book.name, told))
+
+    def _full(self, book: Book) -> int | None:
+        """Prompt tokens of a narrow step that is full; None where no step is narrow."""
+        if book.budget == book.widest:
+            return None
+        return max(book.budget - (book.decodes if book.backlog else 0), 1)
 
     def _take_prompt(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
         """Take over a prompt under way."""
@@ -231,6 +261,11 @@ class Takeover(System):
                 self._takes.take(other, book, actions)
             if self._next and book.kind.is_below:
                 self._make_room(book, actions)
+        if book.spent and not self._waits:
+            own_s = book.kind.speeds.step_s
+            for other in self._better(book):
+                if other.kind.speeds.step_s < own_s:
+                    self._takes.take_spent(other, book, actions)
 
     def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
         """Tell whether decodes with so many entries are better off there, while requests wait."""
@@ -312,7 +347,10 @@ class Takeover(System):
 
     def report(self) -> Mapping[str, object]:
         """Count the decodes and the prompts that were taken over."""
-        return {"decodes_taken": self._takes.decodes, "prompts_taken": self._takes.prompts}
+        taken = {"decodes_taken": self._takes.decodes, "prompts_taken": self._takes.prompts}
+        if self.options.slo.tbt is None:
+            return taken
+        return taken | {"steps_beside_tbt": self._beside.report()}
 
 
 def _displaced_by(kind: Kind, to: Kind, context: float) -> float:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import exp, inf
 
-from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.system import InstanceView, Leg, StepView
 from jaxinfer.systems.instances import capacity
+from jaxinfer.systems.takeover_speeds import Speeds
 
 # Pools that hold less than this share of another's hand on their longest decodes to it.
 _SMALL = 0.25
@@ -20,44 +20,10 @@ _MEMORY_S = 20.0
 _STEPS_AHEAD = 2
 # Steps for whose growth takes leave room.
 _GROWTH_STEPS = 32
+# With more than this share of its seats and of its pool free, an instance has ample room.
+AMPLE = 0.5
 # An instance that computes prompts for a smaller share of its time could compute more.
 _BUSY = 0.9
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Seconds of an instance's work, by its fits.
-
-    Attributes:
-        token_s: of a prompt's token in a full step.
-        sequence_s, entry_s: of a decode, and of each KV entry that it sees, beside others.
-        step_s: of a step of decodes alone, whatever they are.
-        full_s: of a step with as many tokens as there may be, without its decodes' entries;
-            ``full_entry_s``: of each of these.
-    """
-
-    token_s: float
-    sequence_s: float
-    entry_s: float
-    step_s: float
-    full_s: float
-    full_entry_s: float
-
-    @classmethod
-    def of(cls, fit: StepFit) -> "Speeds":
-        """Speeds by fits; a decode's by those of mixed steps, where it has none of its own."""
-        mixed, decode = fit.mixed, fit.decode
-        entry_s, full_s = max(mixed.per_decode_context, 0.0), max(mixed.constant, 1e-9)
-        own = (0.0, entry_s, full_s)
-        if decode:
-            own = decode.per_sequence, decode.per_context, decode.constant
-        sequence_s, seen_s, step_s = (max(each, 0.0) for each in own)
-        token_s = max(fit.prefill.per_token, 1e-12)
-        return cls(token_s, sequence_s, seen_s, step_s, full_s, entry_s)
-
-    def displaced(self, context: float) -> float:
-        """Prompt tokens that could be computed in place of a decode with so many KV entries."""
-        return 1 + (self.sequence_s + self.entry_s * context) / self.token_s
 
 
 @dataclass(eq=False, slots=True)
@@ -122,8 +88,9 @@ class Book:
 
     Attributes:
         legs: of a request that goes there and stays; ``number``: in their order.
-        budget: tokens of a step; ``most_seats``: requests at once; ``most_backlog``: prompt tokens
-            to be computed, from which on no prompt begins here.
+        widest: tokens of a step, at most; ``budget``: those of a narrow one; ``most_seats``:
+            requests at once; ``most_backlog``: prompt tokens to be computed, from which on no
+            prompt begins here.
         pages: of its pool; ``spared``: those that are to stay free, however few decodes run there.
         decodes, entries: that run there, and their KV entries.
         backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
@@ -134,12 +101,16 @@ class Book:
             prompt tokens of those of them that lack some.
         under_way: by id, the oldest first, of prompts that are partly computed while few requests
             wait: arrival, tokens that are left, known ones, and KV entries that there may be.
-        limit: prompt tokens of a step, 0 for as many as there may be.
-        stay: requests there whose decodes are taken no more.
+        told: prompt tokens of a step, as the instance was told last; None for no limit.
+        limit: those over which prompts are spread, 0 for as many as there may be; ``for_ttft``:
+            they are more than a target for TBT allows, as one for TTFT is at risk.
+        stay: requests there whose decodes are taken no more, or bound for elsewhere; ``spent``:
+            those of them that were taken as often as they may be while others wait.
         longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
             without one, None if nobody has looked since.
         step_s: seconds of a step of the decodes that run now, without prompts; ``token_s``: of a
-            prompt's token among them, None if nobody has asked.
+            prompt's token among them, None if nobody has asked; ``attention_s``: for which the next
+            chunk attends to what is computed of its prompt, with a target for TBT.
         is_open: a prompt may begin here, unless it is too long; ``has_room``: it could take a
             decode, unless that is long.
         busy: share of its time in which it computed prompts.
@@ -152,6 +123,7 @@ class Book:
     legs: tuple[Leg, ...]
     number: int
     kind: Kind
+    widest: int
     budget: int
     most_backlog: int
     page_size: int
@@ -168,10 +140,14 @@ class Book:
     coming: dict[str, int] = field(default_factory=dict)
     to_compute: dict[str, int] = field(default_factory=dict)
     under_way: dict[str, tuple[float, int, int, int]] = field(default_factory=dict)
+    told: int | None = None
     limit: int = 0
+    for_ttft: bool = False
     stay: int = 0
+    spent: dict[str, None] = field(default_factory=dict)
     longest: int | None = 0
     step_s: float = 0.0
+    attention_s: float = 0.0
     token_s: float | None = None
     is_open: bool = True
     has_room: bool = True
@@ -222,6 +198,15 @@ class Book:
             self.open_to[self.name] = self
         elif self.name in self.open_to:
             del self.open_to[self.name]
+
+    def widen(self, wide: bool) -> None:
+        """Have steps be as wide as may be, or narrow."""
+        self.most_backlog = _STEPS_AHEAD * (self.widest if wide else self.budget)
+
+    @property
+    def is_ample(self) -> bool:
+        """True if more than half of the seats and of the pool are free."""
+        return self.seats > AMPLE * self.most_seats and self.room > AMPLE * self.pages
 
     def look(self, longest: int | None) -> None:
         """Note the longest decode that may be taken."""
@@ -283,6 +268,7 @@ class Books:
 
     Args:
         spared: share of a pool that is to stay free.
+        narrow: share of a step's tokens that a narrow one has.
 
     Attributes:
         views: what the books are of.
@@ -291,8 +277,8 @@ class Books:
         largest: the first one with the largest pool.
     """
 
-    def __init__(self, spared: float) -> None:
-        self._spared = spared
+    def __init__(self, spared: float, narrow: float = 1.0) -> None:
+        self._spared, self._narrow = spared, narrow
         self.views: dict[str, InstanceView] = {}
         self.by_name: dict[str, Book] = {}
         self.kinds: list[Kind] = []
@@ -316,19 +302,21 @@ class Books:
         kinds: dict[tuple[object, ...], Kind] = {}
         for name, view in instances.items():
             assert view.fit
-            held, budget = capacity(view), view.max_num_batched_tokens
-            key = view.fit, held, budget, view.max_num_seqs
-            kind = kinds.setdefault(key, Kind(Speeds.of(view.fit), held))
+            held, widest = capacity(view), view.max_num_batched_tokens
+            key = view.fit, held, widest, view.max_num_seqs
+            kind = kinds.setdefault(key, Kind(Speeds.of(view.fit, self._narrow), held))
             if seen.get(name) is view:
                 book = before[name].of(kind, len(self.by_name))
             else:
                 spared = int(self._spared * view.num_pages)
+                budget = max(int(self._narrow * widest), 1)
                 book = Book(
                     view=view,
                     name=name,
                     legs=(Leg(name),),
                     number=len(self.by_name),
                     kind=kind,
+                    widest=widest,
                     budget=budget,
                     most_backlog=_STEPS_AHEAD * budget,
                     page_size=view.page_size,

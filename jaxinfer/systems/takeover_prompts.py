@@ -1,13 +1,11 @@
 """Takeover's prompts while few requests wait: over several steps, and taken over under way."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from pydantic import Field
-
-from jaxinfer.options.validation import Options
 from jaxinfer.serving.system import ClusterView, StepView
 from jaxinfer.systems.instances import most_entries
 from jaxinfer.systems.takeover_books import Book
+from jaxinfer.systems.takeover_slo import Slo
 
 # Steps over which prompts are spread beside decodes.
 _STEPS = 4
@@ -15,19 +13,13 @@ _STEPS = 4
 _CLOSE = 0.9
 
 
-class Slo(Options):
-    """Targets that steps' prompt tokens, and prompts under way, go by while few requests wait.
-
-    Attributes:
-        ttft: Seconds from a request's arrival to its first token.
-        tbt: Seconds from one token of a request to its next.
-    """
-
-    ttft: float | None = Field(default=None, gt=0)
-    tbt: float | None = Field(default=None, gt=0)
-
-
-def limit(book: Book, backlog: int, slo: Slo, now: float | None = None) -> int:
+def limit(
+    book: Book,
+    backlog: int,
+    slo: Slo,
+    now: float | None = None,
+    behind: Sequence[tuple[float, int]] = (),
+) -> int:
     """Prompt tokens of a step beside decodes, 0 for as many as there may be.
 
     A step takes no longer for what fits beside its decodes into the time for which it reads the
@@ -37,6 +29,8 @@ def limit(book: Book, backlog: int, slo: Slo, now: float | None = None) -> int:
 
     Args:
         now: in seconds; None where prompts are not there as yet, whose TTFT could be at risk.
+        behind: arrivals of some that have to wait, the oldest first, and prompt tokens that are to
+            be computed here until they are, besides the backlog.
     """
     if not (backlog and book.decodes):
         return 0
@@ -44,12 +38,17 @@ def limit(book: Book, backlog: int, slo: Slo, now: float | None = None) -> int:
     if slo.tbt is None:
         tokens = max(free, -(-backlog // _STEPS), book.limit)
     else:
-        tokens = max(free + int((_CLOSE * slo.tbt - book.step_s) / _token_s(book)), 1)
+        step_s = book.step_s + book.attention_s
+        tokens = max(free + int((_CLOSE * slo.tbt - step_s) / _token_s(book)), 1)
     if slo.ttft is not None and now is not None:
-        left_s, most, sum_ = _CLOSE * slo.ttft - now, book.budget, 0
+        left_s, most, sum_, by_tbt = _CLOSE * slo.ttft - now, book.budget, 0, tokens
         for arrival, rest in _pending(book):
             sum_ += rest
             tokens = max(tokens, min(_tokens_within(book, sum_, arrival + left_s), most))
+        for arrival, rest in behind:
+            needed = _tokens_within(book, backlog + rest, arrival + left_s)
+            tokens = max(tokens, min(needed, most))
+        book.for_ttft = tokens > by_tbt
     return tokens if tokens < book.budget - book.decodes else 0
 
 

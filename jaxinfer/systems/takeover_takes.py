@@ -111,10 +111,30 @@ class Takes:
         to.coming[name] = pages
         actions.append(Reassign(name, to.legs, "when_room"))
 
-    def put(self, name: str, here: Book | None) -> None:
-        """Write down where a request is, or that it is nowhere."""
+    def take_spent(self, to: Book, book: Book, actions: list[Action]) -> None:
+        """Take decodes that were taken as often as they may be, while there is room."""
+        running = book.view.running
+        for name in list(book.spent):
+            request = running.get(name)
+            if request is None or request.computed < request.prompt_len:
+                continue
+            pages = to.pages_for(request.computed + 1)
+            if to.seats < 1 or to.room < pages:
+                return
+            self._release(name)
+            self._bind(name, book, to, pages, actions)
+            to.take(pages)
+            to.conclude()
+            self.decodes += 1
+
+    def _release(self, name: str) -> None:
         if before := self.fixed.pop(name, None):
             before.stay -= 1
+            before.spent.pop(name, None)
+
+    def put(self, name: str, here: Book | None) -> None:
+        """Write down where a request is, or that it is nowhere."""
+        self._release(name)
         if bound := self.bound_for.pop(name, None):
             del bound.coming[name]
             bound.to_compute.pop(name, None)
@@ -125,4 +145,5 @@ class Takes:
                     self.stale[bound.name] = None
         if here and self.moves.get(name, 0) >= self.most_moves:
             self.fixed[name] = here
+            here.spent[name] = None
             here.stay += 1

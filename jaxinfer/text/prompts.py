@@ -25,7 +25,7 @@ class TextPrompt(TypedDict):
 
 Prompt = str | TextPrompt | TokensPrompt
 Messages = Sequence[Mapping[str, Any]]
-Params = SamplingParams | Iterable[SamplingParams] | None
+Params = SamplingParams | Iterable[SamplingParams]
 
 
 def model_name(model: object) -> str:
@@ -76,8 +76,8 @@ def paired(prompts: Iterable[Any], params: Params) -> Iterator[tuple[Any, Sampli
     Raises:
         JaxinferError: some are no ``SamplingParams``, or there are more or fewer than prompts.
     """
-    if params is None or isinstance(params, SamplingParams):
-        yield from zip(prompts, repeat(params or SamplingParams()))
+    if isinstance(params, SamplingParams):
+        yield from zip(prompts, repeat(params))
         return
     many = [params] if isinstance(params, str | Mapping) else iterable("sampling_params", params)
     missing: Any = object()

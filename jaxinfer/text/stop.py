@@ -1,5 +1,6 @@
 """Ends of a request's text, and the text it gives."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -144,7 +145,17 @@ class Answers:
             )
 
     def check_stop(self, request: RequestState, token: int) -> Stop | None:
-        """Take a request's next token; a reason where it ends the request."""
+        """Take a request's next token; a reason where it ends the request.
+
+        A token that was drawn from NaN fails the request.
+        """
+        if math.isnan(request.cumulative_logprob):
+            request.error = (
+                f"request {request.id!r}: the model's logits are NaN or infinite at output token "
+                f"{len(request.output_token_ids)}: its weights hold NaN or infinity, or its "
+                "activations leave the range of their dtype; check the checkpoint, or try float32"
+            )
+            return "error", "nan"
         return self._checks[request.id].add(token)
 
     def output(self, siblings: Sequence[RequestState]) -> RequestOutput:

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ class Tokenizer:
         name: the model, for error messages.
         eos_token_ids: tokens that end a text.
         vocab_size: tokens that the tokenizer knows; the model's vocabulary may be padded.
+        now: the time for chat templates that write a date; that of loading, so that equal
+            conversations have equal tokens.
     """
 
     def __init__(self, wrapped: Any, name: str, eos_token_ids: tuple[int, ...]) -> None:
@@ -29,6 +32,7 @@ class Tokenizer:
         self.name = name
         self.eos_token_ids = eos_token_ids
         self.vocab_size = len(wrapped)
+        self.now = datetime.now()
         self._wrapped = wrapped
         # Called directly: the wrapper takes three times as long.
         self._backend: Backend = wrapped.backend_tokenizer
@@ -58,9 +62,7 @@ class Tokenizer:
         if not self._wrapped.chat_template:
             raise JaxinferError(f"model {self.name!r} has no chat template; use a plain prompt")
         try:
-            text = self._wrapped.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
+            text = self._render(messages)
         # A value of a wrong type is a TypeError in the template, several templates without a
         # default are a ValueError.
         except (TemplateError, TypeError, ValueError) as error:
@@ -68,6 +70,21 @@ class Tokenizer:
                 f"the chat template of {self.name!r} refuses the messages: {one_line(error)}"
             ) from None
         return self._ids(text, add_special_tokens=False)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """As the wrapper does it, whose ``apply_chat_template`` has a clock of its own."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        template = _compile_jinja_template(self._wrapped.get_chat_template())
+        text: str = template.render(
+            messages=list(messages),
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            strftime_now=self.now.strftime,
+            **self._wrapped.special_tokens_map,
+        )
+        return text
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -128,22 +145,30 @@ class NoTokenizer(Tokenizer):
         )
 
 
-def load_tokenizer(checkpoint: Checkpoint, required: bool = True) -> Tokenizer:
+def load_tokenizer(
+    checkpoint: Checkpoint, required: bool = True, more_ends: Sequence[int] = ()
+) -> Tokenizer:
     """The tokenizer that ``checkpoint`` carries, with its chat template if it has one.
+
+    A text ends at the configurations' ends, and at the tokenizer's own EOS.
 
     Args:
         required: that a folder has none is an error.
+        more_ends: others.
 
     Raises:
         JaxinferError: the tokenizer is missing, damaged, or of a kind that is not supported.
     """
-    source, ends = checkpoint.tokenizer_source, checkpoint.config.eos_token_ids
+    source, ends = checkpoint.tokenizer_source, (*checkpoint.config.eos_token_ids, *more_ends)
     if not required and isinstance(source, Path) and not _tokenizer_file(source).exists():
         return NoTokenizer(checkpoint.name, ends)
     wrapped = (
         _from_folder(source) if isinstance(source, Path) else _from_gguf(source, checkpoint.path)
     )
-    return Tokenizer(wrapped, checkpoint.name, ends)
+    own = wrapped.eos_token_id
+    if own is not None and own < checkpoint.config.vocab_size:  # Else, no model can draw it.
+        ends = (*ends, own)
+    return Tokenizer(wrapped, checkpoint.name, tuple(dict.fromkeys(ends)))
 
 
 def folder_tokenizer(path: str) -> Tokenizer | None:

@@ -58,7 +58,7 @@ def _scatter(backend: str, compared: Sequence[Compared]) -> Figure:
             measured = [getattr(each.point, f"{name}_ms") for each in shown]
             ours = [each.predicted(name) for each in shown]
             ends += [*measured, *ours]
-            label = " ".join(filter(None, (*group[:2], group[3])))
+            label = " ".join(filter(None, (*group[:2], group[3]))).replace("$", r"\$")
             axes.scatter(measured, ours, s=14, color=colour, alpha=0.6, label=label)
         if ends:
             _finish(axes, ends)

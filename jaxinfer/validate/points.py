@@ -3,23 +3,31 @@
 import csv
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import why_not
+from jaxinfer.options.validation import shown
 
 COLUMNS = (
     "id", "backend", "backend_version", "model_path", "system", "precision", "mode", "isl", "osl",
     "gemm_quant_mode", "batch_size", "tp_size", "pp_size", "silicon_ttft_ms", "silicon_tpot_ms",
 )  # fmt: skip
+# Columns that are read where they are there.
+OPTIONAL = "note", "moe_quant_mode", "moe_tp_size", "moe_ep_size"
+# Above these, a number is taken for a mistake: it would be simulated without an end.
+_MOST_TOKENS, _MOST_AT_ONCE, _MOST_GPUS = 10_000_000, 100_000, 1024
 # A series is measured anew where a time falls by more than this as concurrency rises.
 _FALLS = 0.05
 # A series whose TTFT falls in more than this share of pairs, of so many or more, gives none.
 _MOST_FALLING, _FEWEST_PAIRS = 0.2, 10
-_CONCURRENCY = re.compile(r"concurrency=(\d+)")
+_CONCURRENCY = re.compile(r"concurrency=([^\s,;]*)")
+_DEGREES = re.compile(r"_tp(\d+)(?:_\d+)?_ep(\d+)")
 
 
 @dataclass(frozen=True)
@@ -29,16 +37,25 @@ class Point:
     Attributes:
         row: all columns as they are given.
         concurrency: requests in flight; ``isl``, ``osl``: nominal tokens of prompt and output.
+        tp, stages: GPUs that share each layer, and pipeline stages.
+        moe_tp, moe_ep: ways that experts are shared: each cut, and whole; 1 where there are none.
         ttft_ms, tpot_ms: measured means.
+        line: of the file, on which the row ends.
+        wrong: why the row cannot be read, or empty; its numbers are 0 then.
     """
 
     row: Mapping[str, str]
-    concurrency: int
-    isl: int
-    osl: int
-    tp: int
-    ttft_ms: float
-    tpot_ms: float
+    concurrency: int = 0
+    isl: int = 0
+    osl: int = 0
+    tp: int = 0
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+    stages: int = 1
+    moe_tp: int = 0
+    moe_ep: int = 1
+    line: int = 0
+    wrong: str = ""
 
     @property
     def id(self) -> str:
@@ -51,15 +68,9 @@ class Point:
         return _CONCURRENCY.search(self.row.get("note") or "") is not None
 
     @property
-    def moe_ep(self) -> int:
-        """Ways that experts are shared whole; 1 where there are none."""
-        return max(int(float(self.row.get("moe_ep_size") or 1)), 1)
-
-    @property
     def attention_dp(self) -> int:
         """Groups of GPUs that attend to requests of their own, beside experts that all share."""
-        experts = self.moe_ep * int(float(self.row.get("moe_tp_size") or 0))
-        return max(experts // self.tp, 1)
+        return max(self.moe_ep * self.moe_tp // max(self.tp, 1), 1)
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -93,60 +104,114 @@ class Use:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read a file of points.
+    """Read a file of points; of a row that cannot be read, the point says what is wrong.
 
     Raises:
-        JaxinferError: it cannot be read, lacks a column, or a number is none.
+        JaxinferError: the file cannot be read, lacks a column, or has one twice.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows = [(reader.line_num, row) for row in reader]
     except OSError as error:
-        raise JaxinferError(f"{path}: {error.strerror}") from None
+        raise JaxinferError(f"{path}: {why_not(path, error)}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise JaxinferError(f"{path}: not CSV: {error}") from None
+    header = reader.fieldnames or ()
+    for mark, name in ((";", "semicolons"), ("\t", "tabs")):
+        if len(header) == 1 and mark in header[0]:
+            raise JaxinferError(f"{path}: its columns are apart by {name}, must be by commas")
+    if twice := [name for name, count in Counter(header).items() if name and count > 1]:
+        raise JaxinferError(f"{path}: has the column {twice[0]!r} twice")
     if not rows:
         raise JaxinferError(f"{path}: has no points")
-    if missing := [name for name in COLUMNS if name not in rows[0]]:
+    if missing := [name for name in COLUMNS if name not in header]:
         raise JaxinferError(f"{path}: lacks the column {missing[0]}")
-    return [_point(path, line, row) for line, row in enumerate(rows, 2)]
+    return [_point(line, row, len(header)) for line, row in rows]
 
 
-def _point(path: Path, line: int, row: Mapping[str, str]) -> Point:
-    def number(name: str, least: float, empty: float | None = None) -> float:
-        text = row[name]
-        if not text and empty is not None:
-            return empty
-        try:
-            value = float(text)
-        except (TypeError, ValueError):
-            value = math.nan
-        if not (least <= value < math.inf):
-            raise JaxinferError(
-                f"{path}, line {line}: {name} is {text!r}, must be a number from {least:g} on"
-            )
-        return value
+def _point(line: int, row: dict[Any, Any], width: int) -> Point:
+    more, missing = row.pop(None, []), list(row.values()).count(None)
+    cells = {name: value or "" for name, value in row.items()}
+    try:
+        if more or missing:
+            count = width + len(more) - missing
+            raise JaxinferError(f"has {count} cells, the header {width}")
+        return _read(line, cells)
+    except JaxinferError as error:
+        return Point(cells, line=line, wrong=str(error))
 
-    given = _CONCURRENCY.search(row.get("note") or "")
+
+def _read(line: int, row: Mapping[str, str]) -> Point:
+    """Read the numbers of a row."""
+
+    def integer(name: str, least: int, most: int, empty: int | None = None) -> int:
+        return _integer(name, row.get(name) or "", least, most, empty)
+
     # Disaggregated points have sizes of both sides in place of one; none is simulated.
-    concurrency = int(given[1]) if given else int(number("batch_size", 1, empty=0))
-    tp = re.search(r"_tp(\d+)_ep\d+|_tp(\d+)_\d+_ep\d+", row["id"])
+    empty = None if row["mode"] == "agg" else 0
+    if given := _CONCURRENCY.search(row.get("note") or ""):
+        concurrency = _integer("concurrency of note", given[1], 1, _MOST_AT_ONCE)
+    else:
+        concurrency = integer("batch_size", 1, _MOST_AT_ONCE, empty)
+    tp = integer("tp_size", 1, _MOST_GPUS, empty)
     # In some rows the degree is multiplied by that of experts; the id has it as it was.
-    degree = int(tp[1] or tp[2]) if tp else int(number("tp_size", 1, empty=0))
+    if found := _DEGREES.search(row["id"]):
+        degree, ep = int(found[1]), int(found[2] or 0)
+        if not degree or (ep and tp not in (0, degree, degree * ep)):
+            raise JaxinferError(f"tp_size is {row['tp_size']}, the id has tp{degree}")
+        tp = degree
+    moe_tp = integer("moe_tp_size", 0, _MOST_GPUS, 0)
+    moe_ep = max(integer("moe_ep_size", 0, _MOST_GPUS, 1), 1)
+    if moe_tp * moe_ep > _MOST_GPUS:
+        raise JaxinferError(
+            f"moe_tp_size x moe_ep_size is {moe_tp * moe_ep}, must be at most {_MOST_GPUS}"
+        )
     return Point(
-        row, concurrency, int(number("isl", 1)), int(number("osl", 1)), degree,
-        number("silicon_ttft_ms", 0.0), number("silicon_tpot_ms", 0.0),
-    )  # fmt: skip
+        row,
+        line=line,
+        concurrency=concurrency,
+        isl=integer("isl", 1, _MOST_TOKENS),
+        osl=integer("osl", 1, _MOST_TOKENS),
+        tp=tp,
+        stages=integer("pp_size", 1, _MOST_GPUS, 1),
+        moe_tp=moe_tp,
+        moe_ep=moe_ep,
+        ttft_ms=_number("silicon_ttft_ms", row["silicon_ttft_ms"], 0.0, "a number from 0 on"),
+        tpot_ms=_number("silicon_tpot_ms", row["silicon_tpot_ms"], 0.0, "a number from 0 on"),
+    )
+
+
+def _integer(name: str, text: str, least: int, most: int, empty: int | None = None) -> int:
+    if not text and empty is not None:
+        return empty
+    wanted = f"an integer from {least} to {most}"
+    value = _number(name, text, least, wanted)
+    if value != int(value) or value > most:
+        raise JaxinferError(f"{name} is {shown(text)}, must be {wanted}")
+    return int(value)
+
+
+def _number(name: str, text: str, least: float, wanted: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (least <= value < math.inf):
+        raise JaxinferError(f"{name} is {shown(text)}, must be {wanted}")
+    return value
 
 
 def uses(points: Sequence[Point]) -> list[Use]:
     """Decide what each point may be used for, by rules that no prediction has a part in."""
     twice = set(_duplicates(points))
-    some_stated = any(point.states_concurrency for point in points)
-    falling = _falling_groups([p for n, p in enumerate(points) if n not in twice])
+    some_stated = any(point.states_concurrency for point in points if not point.wrong)
+    falling = _falling_groups([p for n, p in enumerate(points) if n not in twice and not p.wrong])
     found = []
     for number, point in enumerate(points):
-        if number in twice:
+        if point.wrong:
+            found.append(Use(False, False, point.wrong))
+        elif number in twice:
             found.append(Use(False, False, "the same as a point before"))
         elif point.row["mode"] != "agg":
             found.append(Use(False, False, f"mode {point.row['mode']}: its launch is not known"))
@@ -166,9 +231,10 @@ def _duplicates(points: Sequence[Point]) -> Iterator[int]:
     seen = set()
     for number, point in enumerate(points):
         key = (*point.series, point.concurrency, point.ttft_ms, point.tpot_ms)
-        if key in seen:
+        if key in seen and not point.wrong:
             yield number
-        seen.add(key)
+        if not point.wrong:
+            seen.add(key)
 
 
 def _falling_groups(points: Iterable[Point]) -> set[tuple[str, ...]]:

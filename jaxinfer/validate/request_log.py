@@ -6,22 +6,27 @@ Requests arrive when the client sent them. The engine takes note of one between 
 that ``queued_ts`` is half a step later in the mean; a time to first token counts from the arrival.
 """
 
-import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.json_lines import numbered_lines, parse_object
+from jaxinfer.options.validation import shown
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
 from jaxinfer.simulate.run import simulate
+from jaxinfer.validate.table import beside
 from jaxinfer.workload.bench_request import BLOCK, BenchRequest
 
-FIELDS = (
-    "input_toks", "output_toks", "arrival_time", "queued_ts", "first_token_ts", "last_token_ts",
-)  # fmt: skip
+TOKENS = "input_toks", "output_toks"
+TIMES = "arrival_time", "queued_ts", "first_token_ts", "last_token_ts"
+# Above these, a number is taken for a mistake, such as nanoseconds.
+_MOST_TOKENS, _MOST_SECONDS = 10_000_000, 1e11
 Real = Mapping[str, Any]
 
 
@@ -29,24 +34,58 @@ def read_requests(path: Path) -> list[Real]:
     """Read vLLM's timings of the requests that have been answered; adds ``arrival``, by one clock.
 
     Raises:
-        JaxinferError: the file cannot be read, or a line lacks a field.
+        JaxinferError: the file cannot be read, or a line's field is missing, no such number, or at
+            odds with another one: a run without that request would be another run.
     """
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise JaxinferError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise JaxinferError(f"{path}: not lines of JSON: {error}") from None
-    for number, line in enumerate(lines, 1):
-        for field in FIELDS:
-            if not isinstance(line, dict) or field not in line:
-                raise JaxinferError(f"{path}, line {number}: lacks {field}")
-    answered = [line for line in lines if line["output_toks"]]
+    wrong, answered = [], []
+    for number, raw in numbered_lines(path):
+        try:
+            line = _request(parse_object(raw))
+        except JaxinferError as error:
+            wrong.append(f"{path}, line {number}: {error}")
+            continue
+        if line["output_toks"]:
+            answered.append(line)
+    if wrong:
+        more = f" (of {len(wrong)} such lines the first)" if len(wrong) > 1 else ""
+        raise JaxinferError(f"{wrong[0]}{more}")
     if not answered:
         raise JaxinferError(f"{path}: no request was answered")
     # The client's clock is another: whoever was queued quickest ties the two.
     ahead = min(line["queued_ts"] - line["arrival_time"] for line in answered)
     return [line | {"arrival": line["arrival_time"] + ahead} for line in answered]
+
+
+def _request(line: dict[str, Any]) -> dict[str, Any]:
+    """A line's fields, checked; raises JaxinferError."""
+    if missing := [name for name in (*TOKENS, *TIMES) if name not in line]:
+        raise JaxinferError(f"lacks {missing[0]}")
+    for name, least in zip(TOKENS, (1, 0), strict=True):
+        value = line[name]
+        if not _is_number(value) or value != int(value) or not least <= value <= _MOST_TOKENS:
+            raise JaxinferError(
+                f"{name} is {shown(value)}, must be an integer from {least} to {_MOST_TOKENS}"
+            )
+        line[name] = int(value)
+    if not line["output_toks"]:
+        return line  # Without an answer, it may lack times.
+    for name in TIMES:
+        if not _is_number(line[name]) or abs(line[name]) > _MOST_SECONDS:
+            raise JaxinferError(
+                f"{name} is {shown(line[name])}, must be a number of seconds, at most "
+                f"{_MOST_SECONDS:g}"
+            )
+    for earlier, later in pairwise(TIMES[1:]):
+        if line[later] < line[earlier]:
+            raise JaxinferError(
+                f"{later} is {line[later]:g}, before {earlier}, which is {line[earlier]:g}"
+            )
+    return line
+
+
+def _is_number(value: object) -> bool:
+    """Tell whether JSON has a finite number; ``parse_object`` refuses the others' names."""
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
@@ -66,7 +105,7 @@ def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
         for number, line in enumerate(real)
     ]
     simulate(config, work, out)
-    numbered = (folder for folder in out.iterdir() if folder.name.isdigit())
+    numbered = (folder for folder in out.iterdir() if folder.name.isdecimal())
     return read_run(max(numbered, key=lambda folder: int(folder.name)))
 
 
@@ -101,7 +140,8 @@ def request_rows(real: Sequence[Real], ours: Sequence[RequestRecord]) -> list[di
         )
         found = _milliseconds(by_number[number].arrival, times[0], times[-1], len(times))
         given = {key: value for key, value in line.items() if key != "arrival"}
-        rows.append(given | {f"silicon_{name}": ms for name, ms in measured.items()} | found)
+        both = {f"silicon_{name}": ms for name, ms in measured.items()} | found
+        rows.append(beside(given, both))
     return rows
 
 
@@ -126,4 +166,6 @@ def figures(
             found.append(Figure(f"{name.upper()} mean", measured, simulated))
     start = min(line["arrival"] for line in real)
     span = max(line["last_token_ts"] for line in real) - start
-    return [*found, Figure("makespan", span, max(each.token_times[-1] for each in ours))]
+    if span:
+        found.append(Figure("makespan", span, max(each.token_times[-1] for each in ours)))
+    return found

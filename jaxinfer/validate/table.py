@@ -1,17 +1,20 @@
 """Errors of predictions: medians, upper tenths and the order of points, by group."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 from scipy.stats import kendalltau
 
 from jaxinfer.validate.points import Point, Use
 
 FIGURES = ("tpot", "ttft", "e2e")
 ALL = "all"
+# The columns of results that stand beside the given ones.
+OURS = (*(f"{name}_ms" for name in ("ttft", "tpot", "e2e")), "simulated_as", "usable", "why")
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,13 @@ class Compared:
 
     Attributes:
         found: ``ttft_ms`` and ``tpot_ms``, or ``refused``; None where it was left out.
+        simulated_as: the scheduler and the tables that it was simulated with.
     """
 
     point: Point
     use: Use
     found: Mapping[str, Any] | None
+    simulated_as: str = ""
 
     @property
     def is_predicted(self) -> bool:
@@ -48,29 +53,50 @@ class Compared:
         return self.predicted(name) / measured - 1
 
     @property
+    def why(self) -> str:
+        """Why there are no figures, or no TTFT that counts; else empty."""
+        return str((self.found or {}).get("refused") or self.use.why)
+
+    @property
     def row(self) -> dict[str, Any]:
         """The given columns and ours."""
         usable = "" if not self.use.tpot else "both" if self.use.ttft else "tpot"
-        refused = (self.found or {}).get("refused")
         ours = {
             f"{name}_ms": self.predicted(name) if self.is_predicted else ""
             for name in ("ttft", "tpot", "e2e")
         }
-        use = {"usable": "" if refused else usable, "why": refused or self.use.why}
-        return {**self.point.row, **ours, **use}
+        ours["simulated_as"] = self.simulated_as if self.is_predicted else ""
+        use = {"usable": usable if self.is_predicted else "", "why": self.why}
+        return beside(self.point.row, {**ours, **use})
+
+
+def beside(given: Mapping[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """A row of the given columns and ours; a given one with the name of ours is ``own_NAME``."""
+    return {_own_name(name, {*given, *ours}, ours): value for name, value in given.items()} | ours
+
+
+def _own_name(name: str, taken: Collection[str], ours: Collection[str]) -> str:
+    if name not in ours:
+        return name
+    while name in taken:
+        name = f"own_{name}"
+    return name
 
 
 def summarise(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
-    """RequestTimes by group, and those of all points.
+    """Errors by group, and those of all points.
 
-    Of each: ``n``, and for TPOT, TTFT and a request's whole time the median and the 90th
-    percentile of \\|error\\|, the median error, and Kendall's tau between both.
+    Of each: ``n``, of a group ``simulated_as``, and for TPOT, TTFT and a request's whole time the
+    median and the 90th percentile of \\|error\\|, the median error, and Kendall's tau between both.
     """
     groups: dict[str, list[Compared]] = {}
     for each in compared:
         if each.is_predicted and each.use.tpot:
             groups.setdefault(" ".join(filter(None, each.point.group)), []).append(each)
-    found = {name: _figures(several) for name, several in sorted(groups.items())}
+    found = {
+        name: _figures(several) | {"simulated_as": sorted({each.simulated_as for each in several})}
+        for name, several in sorted(groups.items())
+    }
     return found | {ALL: _figures([each for several in groups.values() for each in several])}
 
 
@@ -122,7 +148,7 @@ def show(summary: Mapping[str, Mapping[str, Any]]) -> Table:
             )
     for group, found in summary.items():
         cells = [make(found[name]) for name in FIGURES for make in columns.values()]
-        table.add_row(group, *cells)
+        table.add_row(Text(group), *cells)
     return table
 
 

@@ -44,6 +44,12 @@ _REMEDIES = {
 }
 # Later, seconds have no microseconds any more, and nobody waits for the end.
 LATEST_S = 1e9
+# Beyond it, floats cannot tell times between requests apart.
+MOST_CV = 1e4
+# Of a rate below it, the second request comes too late, and floats may overflow.
+_LEAST_RATE = 1e-30
+# Below it, the times between requests are all the same.
+_EVEN_CV = 1e-7
 
 
 class Arrivals(Options):
@@ -71,11 +77,11 @@ class Arrivals(Options):
     kind: Literal["at_once", "interval", "poisson", "gamma", "ramp", "closed", "trace"] = "at_once"
     seconds: float | None = Field(default=None, gt=0)
     rate: float | None = Field(default=None, gt=0)
-    cv: float | None = Field(default=None, gt=0)
+    cv: float | None = Field(default=None, gt=0, le=MOST_CV)
     seed: int = 0
     scale: float = Field(default=1.0, gt=0)
     concurrency: int | None = Field(default=None, ge=1)
-    think_s: float = Field(default=0.0, ge=0)
+    think_s: float = Field(default=0.0, ge=0, le=LATEST_S)
     from_: float | None = Field(default=None, alias="from", ge=0)
     to: float | None = Field(default=None, gt=0)
     over: float | None = Field(default=None, gt=0)
@@ -153,10 +159,13 @@ def _random_times(count: int, arrivals: Arrivals) -> list[float]:
         times.append(now)
         if arrivals.kind == "poisson":
             now += rng.expovariate(arrivals.rate)
+        elif arrivals.cv and arrivals.cv < _EVEN_CV:
+            now += 1 / arrivals.rate
         else:
             assert arrivals.cv
             shape = arrivals.cv**-2
-            now += rng.gammavariate(shape, 1 / (shape * arrivals.rate))
+            per_s = shape * arrivals.rate
+            now += rng.gammavariate(shape, 1 / per_s) if per_s > _LEAST_RATE else math.inf
     return times
 
 
@@ -178,4 +187,7 @@ def _ramp_time(mass: float, arrivals: Arrivals) -> float:
     if mass >= (whole := (a + b) / 2 * T):
         return T + (mass - whole) / b
     # Not the textbook's form, which for equal rates divides by 0.
-    return 2 * mass / (a + math.sqrt(a * a + 2 * (b - a) / T * mass)) if mass else 0.0
+    if not mass:
+        return 0.0
+    twice = a + math.sqrt(max(a * a + 2 * (b - a) / T * mass, 0.0))
+    return 2 * mass / twice if twice else math.inf

@@ -11,6 +11,7 @@ One bad line does not spoil the file: it comes back as a ``BadLine`` with its re
 Parquet file is such a line, whose fields are its columns.
 """
 
+import gzip
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Self, cast
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.json_lines import as_token_ids, numbered, parse_object, readable, shorten
@@ -31,8 +32,7 @@ from jaxinfer.files.shipped import data_path
 from jaxinfer.options.validation import did_you_mean
 from jaxinfer.request import SamplingParams
 from jaxinfer.workload.conversation import Conversation, read_conversation
-from jaxinfer.workload.parquet import SUFFIX as PARQUET
-from jaxinfer.workload.parquet import ParquetRows
+from jaxinfer.workload.parquet import ParquetRows, check_ending, is_table
 
 # OpenAI's 16 cuts most answers short; its chat default, the rest of the context, lets one line
 # hold up a batch.
@@ -68,7 +68,10 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A request as read from line ``number``: a text, token ids, or a conversation."""
+    """A request as read from line ``number``: a text, token ids, or a conversation.
+
+    Of ``sampling``, what the line gives is set. ``custom_id`` is empty until it is decided.
+    """
 
     number: int
     custom_id: str
@@ -80,7 +83,8 @@ class BatchLine:
 class BadLine:
     """Line ``number`` is no request, because of ``reason`` (one line, without the number).
 
-    ``custom_id`` is the line's own where it can be told and is free, else made of the number.
+    ``custom_id`` is the line's own where it can be told and is free, else made of the number; it is
+    empty until it is decided.
     """
 
     number: int
@@ -91,13 +95,13 @@ class BadLine:
 class BatchFile:
     """The requests of a JSONL or Parquet file, read twice: first for what holds of all of it.
 
-    Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``. All ids
-    differ; the second user of an id is a bad line. Ids, numbers and bad lines' reasons are in
-    memory, some 200 bytes for each line, but no prompts.
+    Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``, or another
+    one if a line calls itself so. All ids differ; the second user of an id is a bad line. Ids,
+    numbers and bad lines' reasons are in memory, some 200 bytes for each line, but no prompts.
 
     Args:
         path: is opened once, so that it may be a pipe; what comes out of one is kept in a
-            temporary file.
+            temporary file. One that ends in ``.gz`` is unpacked as it is read.
 
     Attributes:
         number_of: id -> line number, in the file's order.
@@ -105,30 +109,42 @@ class BatchFile:
         sha256: of all bytes of the file, in hexadecimal digits.
 
     Raises:
-        JaxinferError: the file is missing, a folder, or cannot be read.
+        JaxinferError: the file is missing, a folder, of another format, or cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.number_of: dict[str, int] = {}
         self.bad: dict[str, BadLine] = {}
         self._path = data_path(path)
+        packed = self._path.suffix == ".gz"
+        inner = self._path.with_suffix("") if packed else self._path
+        check_ending(self._path if packed and is_table(inner) else inner, "input")
         self._checksums = array("L")
+        self._bad: dict[str | int, BadLine] = {}
         digest = hashlib.sha256()
+        # By number where the line has no id of its own.
+        found_ids: dict[str | int, int] = {}
         with readable(self._path), ExitStack() as opened:
-            source: IO[bytes] = opened.enter_context(self._path.open("rb"))
-            self._file = source
+            source = opened.enter_context(self._path.open("rb"))
+            self._file: IO[bytes] = source
             self._rows: ParquetRows | None = None
-            if self._path.suffix == PARQUET:
-                self.sha256 = _digest_of(source)
+            if is_table(self._path):
+                self.sha256 = hashlib.file_digest(source, "sha256").hexdigest()
                 self._rows = ParquetRows(source, self._path, _COLUMNS)
                 found = self._rows.lines()
+            elif packed:
+                self.sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+                source.seek(0)
+                unpacked = opened.enter_context(gzip.open(source))
+                self._file = found = cast(IO[bytes], unpacked)
             else:
                 if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
                     self._file = opened.enter_context(TemporaryFile())
                 found = self._taken(source, digest)
             for number, raw in numbered(found):
-                self._add(number, raw)
+                self._add(found_ids, number, raw)
             self._opened = opened.pop_all()
+        self._name(found_ids)
 
     def _again(self) -> Iterable[bytes]:
         if self._rows:
@@ -144,14 +160,28 @@ class BatchFile:
             yield raw
         self.sha256 = digest.hexdigest()
 
-    def _add(self, number: int, raw: bytes) -> None:
+    def _add(self, ids: dict[str | int, int], number: int, raw: bytes) -> None:
         line = _read_line(number, raw)
-        if line.custom_id in self.number_of:
-            line = _duplicate(line, self.number_of)
-        self.number_of[line.custom_id] = number
+        if line.custom_id in ids:
+            earlier = ids[line.custom_id]
+            # Under the shared id, a resumed job would take this error for the first line's result.
+            reason = f"custom_id {shorten(line.custom_id)} is already that of line {earlier}"
+            line = BadLine(number, "", f"{reason}, must be unique")
+        key = line.custom_id or number
+        ids[key] = number
         self._checksums.append(zlib.crc32(raw))
         if isinstance(line, BadLine):
-            self.bad[line.custom_id] = line
+            self._bad[key] = line
+
+    def _name(self, ids: dict[str | int, int]) -> None:
+        """Give an id to each line without one: one that no other line has."""
+        for key, number in ids.items():
+            custom_id = f"line-{number}" if isinstance(key, int) else key
+            while isinstance(key, int) and custom_id in ids:
+                custom_id += "-unnamed"
+            self.number_of[custom_id] = number
+            if line := self._bad.get(key):
+                self.bad[custom_id] = replace(line, custom_id=custom_id)
 
     def lines(self, skipped: Container[str]) -> Iterator[BatchLine]:
         """Read the good lines again, one by one, without those of some ids.
@@ -192,33 +222,17 @@ class BatchFile:
         self.close()
 
 
-def _digest_of(file: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while part := file.read(1 << 20):
-        digest.update(part)
-    return digest.hexdigest()
-
-
 def _read_line(number: int, raw: bytes) -> BatchLine | BadLine:
-    custom_id = f"line-{number}"
+    custom_id = ""
     try:
         fields = _without_nulls(parse_object(raw))
-        custom_id = _custom_id(fields.pop("custom_id", custom_id))
+        if "custom_id" in fields:
+            custom_id = _custom_id(fields.pop("custom_id"))
         body, prompts, what = _body(fields)
         prompt = _prompt(body, prompts, what)
         return BatchLine(number, custom_id, prompt, _sampling(body))
     except JaxinferError as error:
         return BadLine(number, custom_id, str(error))
-
-
-def _duplicate(line: BatchLine | BadLine, number_of: dict[str, int]) -> BadLine:
-    # Under the shared id, a resumed job would take this line's error for the first line's result.
-    own_id = f"line-{line.number}"
-    while own_id in number_of:
-        own_id += "-duplicate"
-    earlier = number_of[line.custom_id]
-    reason = f"custom_id {shorten(line.custom_id)} is already that of line {earlier}"
-    return BadLine(line.number, own_id, f"{reason}, must be unique")
 
 
 def _without_nulls(fields: dict[str, object]) -> dict[str, object]:
@@ -283,7 +297,8 @@ def _text_or_token_ids(value: object) -> str | list[int]:
 
 def _sampling(body: dict[str, object]) -> SamplingParams:
     options: dict[str, object] = {}
-    body = body | {"logprobs": _num_logprobs(body), "top_logprobs": None}
+    body = {name: _whole(value) for name, value in body.items()}
+    body |= {"logprobs": _num_logprobs(body), "top_logprobs": None}
     for name, value in _without_nulls(body).items():
         if name in _ONLY_VALUE:
             _require_only_value(name, value)
@@ -295,8 +310,19 @@ def _sampling(body: dict[str, object]) -> SamplingParams:
             f"max_tokens is {shorten(options['max_tokens'])} but max_completion_tokens is "
             f"{shorten(limit)}, give one"
         )
-    options.setdefault("max_tokens", DEFAULT_MAX_TOKENS)
-    return SamplingParams.model_validate(options)
+    if options.get("top_p") == 0 and type(options["top_p"]) is int:
+        # To OpenAI, only the likeliest token.
+        options |= {"top_p": 1, "top_k": 1}
+    found = SamplingParams.model_validate({"max_tokens": DEFAULT_MAX_TOKENS} | options)
+    if "max_tokens" not in options:
+        found.model_fields_set.remove("max_tokens")
+    return found
+
+
+def _whole(value: object) -> object:
+    """A whole number as an integer, which some tools write with a dot."""
+    is_whole = isinstance(value, float) and abs(value) < 2**53 and value.is_integer()
+    return int(value) if is_whole else value  # type: ignore[call-overload]
 
 
 def _num_logprobs(body: dict[str, object]) -> object:

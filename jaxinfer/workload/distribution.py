@@ -98,7 +98,9 @@ class Lengths(Options):
             return math.log(self.median), self.sigma
         assert self.mean is not None
         assert self.std is not None
-        variance = math.log1p((self.std / self.mean) ** 2)
+        ratio = math.log(self.std) - math.log(self.mean) if self.std else -math.inf
+        # Its square may be no float any more.
+        variance = math.log1p((self.std / self.mean) ** 2) if ratio < 100 else 2 * ratio
         return math.log(self.mean) - variance / 2, math.sqrt(variance)
 
 

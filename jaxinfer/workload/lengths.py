@@ -33,6 +33,8 @@ def read_trace(path: str | Path, limit: int | None = None, encode: Encode = _no_
       all at 0; Mooncake's, which names blocks of prompts; or ShareGPT's conversations, all at 0.
     - JSON: ShareGPT's list of conversations.
 
+    Each may be packed by gzip, with ``.gz`` at the end of its name.
+
     Args:
         encode: from a text to its token ids.
 
@@ -41,7 +43,7 @@ def read_trace(path: str | Path, limit: int | None = None, encode: Encode = _no_
             wrong value, which the message names with its line number.
     """
     path = data_path(path)
-    match path.suffix:
+    match path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix:
         case ".jsonl":
             trace = read_jsonl(path, limit, encode)
         case ".csv":
@@ -49,7 +51,9 @@ def read_trace(path: str | Path, limit: int | None = None, encode: Encode = _no_
         case ".json":
             trace = read_sharegpt(path, limit, encode)
         case _:
-            raise JaxinferError(f"workload {path} must be a .jsonl, .csv or .json file")
+            raise JaxinferError(
+                f"workload {path} must be a .jsonl, .csv or .json file, or such a .gz"
+            )
     if not trace.requests:
         raise JaxinferError(
             f"workload {path} holds no request{': ' * bool(trace.note)}{trace.note}"

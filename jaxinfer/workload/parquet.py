@@ -11,6 +11,11 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.options.validation import did_you_mean
 
 SUFFIX = ".parquet"
+# Endings of other formats of tables and of packed files.
+_OTHERS = {
+    *(".csv", ".tsv", ".xlsx", ".xls", ".pq", ".parq", ".feather", ".arrow", ".orc", ".avro"),
+    *(".gz", ".zst", ".bz2", ".xz", ".zip", ".yaml", ".yml"),
+}
 # What a table of results has.
 RESULT_COLUMNS = {
     "custom_id": "text",
@@ -26,6 +31,20 @@ RESULT_COLUMNS = {
 _ROWS, _BUFFER = 64, 1 << 20
 
 
+def is_table(path: Path) -> bool:
+    """True if a file's name says that it is of Parquet."""
+    return path.suffix.lower() == SUFFIX
+
+
+def check_ending(path: Path, what: str) -> None:
+    """Raise JaxinferError where a file's name says that it is neither JSON lines nor Parquet."""
+    if path.suffix.lower() in _OTHERS:
+        raise JaxinferError(
+            f"{path}: {what} is JSON lines or Parquet, not {path.suffix}: give a name that ends in "
+            f".jsonl or {SUFFIX}"
+        )
+
+
 def check_pyarrow(path: Path) -> None:
     """Raise JaxinferError where a Parquet file could not be written."""
     _pyarrow(path)
@@ -37,8 +56,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError:
         raise JaxinferError(
-            f"{path}: Parquet takes pyarrow, which is not installed: pip install -e '.[parquet]' "
-            "in a checkout, else pip install 'jaxinfer[parquet]'"
+            f"{path}: Parquet takes pyarrow, which is not installed: pip install 'pyarrow>=17'"
         ) from None
     return pyarrow
 
@@ -62,7 +80,7 @@ class ParquetRows:
             self._file = self._pyarrow.parquet.ParquetFile(
                 file, pre_buffer=False, buffer_size=_BUFFER
             )
-        self._names = []
+        self._names: list[str] = []
         known = set(known)
         for field in self._file.schema_arrow:
             if field.name.startswith("__index_level_"):
@@ -70,10 +88,12 @@ class ParquetRows:
             if field.name not in known:
                 near = did_you_mean(field.name, known)
                 raise JaxinferError(f"{path}: unknown column {field.name!r}: {near}")
+            if field.name in self._names:
+                raise JaxinferError(f"{path}: column {field.name!r} is given twice, give it once")
             if not _has_json(self._pyarrow.types, field.type):
                 raise JaxinferError(
                     f"{path}: column {field.name!r} is of type {field.type}, must be of text, "
-                    "numbers, booleans, or lists and structs of them"
+                    "numbers, booleans, or lists and structs of them, of fields that differ"
                 )
             self._names.append(field.name)
 
@@ -82,7 +102,10 @@ class ParquetRows:
         with self._reading():
             for batch in self._file.iter_batches(_ROWS, columns=self._names):
                 for row in batch.to_pylist(maps_as_pydicts="lossy"):
-                    text = json.dumps(_as_json(row), ensure_ascii=False)
+                    fields = _as_json(row)
+                    if type(fields.get("custom_id")) is int:  # As tables often have them.
+                        fields["custom_id"] = str(fields["custom_id"])
+                    text = json.dumps(fields, ensure_ascii=False)
                     yield text.encode("utf-8", "surrogatepass")
 
     @contextmanager
@@ -95,7 +118,9 @@ class ParquetRows:
 
 def _has_json(types: Any, kind: Any) -> bool:
     if types.is_struct(kind):
-        return all(_has_json(types, kind.field(i).type) for i in range(kind.num_fields))
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        differ = len({field.name for field in fields}) == len(fields)
+        return differ and all(_has_json(types, field.type) for field in fields)
     if types.is_map(kind):
         return _has_json(types, kind.key_type) and _has_json(types, kind.item_type)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.json_lines import shorten
@@ -18,31 +18,43 @@ from jaxinfer.workload.batch_output import Record
 class ResultFile:
     """An append-only JSONL file of results, resumable after a kill at any instant.
 
-    Beside the output stands ``<output>.job.json``, the fingerprint of the job that writes it.
+    Beside the output stands ``<output>.job.json``, the fingerprint of the job that writes it, with
+    notes of its first start.
     Each record is one write and is on the disk when ``append`` returns, so a kill tears at most
     the last line, which the next ``open`` cuts away. A lock keeps a second process out.
 
     Attributes:
         finished: the ``custom_id`` of each record in the file.
         num_failed: how many of them are errors.
+        notes: those of the job's first start.
     """
 
-    def __init__(self, path: Path, fd: int, failed: dict[str, bool]) -> None:
+    def __init__(
+        self, path: Path, fd: int, failed: dict[str, bool], notes: Mapping[str, object]
+    ) -> None:
         """Take over ``fd``, opened for appending and locked; users call ``open``."""
         self.finished = set(failed)
+        self.notes = notes
         self.num_failed = sum(failed.values())
         self._path = path
         self._fd: int | None = fd
 
     @classmethod
-    def open(cls, path: str | Path, job: Mapping[str, object], force: bool) -> Self:
+    def open(
+        cls,
+        path: str | Path,
+        job: Mapping[str, object],
+        force: bool,
+        notes: Mapping[str, object] | None = None,
+    ) -> Self:
         """Start the output of ``job``, or resume it where the file holds some of it already.
 
         Args:
             path: the output. An empty file is as good as none.
             job: all that decides the results, as JSON values; compared key by key. The input's
-                digest is ``input_sha256``.
+                digest is ``input_sha256``; those of the model's files are ``model_files``.
             force: start over, dropping whatever the file holds.
+            notes: more to keep, as JSON values, if this is the job's first start.
 
         Raises:
             JaxinferError: the file belongs to another job or to none, is damaged in its
@@ -51,7 +63,7 @@ class ResultFile:
         path = Path(path)
         fd = _open_locked(path)
         try:
-            return cls(path, fd, _prepare(path, fd, job, force))
+            return cls(path, fd, *_prepare(path, fd, job, force, notes or {}))
         except BaseException:
             os.close(fd)
             raise
@@ -69,19 +81,22 @@ class ResultFile:
         custom_id = record["custom_id"]
         if not isinstance(custom_id, str) or custom_id in self.finished:
             raise ValueError(f"custom_id {custom_id!r} is no string or already in {self._path}")
-        size = os.fstat(self._fd).st_size
+        size, failed = os.fstat(self._fd).st_size, record.get("error") is not None
         try:
             _write_all(self._fd, _to_line(record))
-        except OSError as error:
+            self.finished.add(custom_id)
+            self.num_failed += failed
+        except BaseException as error:  # An interrupt, too: others may still be appended.
+            self.finished.discard(custom_id)
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
+            if not isinstance(error, OSError):
+                raise
             self.close()
             raise JaxinferError(
                 f"cannot write {self._path}: {error.strerror or error}; "
                 "results so far are kept, run the same command again to go on"
             ) from error
-        self.finished.add(custom_id)
-        self.num_failed += record.get("error") is not None
 
     def close(self) -> None:
         """Close the file and release its lock; closing twice is fine."""
@@ -127,9 +142,15 @@ def _lock(path: Path, fd: int) -> None:
             ) from None
 
 
-def _prepare(path: Path, fd: int, job: Mapping[str, object], force: bool) -> dict[str, bool]:
-    """Bring output and sidecar in line with ``job``; the finished ids, and which are errors."""
-    sidecar = path.with_name(path.name + ".job.json")
+def _prepare(
+    path: Path, fd: int, job: Mapping[str, object], force: bool, notes: Mapping[str, object]
+) -> tuple[dict[str, bool], Mapping[str, object]]:
+    """Bring output and sidecar in line with ``job``.
+
+    Returns:
+        The finished ids, and which are errors; and the notes of the first start.
+    """
+    sidecar = _sidecar(path)
     with _one_line_errors(path):
         if force:
             # First the old results, then the new fingerprint: never new above old.
@@ -138,14 +159,31 @@ def _prepare(path: Path, fd: int, job: Mapping[str, object], force: bool) -> dic
         empty = os.fstat(fd).st_size == 0
     if empty:
         with _one_line_errors(sidecar):
-            _write_sidecar(sidecar, job)
-        return {}
-    _check_same_job(path, sidecar, job)
+            _write_sidecar(sidecar, {**job, "notes": notes} if notes else job)
+        return {}, notes
+    recorded = _check_same_job(path, sidecar, job)
     with _one_line_errors(path):
-        return _repair(path, fd)
+        return _repair(path, fd), _mapping(recorded.get("notes"))
 
 
-def _check_same_job(path: Path, sidecar: Path, job: Mapping[str, object]) -> None:
+def read_job(path: str | Path) -> Mapping[str, Any]:
+    """The fingerprint and notes beside an output, as they are; empty where there are none."""
+    try:
+        return _mapping(json.loads(_sidecar(Path(path)).read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _sidecar(path: Path) -> Path:
+    return path.with_name(path.name + ".job.json")
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _check_same_job(path: Path, sidecar: Path, job: Mapping[str, object]) -> Mapping[str, object]:
+    """Return what is recorded, if it is of the same job."""
     remedy = "give another output, or --force to start over"
     try:
         recorded = json.loads(sidecar.read_bytes())
@@ -159,7 +197,7 @@ def _check_same_job(path: Path, sidecar: Path, job: Mapping[str, object]) -> Non
         recorded = None
     if not isinstance(recorded, dict):
         raise JaxinferError(f"{sidecar} is damaged: {remedy}")
-    before, now = dict(_flat(recorded)), dict(_flat(job))
+    before, now = _compared(recorded), _compared(job)
     differing = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     if differing:
         key = "input_sha256" if "input_sha256" in differing else differing[0]
@@ -168,6 +206,32 @@ def _check_same_job(path: Path, sidecar: Path, job: Mapping[str, object]) -> Non
             changed = "the input has changed"
         more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
         raise JaxinferError(f"{path} holds results of another job: {changed}{more}: {remedy}")
+    if job.get("model_files") != recorded.get("model_files"):
+        raise JaxinferError(f"{path} {_other_model(job, recorded)}{remedy}")
+    return recorded
+
+
+def _compared(job: Mapping[str, object]) -> dict[str, str]:
+    return dict(_flat({k: v for k, v in job.items() if k not in ("notes", "model_files")}))
+
+
+def _other_model(job: Mapping[str, object], recorded: Mapping[str, object]) -> str:
+    """What is other about the model's files, and a part of what would help."""
+    if "model_files" not in recorded:
+        return (
+            f"was begun by an older version, which did not note the files of {job.get('model')}, "
+            "so that they may have changed since: "
+        )
+    before, now = _mapping(recorded["model_files"]), _mapping(job.get("model_files"))
+    names = sorted({*before, *now})
+    differing = [name for name in names if before.get(name) != now.get(name)]
+    name = differing[0]
+    how = "is gone" if name not in now else "is new" if name not in before else "has changed"
+    more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return (
+        f"holds results of another model: {name} of {job.get('model')} {how} since{more}: "
+        "bring the old files back, "
+    )
 
 
 def _flat(value: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

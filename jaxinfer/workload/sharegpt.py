@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.files.json_lines import readable, shorten
+from jaxinfer.files.json_lines import open_bytes, readable, shorten
 from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.trace import Encode, Trace, at
 
@@ -80,7 +80,8 @@ def _entries(path: Path) -> Iterator[Any]:
     """Entries of the list, one at a time: the whole of ShareGPT takes gigabytes."""
     with readable(path):
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            with open_bytes(path) as file:
+                text = file.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise JaxinferError(f"{path}: not UTF-8: {error.reason}") from None
     decoder, at = json.JSONDecoder(), _skip(text, 0)

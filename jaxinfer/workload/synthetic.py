@@ -18,6 +18,8 @@ _FACTS = SHIPPED / "lengths.yaml"
 # Heavy or light prefill, heavy or light decode (TetriInfer, section 5.1; HexGen-2, section 5.1).
 WorkloadClass = Literal["HPLD", "HPHD", "LPHD", "LPLD"]
 _HEAVY_PREFILL, _HEAVY_DECODE = 512, 128
+# More than any request has; a float has all their digits.
+_MOST_TOKENS = 10**12
 # A class is too rare if of so many draws in a row none is in it.
 _PATIENCE = 10_000
 
@@ -54,7 +56,11 @@ class Synthetic(Options):
                 return Lengths.model_validate(value)
             except JaxinferError as error:
                 raise ValueError(error) from None
-        if value is None or isinstance(value, Lengths) or (type(value) is int and value >= 1):
+        if value is None or isinstance(value, Lengths):
+            return value
+        if type(value) is int and value > _MOST_TOKENS:
+            raise ValueError(f"must be at most {_MOST_TOKENS:,} tokens")
+        if type(value) is int and value >= 1:
             return value
         raise ValueError(
             f"must be an integer >= 1, or a mapping of kind (uniform, lognormal, percentiles) and "
@@ -80,15 +86,21 @@ class Synthetic(Options):
         """True if the lengths are by a seed: they are not where both are numbers."""
         return bool(self.range_ratio) or {type(self.input_len), type(self.output_len)} != {int}
 
-    def requests(self, only: WorkloadClass | None = None) -> list[BenchRequest]:
+    def requests(
+        self, only: WorkloadClass | None = None, limit: int | None = None
+    ) -> list[BenchRequest]:
         """Draw the requests, which all arrive at 0.
+
+        Args:
+            limit: draw no more than these.
 
         Raises:
             JaxinferError: there are no such lengths, or hardly any of the class.
         """
         draws, misses = self._draws(), 0
         found: list[BenchRequest] = []
-        while len(found) < self.count:
+        count = self.count if limit is None else min(self.count, limit)
+        while len(found) < count:
             request = next(draws)
             if only is None or is_of_class(request, only):
                 found.append(request)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.bench_request import BenchRequest
@@ -18,12 +18,21 @@ class Trace:
     Attributes:
         requests: in the file's order.
         has_times: whether the file says when they come, be it all at 0.
-        note: on what was left out, in one line; empty where nothing was.
+        note: on what was left out or moved, in one line; empty where nothing was.
     """
 
     requests: list[BenchRequest]
     has_times: bool = False
     note: str = ""
+
+
+def from_start(requests: list[BenchRequest]) -> list[BenchRequest]:
+    """Requests whose earliest arrives at 0: a window of a trace begins as late as it was cut."""
+    start = min((item.arrival for item in requests), default=0.0)
+    if not start:
+        return requests
+    # Seconds since 1970 leave a float no digits beyond the microsecond.
+    return [replace(item, arrival=round(item.arrival - start, 6)) for item in requests]
 
 
 @contextmanager

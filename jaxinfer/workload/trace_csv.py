@@ -1,7 +1,9 @@
 """Traces of lengths as CSV, told apart by their columns: Vidur's, Azure's and BurstGPT's."""
 
 import csv
+import io
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.files.json_lines import shorten
+from jaxinfer.files.json_lines import open_bytes, shorten
 from jaxinfer.files.shipped import why_not
 from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.trace import Trace, at
@@ -115,21 +117,25 @@ def read_csv(path: Path, limit: int | None) -> Trace:
         BenchRequest(None, prompt, output, round(time - start, 6) if start else time)
         for prompt, output, time in found
     ]
-    note = f"{path}: {num_failed} rows left out, failures without response tokens"
+    failed = "1 row left out, a failure"
+    if num_failed > 1:
+        failed = f"{num_failed} rows left out, failures"
+    note = f"{path}: {failed} without response tokens"
     return Trace(requests, columns.time in header, note if num_failed else "")
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield each row of cells that is not blank, with its line number."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        raw = open_bytes(path)
+        with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file)
             for cells in reader:
                 if cells:
                     yield reader.line_num, cells
     except OSError as error:
         raise JaxinferError(f"cannot read {path}: {why_not(path, error)}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+    except (UnicodeDecodeError, csv.Error, EOFError, zlib.error) as error:
         raise JaxinferError(f"cannot read {path} as CSV: {error}") from error
 
 

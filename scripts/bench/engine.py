@@ -24,7 +24,8 @@ import click
 import jax
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.hardware.catalogue import Gpu, find_model
+from jaxinfer.checkpoints.modelled import model_shape
+from jaxinfer.hardware.catalogue import Catalogue, Gpu
 from jaxinfer.measure import measure
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.runtime.profiling.device_time import DeviceTime, StepTracer
@@ -131,7 +132,7 @@ def roofline_of(folder: str, rates: dict[str, float], itemsize: int) -> Roofline
         watts=1,
         checked=True,
     )
-    model = find_model(folder)
+    model = model_shape(folder, Catalogue())
     return RooflineStage(
         gpu, model, model.num_hidden_layers, True, 1, itemsize, KernelEfficiency(1, 1), 1
     )

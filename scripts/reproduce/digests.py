@@ -5,9 +5,8 @@ from functools import cache
 from pathlib import Path
 
 from jaxinfer.files.contents import contents
-from jaxinfer.made_from import digest_of
+from jaxinfer.made_from import code_version, digest_of
 from jaxinfer.plan.evaluation_cache import key_of
-from jaxinfer.plan.version import code_version
 from scripts.tables import CONFIGS
 
 

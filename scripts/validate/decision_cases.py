@@ -41,7 +41,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "splitwise": ("pqde", {"prompt": ["p", "q"], "token": ["d", "e"],
                            "max_pending_tokens": (60, 200), "layerwise_from": (33, None)}),
     "tetriinfer": ("pqde", PAIRS | {"prefill_batch": (3, 5), "heavy_decode": 30,
-                                    "report_s": 0.002, "flip_after_s": (0.004, None)}),
+                                    "report_s": 0.002, "flip_after_s": (0.004, 0.01)}),
     "hexgen2": ("pqde", {"flows": {"p": {"d": 3.0, "e": 1.0}, "q": {"e": 2.0}},
                          "hand_off": HAND_OFFS, "max_in_prefill": (3, 100)}),
     "hetis": ("pde", {"theta": (0.5, 0.1, None), "placement": ("time", "memory"),

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import jax
 from jaxinfer import LLM
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import one_line
-from jaxinfer.ledger.ledger_file import NAME, read_ledger
+from jaxinfer.ledger.ledger_file import NAME, Entry, read_ledger
 from jaxinfer.report.records import read_run_json
 from jaxinfer.runtime.processes import process
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
@@ -44,7 +44,18 @@ from scripts.validate.decision_cases import (
 )
 
 COUNTS = "entries", "preemptions", "transfers", "slice_moves", "cached_tokens"
-COLUMNS = "seed", "system", "workload", *COUNTS, "lost", "back", "finished", "difference"
+# Kinds of decisions, and of events that ask for some: a matrix is to have all of them.
+KINDS = (
+    "admissions", "chunks", "hand_offs", "preemptions", "reassignments", "slice_moves",
+    "role_changes", "prefix_hits", "halves", "stops", "losses", "returns", "without_shards",
+)  # fmt: skip
+_OF_ENTRIES = {
+    "send": "hand_offs", "victim": "preemptions", "role": "role_changes", "lost": "losses",
+    "back": "returns", "without": "without_shards",
+}  # fmt: skip
+COLUMNS = (
+    "seed", "system", "workload", *COUNTS, "lost", "back", "finished", "kinds", "difference",
+)  # fmt: skip
 
 
 def ledgers(system: str, workloads: Sequence[str], seed: int, folder: Path) -> Iterator[Row]:
@@ -121,21 +132,52 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
 
 def outcome(folder: Path) -> Row:
     """A row of a run: how its two ledgers differ, and what has happened in it."""
-    found = check_decisions(folder)
-    kinds = Counter(kind for kind, *_ in read_ledger(folder / NAME))
+    found, entries = check_decisions(folder), read_ledger(folder / NAME)
+    counts = Counter(kind for kind, *_ in entries)
     run = read_run_json(folder)
     moves = run.get("metrics", {}).get("slice_moves") or {}
-    return {
+    row: Row = {
         "entries": found.entries,
-        "preemptions": kinds["victim"],
-        "transfers": kinds["send"],
+        "preemptions": counts["victim"],
+        "transfers": counts["send"],
         "slice_moves": moves.get("begun", 0),
         "cached_tokens": run.get("metrics", {}).get("cached_tokens", 0),
-        "lost": kinds["lost"],
-        "back": kinds["back"],
+        "lost": counts["lost"],
+        "back": counts["back"],
         "finished": found.finished,
         "difference": found.difference or "",
     }
+    kinds = kinds_of(entries)
+    kinds["slice_moves"], kinds["prefix_hits"] = row["slice_moves"], row["cached_tokens"]
+    return row | {"kinds": " ".join(f"{name}:{kinds[name]}" for name in KINDS if kinds[name])}
+
+
+def kinds_of(entries: Iterable[Entry]) -> Counter[str]:
+    """Count the decisions of a ledger by their kind."""
+    found, seen = Counter[str](), set[str]()
+    for kind, decided, _ in entries:
+        match kind:
+            case "batch":
+                for request, start, count, _ in next(iter(decided[4:5]), []):
+                    found["admissions"] += request not in seen
+                    found["chunks"] += request in seen and start > 0 and count > 1
+                    seen.add(request)
+                found["hand_offs"] += sum(map(len, decided[6:7]))
+                found["halves"] += any(decided[7:8])
+            case "legs":
+                found["reassignments"] += decided[0] in seen
+            case "end":
+                found["stops"] += decided[1] == "stop"
+            case _:
+                found[_OF_ENTRIES.get(kind, "")] += 1
+    del found[""]
+    return found
+
+
+def never(rows: Iterable[Row]) -> list[str]:
+    """The kinds of decisions that no run of a matrix has made."""
+    made = {each.partition(":")[0] for row in rows for each in str(row["kinds"]).split()}
+    return [name for name in KINDS if name not in made]
 
 
 def summary(path: Path) -> str:
@@ -146,7 +188,12 @@ def summary(path: Path) -> str:
         sums.update({key: value for key, value in row.items() if isinstance(value, int)})
     equal = sum(not row["difference"] for row in rows)
     counts = ", ".join(f"{sums[c]:,} {c.replace('_', ' ')}" for c in (*COUNTS, "lost", "back"))
-    return f"Of {len(rows)} runs, {equal} have equal ledgers: {counts}."
+    text = f"Of {len(rows)} runs, {equal} have equal ledgers: {counts}."
+    if "kinds" not in rows[0]:  # An older file.
+        return text
+    kinds = Counter(each.partition(":")[0] for row in rows for each in str(row["kinds"]).split())
+    made = ", ".join(f"{name.replace('_', ' ')} in {kinds[name]}" for name in KINDS)
+    return f"{text} Runs with {made}."
 
 
 @click.command()
@@ -157,7 +204,8 @@ def summary(path: Path) -> str:
 def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequence[str]) -> None:
     """Run systems over workloads, and write to OUT, a CSV file, which ledgers are equal.
 
-    By default, all systems and all workloads.
+    By default, all systems and all workloads. A matrix in which a kind of decision never occurs
+    fails, as one does whose ledgers differ.
     """
     # Most of the time goes into compilation, little into what it makes.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -185,7 +233,9 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
             if rows:
                 write_csv(Path(out), rows)
     click.echo(summary(Path(out)))
-    sys.exit(any(row["difference"] for row in rows))
+    if lacking := never(rows):
+        click.echo(f"of these kinds there was none: {', '.join(lacking)}", err=True)
+    sys.exit(bool(lacking) or any(row["difference"] for row in rows))
 
 
 if __name__ == "__main__":

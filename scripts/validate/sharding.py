@@ -16,8 +16,8 @@ from jaxinfer.hardware.catalogue import ModelShape, find_gpu, find_model
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.sharding.cache import FOLDER
 from jaxinfer.sharding.compiling import PHASES
-from jaxinfer.sharding.costs import links_of
 from jaxinfer.sharding.hlo import KINDS, Counts
+from jaxinfer.sharding.links import links_of
 from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion, study
 from jaxinfer.sharding.targets import CompileTarget
 from scripts.tables import Row, write_csv
@@ -51,7 +51,7 @@ def rows(meshes: Sequence[str], models: Mapping[str, ModelShape], cache: Path) -
     """Yield a row for each layout, phase, mesh and model."""
     for mesh, (name, model) in product(meshes, models.items()):
         asked = question(model, mesh, TOKENS, SEQUENCES, CONTEXT)
-        for found in study(asked, LAYOUTS, cache):
+        for found in study(asked, LAYOUTS, cache)[0]:
             yield {"mesh": mesh, "model": name, **row(found)}
 
 

@@ -126,7 +126,9 @@ def write(path: Path, columns: Columns, keys: Sequence[str]) -> None:
     own = [key for key in keys if key in columns]
     points = zip(*(columns[key].astype(str).tolist() for key in own), strict=True)
     for at, ms in zip(points, columns["latency"].astype(float).tolist(), strict=True):
-        times.setdefault(tuple(int(part) if part.isdigit() else part for part in at), []).append(ms)
+        times.setdefault(tuple(int(part) if part.isdecimal() else part for part in at), []).append(
+            ms
+        )
     ordered = sorted(times)
     arrays: dict[str, Any] = {
         key: np.array(values) if isinstance(values[0], str) else np.array(values, np.int32)

@@ -119,7 +119,7 @@ class TestFolder:
         assert theta_of(config) == pytest.approx(10000.0)
         assert config.norm_eps == 1e-6
         assert not config.tie_word_embeddings
-        assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+        assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
 
     def test_head_dim_of_its_own(self, tmp_path: Path) -> None:
         assert open_checkpoint(str(make_folder(tmp_path / "t", head_dim=24))).config.head_dim == 24

@@ -9,15 +9,19 @@ import re
 import tracemalloc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tiny_model import TINY_OPTIONS
+from safetensors.numpy import load_file, save_file
+from tiny_model import TINY_OPTIONS, write_tiny_model
 
-from jaxinfer import LLM, JaxinferError, RequestOutput
+from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
+from jaxinfer.checkpoints.fingerprint import Fingerprint, fingerprint
+from jaxinfer.commands import batch_job
 from jaxinfer.commands.app import cli
 from jaxinfer.commands.batch_job import BatchJob
 from jaxinfer.config.cluster import InstanceConfig
@@ -26,6 +30,7 @@ from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.request import CompletionOutput, RequestMetrics, Sampling
 from jaxinfer.serving.request_state import RequestState
+from jaxinfer.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -147,19 +152,26 @@ def test_another_instance_is_another_job(
         ({"load_format": "dummy"}, {"load_format": "dummy"}),
         ({"kv_cache_dtype": "int8", "page_size": 8}, {"kv_cache_dtype": "int8", "page_size": 8}),
         ({"weight_dtype": "fp8"}, {"weight_dtype": "fp8"}),
+        ({"generation_config": "vllm"}, {"generation_config": "vllm"}),
     ],
 )
 def test_what_a_job_is_known_by(
-    tmp_path: Path, source: Path, options: dict[str, Any], more: dict[str, Any]
+    tiny_folder: Path, tmp_path: Path, source: Path, options: dict[str, Any], more: dict[str, Any]
 ) -> None:
     """A job is known by what may change a result and nothing else; defaults are left out."""
-    config = RunFile(model="a model", engine=EngineOptions(**options))
+    config = RunFile(model=str(tiny_folder), engine=EngineOptions(**options))
     BatchJob.open(config, str(source), str(tmp_path / "out"), force=False).__exit__(
         None, None, None
     )
     always = {"dtype": "auto", "max_model_len": None, "seed": 0}
-    assert json.loads((tmp_path / "out.job.json").read_text()) == {
-        "model": "a model",
+    files = fingerprint(str(tiny_folder), options.get("load_format", "auto"))
+    recorded = json.loads((tmp_path / "out.job.json").read_text())
+    notes = recorded.pop("notes")
+    assert notes["model_stamps"] == files.stamps
+    assert datetime.fromisoformat(notes["started"]) <= datetime.now()
+    assert recorded == {
+        "model": str(tiny_folder),
+        "model_files": files.digests,
         "input_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
         **{name: options.get(name, value) for name, value in always.items()},
         **more,
@@ -176,6 +188,175 @@ def test_the_output_is_not_the_input(tmp_path: Path, source: Path) -> None:
     assert source.read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl.gz", "out.XLSX"])
+def test_an_output_in_another_format(tmp_path: Path, source: Path, name: str) -> None:
+    with pytest.raises(JaxinferError, match=r"output is JSON lines or Parquet, not \."):
+        BatchJob.open(RunFile(model="a model"), str(source), str(tmp_path / name), force=True)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> tuple[Path, Path]:
+    """A model of one's own, whose template writes a date; and a file of four chats."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tiny_model(folder)
+    template = "{{ strftime_now('%d %b %Y') }}: {% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    source = tmp_path / "chats.jsonl"
+    lines = [{"messages": [{"role": "user", "content": str(i)}], "max_tokens": 2} for i in range(4)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder, source
+
+
+def answer_first(folder: Path, source: Path, out: Path, **options: Any) -> None:
+    """Start a job on a day long ago, of which two lines are answered."""
+    config = RunFile(model=str(folder), engine=EngineOptions(**TINY_OPTIONS, **options))
+    day = "2021-03-04T05:06:07"
+    with BatchJob.open(config, str(source), str(out), force=False, started=day) as job:
+        for line in list(job._source.lines(()))[:2]:
+            job._results.append({"custom_id": line.custom_id, "error": None})
+
+
+def weights(folder: Path) -> None:
+    tensors = {n: -a for n, a in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def chat_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+
+def sampling(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"top_k": 1}')
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (weights, "model.safetensors of .*/model has changed since: bring the old files back"),
+        (chat_template, "chat_template.jinja of .* has changed since"),
+        (sampling, "generation_config.json of .* is new since"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "chat_template.* is gone since"),
+    ],
+)
+def test_another_model_under_the_same_name_is_refused(
+    chats: tuple[Path, Path], tmp_path: Path, change: Callable[[Path], None], said: str
+) -> None:
+    folder, source = chats
+    out = tmp_path / "out.jsonl"
+    answer_first(folder, source, out)
+    before = out.read_bytes()
+    change(folder)
+    asked = ["run", "--model", str(folder), "--input", str(source), "--output", str(out)]
+    options = [f"--set=engine.{name}={value}" for name, value in TINY_OPTIONS.items()]
+    result = CliRunner().invoke(cli, [*asked, *options])
+    assert isinstance(result.exception, JaxinferError)
+    assert re.search(f"holds results of another model: {said}", str(result.exception))
+    assert out.read_bytes() == before
+
+
+def test_the_folder_of_generation_config_counts(chats: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, source = chats
+    other = tmp_path / "other"
+    other.mkdir()
+    sampling(other)
+    out = tmp_path / "out.jsonl"
+    answer_first(folder, source, out, generation_config=str(other))
+    answer_first(folder, source, tmp_path / "again.jsonl", generation_config=str(other))
+    (other / "generation_config.json").write_text('{"top_k": 2}')
+    with pytest.raises(JaxinferError, match=r"other/generation_config\.json of .* has changed"):
+        answer_first(folder, source, out, generation_config=str(other))
+
+
+def test_a_job_of_an_older_version_is_refused(chats: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its first start did not note what the model was."""
+    folder, source = chats
+    out = tmp_path / "out.jsonl"
+    answer_first(folder, source, out)
+    sidecar = tmp_path / "out.jsonl.job.json"
+    recorded = json.loads(sidecar.read_text())
+    sidecar.write_text(json.dumps({k: recorded[k] for k in recorded.keys() - {"model_files"}}))
+    with pytest.raises(JaxinferError, match="begun by an older version, which did not note"):
+        answer_first(folder, source, out)
+
+
+def test_all_of_a_job_has_the_date_of_its_first_start(
+    chats: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rerun has it, too: ``run.json`` has it."""
+    folder, source = chats
+    out = tmp_path / "out.jsonl"
+    answer_first(folder, source, out)
+    prompts: list[str] = []
+    encode = Tokenizer._ids
+
+    def note(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        prompts.append(text)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_ids", note)
+    config = RunFile(model=str(folder), engine=EngineOptions(**TINY_OPTIONS))
+    with BatchJob.open(config, str(source), str(out), force=False) as job:
+        assert job.num_resumed == 2
+        job.run()
+        recorded = json.loads((job.newest_run() / "run.json").read_text())
+        assert prompts == ["04 Mar 2021: 2", "04 Mar 2021: 3"]
+        prompts.clear()
+        again = ["rerun", str(job.newest_run()), "--out", str(tmp_path / "again")]
+        assert "results: " in CliRunner().invoke(cli, again).output
+    assert prompts == [f"04 Mar 2021: {i}" for i in range(4)]
+    assert recorded["job_started"] == "2021-03-04T05:06:07"
+    assert recorded["default_sampling"] == {}
+
+
+def test_what_is_said_at_the_end(chats: tuple[Path, Path], tmp_path: Path) -> None:
+    """The folder of this run, its files, and whose sampling held."""
+    folder, source = chats
+    sampling(folder)
+    asked = ["run", "--model", str(folder), "--input", str(source), "--output", str(tmp_path / "o")]
+    options = [f"--set=engine.{name}={value}" for name, value in TINY_OPTIONS.items()]
+    result = CliRunner().invoke(cli, [*asked, *options, "--ledger"], catch_exceptions=False)
+    said = f"run.json, steps.jsonl, requests.jsonl and ledger.jsonl: {tmp_path / 'o.runs' / '1'}"
+    assert said in result.output
+    assert "where a line gave none, generation_config.json's: top_k 1 (engine." in result.output
+    closing = [line for line in result.output.splitlines() if line.startswith("requests: 4 of 4")]
+    assert not any("tok/s" in line for line in closing)
+
+
+def test_lines_get_the_model_s_sampling(chats: tuple[Path, Path], tmp_path: Path) -> None:
+    """Where they give none themselves; ``generation_config: vllm`` leaves it out."""
+    folder, _ = chats
+    (folder / "generation_config.json").write_text('{"top_k": 1, "max_new_tokens": 5}')
+    given = [
+        {"prompt": "abc", "ignore_eos": True},
+        {"prompt": "abc", "ignore_eos": True, "top_k": 0, "max_tokens": 7},
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in given))
+    texts = {}
+    for choice in ("auto", "vllm"):
+        engine = EngineOptions(**TINY_OPTIONS, generation_config=choice)
+        out = tmp_path / choice
+        config = RunFile(model=str(folder), engine=engine)
+        with BatchJob.open(config, str(source), str(out), force=False) as job:
+            job.run()
+        bodies = {r["custom_id"]: r["response"]["body"] for r in records(out)}
+        texts[choice] = [bodies[f"line-{i}"]["choices"][0]["text"] for i in (1, 2)]
+        counts = [bodies[f"line-{i}"]["usage"]["completion_tokens"] for i in (1, 2)]
+        assert counts == ([5, 7] if choice == "auto" else [253, 7])
+    llm = LLM(str(folder), progress=False, **TINY_OPTIONS)
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    assert texts["auto"][0] == llm.generate("abc", greedy, progress=False)[0].outputs[0].text
+    alike = SamplingParams(temperature=0, max_tokens=5)
+    messages = [{"role": "user", "content": "abc"}]
+    for ask, asked in ((llm.generate, "abc"), (llm.chat, messages)):
+        found, wanted = ask(asked, progress=False), ask(asked, alike, progress=False)
+        assert found[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
+    assert texts["auto"][1] == texts["vllm"][1]
+    assert texts["auto"][0] != texts["vllm"][0]
+
+
 class Echo:
     """Stands for an LLM: keeps some requests for a while, and answers each with its prompt's end.
 
@@ -190,7 +371,7 @@ class Echo:
         self.order: list[str] = []
         self._most = most
 
-    def make_requests(self, id: str, tokens: list[int], params: Any) -> list[RequestState]:
+    def requests_of_line(self, id: str, tokens: list[int], params: Any) -> list[RequestState]:
         if id in self.failing:
             raise JaxinferError("too long")
         payload = Sampling(params, 0, (), id)
@@ -219,6 +400,7 @@ def job_of(
     folder: Path, monkeypatch: pytest.MonkeyPatch, llm: Echo, show: int = 0, force: bool = False
 ) -> BatchJob:
     monkeypatch.setattr(LLM, "from_config", lambda config: llm)
+    monkeypatch.setattr(batch_job, "fingerprint", lambda *of: Fingerprint())
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     config = RunFile(model="a model")
     return BatchJob.open(config, str(folder / "in"), str(folder / "out"), force, show)

@@ -199,7 +199,7 @@ def test_a_list_is_called_a_list(tmp_path: Path, data: dict[str, Any], path: str
         (CRONUS, "groups.strong.platform", "gpu", "groups.strong.emulate: a GPU is not slowed"),
         (CRONUS, "groups.1", {"devices": 0}, "groups.1.devices is 0, must be"),
         (CRONUS, "groups.weak.host", "there", "groups.weak.host: must be HOST:PORT, not 'there'"),
-        (CRONUS, "groups.weak.host", "a:70000", "groups.weak.host: must be HOST:PORT, not 'a:7"),
+        (CRONUS, "groups.weak.host", "a:70000", "groups.weak.host: 'a:70000': the port must be at"),
         (CRONUS, "groups.weak.host", "a:0", "groups.weak.host: must be a port that a worker li"),
         (CRONUS, "groups.weak.ray", True, "groups.weak.ray is True, must be a mapping"),
         (CRONUS, "groups.weak.ray", {"num_gpu": 1}, "groups.weak.ray.num_gpu: unknown option, did"),

@@ -113,6 +113,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"instances.ppi.token_buckets": [32, 64]}, "token_buckets is [32, 64], must rise from"),
     ({"watchdog_s": -1}, "watchdog_s is -1"),
     ({"instances.cpi.seed": 5}, "instances.cpi.seed is 5, must be engine.seed's 0"),
+    (
+        {"instances.cpi.generation_config": "vllm"},
+        "instances.cpi.generation_config is vllm, must be engine.generation_config's auto",
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ import yaml
 from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.groups import GroupConfig
-from jaxinfer.config.nodes import Hardware, place_groups, read_hardware
+from jaxinfer.config.nodes import Hardware, NodeOptions, place_groups, read_hardware
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.config.site import model_site
@@ -38,6 +38,12 @@ KV_BYTES = 1000 * 131072
 
 def hardware(name: str) -> Hardware:
     return read_hardware(str(CLUSTERS / f"{name}.yaml"))
+
+
+def test_a_nodes_link_joins_all_of_its_gpus() -> None:
+    node = NodeOptions(gpu="H100-SXM", gpus=16, nic_gb_s=50)
+    assert find_gpu("H100-SXM").domain == 8
+    assert node.as_gpu(Catalogue()).domain is None
 
 
 def price(name: str) -> float:

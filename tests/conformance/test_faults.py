@@ -29,7 +29,7 @@ def test_the_grammar_has_enough_faults() -> None:
     assert names.keys() >= {
         "head order", "stale page", "page offset off by one", "missing last token",
         "scale of another page", "dtype reinterpreted", "slab swapped", "layer shifted",
-        "past the length", "late write after free",
+        "past the length", "late write after free", "channel order", "scaled",
     }  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_pools_that_are_not_as_the_layout_has_them() -> None:
 
 
 def test_requests_that_pools_past_would_be_taken_for() -> None:
-    with pytest.raises(ValueError, match="lengths has 13 requests, must have at most 12"):
+    with pytest.raises(ValueError, match="lengths has 13 requests, must have 1 to 12"):
         hand_over(MODEL, None, None, None, [1] * 13)  # type: ignore[arg-type]
 
 

@@ -270,10 +270,12 @@ def test_requests_made_by_hand(tiny: LLM, plain: list[int]) -> None:
 
 def test_what_requests_are_not_made_of(tiny: LLM) -> None:
     for given in ("abc", [1.5], [True], None):
-        with pytest.raises(JaxinferError, match=r"^prompt_token_ids is .*, must be a list of int"):
+        with pytest.raises(JaxinferError, match=r"^request 'a': prompt_token_ids is .*, must be a"):
             tiny.make_requests("a", given, GREEDY)  # type: ignore[arg-type]
-    with pytest.raises(JaxinferError, match=r"^sampling_params is None, must be SamplingParams"):
+    with pytest.raises(JaxinferError, match=r"^request 'a': sampling_params is None, must be"):
         tiny.make_requests("a", HELLO, None)  # type: ignore[arg-type]
+    with pytest.raises(JaxinferError, match=r"^request 'empty': the prompt is empty"):
+        tiny.make_requests("empty", [], GREEDY)
     with pytest.raises(JaxinferError, match=r"^requests is None, must be one or a list of them"):
         tiny.run(None, print, progress=False)  # type: ignore[arg-type]
     with pytest.raises(JaxinferError, match=r"^request 'a' is none that make_requests has made$"):

@@ -10,6 +10,7 @@ from kernel_cases import (
     Shape,
     check_chunks,
     check_decode,
+    check_nan_stays,
     close,
     decode_case,
     few_fast,
@@ -59,6 +60,11 @@ def test_decode(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", FEW, ids=str)
 def test_chunks(shape: Shape) -> None:
     check_chunks(CHUNKS, shape, seed=2)
+
+
+@pytest.mark.gpu
+def test_nan_stays_with_its_sequence() -> None:
+    check_nan_stays(DECODE, CHUNKS, Shape(2, 2, 64, 16, "bfloat16"))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from kernel_cases import (
     Shape,
+    check_nan_stays,
     chunk_case,
     close,
     decode_case,
@@ -84,6 +85,11 @@ def test_chunks(shape: Shape) -> None:
     close(got[first:last], expected[first:last], shape.dtype)
     assert not np.any(got[:first])
     assert not np.any(got[last:])
+
+
+def test_nan_stays_with_its_sequence() -> None:
+    attends = numba_cpu.decode_attention, numba_cpu.chunk_attention
+    check_nan_stays(*attends, FEW[0], as_it_lies)
 
 
 @shapes

@@ -75,9 +75,10 @@ def test_decode(
     used = np.concatenate([row[: -(-n // B)] for row, n in zip(cache.table, lengths, strict=True)])
     unused = np.setdiff1d(np.arange(len(cache.pages.keys)), used)
     pages = jax.tree.map(lambda x: x.at[unused].set(jnp.nan), cache.pages)
-    attend = jax.jit(partial(decode_attention, window=window))
-    assert (" cond[" in str(jax.make_jaxpr(attend)(q, pages, cache.table, lengths))) == in_place
-    got = attend(q, pages, cache.table, lengths)
+    attend = partial(decode_attention, window=window)
+    steps = jax.make_jaxpr(attend)(q, pages, cache.table, lengths).eqns
+    assert any(step.primitive.name == "cond" for step in steps) == in_place
+    got = jax.jit(attend)(q, pages, cache.table, lengths)
     assert got.dtype == jnp.float32
     tolerance = 2e-5 if dtype == "float32" else 3e-2
     for i, length in enumerate(lengths):
@@ -99,6 +100,41 @@ def test_decode_of_a_page_with_two_readers(monkeypatch: pytest.MonkeyPatch) -> N
     for i, length in enumerate(lengths):
         expected = dense(q[i], *cache.sequence(i, length))
         np.testing.assert_allclose(got[i], expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("what", [np.nan, np.inf])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_decode_beside_and_after_a_sequence_with_nan(
+    in_place: bool, window: int | None, what: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another sequence's entries hold, or those that no sequence has any more, is not seen."""
+    monkeypatch.setattr(reference, "POOL_PER_ITEMS", 1000 if in_place else 0)
+    rng = np.random.default_rng(0)
+    B, lengths = 4, np.array([11, 20, 9, 4, 0], np.int32)
+    cache = Cache(rng, len(lengths), B, 2, 8, "float32")
+    clean, pages = cache.pages, cache.pages
+    for row, length in zip(cache.table, lengths, strict=True):
+        stale = np.arange(length, M * B)
+        pages = _overwritten(pages, row[stale // B], stale % B, what)
+    bad = 1
+    pages = _overwritten(pages, cache.table[bad, 3:4], np.array([3]), what)
+    pages = _overwritten(pages, cache.table[bad, 4:5], np.array([3]), what)
+    q = rng.normal(size=(len(lengths), 6, 8)).astype(np.float32)
+    attend = jax.jit(partial(decode_attention, window=window))
+    got, alone = (np.asarray(attend(q, x, cache.table, lengths)) for x in (pages, clean))
+    assert not np.isfinite(got[bad]).any()
+    good = np.arange(len(lengths)) != bad
+    np.testing.assert_allclose(got[good], alone[good], atol=1e-6)
+    for i in (0, 2, 3):
+        expected = dense(q[i], *cache.sequence(i, lengths[i]), window)
+        np.testing.assert_allclose(got[i], expected, atol=2e-5, rtol=1e-4)
+
+
+def _overwritten(pages: KVPages, page: np.ndarray, offset: np.ndarray, what: float) -> KVPages:
+    """The pages with ``what`` for the entries at these offsets."""
+    keys = pages.keys.at[page, :, :, offset].set(what)
+    return KVPages(keys, pages.values.at[page, :, offset].set(what))
 
 
 @pytest.mark.parametrize("S", [1, 3, 8])
@@ -134,6 +170,29 @@ def test_chunks(B: int, K: int, G: int, H: int, seed: int, window: int | None) -
     for c, (size, start) in enumerate(zip(sizes, starts, strict=True)):
         for r in range(size):
             expected = dense(q[rows[c] + r], *cache.sequence(c, start + r + 1), window)
+            np.testing.assert_allclose(got[rows[c] + r], expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("what", [np.nan, np.inf])
+@pytest.mark.parametrize("window", [None, 9])
+def test_chunks_beside_and_after_a_sequence_with_nan(window: int | None, what: float) -> None:
+    rng = np.random.default_rng(0)
+    B, starts, sizes, bad = 8, [0, 13, 5, 0], [37, 3, TILE_ROWS, 21], 1
+    cache = Cache(rng, len(sizes), B, 2, 16, "float32")
+    pages = cache.pages
+    for row, start, size in zip(cache.table, starts, sizes, strict=True):
+        stale = np.arange(start + size, M * B)
+        pages = _overwritten(pages, row[stale // B], stale % B, what)
+    pages = _overwritten(pages, cache.table[bad, 1:2], np.array([4]), what)
+    rows = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    q = rng.normal(size=(rows[-1], 6, 16)).astype(np.float32) / 4
+    q[rows[bad] : rows[bad + 1]] = what
+    attend = jax.jit(partial(chunk_attention, window=window))
+    got = np.asarray(attend(q, pages, cache.table, np.array(starts, np.int32), rows))
+    assert not np.isfinite(got[rows[bad] : rows[bad + 1]]).any()
+    for c in (0, 2, 3):
+        for r in range(sizes[c]):
+            expected = dense(q[rows[c] + r], *cache.sequence(c, starts[c] + r + 1), window)
             np.testing.assert_allclose(got[rows[c] + r], expected, atol=2e-5, rtol=1e-4)
 
 

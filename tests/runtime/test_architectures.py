@@ -234,6 +234,7 @@ LLAMA = {
     "intermediate_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 32768,
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

@@ -205,13 +205,35 @@ HEAD = "from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule\nLAYOUT =
         ('Layout((), {"residul": {"D": ALL}})', "no activation 'residul': did you mean 'residual'"),
         ('Layout((), {"ffn": {"D": ALL}})', "ffn has no axis 'D': known: TF"),
         ('Layout((), {"heads": {"H": ALL}})', "H of heads is cut, attention needs each head whole"),
-        ('Layout((), kv={"P": ALL})', "KV pages has no axis 'P': known: K"),
+        ('Layout((), kv={"P": ALL})', "KV pages has no axis 'P': known: KSC"),
+        (
+            'Layout((), kv={"C": ALL})',
+            "C of KV pages: an engine's pages, and those of a simulation",
+        ),
+        (
+            'Layout((), {"heads": {"T": ALL}}, kv={"S": ALL})',
+            "by heads (K) alone, not by sequences",
+        ),
         ('Layout((), {"ffn": {"F": 3}})', "F of ffn is 3, must be a mesh axis, a tuple of them"),
         ('Layout((), {"ffn": 3})', "ffn must be a table of axes, not 3"),
         ("Layout((3,))", "3 must be a jaxinfer.models.layouts.Rule"),
         ("Layout(3)", "parameters must be a tuple of jaxinfer.models.layouts.Rule, not 3"),
         ("Layout((), 3)", "activations must be a table"),
         ("Layout((), kv=3)", "KV pages must be a table of axes, not 3"),
+        (
+            'Layout((Rule("*", {"Q": "x"}),))',
+            "rule '*': no parameter that it holds for has an axis",
+        ),
+        ('Layout((Rule("*norm.*", {"F": "x"}),))', "has an axis 'F': known: D"),
+        (
+            'Layout((Rule("layers.*.attn.q_NOPE", {"N": "x"}),))',
+            "matches no parameter of the model: did you mean 'layers.*.attn.q_DNH'?",
+        ),
+        ('Layout((Rule("layers.9.*", {"F": "x"}),))', "rule 'layers.9.*' matches no parameter"),
+        (
+            'Layout((Rule("*", {"F": "x"}), Rule("embed_VD", {"V": "x"})))',
+            "rule 'embed_VD' holds for no parameter: rules before it match all that it does",
+        ),
         ('LAYOUTS["fsdp"]\nRULES = ()', "must define either LAYOUT or RULES"),
     ],
 )

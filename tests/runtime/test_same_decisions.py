@@ -177,3 +177,64 @@ def test_ledgers_of_unlike_runs_differ(tiny_folder: Path, tmp_path: Path) -> Non
     runs.check(4, **GREEDY)
     hashes = [ledger_hash(read_ledger(tmp_path / number / NAME)) for number in "12"]
     assert hashes[0] != hashes[1]
+
+
+@pytest.mark.slow
+def test_a_folder_alone_has_what_its_check_needs(tiny_folder: Path, tmp_path: Path) -> None:
+    """Cronus cuts by a profile, of which the run keeps a copy."""
+    config = sections(tiny_folder, "cronus")
+    del config["system"]["cut_share"]
+    runs = Runs(config, tmp_path)
+    runs.check(1, **GREEDY)
+    stored.FOLDER = tmp_path / "nothing"  # Until the test has ended: see ``own_profiles``.
+    runs.count -= 1
+    runs.same()
+    for copy in (tmp_path / "1").glob("?" * 20 + ".json"):
+        copy.unlink()
+    with pytest.raises(JaxinferError, match=r"instance p: no profile .*, by which its run went"):
+        check_decisions(tmp_path / "1")
+
+
+def test_damage_and_other_versions_are_told_from_other_decisions(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    runs = Runs(sections(tiny_folder, "single"), tmp_path)
+    runs.check(1, **GREEDY)
+    folder, run = tmp_path / "1", read_json(tmp_path / "1" / "run.json")
+    whole = read_ledger(folder / NAME)
+
+    def refusal(change: Any, run: dict[str, Any] = run) -> str:
+        entries = [[kind, decided, given] for kind, decided, given in whole]
+        change(entries)
+        lines = {"decided": [e[:2] for e in entries], "measured": [e[2] for e in entries]}
+        (folder / NAME).write_text(json.dumps(lines))
+        kept = {"hash": ledger_hash(read_ledger(folder / NAME)), "entries": len(entries)}
+        (folder / "run.json").write_text(json.dumps(run | {"ledger": kept}))
+        try:
+            return check_decisions(folder).difference or ""
+        except JaxinferError as error:
+            return f"refused: {error}"
+
+    def of_kind(kind: str, place: int, value: Any) -> Any:
+        def change(entries: list[list[Any]]) -> None:
+            next(each for each in entries if each[0] == kind)[place] = value
+
+        return change
+
+    assert refusal(lambda entries: None) == ""
+    assert "is of kind 'other', which this version does not know" in refusal(
+        of_kind("tick" if any(e[0] == "tick" for e in whole) else "round", 0, "other")
+    )
+    for kind in ("start", "round", "arrival", "step"):
+        for value in ("soon", None, [1], float("nan")):
+            found = refusal(of_kind(kind, 2, value))
+            assert found.startswith(f"refused: {folder / NAME}: damaged, entry "), (kind, value)
+    for instances in ({}, {"y": run["instances"]["p"]}, {"p": {}}):
+        found = refusal(lambda entries: None, run | {"instances": instances})
+        assert found.startswith(f"refused: {folder / 'run.json'}: "), found
+    # Another decision is told with who made the run, where that is not this code.
+    longer = of_kind("end", 1, [*next(e for e in whole if e[0] == "end")[1][:2], 1000])
+    assert not refusal(longer).endswith("this is 0.1.0")
+    assert refusal(longer, run | {"versions": {"jaxinfer": "9"}}).endswith(
+        "; the run was made by version 9, this is 0.1.0"
+    )

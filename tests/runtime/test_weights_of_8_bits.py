@@ -1,6 +1,7 @@
 """Runs with weights of 8 bits, beside runs of the same weights in float32, quantised by numpy."""
 
 import json
+import re
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -18,9 +19,11 @@ from tiny_model import TINY_OPTIONS, write_tiny_mixture, write_tiny_model
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.convert import convert
 from jaxinfer.runtime.stage import load_weights
+from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.load_weights import load_parameters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -120,11 +123,11 @@ CONFIGS = {
 
 
 def write_quantised(
-    folder: Path, weight_dtype: str, **changes: Any
+    folder: Path, weight_dtype: str, left_out: str = "none", **changes: Any
 ) -> tuple[Path, dict[str, np.ndarray]]:
     """The tiny model with weights of 8 bits and scales, by channel for int8, by tensor for fp8.
 
-    Also what its tensors are in float32.
+    Also what its tensors are in float32. Names that match ``left_out`` stay as they are.
     """
     folder.mkdir()
     write_tiny_model(folder)
@@ -133,7 +136,7 @@ def write_quantised(
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     wide = dict(tensors)
-    for name in [name for name in tensors if is_linear(name)]:
+    for name in [name for name in tensors if is_linear(name) and not re.search(left_out, name)]:
         values, scale = channels(tensors[name], weight_dtype)
         if weight_dtype == "fp8":
             scale = np.abs(tensors[name]).max() / np.float32(448)
@@ -177,6 +180,80 @@ def test_what_a_checkpoint_of_8_bits_is_loaded_as(tmp_path: Path, weight_dtype: 
     np.testing.assert_array_equal(got, expected)
 
 
+# A whole attention, one half of a gated pair, and the last product of a layer.
+LEFT_OUT = {
+    "int8": {"ignore": ["lm_head", "re:.*layers\\.0\\.self_attn", "model.layers.0.mlp.gate_proj",
+                        "model.layers.1.mlp.down_proj"]},
+    "fp8": {"modules_to_not_convert": ["lm_head", "model.layers.0.self_attn", "0.mlp.gate_proj",
+                                       "model.layers.1.mlp.down_proj"]},
+}  # fmt: skip
+NAMES_LEFT_OUT = "layers.0.self_attn|layers.0.mlp.gate|layers.1.mlp.down"
+
+
+@formats
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernels": "plain"},
+        pytest.param({"kernels": "numba"}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 3, "kernels": "plain"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"tensor_parallel_size": 2, "layout": "fsdp", "kernels": "plain"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_layers_left_out_of_a_checkpoint_of_8_bits(
+    tmp_path: Path, weight_dtype: str, options: dict[str, Any]
+) -> None:
+    """Tokens and log probabilities are those of the dequantised numbers in float32."""
+    folder, numbers = write_quantised(
+        tmp_path / "narrow", weight_dtype, NAMES_LEFT_OUT, **LEFT_OUT[weight_dtype]
+    )
+    wide = write_dequantised(tmp_path / "wide", weight_dtype)
+    save_file(numbers, wide / "model.safetensors")
+    expected, logprobs = run(wide, kernels="plain")
+    tokens, found = run(folder, **options)
+    assert tokens == expected
+    np.testing.assert_allclose(found, logprobs, atol=1e-4)
+
+
+@formats
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_layers_left_out_keep_their_numbers(
+    tmp_path: Path, weight_dtype: str, load_format: str
+) -> None:
+    """In stages, too, whose layers have numbers of their own; bytes are counted."""
+    folder, numbers = write_quantised(
+        tmp_path / "narrow", weight_dtype, NAMES_LEFT_OUT, **LEFT_OUT[weight_dtype]
+    )
+    checkpoint = open_checkpoint(str(folder), load_format)
+    stages = [{"group": name, "layers": 1} for name in "pq"]
+    options = TINY_OPTIONS | {"load_format": load_format}
+    cluster = ClusterConfig.model_validate(
+        {
+            "groups": {"p": {}, "q": {}},
+            "instances": {"x": {"stages": stages, **options}},
+        }
+    )
+    (plans,) = plan_cluster(checkpoint.config, cluster).values()
+    first, second = load_parameters(checkpoint, plans)
+    narrow = FORMATS[weight_dtype][0]
+    for state, kinds in ((first, {"q": 32, "gate": 32, "up": 8}), (second, {"q": 8, "down": 32})):
+        layer = state["layers"][0]
+        leaves = {"q": layer["attn"]["q_DNH"], "gate": layer["mlp"]["gate_DF"]}
+        leaves |= {"up": layer["mlp"]["up_DF"], "down": layer["mlp"]["down_FD"]}
+        for kind, bits in kinds.items():
+            wanted = narrow if bits == 8 else np.dtype(np.float32)
+            assert leaves[kind][...].dtype == wanted, kind
+    if load_format == "auto":
+        down = np.asarray(second["layers"][0]["mlp"]["down_FD"][...])
+        np.testing.assert_array_equal(down, numbers["model.layers.1.mlp.down_proj.weight"].T)
+    for plan, state in zip(plans, (first, second), strict=True):
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        assert plan.weight_bytes == held
+
+
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -205,6 +282,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
             "quantization_config.weight_block_size is [128, 128], must be None",
         ),
         ({"quant_method": "gptq"}, {}, {}, "quant_method is 'gptq', must be one of"),
+        ({"ignore": ["re:.*layers.1.mlp.up_proj"]}, {}, {}, f"{UP} has type I8, must be of 16 or"),
     ],
 )
 def test_checkpoints_of_8_bits_that_are_refused(
@@ -321,7 +399,9 @@ def test_random_weights_are_those_of_wide_ones(tiny_folder: Path) -> None:
 
 def test_a_mixture_is_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(write_tiny_mixture(tmp_path)))
-    with pytest.raises(JaxinferError, match="weights are of float8_e4m3fn, must be of 16 or"):
+    with pytest.raises(
+        JaxinferError, match=r"^weight_dtype is fp8: a mixture's weights must be of 16"
+    ):
         plan_alone(checkpoint.config, EngineOptions(**TINY_OPTIONS, weight_dtype="fp8"))
 
 

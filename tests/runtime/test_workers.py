@@ -11,8 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interrupts import Interrupt
 from waiting import HANG_S
 
+from jaxinfer import JaxinferError
 from jaxinfer.request import Logprob, Sampling, SamplingParams
 from jaxinfer.runtime.kv.outcome import Failed, join
 from jaxinfer.runtime.stage.sampler import SamplerShape, Samples
@@ -55,6 +57,9 @@ class Stage:
 
     def inputs(self, batch: Batch, shape: Any, sample_slots: Any, shard: int) -> Any:
         return build_inputs(batch, shape, LIMITS, sample_slots, shard)
+
+    def recover(self) -> None:
+        self.given = []
 
     def forward(self, key: Any, inputs: Any, x_TD: Any) -> tuple[Any, Any]:
         self.given.append((key, inputs, x_TD))
@@ -101,8 +106,8 @@ def batch(*rows: Row) -> Batch:
 def run(worker: Worker, *batches: Batch, origin: float = 0.0) -> list[Any]:
     """Return the results posted for steps that are launched one behind the other."""
     posted: SimpleQueue[Any] = SimpleQueue()
-    for each in batches:
-        worker.launch(each, origin, posted.put)
+    for number, each in enumerate(batches):
+        worker.launch(each, origin, posted.put, number=20 + number)
     found = [posted.get(timeout=HANG_S) for _ in batches]
     worker.close()
     return found
@@ -311,11 +316,14 @@ class Hidden:
         self.before = before
         self.given: list[Any] = []
 
-    def take(self, like: Any) -> str:
-        return f"hidden {like}"
+    def take(self, step: int, like: Any) -> str:
+        return f"hidden {like} of {step}"
 
-    def give(self, x_TD: Any) -> None:
-        self.given.append(x_TD)
+    def give(self, step: int, x_TD: Any) -> None:
+        self.given.append((step, x_TD))
+
+    def forget(self) -> None:
+        self.given = []
 
 
 def test_stages_with_others_in_the_processes_before_and_after() -> None:
@@ -328,8 +336,9 @@ def test_stages_with_others_in_the_processes_before_and_after() -> None:
     done = run(worker, batch(row(PROMPT, 0, 3, True)), batch(row(PROMPT, 0, 2, False)))
     assert [each.tokens for each in done] == [[], []]
     assert [[end for _, end in each.stages] for each in done] == [[5.0, 6.0], [7.0, 8.0]]
-    assert [given[2] for given in first.given] == [f"hidden {LIMITS.token_buckets[-1]}"] * 2
-    assert [x.tolist() for x in hidden.given] == [[1], [2]]
+    size = LIMITS.token_buckets[-1]
+    assert [given[2] for given in first.given] == [f"hidden {size} of {n}" for n in (20, 21)]
+    assert [(n, x.tolist()) for n, x in hidden.given] == [(20, [1]), (21, [2])]
     assert not hasattr(middle, "sampled")
     assert min(first.starts) > 1e9  # A link plays a slower one.
 
@@ -345,3 +354,45 @@ def test_the_first_stages_take_nothing_and_the_last_ones_hand_nothing_on() -> No
         assert len(hidden.given) == 1 - last
     assert one.given[0][2] is None
     assert other.given[0][2].startswith("hidden ")
+
+
+@pytest.mark.parametrize("at", ["_launch", "put"])
+def test_a_step_whose_launch_is_interrupted_ends_for_who_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """A transfer behind its last stage would wait for ever, and all behind it."""
+    worker = worker_of(Stage("a", [5.0] * 9), Stage("b", [6.0] * 9))
+    ends: list[Future[None]] = []
+
+    def launched(stage: int, end: Any) -> None:
+        ends.append(end)
+        if at == "_launch" and stage:
+            raise Interrupt
+
+    def put(step: Any) -> None:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        if at == "put":
+            patch.setattr(worker, "_queues", [SimpleNamespace(put=put), *worker._queues[1:]])
+        with pytest.raises(Interrupt):
+            worker.launch(batch(row(PROMPT, 0, 3, True)), 0.0, print, launched)
+    assert [end.done() for end in ends] == [False, False]
+    worker.recover()
+    for end in ends:
+        with pytest.raises(JaxinferError, match=r"^the step was broken off as it was launched$"):
+            end.result(timeout=0)
+    (done,) = run(worker, batch(row(PROMPT, 0, 3, True)))
+    assert len(done.tokens) == 1
+
+
+def test_a_step_that_does_not_end_is_not_waited_for_for_ever() -> None:
+    stage, go = Stage("a", [5.0]), threading.Event()
+    worker = worker_of(stage)
+    stage.end_of = lambda batch, start: go.wait(HANG_S) and 5.0  # type: ignore[method-assign]
+    worker.launch(batch(row(PROMPT, 0, 3, True)), 0.0, lambda posted: None)
+    with pytest.raises(JaxinferError, match=r"^its steps have not ended within 0\.05 s$"):
+        worker.recover(0.05)
+    go.set()
+    worker.recover(HANG_S)
+    worker.close()

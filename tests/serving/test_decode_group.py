@@ -58,6 +58,19 @@ def step(group: DecodeGroup) -> tuple[int, int]:
     return group.launch(group.full())
 
 
+def commit(group: DecodeGroup, end: float) -> tuple[list[RequestState], list[Row]]:
+    """End a step: those that end with it leave."""
+    ended = group.ending()
+    for request in ended:
+        group.leave(request)
+    return ended, [row for _, row in group.commit(end)]
+
+
+def row(request: RequestState, start: int) -> Row:
+    assert request.hold
+    return Row(request, start, 1, True, True, 0, request.hold)
+
+
 def integers(request: RequestState) -> tuple[int, int, int, int]:
     return request.computed, request.launched, request.pending, len(request.output_token_ids)
 
@@ -65,8 +78,8 @@ def integers(request: RequestState) -> tuple[int, int, int, int]:
 def test_a_member_from_its_first_step_to_its_last() -> None:
     """r has three tokens to go, s one; of nine each."""
     group, r, s = new_group(), member("r", 9, 6), member("s", 11, 8)
-    group.join(r)
-    group.join(s)
+    group.join(r, 0)
+    group.join(s, 0)
     assert (r in group, member("t") in group) == (True, False)
     assert step(group) == (2, 10 + 12)
     assert step(group) == (1, 11)  # s has launched its last one.
@@ -75,15 +88,15 @@ def test_a_member_from_its_first_step_to_its_last() -> None:
     group.settle()
     assert integers(r) == (9, 11, 2, 6)
     assert integers(s) == (11, 12, 1, 8)
-    assert group.commit(1.5) == ([s], [])
-    assert (s in group, integers(s), s.metrics.token_times) == (False, (12, 12, 0, 9), [1.5])
+    assert commit(group, 1.5) == ([s], [row(s, 11)])
+    assert (s in group, integers(s), s.metrics.token_times) == (False, (11, 12, 1, 8), [])
     assert integers(r) == (9, 11, 2, 6)
     group.settle()
     assert (integers(r), r.metrics.token_times) == ((10, 11, 1, 7), [1.5])
     assert step(group) == (1, 12)
-    assert group.commit(2.5) == ([], [])
-    assert group.commit(3.5) == ([r], [])
-    assert (integers(r), r.metrics.token_times) == ((12, 12, 0, 9), [1.5, 2.5, 3.5])
+    assert commit(group, 2.5) == ([], [])
+    assert commit(group, 3.5) == ([r], [row(r, 11)])
+    assert (integers(r), r.metrics.token_times) == ((11, 12, 1, 8), [1.5, 2.5])
     group.retire()
     assert not group.active
     assert not group._ends
@@ -94,7 +107,7 @@ def test_pages_are_taken_where_a_member_needs_one() -> None:
     group = new_group()
     requests = [member("r", 4, 1), member("s", 5, 2), member("t", 6, 3)]
     for request in requests:
-        group.join(request)
+        group.join(request, 0)
     for pages in ([3, 3, 4], [3, 4, 4], [4, 4, 5]):
         group.retire()
         full = group.full()
@@ -107,7 +120,7 @@ def test_a_page_of_one_token_is_taken_in_each_step() -> None:
     group, r = DecodeGroup(1, lambda request: request.max_tokens), member("r")
     r.hold = make_kv(50, 1).reserve(4)
     assert r.hold
-    group.join(r)
+    group.join(r, 0)
     for entries in (5, 6, 7):
         full = group.full()
         assert full == [(r.hold, entries)]
@@ -121,11 +134,11 @@ def test_pages_of_three_tokens_are_taken_as_they_fill() -> None:
     r.hold, s.hold = make_kv(50, 3).reserve(4), make_kv(50, 3).reserve(5)
     assert r.hold
     assert s.hold
-    group.join(r)
+    group.join(r, 0)
     pages = []
     for number in range(6):
         if number == 2:
-            group.join(s)
+            group.join(s, 0)
         group.launch(group.full())
         pages.append((r.hold.num_pages, s.hold.num_pages))
     # With 5, 6, 7, ... and, from the third step on, 6, 7, ... entries.
@@ -134,13 +147,13 @@ def test_pages_of_three_tokens_are_taken_as_they_fill() -> None:
 
 def test_who_joined_and_left_has_no_rows_of_earlier_steps() -> None:
     group, r, s = new_group(), member("r"), member("s", 6, 3)
-    group.join(r)
+    group.join(r, 0)
     step(group)
-    group.join(s)
+    group.join(s, 0)
     step(group)
     group.leave(s)
-    assert group.commit(1.0) == ([], [])
-    ended, rows = group.commit(2.0)
+    assert commit(group, 1.0) == ([], [])
+    ended, rows = commit(group, 2.0)
     assert (ended, [(row.request.id, row.start) for row in rows]) == ([], [("s", 6)])
 
 
@@ -148,59 +161,65 @@ def test_entries_are_counted_from_the_first_step_that_has_ended() -> None:
     """Entries are the member's own until then: r's prompt is on its way."""
     group, r, s = new_group(), member("r", 4, 0), member("s", 6, 3)
     r.computed, r.pending = 0, 1
-    group.join(r)
+    group.join(r, 0)
     step(group)
     assert (group.begun(), list(group.fresh)) == (0, [r.id])
     r.computed, r.pending, r.output_token_ids = 4, 0, [0]
-    assert group.commit(1.0) == ([], [])
-    group.join(s)
+    assert commit(group, 1.0) == ([], [])
+    group.join(s, 0)
     assert (group.begun(), list(group.fresh)) == (5, [s.id])
     step(group)
-    group.commit(2.0)
+    commit(group, 2.0)
     assert (group.begun(), group.fresh) == (6 + 7, {})
     group.leave(r)
     assert group.begun() == 7
     step(group)
-    group.commit(3.0)
+    commit(group, 3.0)
     assert group.begun() == 8
 
 
 def test_the_longest_but_some() -> None:
     """A member left out once stays out, and is there again after it has left and joined."""
     group, r, s = new_group(), member("r", 4, 3), member("s", 6, 3)
-    for each in (r, s):
-        group.join(each)
+    for number, each in enumerate((r, s)):
+        group.join(each, number)
     step(group)
-    group.commit(1.0)
-    assert group.longest(2) == [("s", 7), ("r", 5)]
-    assert group.longest(1, {"s"}) == [("r", 5)]
+    commit(group, 1.0)
+    assert group.longest(2) == [(7, 1, "s"), (5, 0, "r")]
+    assert group.longest(1, {"s"}) == [(5, 0, "r")]
     assert group.longest(2, {"r", "s"}) == []
     group.leave(r)
-    group.join(r)
+    group.join(r, 0)
     step(group)
-    group.commit(2.0)
-    assert group.longest(2) == [("r", 6)]
+    commit(group, 2.0)
+    assert group.longest(2) == [(6, 0, "r")]
+
+
+def test_of_equally_long_ones_the_first_admitted_comes_first() -> None:
+    """In whatever order they have joined."""
+    group = new_group()
+    for name, number in (("c", 2), ("a", 0), ("b", 1)):
+        group.join(member(name), number)
+    step(group)
+    commit(group, 1.0)
+    assert group.longest(2) == [(5, 0, "a"), (5, 1, "b")]
 
 
 def test_who_leaves_has_rows_of_the_steps_in_flight() -> None:
     group, r, s = new_group(), member("r"), member("s", 6, 3)
-    group.join(r)
+    group.join(r, 1)
     step(group)
-    group.join(s)
+    group.join(s, 0)
     assert [step(group), step(group)] == [(2, 6 + 7), (2, 7 + 8)]
-    assert group.commit(1.0) == ([], [])
+    assert commit(group, 1.0) == ([], [])
     group.leave(r)
     group.leave(s)
     assert (integers(r), integers(s)) == ((5, 7, 2, 2), (6, 8, 2, 3))
     assert (group.active, r in group) == ({}, False)
     for end, starts in ((2.0, (5, 6)), (3.0, (6, 7))):
-        ended, rows = group.commit(end)
+        ended, rows = commit(group, end)
         assert not ended
-        assert rows == [
-            Row(request, start, 1, True, True, 0, request.hold)
-            for request, start in zip((r, s), starts, strict=True)
-            if request.hold
-        ]
+        assert rows == [row(s, starts[1]), row(r, starts[0])]  # s was admitted first.
     assert not group._left
     assert [request.hold.users for request in (r, s) if request.hold] == [2, 2]
     assert (group._times, r.metrics.token_times) == ([1.0, 2.0, 3.0], [1.0])
@@ -212,34 +231,34 @@ def test_members_take_their_times_before_these_are_forgotten(
 ) -> None:
     monkeypatch.setattr(decode_group, "_TIMES_KEPT", 3)
     group, r, s = new_group(), member("r"), member("s", 6, 3)
-    group.join(r)
+    group.join(r, 0)
     for number in range(8):
         if number == 2:
-            group.join(s)
+            group.join(s, 0)
         step(group)
         step(group) if number == 0 else None  # One is always in flight besides.
-        ended, _ = group.commit(float(number))
+        ended, _ = commit(group, float(number))
         assert len(group._times) == (number + 1) % 3
         assert ended == ([r] if number == 7 else [])
     group.settle()
-    assert r.metrics.token_times == [float(i) for i in range(8)]
+    assert r.metrics.token_times == [float(i) for i in range(7)]
     assert s.metrics.token_times == [float(i) for i in range(3, 8)]
 
 
 def test_a_member_that_ends_before_its_limit() -> None:
     """r ends with its eighth of nine tokens, of which six are there; steps are launched ahead."""
     group, r = DecodeGroup(2, lambda request: 8), member("r", 9, 6)
-    group.join(r)
+    group.join(r, 0)
     assert [step(group) for _ in range(5)] == [(1, 10), (1, 11), (1, 12), (0, 0), (0, 0)]
-    assert group.commit(1.0) == ([], [])
-    assert group.commit(2.0) == ([r], [])
-    assert (integers(r), r.metrics.token_times) == ((11, 12, 1, 8), [1.0, 2.0])
+    assert commit(group, 1.0) == ([], [])
+    assert commit(group, 2.0) == ([r], [row(r, 10)])
+    assert (integers(r), r.metrics.token_times) == ((10, 12, 2, 7), [1.0])
     assert (r in group, group._ends, group._last_launches) == (False, {}, {})
     assert r.hold
-    # The third was in vain, but its pages are in use until it ends.
-    assert r.hold.users == 1
-    assert group.commit(3.0) == ([], [Row(r, 11, 1, True, True, 0, r.hold)])
-    assert group.commit(4.0) == ([], [])
+    # The third was in vain, but its pages are in use until it ends, as they are in the second.
+    assert r.hold.users == 2
+    assert commit(group, 3.0) == ([], [row(r, 11)])
+    assert commit(group, 4.0) == ([], [])
 
 
 def test_who_has_its_last_token_on_the_way_stays_out() -> None:

@@ -230,7 +230,7 @@ def test_counts_settle_no_group() -> None:
         assert batch
         instance.in_flight -= 1
         if batch.grouped:
-            instance.taking_part.commit_group(1.0)
+            instance.taking_part.commit_group(batch, 1.0)
         else:
             request.computed, request.pending = 4, 0
             request.output_token_ids.append(0)

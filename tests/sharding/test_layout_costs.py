@@ -7,7 +7,8 @@ from jaxinfer.hardware.catalogue import Gpu, find_gpu, find_model
 from jaxinfer.models.layouts import LAYOUTS, Layout, Rule
 from jaxinfer.serving.batch import Work
 from jaxinfer.sharding.collectives import Collective
-from jaxinfer.sharding.costs import Link, at_peaks, ring_seconds
+from jaxinfer.sharding.costs import at_peaks
+from jaxinfer.sharding.links import Link, ring_seconds
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 
 LLAMA, MIXTURE = find_model("llama-3-70b"), find_model("qwen3-30b-a3b")

@@ -3,12 +3,15 @@
 from itertools import pairwise
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
-from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.models.layouts import Layout, Rule, in_use
+from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import Gpu, ModelShape, find_gpu, find_model
+from jaxinfer.models.layouts import LAYOUTS, PRICED, Layout, Rule, in_use
 from jaxinfer.sharding.costs import at_peaks
 from jaxinfer.sharding.crossings import crossings, fastest, token_counts
-from jaxinfer.sharding.search import AxisAssignment, LayoutSearch, Step, layout_file
+from jaxinfer.sharding.search import AxisAssignment, LayoutSearch, PricedLayout, Step, layout_file
 
 TINY = ModelShape(
     hidden_size=256,
@@ -42,8 +45,9 @@ def test_the_best_of_all_is_found(model: ModelShape, step: Step, megabytes: floa
     tried = search.tried
     every = [a for cut in search.of_weights() for a in search.with_tokens(cut)]
     priced = [one for a in every if (one := search.price(a, step))]
+    priced += [one for name in PRICED if (one := search.price(PricedLayout(name), step))]
     assert found == min(priced, key=lambda one: one.cost.step.total, default=None)
-    assert tried <= len(every)
+    assert tried <= len(every) + len(PRICED)
     assert megabytes > 2 or len(priced) < len(every)
 
 
@@ -59,8 +63,6 @@ def test_no_room_no_layout() -> None:
 
 def test_known_layouts_are_among_the_assignments() -> None:
     """Megatron's and that of weights gathered cost what they do by name."""
-    from jaxinfer.models.layouts import LAYOUTS
-
     both = ("x", "y")
     for name, assignment in (
         ("megatron", AxisAssignment(heads=both, columns=both)),
@@ -109,3 +111,57 @@ def test_crossings_are_where_a_look_at_each_count_finds_them() -> None:
     best = fastest(seconds, token_counts(512))
     assert [name for _, name in best] == ["steep", "slow", "flat"]
     assert all(low < high for (low, _), (high, _) in pairwise(best))
+
+
+@settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(st.data())
+def test_no_layout_that_ships_is_better_than_the_best(data: st.DataObject) -> None:
+    """Heads and columns that do not divide are padded or copied in both."""
+    of = data.draw
+    K = of(st.sampled_from([1, 2, 3, 8]), "KV heads")
+    model = TINY.model_copy(
+        update={
+            "num_key_value_heads": K,
+            "num_attention_heads": K * of(st.sampled_from([1, 2, 7]), "queries of each"),
+            "head_dim": 32,
+            "intermediate_size": of(st.sampled_from([512, 100]), "columns"),
+            "gated": (experts := of(st.sampled_from([0, 4, 8]), "experts")) > 0
+            or of(st.booleans()),
+            "num_experts": experts,
+            "num_experts_per_tok": min(experts, 2),
+        }
+    )
+    # Three axes take seconds, of experts tens of them.
+    three = [] if experts else [(2, 2, 2)]
+    sizes = of(st.sampled_from([(8,), (6,), (2, 4), (3, 2), (8, 8), *three]), "mesh")
+    mesh = dict(zip("xyz", sizes, strict=False))
+    gpu = card(of(st.sampled_from([3.0, 40.0]), "megabytes")).model_copy(
+        update={"domain": of(st.sampled_from([None, 4]), "domain"), "network_gb_s": 5.0}
+    )
+    prefill = Step(prompt := of(st.integers(1, 3000), "tokens"), 1, 0, prompt)
+    sequences = of(st.integers(1, 300), "sequences")
+    step = of(st.sampled_from([prefill, Step(sequences, sequences, 63, sequences * 64)]), "step")
+    best = LayoutSearch(model, mesh, gpu).best(step)
+    for name, layout in (LAYOUTS | PRICED).items():
+        try:
+            costs = at_peaks(model, layout, mesh, gpu)
+        except JaxinferError:
+            continue
+        kept = costs.kept_bytes(step.sequences, step.entries)
+        of_decodes = costs.flow.sequence_ways > 1 and step.tokens > step.sequences
+        if costs.weight_bytes + kept > gpu.memory_gb * 1e9 or of_decodes:
+            continue
+        assert best, name
+        found = costs.step(step.tokens, step.sequences, step.context).step.total
+        assert best.cost.step.total <= found * (1 + 1e-9), (name, best.assignment)
+
+
+@pytest.mark.parametrize("mesh", [{"x": 8, "y": 8}, {"x": 4, "y": 4, "z": 4}])
+def test_heads_are_copied_where_there_are_more_devices(mesh: dict[str, int]) -> None:
+    """Llama 3 70B has eight KV heads: on 64 devices of one domain, megatron is the fastest."""
+    model, gpu = find_model("llama-3-70b"), find_gpu("H100-SXM").model_copy(update={"domain": 64})
+    best = LayoutSearch(model, mesh, gpu).best(Step(64, 64, 2047, 64 * 2048))
+    known = at_peaks(model, LAYOUTS["megatron"], mesh, gpu).step(64, 64, 2047).step.total
+    assert best
+    assert best.cost.step.total == pytest.approx(known)
+    assert known == pytest.approx(6.46e-3, rel=1e-3)

@@ -10,11 +10,13 @@ import pytest
 from click.testing import CliRunner
 from jax.sharding import Mesh
 
+from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.commands.app import cli
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.hardware.catalogue import ModelShape, find_gpu, find_model
+from jaxinfer.hardware.catalogue import Catalogue, ModelShape, find_gpu
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS
+from jaxinfer.sharding import targets
 from jaxinfer.sharding.dataflow import layer_flow
 from jaxinfer.sharding.expert_products import expert_products
 from jaxinfer.sharding.hlo import counts
@@ -85,11 +87,25 @@ def test_tables_pictures_and_run_files(model: str, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--mesh", "x=2,y"], "--mesh x=2,y: 'y': must be axes and sizes, as x=4,y=2"),
+        (["--mesh", "x=0"], "--mesh x=0: axis x has 0 devices, must be 1 or more"),
+        (["--mesh", "x=2,x=2"], "--mesh x=2,x=2: axis x is given twice"),
+        (["--mesh", "x=\u00b2"], "--mesh x=\u00b2: 'x=\u00b2': must be axes and sizes, as x=4,y=2"),
         (["--mesh", "x=2", "--for", "cpu:4"], "--for cpu:4: 4 devices, --mesh x=2 has 2"),
         (["--mesh", "x=2", "--for", "cpu"], "--for cpu: must be such as cpu:8, h100:8 or v5e:2x4"),
         (["--mesh", "x=2", "--for", "tpu:2"], "--for tpu:2: no kind 'tpu': known: cpu, h100, "),
         (["--mesh", "x=2", "--link", "y=2"], "--link y=2: no axis 'y', --mesh has x"),
         (["--mesh", "x=2", "--link", "x=0"], "--link x=0: must be 10^9 bytes per second, as x=50"),
+        (["--mesh", "x=2", "--network", "0"], "--network 0: must be 10^9 bytes per second, as 50"),
+        (
+            ["--mesh", "x=2", "--card", "L4", "--network", "9"],
+            "--network 9: L4 has no domains: add --domain 8",
+        ),
+        (
+            ["--mesh", "x=2", "--card", "TPU-v4", "--domain", "2"],
+            "--domain, --network: TPU-v4 has a torus: --link AXIS=GB_S",
+        ),
+        (["--mesh", "x=2", "--layouts", "fsdp,,megatron"], "--layouts fsdp,,megatron: a name is"),
+        (["--mesh", "x=2", "--layouts", "fsdp,fsdp"], "--layouts fsdp,fsdp: 'fsdp' is given twice"),
         (["--mesh", "x=2", "--card", "h1"], "--card h1: kind: no GPU 'h1'"),
         (["--mesh", "x=2", "--search"], "--search writes files to --out, which is missing"),
         (["--mesh", "x=2", "--layouts", "mega"], "layout mega: "),
@@ -99,6 +115,28 @@ def test_mistakes_are_told_in_a_line(model: str, options: list[str], message: st
     result = CliRunner().invoke(cli, ["shard", "--model", model, *options])
     assert str(result.exception).startswith(message)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("target", "found", "message"),
+    [
+        ("h100:2", (), "--for h100:2: needs XLA for CUDA: pip install 'jax[cuda12]'"),
+        ("v5e:1x2", (), "--for v5e:1x2: needs XLA for TPUs: pip install libtpu"),
+        ("v99:1x2", ("libtpu",), "--for v99:1x2: kind: no GPU 'TPU-v99'"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_is_compiled(
+    model: str,
+    target: str,
+    found: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(targets, "find_spec", lambda name: name if name in found else None)
+    call = ["shard", "--model", model, "--mesh", "x=2", "--for", target]
+    result = CliRunner().invoke(cli, call)
+    assert str(result.exception).startswith(message)
+    assert "compiling" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -135,7 +173,7 @@ def test_a_compiled_mixture_is_as_closed_forms_say(model: str, layout: str) -> N
     tokens, target = 64, CompileTarget("cpu", (8,))
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("x", "y"))
     table = LAYOUTS[layout]
-    shape = padded(find_model(str(Path(model).parent)), table, dict(mesh.shape))
+    shape = padded(model_shape(str(Path(model).parent), Catalogue()), table, dict(mesh.shape))
     program = Program(shape, table, mesh, 16, np.dtype("float32"), target)
     with jax.set_mesh(mesh):
         lowered = jax.jit(program.layer).lower(*program.layer_arguments(tokens, False))
@@ -159,5 +197,5 @@ def test_compiled_layers_are_as_closed_forms_say(gated: bool, tmp_path: Path) ->
         gated=gated,
     )
     for mesh in ("1x8", "2x4"):
-        for found in study(question(shape, mesh, 64, 16, 32), LAYOUTS, tmp_path):
+        for found in study(question(shape, mesh, 64, 16, 32), LAYOUTS, tmp_path)[0]:
             assert found.equal, (mesh, found)

@@ -237,7 +237,11 @@ def test_two_instances_of_one_group_have_its_link_between_them(tmp_path: Path) -
     [
         (["groups.g.platform=cpu"], "groups.g: a modelled group is a GPU"),
         (["instances.i.dtype=float32"], "dtype is float32"),
-        (["groups.g.devices=16"], "groups.g: 16 devices do not divide the model's 8 heads"),
+        (["groups.g.devices=12"], "groups.g: 12 devices do not divide the model's 32 heads"),
+        (
+            ["groups.g.devices=16", "simulate.groups.g.curves={file: nowhere}"],
+            "groups.g: 16 devices do not divide the model's 8 heads",
+        ),
         (["instances.i.segments=33"], "segments is 33, a stage has 32 layers"),
         (["instances.i.max_model_len=100"], "request 0: "),
         (["simulate.tables=nowhere"], "instances.i: simulate.tables: nowhere: no such folder"),
@@ -254,6 +258,19 @@ def test_options_that_do_not_apply_are_refused(
     with pytest.raises(JaxinferError) as error:
         simulate(load_run_file(tmp_path / "run.yaml", changes), [BenchRequest(None, 99, 2, 0.0)])
     assert message in str(error.value)
+
+
+def test_more_devices_than_kv_heads_have_copies_of_them(tmp_path: Path) -> None:
+    """As a real run's have, whose default is megatron: 16 devices with 8 KV heads."""
+    config(tmp_path)
+    changes = ["groups.g.devices=16"], ["groups.g.devices=16", "instances.i.layout=megatron"]
+    work = [BenchRequest(None, 99, 20, 0.0)]
+    implied, asked = (
+        simulate(load_run_file(tmp_path / "run.yaml", each), work) for each in changes
+    )
+    assert (implied.tpot_p50, implied.num_pages) == (asked.tpot_p50, asked.num_pages)
+    few = simulate(load_run_file(tmp_path / "run.yaml", ["groups.g.devices=8"]), work)
+    assert few.tpot_p50 != asked.tpot_p50
 
 
 class Odd:

@@ -25,6 +25,7 @@ def loaded(module: str) -> set[str]:
     "module",
     [
         "jaxinfer.simulate.run",
+        "jaxinfer.checkpoints.hugging_face",
         "jaxinfer.compare",
         "jaxinfer.commands.app",
         *(f"jaxinfer.plan.{name}" for name in ("choose", "result", "registry", "sweep.sweep")),

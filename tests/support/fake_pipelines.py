@@ -7,6 +7,7 @@ from typing import Any
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime.kv.outcome import ProcessLost
 from jaxinfer.runtime.processes.messages import (
+    Forget,
     Left,
     Loaded,
     Prepare,
@@ -50,6 +51,10 @@ class FakeProcess:
         if isinstance(message, Prepare):
             return iter([Left("samplers", 2), Left("samplers", 0)])
         return iter([Left("stages", 0)])
+
+    def forget(self, instance: str, pools: Any = (), patience: float | None = None) -> None:
+        with self.asking:
+            next(self.ask(Forget(instance, pools, 0)))
 
     def why_lost(self, seconds: float) -> str | None:
         return self.lost

@@ -211,6 +211,28 @@ def check_chunks(attend: Callable[..., jax.Array], shape: Shape, seed: int) -> N
     assert not np.any(got[last:])
 
 
+def check_nan_stays(
+    decode: Callable[..., jax.Array], chunks: Callable[..., jax.Array], shape: Shape,
+    laid: Callable[[KVPages], KVPages] = lambda kv: kv,
+) -> None:  # fmt: skip
+    """Have one sequence's queries and entries be NaN, and compare the others with before.
+
+    Args:
+        laid: the pages as the kernel has them.
+    """
+    for attend, (q, kv, table, *rest), bad in (
+        (decode, decode_case(shape, 0), 5),
+        (chunks, chunk_case(shape, 0), 3),
+    ):
+        broken = jax.tree.map(lambda x, at=table[bad]: x.at[at].set(jnp.nan), kv)
+        one = [bad] if attend is decode else np.arange(*rest[-1][bad : bad + 2])
+        run = jax.jit(partial(attend, window=shape.window))
+        before = np.asarray(run(q, laid(kv), table, *rest))
+        after = np.asarray(run(q.at[jnp.asarray(one)].set(jnp.nan), laid(broken), table, *rest))
+        assert np.isnan(after[one]).all()
+        np.testing.assert_array_equal(np.delete(after, one, 0), np.delete(before, one, 0))
+
+
 def write_case(shape: Shape, seed: int) -> tuple[Any, ...]:
     """A decode, chunks that begin and end within pages and at their edges, padding."""
     rng, K, B, H = np.random.default_rng(seed), shape.K, shape.B, shape.H

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.validate.points import COLUMNS
+from jaxinfer.validate.points import COLUMNS, OPTIONAL
 
 
 def row(**changes: str) -> dict[str, str]:
@@ -22,7 +22,7 @@ def row(**changes: str) -> dict[str, str]:
 def write_points(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     """Write rows as a CSV."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, "note", "moe_tp_size", "moe_ep_size"])
+        writer = csv.DictWriter(file, [*COLUMNS, *OPTIONAL])
         writer.writeheader()
         writer.writerows(rows)
     return path

@@ -15,8 +15,10 @@ from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import ClusterView
 from jaxinfer.systems.takeover import Takeover, TakeoverOptions
-from jaxinfer.systems.takeover_books import Book, Kind, Speeds
-from jaxinfer.systems.takeover_prompts import Slo, cost, limit, pays
+from jaxinfer.systems.takeover_books import Book, Kind
+from jaxinfer.systems.takeover_prompts import cost, limit, pays
+from jaxinfer.systems.takeover_slo import Slo
+from jaxinfer.systems.takeover_speeds import Speeds
 
 
 def book(decodes: int, limited: int = 0, pending: Sequence[tuple[float, int]] = ()) -> Book:
@@ -28,6 +30,7 @@ def book(decodes: int, limited: int = 0, pending: Sequence[tuple[float, int]] = 
         legs=(),
         number=0,
         kind=Kind(Speeds(5.0, 0.0, 0.0, 10.0, 40.0, 0.0), 80),
+        widest=8,
         budget=8,
         most_backlog=16,
         page_size=4,

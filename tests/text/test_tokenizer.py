@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,32 @@ class TestChat:
         assert tokenizer.encode("Hi") == [0, 1]
         assert tokenizer.encode_chat([USER]) == [1]
 
+    def test_a_template_s_date_is_that_of_loading(self) -> None:
+        """Equal conversations have equal tokens, whatever the day; a caller may set another."""
+        template = "{% macro day() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}{{ day() }}"
+        tokenizer = load_tokenizer(tiny_vocabulary(chat_template=template))
+        assert abs(datetime.now() - tokenizer.now) < timedelta(minutes=5)
+        tokenizer.now = datetime(2024, 7, 26, 23, 59)
+        assert tokenizer._render([USER]) == "26 Jul 2024"
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ bos_token }}{% for m in messages %}{{ m.role | upper }}: "
+            "{{ m['content'] | tojson }}{% endfor %}{% if tools %}T{% endif %}"
+            "{% if add_generation_prompt %}>{% endif %}",
+            "{% for m in messages %}\n  {% if loop.first %}{% continue %}{% endif %}{{ m.content }}"
+            "\n{% endfor %}{{ documents is none }}{{ eos_token is defined }}",
+        ],
+    )
+    def test_as_transformers_renders(self, template: str) -> None:
+        tokenizer = load_tokenizer(tiny_vocabulary(chat_template=template))
+        messages = [{"role": "system", "content": "<&\u00e9"}, USER]
+        wanted = tokenizer._wrapped.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        assert tokenizer._render(messages) == wanted
+
     def test_model_without_template(self) -> None:
         tokenizer = load_tokenizer(tiny_vocabulary(chat_template=None))
         with pytest.raises(JaxinferError, match="has no chat template"):
@@ -222,6 +249,24 @@ class TestFolder:
         for case in CASES:
             assert tokenizer.encode(case["prompt"]) == demo().encode(case["prompt"])
         assert tokenizer.encode_chat([USER]) == demo().encode_chat([USER])
+
+    @pytest.mark.parametrize(
+        ("end", "ends"),
+        [
+            ("<|im_start|>", (2, 0, 4, 1)),  # Of the tokenizer alone.
+            ("<|im_end|>", (2, 0, 4)),
+            ({"__type": "AddedToken", "content": "<|im_start|>"}, (2, 0, 4, 1)),
+            ("<none of the vocabulary>", (2, 0, 4)),  # It gets an id that no model can draw.
+            (None, (2, 0, 4)),
+        ],
+    )
+    def test_its_end_is_one_besides_the_configuration_s(
+        self, folder: Path, tmp_path: Path, end: Any, ends: tuple[int, ...]
+    ) -> None:
+        config = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": end}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        assert self.load(tmp_path).eos_token_ids == ends
 
     def test_template_in_tokenizer_config(self, folder: Path, tmp_path: Path) -> None:
         config = json.loads((folder / "tokenizer_config.json").read_text())

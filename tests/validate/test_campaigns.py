@@ -26,6 +26,7 @@ def config(
     rules: list[dict[str, Any]],
     settings: dict[str, Any] | None = None,
     without: tuple[str, ...] = (),
+    named: tuple[str, ...] = (),
     **changes: str,
 ) -> RunFile:
     data = {
@@ -34,9 +35,10 @@ def config(
         "rules": [VERSION, *rules],
     }
     path = tmp_path / "campaigns.yaml"
-    path.write_text(yaml.safe_dump(data))
-    found = read_campaigns(str(path), without)
-    return launch(found, point(tmp_path, **changes), "tables", settings or {}).config
+    path.write_text(yaml.safe_dump(data | {"named": list(named)}))
+    found, given = read_campaigns(str(path), without), point(tmp_path, **changes)
+    found.check_columns(given.row)
+    return launch(found, given, "tables", settings or {}).config
 
 
 def sets(name: str, when: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -112,6 +114,96 @@ def test_files_of_rules_that_are_none(tmp_path: Path) -> None:
         config(tmp_path, [], without=("a",))
     with pytest.raises(JaxinferError, match=r"^campaigns .*rules\[1\]\.set"):
         config(tmp_path, [{"name": "a", "when": {}, "set": {}}])
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"when": {"no_col": "3"}}, r"^rule a: when: no column 'no_col', known: "),
+        ({"when": {"backnd": "x"}}, r"^rule a: when: no column 'backnd', did you mean 'backend'\?"),
+        (
+            {"when": {"isl": {"below": 3}}},
+            r"rules\[1\]\.when\.isl\.below: unknown option, known: abo",
+        ),
+        (
+            {"when": {"backend": {"above": 3}}},
+            r"when\.backend: \{'above': 3\}, is for concurrency, ",
+        ),
+        ({"when": {"tp": "4"}}, r"when\.tp: '4', must be an integer, or a list of them$"),
+        ({"when": {"backend_version": 0.1}}, r"when\.backend_version: 0\.1, must be text, as the"),
+        ({"when": {"id": []}}, r"when\.id: \[\], must be text"),
+        ({"when": {"id": "("}}, r"when\.id: '\(': no regular expression: missing \)"),
+        (
+            {"set": {"first_wave": 5}},
+            r"rules\[1\]\.set\.first_wave is 5, must be less than or equal",
+        ),
+        ({"set": {"rounds": 0}}, r"set\.rounds is 0, must be greater than or equal to 1"),
+        ({"set": {"shortest": -1}}, r"set\.shortest is -1, must be greater than 0"),
+        (
+            {"set": {"rounds": 1000000}},
+            r"^1000000 rounds of 4 at once are 4,000,000 requests, must",
+        ),
+        (
+            {"set": {"engine.x": {"isl": 1, "multiple": 0}}},
+            r"set\.engine\.x: .*: multiple must be 1 ",
+        ),
+        ({"set": {"engine.x": {"isl": 1.5}}}, r"set\.engine\.x: .*, must have integers alone$"),
+        ({"set": {"workload.seed": 1}}, r"^workload\.seed: the row is the workload; "),
+    ],
+)
+def test_rules_that_no_row_can_be_held_to(
+    tmp_path: Path, rule: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JaxinferError, match=message):
+        config(tmp_path, [{"name": "a", "when": {}, "set": {"rounds": 2}} | rule])
+
+
+def test_a_value_that_no_rule_names_is_refused(tmp_path: Path) -> None:
+    """By default a format; other columns as the file has it. An empty cell needs no name."""
+    rules = [sets("a", {"gemm_quant_mode": ["fp8"], "isl": 64}, max_num_seqs=1)]
+    named = ("gemm_quant_mode",)
+    assert read_campaigns(SHIPPED).named[:2] == ("backend", "backend_version")
+    config(tmp_path, rules, named=named)
+    config(tmp_path, rules, named=named, gemm_quant_mode="fp8")
+    with pytest.raises(JaxinferError, match=r"^gemm_quant_mode is 'int4', which no rule is for: "):
+        config(tmp_path, rules, named=named, gemm_quant_mode="int4")
+    with pytest.raises(JaxinferError, match=r"is 'fp8': no rule is for it with isl 65$"):
+        config(tmp_path, rules, named=named, gemm_quant_mode="fp8", isl="65")
+    with pytest.raises(JaxinferError, match=r"^named: no column 'color', known: "):
+        config(tmp_path, rules, named=("color",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backend": "vLLM"}, r"^backend is 'vLLM', which no rule is for: known: sglang, trtllm, "),
+        ({"backend": "lmdeploy"}, r"^backend is 'lmdeploy', which no rule is for: known: sglang, "),
+        ({"backend_version": "0.6.0"}, r"^backend_version is '0\.6\.0', .* known: 0\\\.1\[124-9\]"),
+        ({"backend_version": "banana"}, r"^backend_version is 'banana', which no rule is for"),
+        (
+            {"gemm_quant_mode": "int4"},
+            r"^gemm_quant_mode is 'int4', which no rule is for: known: b",
+        ),
+        ({"gemm_quant_mode": "nvfp4"}, r"^gemm_quant_mode is 'nvfp4': no rule is for it with prec"),
+        ({"precision": "int4"}, r"^precision is 'int4', which no rule is for"),
+        (
+            {"gemm_quant_mode": "", "precision": "fp8"},
+            r"^gemm_quant_mode is '': no rule is for it ",
+        ),
+        ({"moe_quant_mode": "int4"}, r"^moe_quant_mode is 'int4', which no rule is for"),
+    ],
+)
+def test_what_the_rules_that_ship_cannot_simulate(
+    tmp_path: Path, changes: dict[str, str], message: str
+) -> None:
+    known = {"model_path": "meta-llama/Llama-3.1-70B", "system": "h200_sxm", "backend": "vllm",
+             "backend_version": "0.19.0", "gemm_quant_mode": "fp8", "precision": "fp8"}  # fmt: skip
+    shipped = read_campaigns(SHIPPED)
+    assert launch(shipped, point(tmp_path, **known), "t", {}).simulated_as == (
+        "scheduler vllm-0.19, tables 0.19.0"
+    )
+    with pytest.raises(JaxinferError, match=message):
+        launch(shipped, point(tmp_path, **known | changes), "t", {})
 
 
 def test_the_rules_that_ship_tell_campaigns_apart(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def test_any_profile_with_a_run_file_of_its_own(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         ("", "requests.jsonl: no request was answered"),
-        ("{", "requests.jsonl: not lines of JSON"),
+        ("\n{", "requests.jsonl, line 2: not JSON: "),
+        ("[1]", "requests.jsonl, line 1: [1] is not a JSON object"),
         ('{"input_toks": 1}', "requests.jsonl, line 1: lacks output_toks"),
     ],
 )

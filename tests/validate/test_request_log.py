@@ -106,6 +106,56 @@ def test_mistakes_are_one_line(folder: Path, more: list[str], message: str) -> N
     assert message in str(done.exception or "") + done.output
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_toks": "200"}, "input_toks is '200', must be an integer from 1 to 10000000"),
+        ({"input_toks": 0}, "input_toks is 0, must be an integer from 1 to 10000000"),
+        ({"output_toks": 20.5}, "output_toks is 20.5, must be an integer from 0 to 10000000"),
+        ({"output_toks": True}, "output_toks is True, must be an integer from 0 to 10000000"),
+        ({"input_toks": 10**12}, "input_toks is 1000000000000, must be an integer from 1 to"),
+        ({"first_token_ts": None}, "first_token_ts is None, must be a number of seconds, at most"),
+        ({"arrival_time": float("nan")}, "NaN is not JSON, write a finite number"),
+        (
+            {"arrival_time": 1e18},
+            "arrival_time is 1e+18, must be a number of seconds, at most 1e+11",
+        ),
+        ({"last_token_ts": 5.0}, "last_token_ts is 5, before first_token_ts, which is 7.019"),
+        ({"first_token_ts": 6.0}, "first_token_ts is 6, before queued_ts, which is 7"),
+    ],
+)
+def test_a_line_that_cannot_be_is_named(folder: Path, change: dict[str, Any], message: str) -> None:
+    """The third line, of which two are blank; a second such line is counted."""
+    wrong = json.dumps(REQUESTS[0] | change)
+    (folder / "requests.jsonl").write_text("\n".join(["", "", wrong, json.dumps(REQUESTS[1])]))
+    done = run(folder, "--run", str(folder / "run.yaml"))
+    said = str(done.exception)
+    assert done.exit_code != 0
+    assert f"requests.jsonl, line 3: {message}" in said
+    assert not (folder / "out").exists()
+    (folder / "requests.jsonl").write_text(f"{wrong}\n{wrong}")
+    done = run(folder, "--run", str(folder / "run.yaml"))
+    assert str(done.exception).endswith("(of 2 such lines the first)")
+
+
+def test_what_cannot_be_simulated_leaves_no_folder(folder: Path) -> None:
+    (folder / "requests.jsonl").write_text(json.dumps(REQUESTS[0] | {"input_toks": 100_000}))
+    done = run(folder, "--run", str(folder / "run.yaml"))
+    assert "request '0' needs" in str(done.exception)
+    assert not (folder / "out").exists()
+
+
+def test_given_fields_stay_beside_ours(folder: Path) -> None:
+    lines = [json.dumps(each | {"ttft_ms": 5}) for each in REQUESTS]
+    (folder / "requests.jsonl").write_text("\n".join(lines))
+    done = run(folder, "--run", str(folder / "run.yaml"))
+    assert done.exit_code == 0, done.output
+    with (folder / "out" / "points.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["own_ttft_ms"] for row in rows] == ["5", "5"]
+    assert float(rows[0]["ttft_ms"]) == pytest.approx(10.0, abs=1e-3)
+
+
 def test_a_csv_takes_no_run_file(folder: Path) -> None:
     (folder / "points.csv").write_text("id\n")
     done = run(folder, "--run", "run.yaml", log="points.csv")

@@ -91,7 +91,9 @@ def test_what_is_written_and_gone_on_with(folder: Path, monkeypatch: pytest.Monk
     ]
     done = run(folder, rows, "a")
     assert done.exit_code == 0
-    assert "1 point left out: model_path is made/down" in done.output
+    assert "1 point left out, line 4: model_path is made/down" in done.output
+    version = "made/up x9_sxm trtllm 1.2.0: simulated with scheduler of its own options, tables 1.2"
+    assert version in done.output
     found = predicted(folder, "a")
     assert [each["usable"] for each in found] == ["both", "both", "", ""]
     summary = json.loads((folder / "a" / "summary.json").read_text())
@@ -109,18 +111,56 @@ def test_what_is_written_and_gone_on_with(folder: Path, monkeypatch: pytest.Monk
     ("more", "message"),
     [
         (["--without", "stop"], "--without stop: no such rule, did you mean 'step'?"),
-        (["--operators", "nowhere"], "--operators nowhere: no such folder"),
-        (["--set", "engine.max_num_sqs=1"], None),
+        (
+            ["--operators", "h100"],
+            "--operators h100: no such folder; configs/operators ships, with all its cards",
+        ),
+        (
+            ["--operators", "configs/operators/h100_sxm"],
+            "--operators configs/operators/h100_sxm: is of one card; rows name theirs, so give the "
+            "folder with all: configs/operators",
+        ),
     ],
 )
-def test_mistakes_are_one_line(folder: Path, more: list[str], message: str | None) -> None:
-    if message is None:
-        found = run(folder, [row()], "a", *more)
-        assert "engine.max_num_sqs: unknown option, did you mean" in found.output
-        return
+def test_mistakes_are_one_line(folder: Path, more: list[str], message: str) -> None:
     with pytest.raises(JaxinferError) as error:
         run(folder, [row()], "a", *more)
     assert str(error.value) == message
+
+
+def test_nothing_to_simulate_is_an_error_that_leaves_no_folder(folder: Path) -> None:
+    rows = [row(), row(isl="1.5"), row(osl="9", gemm_quant_mode="int4")]
+    found = run(folder, rows, "a", "--set", "engine.max_num_sqs=1")
+    assert found.exit_code == 1
+    *_, option, isl, form, last = found.output.splitlines()
+    assert option.startswith(
+        "1 point left out, line 2: engine.max_num_sqs: unknown option, did you"
+    )
+    assert isl.startswith("1 point left out, line 3: isl is '1.5', must be an integer")
+    assert form == (
+        "1 point left out, line 4: gemm_quant_mode is 'int4', which no rule is for: known: none"
+    )
+    assert last.endswith("points.csv: none of 3 points can be simulated")
+    assert not (folder / "a").exists()
+
+
+def test_given_columns_stay_beside_ours(folder: Path) -> None:
+    assert run(folder, [row()], "a").exit_code == 0
+    mine = {"why": "mine", "ttft_ms": "123", "own_why": "too"}
+    with (folder / "points.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*row(), *mine])
+        writer.writeheader()
+        writer.writerow(row() | mine)
+    points, rules = folder / "points.csv", folder / "rules.yaml"
+    done = CliRunner().invoke(
+        cli,
+        ["validate", str(points), "--operators", str(folder / "operators"), "--jobs", "1",
+         "--campaigns", str(rules), "--out", str(folder / "b")],
+    )  # fmt: skip
+    assert "own_NAME in points.csv: why, ttft_ms" in done.output
+    (ours,), (found,) = predicted(folder, "a"), predicted(folder, "b")
+    assert (found["own_own_why"], found["own_why"], found["own_ttft_ms"]) == ("mine", "too", "123")
+    assert (found["why"], found["ttft_ms"]) == ("", ours["ttft_ms"])
 
 
 def test_tables_of_several_engines_need_one(folder: Path, tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import json
 from pathlib import Path
@@ -117,6 +118,47 @@ def test_max_completion_tokens_is_max_tokens(tmp_path):
     assert good(tmp_path, both).sampling.max_tokens == 9
 
 
+def test_what_a_line_gives_is_told_from_defaults(tmp_path):
+    """A null is not given; the limit of a batch's lines is a default like others."""
+    assert good(tmp_path, {"prompt": "Hi"}).sampling.model_fields_set == set()
+    given = good(tmp_path, chat(top_p=0.5, temperature=None, max_completion_tokens=3)).sampling
+    assert given.model_fields_set == {"top_p", "max_tokens"}
+    assert good(tmp_path, {"prompt": "Hi", "min_tokens": 99}).sampling.max_tokens == 256
+
+
+def test_numbers_as_openai_takes_them(tmp_path):
+    asked = {"max_tokens": 4.0, "n": 2.0, "seed": 7.0, "min_tokens": 1.0, "logprobs": 3.0}
+    found = good(tmp_path, {"prompt": "Hi"} | asked).sampling
+    assert [type(getattr(found, name)) for name in asked] == [int] * 5
+    assert found.max_tokens == 4
+    assert good(tmp_path, chat(max_completion_tokens=4.0)).sampling.max_tokens == 4
+    for zero in (0, 0.0):
+        only = good(tmp_path, chat(top_p=zero, top_k=9)).sampling
+        assert (only.top_p, only.top_k) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.csv.gz", "a.parquet.gz", "a.zst", "a.xlsx"])
+def test_other_formats_are_refused_by_name(tmp_path, name):
+    (tmp_path / name).write_text('{"prompt": "a"}')
+    with pytest.raises(JaxinferError, match=rf"{name[:5]}.*input is JSON lines or Parquet, not \."):
+        BatchFile(tmp_path / name)
+
+
+def test_packed_lines(tmp_path):
+    """The digest is that of the file, as others count it; a broken file is one error."""
+    lines = [{"prompt": f"text {i}"} for i in range(50)]
+    raw = gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(raw)
+    with BatchFile(path) as file:
+        assert [line.prompt for line in file.lines({"line-1"})] == [x["prompt"] for x in lines[1:]]
+        assert file.sha256 == hashlib.sha256(raw).hexdigest()
+    for damaged in (raw[:-30], b"not packed", raw[:20] + bytes(20) + raw[40:]):
+        path.write_bytes(damaged)
+        with pytest.raises(JaxinferError, match=r"cannot read .*a\.jsonl\.gz: "):
+            BatchFile(path)
+
+
 @pytest.mark.parametrize(
     "harmless",
     [
@@ -159,8 +201,11 @@ BAD = [
     ("[1]", "[1] is not a JSON object"),
     ('"text"', "'text' is not a JSON object"),
     ("null", "None is not a JSON object"),
-    ('{"prompt": "a", "temperature": NaN}', "NaN is not JSON"),
-    ('{"prompt": "a", "temperature": -Infinity}', "-Infinity is not JSON"),
+    ('{"prompt": "a", "temperature": NaN}', "temperature: NaN is not JSON"),
+    ('{"prompt": "a", "temperature": -Infinity}', "temperature: -Infinity is not JSON"),
+    ('{"prompt": "a", "logit_bias": {"3": NaN}}', "3: NaN is not JSON"),
+    ('{"prompt_token_ids": [1, NaN]}', "prompt_token_ids: NaN is not JSON"),
+    ("NaN", "NaN and infinity are not JSON"),
     ('{"prompt": "a\x01"}', "not JSON: Invalid control character at column 14"),
     ({"prompt": "a", "stop": ""}, "stop: '' is empty, must have at least one character"),
     ('{"prompt": "a", "temperature": 1e999}', "temperature is inf, must be"),
@@ -239,7 +284,8 @@ BAD = [
     (chat(reasoning_effort="low"), "reasoning_effort: unknown option, known: frequency_penalty, "),
     ({"prompt": "a", "temprature": 1}, "temprature: unknown option, did you mean 'temperature'?"),
     (chat(temperature=-1), "temperature is -1"),
-    (chat(max_tokens=16.0), "max_tokens is 16.0, must be"),
+    (chat(max_tokens=16.5), "max_tokens is 16.5, must be"),
+    (chat(top_p=False), "top_p is False, must be"),
     (chat(max_tokens=0), "max_tokens is 0"),
     (chat(max_tokens="16"), "max_tokens is '16'"),
     (chat(max_completion_tokens="16"), "max_tokens is '16'"),
@@ -287,16 +333,26 @@ def test_second_user_of_a_custom_id_is_bad_and_gets_an_id_of_its_own(tmp_path):
     assert [second.custom_id, third.custom_id] == ["line-2", "line-3"]
 
 
-def test_custom_id_that_collides_with_a_made_one(tmp_path):
+def test_an_id_that_looks_like_a_made_one(tmp_path):
+    """A line's own id stays, and a line without one gets another, whichever comes first."""
     lines = read(
         tmp_path,
         {"prompt": "a"},
         {"prompt": "b", "custom_id": "line-1"},
         {"prompt": "c", "custom_id": "line-4"},
         {"prompt": "d"},
+        {"prompt": "e", "custom_id": "line-4"},
+        "no line",
+        {"prompt": "f", "custom_id": "line-6"},
+        {"prompt": "g", "custom_id": "line-6-unnamed"},
     )
-    assert [type(x) for x in lines] == [BatchLine, BadLine, BatchLine, BadLine]
-    assert [x.custom_id for x in lines] == ["line-1", "line-2", "line-4", "line-4-duplicate"]
+    assert [x.custom_id for x in lines] == [
+        *("line-1-unnamed", "line-1", "line-4", "line-4-unnamed", "line-5"),
+        *("line-6-unnamed-unnamed", "line-6", "line-6-unnamed"),
+    ]
+    bad = {x.number: x.reason for x in lines if isinstance(x, BadLine)}
+    assert list(bad) == [5, 6]
+    assert bad[5] == "custom_id 'line-4' is already that of line 3, must be unique"
 
 
 def test_a_digest_takes_in_every_byte_of_the_file(tmp_path):

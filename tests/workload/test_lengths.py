@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import time
@@ -8,7 +9,7 @@ import pytest
 from jaxinfer.config import workload as module
 from jaxinfer.config.run_file import Workload
 from jaxinfer.errors import JaxinferError
-from jaxinfer.workload.lengths import BenchRequest, read_workload, synthetic_tokens
+from jaxinfer.workload.lengths import BenchRequest, read_trace, read_workload, synthetic_tokens
 
 VIDUR = "num_prefill_tokens,num_decode_tokens,arrived_at\n"
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -46,6 +47,31 @@ def read(tmp_path: Path, name: str, text: str) -> list[BenchRequest]:
 )
 def test_csv_formats(tmp_path, text, requests):
     assert read(tmp_path, "trace.csv", text) == requests
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "\ufeff" + VIDUR + "5,6,0\r\n\n"),
+        ("a.jsonl", '{"prompt_token_ids": [1, 2], "max_tokens": 3}\n'),
+        ("a.json", json.dumps([{"conversations": [{"value": "a b c d"}, {"value": "e f g h"}]}])),
+    ],
+)
+def test_packed_traces(tmp_path, name, text):
+    plain, packed = tmp_path / name, tmp_path / f"{name}.gz"
+    plain.write_bytes(text.encode())
+    raw = gzip.compress(text.encode())
+    packed.write_bytes(raw)
+
+    def read_one(path):
+        return read_trace(path, encode=lambda text: list(range(len(text.split()))))
+
+    assert read_one(packed) == read_one(plain)
+    for damaged in (raw[:-9], b"plain", raw[:15] + bytes(9) + raw[24:]):
+        packed.write_bytes(damaged)
+        with pytest.raises(JaxinferError, match=rf"cannot read .*{name}\.gz") as error:
+            read_one(packed)
+        assert "\n" not in str(error.value)
 
 
 def test_a_time_without_a_zone_is_utc(tmp_path, monkeypatch):

@@ -157,11 +157,60 @@ def test_a_file_that_is_none(damage: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_name_given_twice(tmp_path: Path) -> None:
+    """Of two columns, or fields of a struct, one would be dropped."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt"] * 2), path)
+    with pytest.raises(JaxinferError, match=r"a\.parquet: column 'prompt' is given twice"):
+        BatchFile(path)
+    text = pa.array(["user"])
+    twice = pa.StructArray.from_arrays([text, text], ["role", "role"])
+    column = pa.ListArray.from_arrays([0, 1], twice)
+    pq.write_table(pa.table({"messages": column}), path)
+    with pytest.raises(JaxinferError, match=r"column 'messages' is of type .*fields that differ"):
+        BatchFile(path)
+
+
+def test_numbers_as_ids(tmp_path: Path) -> None:
+    """As tables have them, with some missing, too; their text is the id."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"custom_id": [7, 8, 7], "prompt": ["a", "b", "c"]}), path)
+    first, second, third = contents(path)
+    assert (first.custom_id, second.custom_id) == ("7", "8")
+    assert third.reason == "custom_id '7' is already that of line 1, must be unique"
+    frame = pd.DataFrame({"custom_id": [7, None], "prompt": ["a", "b"]})
+    frame.to_parquet(path)
+    assert [line.custom_id for line in contents(path)] == ["7", "line-2"]
+
+
+def test_a_column_that_is_not_known(tmp_path: Path) -> None:
+    """Another is named only where it is nearly the same."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["b"]}), path)
+    with pytest.raises(JaxinferError, match=r"unknown column 'answer': known: .*custom_id"):
+        BatchFile(path)
+    pq.write_table(pa.table({"promt": ["a"]}), path)
+    with pytest.raises(JaxinferError, match="unknown column 'promt': did you mean 'prompt'"):
+        BatchFile(path)
+
+
+def test_nan_is_told_with_its_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "temperature": [float("nan")]}), path)
+    (bad,) = contents(path)
+    assert bad.reason == "temperature: NaN is not JSON, write a finite number"
+
+
+def test_endings_in_capitals(tmp_path: Path) -> None:
+    pq.write_table(as_table(ROWS[:1]), tmp_path / "A.PARQUET")
+    assert contents(tmp_path / "A.PARQUET")[0].prompt == "Hi"
+
+
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(as_table(ROWS), path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    message = r"^.*a\.parquet: Parquet takes pyarrow, .*pip install -e '\.\[parquet\]'"
+    message = r"^.*a\.parquet: Parquet takes pyarrow, .*: pip install 'pyarrow>=17'$"
     with pytest.raises(JaxinferError, match=message) as error:
         BatchFile(path)
     assert "\n" not in str(error.value)

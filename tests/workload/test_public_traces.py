@@ -46,8 +46,9 @@ def test_burst_gpt(tmp_path: Path) -> None:
     assert [item.max_tokens for item in read_trace(path, 3).requests] == [18, 230, 7]
     notes: list[str] = []
     config = as_run_file({"workload": {"trace": str(path), "arrivals": "trace"}})
-    assert [item.arrival for item in config.requests(notes.append)] == [5, 45, 120]
-    assert notes == [found.note]
+    assert [item.arrival for item in config.requests(notes.append)] == [0, 40, 115]
+    moved = f"{path}: its first request comes at 5 s, which counts as 0"
+    assert notes == [found.note, moved]
 
 
 def test_lengths_as_pandas_writes_them(tmp_path: Path) -> None:

@@ -340,3 +340,35 @@ def test_failed_sync_is_a_failed_append(out, monkeypatch):
         with pytest.raises(JaxinferError, match="No space left on device"):
             file.append(record("b"))
     assert out.read_bytes() == as_line("a")
+
+
+@pytest.mark.parametrize("at", ["write", "half", "fsync"])
+def test_an_interrupted_append_leaves_nothing_and_others_may_follow(out, monkeypatch, at):
+    """As of Ctrl-C, at whichever moment: the same file goes on, and so does the next process."""
+    write, sync = os.write, os.fsync
+
+    def half(fd, data):
+        if at == "write":
+            raise KeyboardInterrupt
+        done = write(fd, data[:5] if at == "half" else data)
+        if at == "half":
+            raise KeyboardInterrupt
+        return done
+
+    def interrupted(fd):
+        sync(fd)
+        raise KeyboardInterrupt
+
+    with ResultFile.open(out, JOB, force=False) as file:
+        file.append(record("a"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", half)
+            patch.setattr(os, "fsync", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                file.append(record("b"))
+        assert file.finished == {"a"}
+        file.append(record("c"))
+        file.append(record("b"))
+    assert out.read_bytes() == as_line("a") + as_line("c") + as_line("b")
+    with ResultFile.open(out, JOB, force=False) as file:
+        assert file.finished == {"a", "b", "c"}

@@ -29,7 +29,7 @@ from jaxinfer.papers.aladdin.sizing import (
     most_tokens,
 )
 from jaxinfer.plan.candidate import Axis, Candidate, Search
-from jaxinfer.plan.planners.any_system import read_part
+from jaxinfer.plan.file_parts import read_file, without_requests
 from jaxinfer.plan.problem import Problem
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.targets import Targets, limits
@@ -89,7 +89,7 @@ class AladdinPlanner:
                 "give run.workload as many"
             )
         try:
-            base = read_part(self._options.file)
+            base = without_requests(read_file(self._options.file), problem.run)
         except JaxinferError as error:
             raise within("planner.file", error) from None
         kinds = _kinds(base, self._options.file)

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
+from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
@@ -109,7 +110,7 @@ class Space:
         if problem.goal.maximise != "gpu":
             raise JaxinferError("goal: this planner finds the best rate by GPUs, maximise: gpu")
         common = as_run_file(problem.run)
-        self._model: ModelShape = common.own.model(common.require_model())
+        self._model: ModelShape = model_shape(common.require_model(), common.own)
         self._link_gb_s = common.own.gpu(options.kind).link_gb_s
         self._options = options
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from pydantic import Field
 
+from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.nodes import Hardware, read_hardware
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
+from jaxinfer.config.stage_part import StagePart, stored_sizes
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
@@ -162,7 +163,7 @@ class StageTimes:
         self.hardware: Hardware = read_hardware(common.simulate.hardware, common.own)
         own = Catalogue(self.hardware.gpus, self.hardware.models)
         known = common.own.and_those_of("the run file", own)
-        self.model: ModelShape = known.model(common.require_model())
+        self.model: ModelShape = model_shape(common.require_model(), known)
         self._engine = InstanceConfig.model_validate(
             {**problem.run.get("engine", {}), "group": "any"}
         )
@@ -182,7 +183,7 @@ class StageTimes:
         if model.num_attention_heads % tp or model.num_key_value_heads % tp:
             return inf
         total, T = model.num_hidden_layers, engine.max_num_batched_tokens
-        sizes = WEIGHT_SIZES[engine.weight_dtype], KV_SIZES[engine.kv_cache_dtype]
+        sizes = stored_sizes(model, engine.weight_dtype, engine.kv_cache_dtype)
         part = StagePart(self._gpus[gpu], gpu, model, total, 1.0, False, False, tp, *sizes)
         return make_stage(part, self._costs).seconds(Work(T, 0, 1, 1, 0, [(0, T)])) / total
 

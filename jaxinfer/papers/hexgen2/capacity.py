@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import SimulateOptions
-from jaxinfer.config.stage_part import KV_SIZES, WEIGHT_SIZES, StagePart
+from jaxinfer.config.stage_part import StagePart, stored_sizes
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.papers.hexgen2.full_steps import LengthStats
@@ -127,7 +127,7 @@ class Modelled:
     @property
     def layer_bytes(self) -> float:
         """Bytes of one layer's KV of a mean prompt, on its way."""
-        sizes = {KV_SIZES[engine.kv_cache_dtype] for engine in self.engines.values()}
+        sizes = [self._sizes(role)[1] for role in self.engines]
         return self.lengths.prompt * self.model.kv_bytes(1, min(sizes))
 
     def carried(self, signature: Signature, role: GroupRole) -> Carried:
@@ -331,7 +331,7 @@ class Modelled:
 
     def _sizes(self, role: GroupRole) -> tuple[int, int]:
         engine = self.engines[role]
-        return WEIGHT_SIZES[engine.weight_dtype], KV_SIZES[engine.kv_cache_dtype]
+        return stored_sizes(self.model, engine.weight_dtype, engine.kv_cache_dtype)
 
     def _part(self, role: GroupRole, end: End, layers: int) -> StagePart:
         type_, tp, first, last = end

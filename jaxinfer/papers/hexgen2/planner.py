@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.nodes import read_hardware
@@ -160,6 +161,11 @@ class HexGen2Planner:
         hardware = read_hardware(costs.hardware, common.own)
         own = Catalogue(hardware.gpus, hardware.models)
         known = common.own.and_those_of("the run file", own)
+        if problem.goal.requests_per_gpu:
+            raise OptionError(
+                "goal.requests_per_gpu: this planner plans for all of the workload: give "
+                "run.workload.limit"
+            )
         lengths = LengthStats.of(problem.work)
         if not lengths.decodes:
             raise JaxinferError("run.workload: all outputs have one token, which needs no decode")
@@ -167,7 +173,7 @@ class HexGen2Planner:
             "prefill": self._engine(problem, "prefill"),
             "decode": self._engine(problem, "decode"),
         }
-        model = known.model(common.require_model())
+        model = model_shape(common.require_model(), known)
         options, site = self._options, Site(hardware, known, problem.prices)
         for name in options.measured:
             if name not in (there := {node.gpu for node in site.nodes}):

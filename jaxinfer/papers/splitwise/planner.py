@@ -15,7 +15,8 @@ from jaxinfer.config.run_file import put_option
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options
 from jaxinfer.plan.candidate import Candidate, Search
-from jaxinfer.plan.planners.any_system import named_parts
+from jaxinfer.plan.file_parts import without_requests
+from jaxinfer.plan.planners.any_system import named_files
 from jaxinfer.plan.problem import Cost, Problem
 
 POOLS = ("prompt", "token")
@@ -54,7 +55,8 @@ class SplitwisePoolsOptions(Options):
 
     Attributes:
         files: A run file per design, with the most machines of ``prompt`` and ``token``. Their
-            model, workload and numbers of replicas do not count.
+            model and requests count where ``run`` has none, and all have the same; their numbers of
+            replicas do not.
         at_most: ``gpus``, ``usd``, ``watts`` of any cluster; required with ``maximise``.
         step: Step of the numbers of token machines.
     """
@@ -176,15 +178,18 @@ class SplitwisePools:
             )
         if goal.maximise and not limits:
             raise JaxinferError("planner.at_most: give gpus, usd or watts that a cluster may cost")
-        rows = list(self._rows(search, [*limits, *([goal.minimise] if goal.minimise else [])]))
+        rows = list(
+            self._rows(problem, search, [*limits, *([goal.minimise] if goal.minimise else [])])
+        )
         if not any(row.most(limits) for row in rows):
             raise JaxinferError("planner.at_most: no cluster of any design costs so little")
         if goal.minimise:
             return Staircase(search, goal.minimise, limits, goal.at_once).walk(rows)
         return search.best(_largest(rows, limits))
 
-    def _rows(self, search: Search, of: Sequence[Cost]) -> Iterator[DesignRow]:
-        for file, name, base in named_parts(self._options.files, "planner.files"):
+    def _rows(self, problem: Problem, search: Search, of: Sequence[Cost]) -> Iterator[DesignRow]:
+        for file, name, data in named_files(self._options.files, "planner.files"):
+            base = without_requests(data, problem.run)
             most = self._options.files[file]
             try:
                 design = Design(name, base, most, search, of)

@@ -29,7 +29,7 @@ class ColocatedOptions(Options):
         seqs_per_stage: Values of ``max_num_seqs`` for each stage. By default ``max_num_seqs`` as
             the engines have it.
         costs: Step costs by kind, as under ``simulate``. By default those of the plan file's
-            ``run``. By default those of the plan file's ``run``.
+            ``run``.
         replicas: As many instances as GPUs allow, or one.
         system: System of several instances.
     """
@@ -69,7 +69,8 @@ class Colocated:
 
         def guess(candidate: Candidate) -> float:
             config = as_run_file(problem.run_file(candidate.part))
-            return guess_rate(config, problem.work, problem.targets)
+            work = problem.served(search.costs(candidate).gpus)
+            return guess_rate(config, work, problem.targets)
 
         return search.best(list(self.candidates()), guess=guess)
 

@@ -7,7 +7,7 @@ cache), and which ones are not simulated.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import mean
@@ -21,9 +21,10 @@ from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Options
 from jaxinfer.plan.candidate import Candidate, Search
+from jaxinfer.plan.prefixes import best_hits
 from jaxinfer.plan.problem import Problem
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.costs.model import CostModel
 from jaxinfer.simulate.targets import RequestTargets, Targets, gap_limits, limits
 from jaxinfer.workload.lengths import BenchRequest
@@ -216,11 +217,14 @@ class PDRatio:
         options = self._options
         degrees = product(options.prefill.tensor_parallel, options.decode.tensor_parallel)
         for prefill_tp, decode_tp in degrees:
-            rates, full = self._rates(problem, prefill_tp, decode_tp) or (None, None)
             counts = (range(1, side.most + 1) for side in (options.prefill, options.decode))
+            rates_of = self._rates(problem, prefill_tp, decode_tp)
             for p, d in product(*counts):
-                if options.gpus and p * prefill_tp + d * decode_tp > options.gpus:
+                gpus = p * prefill_tp + d * decode_tp
+                if options.gpus and gpus > options.gpus:
                     continue
+                found = rates_of(gpus)
+                rates = found.one_by_one if found else None
                 axes = {
                     "prefills": p,
                     "prefill_tp": prefill_tp,
@@ -230,46 +234,36 @@ class PDRatio:
                 }
                 part = self._part(p, prefill_tp, d, decode_tp)
                 candidate = Candidate(axes, part, (p, prefill_tp, d, decode_tp))
-                count = _requests(problem, p * prefill_tp + d * decode_tp)
-                self._most[candidate.key] = _bound(problem, full, p, d, count) if full else math.inf
+                most = _bound(problem.targets, found, p, d) if found else math.inf
+                self._most[candidate.key] = most
                 yield candidate
 
     def _rates(
         self, problem: Problem, prefill_tp: int, decode_tp: int
-    ) -> tuple[Rates, Rates] | None:
-        """Rates of prompts one by one, and the most that a queue and a cache allow an instance.
+    ) -> Callable[[int], "_Found | None"]:
+        """Return what finds the rates of an instance of each phase, by a candidate's GPUs.
 
-        None of what cannot be, which will say why when it is looked at.
+        Of the requests with which so many are simulated. None of what cannot be, which will say why
+        when it is looked at.
         """
         try:
             data = problem.run_file(self._part(1, prefill_tp, 1, decode_tp))
             modelled = model_cluster(model_site(resolve(as_run_file(data)))).instances
         except JaxinferError:
-            return None
+            return lambda gpus: None
         here, there = modelled["prefill0"], modelled["decode0"]
-        budget = here.config.max_num_batched_tokens
-        work = problem.work
-        one_by_one = prefill_rate(here.cost, work, budget)
-        cached = problem.hits if here.config.enable_prefix_caching else None
-        rates = [rate(here.cost, work, budget, cached) for rate in (prefill_rate, packed_rate)]
-        full = max(rates)
-        entries = there.num_tokens
-        # Pages that several have are there once: nobody knows how many of them fit.
-        pages_shared = there.config.enable_prefix_caching and any(problem.hits)
-        room = math.inf if pages_shared else entries
+        by_count: dict[int, _Found] = {}
 
-        def decode(tbt_s: float | None, entries: float) -> float:
-            return decode_rate(there.cost, work, there.config.max_num_seqs, entries, tbt_s)
+        def found(gpus: int) -> _Found | None:
+            try:
+                work = problem.served(gpus)
+            except JaxinferError:
+                return None
+            if len(work) not in by_count:
+                by_count[len(work)] = _of_work(problem.targets, here, there, work)
+            return by_count[len(work)]
 
-        gaps = gap_limits(problem.targets)
-        within = [(decode(limit.seconds, entries), limit.share) for limit in gaps]
-        most, shared = decode(None, entries), decode(None, room)
-        # Who need not keep a limit may be decoded in steps of any length.
-        bounds = [mixed_rate(decode(g.seconds, room), shared, g.share) for g in gaps]
-        return (
-            Rates(one_by_one, min((rate for rate, _ in within), default=most)),
-            Rates(full, min(bounds, default=shared)),
-        )
+        return found
 
     def _part(self, prefills: int, prefill_tp: int, decodes: int, decode_tp: int) -> dict[str, Any]:
         options = self._options
@@ -296,19 +290,57 @@ class PDRatio:
         }
 
 
-def _bound(problem: Problem, full: Rates, prefills: int, decodes: int, count: int) -> float:
-    """The rate at which so many requests may come, by what each phase carries and ``SLACK``."""
-    first, last = allowances(problem.targets, problem.work)
+@dataclass(frozen=True)
+class _Found:
+    """Rates of one instance of each phase.
+
+    Attributes:
+        one_by_one: of prompts one by one; ``full``: the most that a queue and a cache allow.
+        work: of these requests.
+    """
+
+    one_by_one: Rates
+    full: Rates
+    work: Sequence[BenchRequest]
+
+
+def _of_work(
+    targets: Targets, here: ModelledInstance, there: ModelledInstance, work: Sequence[BenchRequest]
+) -> _Found:
+    """The rates of an instance that prefills (``here``) and one that decodes."""
+    budget = here.config.max_num_batched_tokens
+    caching = [each.config.enable_prefix_caching for each in (here, there)]
+    hits = best_hits(work) if any(caching) else None
+    one_by_one = prefill_rate(here.cost, work, budget)
+    cached = hits if caching[0] else None
+    full = max(rate(here.cost, work, budget, cached) for rate in (prefill_rate, packed_rate))
+    entries = there.num_tokens
+    # Pages that several have are there once: nobody knows how many of them fit.
+    room = math.inf if caching[1] and any(hits or ()) else entries
+
+    def decode(tbt_s: float | None, entries: float) -> float:
+        return decode_rate(there.cost, work, there.config.max_num_seqs, entries, tbt_s)
+
+    gaps = gap_limits(targets)
+    within = [decode(limit.seconds, entries) for limit in gaps]
+    most, shared = decode(None, entries), decode(None, room)
+    # Who need not keep a limit may be decoded in steps of any length.
+    bounds = [mixed_rate(decode(g.seconds, room), shared, g.share) for g in gaps]
+    return _Found(
+        Rates(one_by_one, min(within, default=most)),
+        Rates(full, min(bounds, default=shared)),
+        work,
+    )
+
+
+def _bound(targets: Targets, found: _Found, prefills: int, decodes: int) -> float:
+    """The rate at which the requests may come, by what each phase carries and ``SLACK``."""
+    first, last = allowances(targets, found.work)
+    full = found.full
     phases = (UTILISATION * prefills * full.prefill, first), (decodes * full.decode, last)
     rates = [
-        finite_rate(SLACK * rate, count, late_s, share)
+        finite_rate(SLACK * rate, len(found.work), late_s, share)
         for rate, until in phases
         for late_s, share in until
     ]
     return min(rates, default=math.inf)
-
-
-def _requests(problem: Problem, gpus: int) -> int:
-    """Return the number of requests with which so many GPUs are simulated, for each seed."""
-    each = problem.goal.requests_per_gpu
-    return each * gpus if each else len(problem.work)

@@ -13,7 +13,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, within
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.choose import PlannerFailed, find
-from jaxinfer.plan.planners.any_system import read_part
+from jaxinfer.plan.file_parts import read_file, without_requests
 from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.registry import make_planner
 from jaxinfer.plan.replan.schedule import PlacementPeriod, Schedule, ScheduleResult, Server
@@ -241,7 +241,7 @@ def beside(problem: Problem) -> list[Schedule]:
     found = []
     for name, file in problem.replan.beside.items():
         try:
-            data = problem.run_file(read_part(file))
+            data = problem.run_file(without_requests(read_file(file), problem.run))
             resolve(as_run_file(data))
         except JaxinferError as error:
             raise within(f"replan.beside.{name}", error) from None

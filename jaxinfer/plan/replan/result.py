@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from jaxinfer.plan.problem import REQUESTS, Problem
+from jaxinfer.plan.file_parts import REQUESTS
+from jaxinfer.plan.problem import Problem
 from jaxinfer.plan.replan.replan import Followed
 from jaxinfer.plan.replan.schedule import ScheduleResult
 from jaxinfer.plan.replan.trace_windows import Window, split

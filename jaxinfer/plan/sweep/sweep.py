@@ -19,7 +19,8 @@ from jaxinfer.files.contents import contents
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, shown
 from jaxinfer.plan.candidate import Candidate
 from jaxinfer.plan.evaluation_cache import EvaluationCache, key_of
-from jaxinfer.plan.planners.any_system import Axes, grid
+from jaxinfer.plan.file_parts import with_workload
+from jaxinfer.plan.planners.any_system import Axes, check_axes, grid
 from jaxinfer.plan.problem import merge
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.simulate.capacity import enough_requests
@@ -28,6 +29,7 @@ from jaxinfer.simulate.capacity import enough_requests
 _NOT_OF_THE_RUN = (
     "instances",
     "slice_moves",
+    "beyond",
     "compiles",
     "compile_s",
     "late_compiles",
@@ -40,6 +42,8 @@ FIGURES = (
     *(f.name for f in fields(RunMetrics) if f.init and f.name not in _NOT_OF_THE_RUN),
 )
 Figures = Mapping[str, Any]
+# Beyond, an interval is no narrower for any use, and figures fill the memory.
+MOST_SEEDS = 10_000
 # Of a figure's mean over the seeds, half of its 95 % interval.
 HALF = "_ci95"
 
@@ -62,11 +66,12 @@ class Sweep(Options):
     """A sweep file.
 
     Attributes:
-        files: Run files, each with axes of its own.
+        files: Run files, each with axes of its own. Their model and workload count, too, as far as
+            ``run`` has no other.
         axes: Axes of all: dotted keys, lists of values.
         points: Dotted keys with one value each, where they form no grid; each goes with all axes'
             values.
-        run: Part of all run files, with the workload.
+        run: Part of all run files. Its model and workload win over those of the files.
         seeds: Seeds of all draws in workloads: a list, or a number of them. Each point is run with
             each, in place of those in its run file.
         x: Axis of the pictures; by default the last axis of numbers. It is one of all files, or a
@@ -78,9 +83,11 @@ class Sweep(Options):
     axes: Axes = Field(default_factory=dict)
     points: tuple[dict[str, Any], ...] = Field(default=({},), strict=False, min_length=1)
     run: dict[str, Any] = Field(default_factory=dict)
-    seeds: Annotated[int, Field(ge=1)] | Annotated[tuple[int, ...], Field(strict=False)] | None = (
-        None
-    )
+    seeds: (
+        Annotated[int, Field(ge=1, le=MOST_SEEDS)]
+        | Annotated[tuple[int, ...], Field(strict=False)]
+        | None
+    ) = None
     x: str | None = None
     y: tuple[str, ...] = Field(default=("ttft_p99", "tbt_p99"), strict=False)
 
@@ -95,6 +102,15 @@ class Sweep(Options):
             not self.seeds or len(set(self.seeds)) < len(self.seeds)
         ):
             raise OptionError(f"seeds is {list(self.seeds)}, must have one or more, none twice")
+        check_axes(self.files, self.axes)
+        for number, point in enumerate(self.points):
+            if repr(point) in map(repr, self.points[:number]):
+                raise OptionError(f"points: {shown(point)} is there twice")
+        for where, keyed in self._keyed():
+            if self.seeds is not None and any(_has_seed(*each) for each in keyed):
+                raise OptionError(
+                    f"{where}: has seeds of a workload, which seeds has, too: leave out one"
+                )
         named = {name for point in self.points for name in point}
         for own in self.files.values():
             if twice := named & (self.axes | own).keys():
@@ -115,6 +131,13 @@ class Sweep(Options):
             if name not in FIGURES:
                 raise OptionError(f"y: no figure {name!r}: {did_you_mean(name, FIGURES)}")
 
+    def _keyed(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+        """Yield all keys that points have, with their values, by where they stand."""
+        named = {"axes": self.axes} | {f"files.{file}": own for file, own in self.files.items()}
+        for where, axes in named.items():
+            yield where, [(key, value) for key, values in axes.items() for value in values]
+        yield "points", [each for point in self.points for each in point.items()]
+
     def values_of(self, own: Axes) -> Axes:
         """Return the values of the keys that all points of a file have.
 
@@ -132,11 +155,20 @@ class Sweep(Options):
         Raises:
             JaxinferError: a file cannot be read, or a key leads nowhere.
         """
-        return grid(self.files, self.axes, self.points)
+        return grid(self.files, self.axes, self.points, with_workload, self.run)
 
     def data(self, point: Candidate) -> dict[str, Any]:
         """Return the contents of a point's run file; the axes win over what all have in common."""
         return merge(self.run, point.part)
+
+
+def _has_seed(key: str, value: Any) -> bool:
+    """Tell whether a key or its value is a seed of what a workload draws."""
+    *path, last = key.split(".")
+    within = isinstance(value, Mapping) and any(
+        _has_seed(f"{key}.{n}", v) for n, v in value.items()
+    )
+    return within or (last == "seed" and path[:1] == ["workload"])
 
 
 class MapPoints(Protocol):
@@ -180,7 +212,10 @@ def simulate_point(asked: PointRun) -> Figures:
 
     try:
         config = seeded(as_run_file(asked.data), asked.seed)
-        found = figures_of(simulate(config, config.requests(), asked.folder))
+        metrics = simulate(config, config.requests(), asked.folder)
+        found = figures_of(metrics)
+        if metrics.beyond:
+            found["beyond_measured"] = True
         return found | _enough(config, found)
     except JaxinferError as error:
         return {"refused": str(error)}
@@ -318,7 +353,7 @@ def _together(found: Sequence[Figures]) -> Figures:
     rows: dict[str, Any] = {}
     for name in dict.fromkeys(name for figures in found for name in figures):
         values = [v for figures in found if (v := figures.get(name)) is not None]
-        if name == "enough_requests":
+        if name in ("enough_requests", "beyond_measured"):
             rows[name] = max(values)
             continue
         rows[name] = statistics.fmean(values) if values else None

@@ -198,12 +198,16 @@ class Channel:
                         raise
 
     def _begin(self, post: Post) -> None:
-        """Begin a run; forget slabs that nobody takes, from a run that was broken off."""
+        """Begin a run."""
+        self.forget_all()
         self._post = post
+
+    def forget_all(self) -> None:
+        """Forget slabs that nobody takes, from a run that was broken off."""
         with self._lock:
-            left, self._slabs = self._slabs, {}
-        for slab in left.values():
-            self._drop(slab)
+            left = list(self._slabs.values())
+        for slab in left:
+            self._forget(slab)
 
     def place(self, landed: Landed) -> None:
         """Have a slab written to its pages.

@@ -20,8 +20,8 @@ class HiddenForm(NamedTuple):
 class HiddenStates:
     """A process's part of a pipeline's ways: in from the stages before, out to those after.
 
-    Steps come in the order of their launches, which is the same in all of the processes, so that
-    each is known by its number. What a step has is fetched ahead: it comes once it is offered.
+    Each step's are known by its number, which is the same in all of the processes. They are fetched
+    ahead: they come once they are offered.
 
     Args:
         host: the address by which this process is reached.
@@ -36,17 +36,15 @@ class HiddenStates:
         self._transport = TcpTransport(host, waits=True)
         self.address = self._transport.address
         self.before: Address | None = None
-        self._given = self._taken = 0
 
-    def give(self, x_TD: jax.Array) -> None:
-        """Offer what the next step has computed; waits until it has."""
+    def give(self, step: int, x_TD: jax.Array) -> None:
+        """Offer what a step has computed; waits until it has."""
         # One device's copy: every one has all of it.
         one = x_TD.addressable_shards[0].data
-        self._transport.offer(self._given, one, HiddenForm(one.shape, one.dtype))
-        self._given += 1
+        self._transport.offer(step, one, HiddenForm(one.shape, one.dtype))
 
-    def take(self, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Wait for what the next step has computed in the process before, and put it like this.
+    def take(self, step: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """Wait for what a step has computed in the process before, and put it like this.
 
         Raises:
             OSError, EOFError: that process cannot be reached any more.
@@ -54,9 +52,12 @@ class HiddenStates:
         assert self.before
         assert like.sharding
         form = HiddenForm(like.shape, like.dtype)
-        number, self._taken = self._taken, self._taken + 1
         try:
-            found = self._transport.fetch(number, self.before, form, like.sharding, None)
+            found = self._transport.fetch(step, self.before, form, like.sharding, None)
         except JaxinferError as error:  # It closes: nothing more will be offered.
             raise EOFError(str(error)) from None
         return jax.device_put(found, like.sharding)
+
+    def forget(self) -> None:
+        """Drop what was offered, and will not be taken."""
+        self._transport.drop_all()

@@ -1,5 +1,6 @@
 """KV entries as they lie in pages, read on the host; and how far a hand-off may change them."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -73,13 +74,19 @@ def compare_entries(
 ) -> Mapping[str, float]:
     """The largest change, the mean one (root of squares) and the bound, as shares of the entries.
 
-    The largest ones by the largest entry, the mean one by the mean entry (root of squares).
+    The largest ones by the largest entry, the mean one by the mean entry (root of squares). An
+    entry that is NaN, or infinite, is beyond every bound.
     """
-    change = np.abs(found - sent)
-    largest = float(np.abs(sent).max())
-    return {
-        "max_change": float(change.max()) / largest,
-        "bound": float(allowed.max()) / largest,
-        "rms_change": float(np.sqrt(np.mean(change**2) / np.mean(sent**2))),
-        "beyond": float(np.maximum(change - allowed, 0).max()) / largest,
-    }
+    sound = np.isfinite(found) & np.isfinite(sent)
+    with np.errstate(invalid="ignore"):
+        change = np.where(sound, np.abs(found - sent), np.inf)
+        beyond = np.where(sound, np.maximum(change - allowed, 0), np.inf)
+        largest = float(np.abs(sent[sound]).max(initial=0)) or 1.0
+        return {
+            "max_change": float(change.max()) / largest,
+            "bound": float(allowed[sound].max(initial=0)) / largest,
+            "rms_change": float(np.sqrt(np.mean(change**2) / (np.mean(sent[sound] ** 2) or 1.0)))
+            if sound.all()
+            else math.inf,
+            "beyond": float(beyond.max()) / largest,
+        }

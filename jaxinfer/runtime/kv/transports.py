@@ -141,6 +141,10 @@ class TcpTransport:
         """See Transport."""
         self._offers.pop(number, None)
 
+    def drop_all(self) -> None:
+        """Take all offers back that have not been fetched."""
+        self._offers.clear()
+
     def fetch(
         self,
         number: int,

@@ -13,6 +13,13 @@ from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 
 
+class _Ref(weakref.ref[RequestState]):
+    """A request, by the key of what is told of it."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 @dataclass(slots=True)
 class _Told:
     """The other process's knowledge of a request: pages of a hold, and output tokens.
@@ -22,6 +29,7 @@ class _Told:
     """
 
     number: int
+    request: _Ref
     hold: HeldPages | None = None
     slices: list[list[int]] = field(default_factory=list)
     pages: int = 0
@@ -38,7 +46,9 @@ class BatchEncoder:
     def __init__(self, shards: slice = slice(None)) -> None:
         self._shards = shards
         self._told: dict[int, _Told] = {}
-        self._gone: list[int] = []
+        # Requests that nobody has any more. A list's own method notes them: one of ours could be
+        # interrupted, by Ctrl-C, in the midst of it, and nobody would be told.
+        self._dead: list[_Ref] = []
         self._numbers = 0
 
     def encode(self, batch: Batch, step: int, origin: float) -> Launch:
@@ -47,6 +57,9 @@ class BatchEncoder:
         pages: list[tuple[int, int, Sequence[NewPages]]] = []
         tokens: list[tuple[int, list[int]]] = []
         rows: list[int] = []
+        # One by one: a request may go at any moment, in any thread. First: its key may come again.
+        dead = (self._dead.pop() for _ in range(len(self._dead)))
+        gone = [self._told.pop(ref.key).number for ref in dead]
         spread = any(row.hold.kv.is_spread for row in batch.rows[:1])
         for row in batch.rows:  # Of each step, the rows are the most: no call for most of them.
             request, hold = row.request, row.hold
@@ -62,17 +75,15 @@ class BatchEncoder:
                 pages += self._new_pages(told, hold)
             flags = row.samples, row.input_pending
             rows += number, token, row.start, row.count, *flags, row.epoch
-        # One by one: a request may go at any moment, in any thread.
-        gone = [self._gone.pop() for _ in range(len(self._gone))]
         halves = [_numbers(half, batch.rows) for half in batch.halves]
         packed = struct.pack(f"{len(rows)}q", *rows)
         return Launch(batch.instance, step, origin, new, gone, tokens, packed, pages, halves)
 
     def _introduce(self, request: RequestState, new: list[NewRequest]) -> _Told:
-        told = self._told[id(request)] = _Told(self._numbers)
+        ref = _Ref(request, self._dead.append)
+        ref.key = id(request)
+        told = self._told[ref.key] = _Told(self._numbers, ref)
         self._numbers += 1
-        known = self._told, id(request), self._gone
-        weakref.finalize(request, _forget, *known).atexit = False
         new.append(
             NewRequest(
                 told.number,
@@ -103,10 +114,6 @@ class BatchEncoder:
             yield told.number, known, pages
         else:
             yield told.number, known, [table[0][known:] for table in tables]
-
-
-def _forget(told: dict[int, _Told], key: int, gone: list[int]) -> None:
-    gone.append(told.pop(key).number)
 
 
 def _numbers(half: Sequence[Row], rows: Sequence[Row]) -> list[int]:
@@ -149,8 +156,9 @@ class BatchDecoder:
 
     def decode(self, told: Launch) -> Batch:
         """The batch, good for one step."""
-        for number in told.gone:
-            del self._requests[number], self._pages[number]
+        for number in told.gone:  # One may never have been told: its message was interrupted.
+            self._requests.pop(number, None)
+            self._pages.pop(number, None)
         for new in told.new:
             self._requests[new.number] = RequestState(
                 new.id, new.prompt_len, new.max_tokens, 0.0, new.prompt_token_ids, new.payload

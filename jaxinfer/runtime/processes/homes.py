@@ -158,7 +158,8 @@ class InstancesHome(Home):
         super().end(why)
         threads = [*(rest.thread for rest in self.rests), *(each.thread for each in self.lenders)]
         for thread in filter(None, threads):
-            thread.join()
+            if thread.ident:  # Else, who was about to start it was interrupted.
+                thread.join()
         lent = [process for rest in self.rests for process in rest.worker.lending]
         coming = [process for home in self.lenders for process in home.processes.values()]
         for process in [*lent, *coming, *self.fresh.values()]:

@@ -84,7 +84,7 @@ class BreakOff(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Go on without some pools, and know of no request. Answered with Left, after all failures.
+    """Begin again: know of no request, and go on without some pools. Answered with Forgot.
 
     Attributes:
         pools: a stage, and the number of the attention group in it.
@@ -92,6 +92,7 @@ class Forget(NamedTuple):
 
     instance: str
     pools: Sequence[tuple[int, int]]
+    number: int
 
 
 class Prepare(NamedTuple):
@@ -203,6 +204,17 @@ class Loaded(NamedTuple):
     plans: Mapping[str, Sequence[StageFacts]]
     parts: Mapping[str, list[list[int]]]
     addresses: Mapping[str, Any]
+
+
+class Forgot(NamedTuple):
+    """The Forget of this number is done, after all that was told before has ended or failed.
+
+    Attributes:
+        why: it could not be done; None where it was.
+    """
+
+    number: int
+    why: str | None = None
 
 
 class Lent(NamedTuple):

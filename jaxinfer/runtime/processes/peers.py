@@ -1,6 +1,7 @@
 """Ways to a worker's process: a child of this one, or one of a worker that listens."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -172,13 +173,18 @@ def start_worker(
     """A worker's process of this one, which answers at the other end of the connection."""
     # A module, not a function: what the user's script does when it is imported is not redone.
     numbers = [str(connection.fileno()), str(os.getpid())]
-    return subprocess.Popen(
-        # Safe: the folder where this runs comes last on its path, as it does here.
-        [sys.executable, "-P", "-m", "jaxinfer.runtime.worker_process", *numbers],
-        pass_fds=[connection.fileno()],
-        env=os.environ | environment,
-        stdin=subprocess.DEVNULL,
-    )
+    # Blocked there from its start: all of a terminal's processes get Ctrl-C, which is for this one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            # Safe: the folder where this runs comes last on its path, as it does here.
+            [sys.executable, "-P", "-m", "jaxinfer.runtime.worker_process", *numbers],
+            pass_fds=[connection.fileno()],
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def how_ended(code: int) -> str:

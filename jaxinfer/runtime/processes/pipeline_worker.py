@@ -1,11 +1,11 @@
 """The parts of one instance in several processes, as the loop's process sees them."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any, TypeVar
 
 from jaxinfer.config.cluster import LinkConfig
@@ -16,7 +16,6 @@ from jaxinfer.runtime.processes.messages import (
     Borrow,
     BreakOff,
     FollowOn,
-    Forget,
     Loaded,
     Measure,
     Moved,
@@ -95,6 +94,7 @@ class PipelineWorker:
         self.coming: dict[str, Process] = {}
         self.given_up = False
         self._failed: Exception | None = None
+        self._numbers = count()
         self._lock = threading.Lock()
         for part in self._there:
             part.on_failure = partial(self._fail, part)
@@ -165,7 +165,9 @@ class PipelineWorker:
         """The number of each process's first stage."""
         return self._first[:-1]
 
-    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True) -> Iterator[int]:
+    def prepare(
+        self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True
+    ) -> Generator[int, None, None]:
         """Compile all steps with this sampler; see ``RemoteWorker``."""
         self.sampler = sampler
         if not wait:  # All are asked before anything is yielded: nobody has to ask for more.
@@ -177,12 +179,20 @@ class PipelineWorker:
         with ExitStack() as alone:
             for part in self._there:
                 alone.enter_context(part.process.asking)
-            asked = [part.process.ask(Prepare(self.instance, sampler)) for part in self._there]
+            failed: list[JaxinferError] = []
+            # Each is heard to its end: what it says is not for who asks next.
+            asked = []
+            for part in self._there:
+                with _noting(failed):
+                    asked.append(part.process.ask(Prepare(self.instance, sampler)))
             for answers in asked:
-                for answer in answers:
-                    if not answer.parts:
-                        break
-                    yield answer.parts
+                with _noting(failed):
+                    for answer in answers:
+                        if not answer.parts:
+                            break
+                        yield answer.parts
+        if failed:
+            raise failed[0]
         yield 0
 
     def measure(self, measure: Callable[[Any], T]) -> Iterator[T]:
@@ -209,8 +219,19 @@ class PipelineWorker:
         def tell(number: int, stage: int, end: End) -> None:
             launched(self._first[number] + stage, end)
 
+        step = next(self._numbers)
         for number, part in enumerate(self._there):
-            part.launch(batch, origin, partial(hear, number), partial(tell, number))
+            part.launch(batch, origin, partial(hear, number), partial(tell, number), step)
+
+    def recover(self, patience: float | None = None) -> None:
+        """Be whole for steps of other requests; see ``Worker``.
+
+        Raises:
+            Exception: it can do no more.
+        """
+        # Hidden states are dropped when those who take them have all that they were told of.
+        for part in reversed(self._there):
+            part.recover(patience)
 
     def move(
         self, transfer: Transfer, origin: float, post: Callable[[TransferDone | Failed], None]
@@ -290,8 +311,7 @@ class PipelineWorker:
         self._lenders = [each for each in self._lenders if each.process.name not in gone]
         pools = self._pools_of(gone)
         self.without = sorted({*self.without, *self._shards_of(pools)})
-        with part.process.asking:
-            next(part.process.ask(Forget(self.instance, pools)))
+        part.process.forget(self.instance, pools)
         part.begin_again()
         with self._lock:
             self._failed = None
@@ -326,6 +346,14 @@ class PipelineWorker:
 
     def close(self) -> None:
         """The processes are ended as a whole."""
+
+
+@contextmanager
+def _noting(failed: list[JaxinferError]) -> Iterator[None]:
+    try:
+        yield
+    except JaxinferError as error:
+        failed.append(error)
 
 
 def _whole(parts: Sequence[StepDone]) -> StepDone:

@@ -4,8 +4,9 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from jaxinfer.runtime.kv.kv_messages import Checked, Offered, Pulled, SlabAnswer
 from jaxinfer.runtime.kv.outcome import ProcessLost
 from jaxinfer.runtime.processes.messages import (
     CallResult,
+    Forget,
+    Forgot,
     Heartbeat,
     Hello,
     Left,
@@ -25,7 +28,7 @@ from jaxinfer.runtime.processes.messages import (
     WorkerFailed,
 )
 from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
-from jaxinfer.sockets import send, set_patience
+from jaxinfer.sockets import Sender, Torn, set_patience
 
 # A process says each second that it is alive; one that has not for so long has gone.
 SILENCE_S = 10.0
@@ -75,6 +78,7 @@ class Process:
         self.on_loss: list[Callable[[str], None]] = []
         self.asking = threading.Lock()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._numbers = count()
         self._closing = False
         self._given_up: str | None = None
         self._ended = threading.Event()
@@ -82,7 +86,7 @@ class Process:
         # One that is stopped may have said half of something.
         set_patience(self._socket, SILENCE_S)
         self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
-        self._lock = threading.Lock()
+        self._lock, self._sender = threading.Lock(), Sender(self._connection)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -96,8 +100,10 @@ class Process:
             raise ProcessLost(self.lost)
         try:
             with self._lock:
-                send(self._connection, message)
+                self._sender.send(message)
         except OSError as error:
+            if isinstance(error, Torn):
+                self.give_up(f"process of group {self.name}: {error}")
             # The thread that reads is about to learn how it ended, unless that is this one.
             reads = threading.current_thread() is self._reader
             why = None if reads else self.why_lost(END_S)
@@ -124,6 +130,33 @@ class Process:
                 case ProcessLost():
                     raise NobodyThere(str(answer))
             yield answer
+
+    def forget(
+        self, instance: str, pools: Sequence[tuple[int, int]] = (), patience: float | None = None
+    ) -> None:
+        """Have an instance there end all that was begun, and begin again; see ``Forget``.
+
+        Answers that nobody has heard, since who had asked was interrupted, are dropped.
+
+        Raises:
+            JaxinferError: it cannot, has not within ``patience``, in seconds, or is lost.
+        """
+        with self.asking:
+            asked = Forget(instance, pools, next(self._numbers))
+            self.ask(asked)
+            while True:
+                try:
+                    answer = self._answers.get(timeout=patience)
+                except queue.Empty:
+                    line = f"its steps have not ended within {patience:g} s"
+                    raise JaxinferError(line) from None
+                match answer:
+                    case Forgot(asked.number, why):
+                        if why:
+                            raise JaxinferError(why)
+                        return
+                    case ProcessLost():
+                        raise NobodyThere(str(answer))
 
     def close(self) -> None:
         """End it; waits for no more than a few seconds."""
@@ -219,7 +252,7 @@ class Process:
                     if there != here:
                         line = f"{name} is {there} in its process, {here} in this one"
                         self._answers.put(Refused(line))
-            case Left() | Lent() | Loaded() | CallResult() | Refused():
+            case Left() | Forgot() | Lent() | Loaded() | CallResult() | Refused():
                 self._answers.put(answer)
             case Heartbeat():
                 pass

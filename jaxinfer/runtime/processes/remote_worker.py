@@ -1,7 +1,8 @@
 """Workers in processes of their own, as the loop's process sees them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, StepEnd
@@ -96,13 +97,15 @@ class RemoteWorker:
         self.stages = [RemoteStage(process, instance, i, plan) for i, plan in enumerate(plans)]
         self.sampler = PLAIN_SAMPLER
         self._shards, self._encoder = shards, BatchEncoder(shards)
-        self._numbers = 0
+        self._numbers, self._move_numbers = count(), count()
         self._steps: dict[int, tuple[Batch, Post]] = {}
         self._moves: dict[int, tuple[Callable[[Moved], None], Callable[[Failed], None]]] = {}
         self._lost: Exception | None = None
         process.workers[instance] = self
 
-    def prepare(self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True) -> Iterator[int]:
+    def prepare(
+        self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True
+    ) -> Generator[int, None, None]:
         """Compile all steps with this sampler, which those launched from now on have.
 
         Yields how many are left, their number first.
@@ -146,8 +149,20 @@ class RemoteWorker:
         process.workers[self.instance] = self
 
     def begin_again(self) -> None:
-        """Go on where the process has forgotten all requests."""
+        """Go on where the process knows of no request."""
         self._encoder, self._lost = BatchEncoder(self._shards), None
+        self._steps, self._moves = {}, {}
+
+    def recover(self, patience: float | None = None) -> None:
+        """Be whole for steps of other requests; see ``Worker``.
+
+        Raises:
+            Exception: it can do no more.
+        """
+        self._check()
+        self.process.forget(self.instance, patience=patience)
+        self._check()
+        self.begin_again()
 
     def launch(
         self,
@@ -155,27 +170,31 @@ class RemoteWorker:
         origin: float,
         post: Post,
         launched: Launched = lambda *args: None,
+        number: int | None = None,
     ) -> None:
-        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``."""
-        step = self._next()
+        """Start a step and return. ``post`` gets its StepDone, with times since ``origin``.
+
+        Args:
+            number: the one by which other processes know the step.
+        """
+        self._check()
+        step = next(self._numbers) if number is None else number
         self._steps[step] = batch, post
         told: Launch = self._encoder.encode(batch, step, origin + self.process.peer.clock_offset)
         self.process.send(told._replace(instance=self.instance))  # A profile's batch has none.
         for stage in range(len(self.stages)):
             launched(stage, StepEnd(self.instance, step, stage))
 
-    def _next(self) -> int:
-        """The number of something that is to be done there."""
+    def _check(self) -> None:
         if self._lost:
             raise type(self._lost)(*self._lost.args)  # A new one, for it will keep those it passes.
-        self._numbers += 1
-        return self._numbers - 1
 
     def copy(
         self, copies: Copies, hear: Callable[[Moved], None], post: Callable[[Failed], None]
     ) -> None:
         """Start moving KV heads, and return; ``post`` is told only where that fails."""
-        move = self._next()
+        self._check()
+        move = next(self._move_numbers)
         self._moves[move] = hear, post
         self.process.send(Move(self.instance, move, copies))
 
@@ -198,8 +217,8 @@ class RemoteWorker:
         post(StepDone(batch, *answer.results))
 
     def on_loss(self, error: Exception) -> None:
-        """Tell those who wait for steps, and whoever comes with one."""
-        self._lost = error
+        """Tell those who wait for steps, and whoever comes with one: the first failure is why."""
+        self._lost = error = self._lost or error
         while self._steps:
             _, (_, post) = self._steps.popitem()
             post(Failed(self.instance, error))

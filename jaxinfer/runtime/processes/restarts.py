@@ -76,6 +76,11 @@ class Restarts:
         """
         with self._lock:
             self._hear = hear
+            threads = [home.thread for home in self._homes.values()]
+            threads += [rest.thread for rest in self._rests.values()]
+            for thread in threads:
+                if thread and thread.ident is None:
+                    thread.start()  # Who was about to start it was interrupted.
             for group, home in self._homes.items():
                 if home.news:
                     hear(Restarted(group))
@@ -127,10 +132,8 @@ class Restarts:
                 return True
             if not (groups := rest.worker.lost_lenders):
                 return False
-            rest.why = why
-            rest.thread = threading.Thread(
-                target=self._have_go_on, args=(instance, rest, why, groups), daemon=True
-            )
+            work = partial(self._have_go_on, instance, rest, why, groups)
+            rest.why, rest.thread = why, threading.Thread(target=work, daemon=True)
             rest.thread.start()
         return True
 
@@ -165,9 +168,15 @@ class Restarts:
                 return None
             outcome, home.news = home.news, None
         if not outcome.error:
-            home.use()
-            for lender in home.lenders:
-                self._watch(lender)
+            try:
+                home.use()
+                for lender in home.lenders:
+                    self._watch(lender)
+            except BaseException:
+                # In use in part, as after an interrupt: others are to be started for them.
+                for process in home.processes.values():
+                    process.give_up(f"{outcome.why}; interrupted as it came to be in use again")
+                raise
         return outcome
 
     def close(self) -> None:
@@ -187,10 +196,10 @@ class Restarts:
                 return
             if not home.is_wanted or (home.news.error if home.news else not home.left):
                 return  # Its instances are lost for good, as those of any process.
-            home.starting, home.news, home.why = True, None, why
+            thread = threading.Thread(target=self._start_again, args=(home, why), daemon=True)
+            home.starting, home.news, home.why, home.thread = True, None, why, thread
             home.tell_of_loss(self._hear)
-            home.thread = threading.Thread(target=self._start_again, args=(home, why), daemon=True)
-            home.thread.start()
+            thread.start()
 
     def _start_again(self, home: Home, why: str) -> None:
         begin = time.perf_counter()

@@ -260,7 +260,7 @@ class Conformance:
         ]
         verdict = "rounds" if np.any(before != after) else "exact"
         return HandOffCheck(
-            source, dest, "wrong" if found["beyond"] > 0 else verdict, "",
+            source, dest, verdict if found["beyond"] <= 0 else "wrong", "",
             found["max_change"], found["rms_change"], found["bound"],
             same, max(apart, default=None), channel.token_bytes * len(self._prompt), seconds,
         )  # fmt: skip

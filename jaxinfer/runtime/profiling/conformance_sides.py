@@ -71,7 +71,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 
 
 # Of a setting's values, what they are in words.
-_KIND_WORDS: Mapping[type, str] = {int: "an integer", str: "a name"}
+_KIND_WORDS: Mapping[type, str] = {int: "an integer from 1 on", str: "a name"}
 
 
 def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:

@@ -11,12 +11,12 @@ import jax
 from rich.console import Console
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
+from jaxinfer.checkpoints.modelled import shape_of_config
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, name_of_device
 from jaxinfer.report.comparison import new_folder
 from jaxinfer.report.progress import LoadProgress
-from jaxinfer.runtime.efficiency import shape_of_config
 from jaxinfer.runtime.profiling.operators import (
     ROUNDS,
     MeasuredDegree,

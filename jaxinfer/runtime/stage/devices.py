@@ -34,6 +34,8 @@ def open_groups(groups: Mapping[str, GroupConfig]) -> dict[str, list[jax.Device]
     Raises:
         JaxinferError: there are fewer, or none of the kind, or one is to play a slower GPU.
     """
+    if not groups:
+        return {}  # JAX would take the GPUs' memory from the processes whose groups these are.
     _count(groups)
     with share_chosen():
         jax.devices()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.models.eight_bits import is_scale, quantise, scale_path
+from jaxinfer.models.eight_bits import is_scale, own_scale, quantise, scale_path
 from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import Parameters
 
@@ -64,7 +64,7 @@ def _padded(x: Any, shape: tuple[int, ...], xp: Any) -> Any:
 
 def goal_of(plan: StagePlan, path: str) -> Goal:
     """The goal of a parameter that is no scale."""
-    scale = scale_path(path) if plan.config.eight_bits else None
+    scale = own_scale(path, plan.config)
     to = plan.parameters[path]
     return Goal(to, plan.parameters[scale] if scale else None, plan.dtype if scale else to.dtype)
 

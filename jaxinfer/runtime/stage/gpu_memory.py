@@ -68,7 +68,7 @@ def _free_shares() -> list[float]:
         library.nvmlShutdown()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     # Those named otherwise than by number may be any.
-    chosen = [int(name) for name in visible if name.strip().isdigit()] or list(found)
+    chosen = [int(name) for name in visible if name.strip().isdecimal()] or list(found)
     return [share for number in chosen if (share := found.get(number)) is not None]
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import EightBits, ModelConfig
-from jaxinfer.models.eight_bits import is_scale, scale_path
-from jaxinfer.models.layout_checks import check_divides, check_names, check_on_mesh
+from jaxinfer.models.eight_bits import is_scale, own_scale
+from jaxinfer.models.layout_checks import check_divides, check_names, check_on_mesh, check_pages
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS, Layout, most_ways
 from jaxinfer.models.sharding import padded
@@ -47,6 +47,7 @@ def lay_out(
         )
     try:
         check_names(layout, axes)
+        check_pages(layout)
         wide = replace(padded(config, axes, layout), kernels=kernels, layout=layout)
         check_on_mesh(layout, axes, wide)
         return wide, _multiple(options, axes, layout)
@@ -78,9 +79,10 @@ def with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> 
     if there not in (None, stored):
         raise JaxinferError(f"weight_dtype is {wanted}, the checkpoint has {there}: leave it auto")
     if config.num_experts:
+        whose = f" (the checkpoint has {stored})" if wanted == "auto" else ""
         raise JaxinferError(
-            f"weights are of {stored}, must be of 16 or 32 bits: those of a mixture's experts "
-            "have no products of 8 bits"
+            f"weight_dtype is {wanted}{whose}: a mixture's weights must be of 16 or 32 bits, as "
+            "experts have no products of 8 bits"
         )
     return replace(config, eight_bits=EightBits(stored, dtype.name))
 
@@ -90,6 +92,6 @@ def dtype_of(path: str, ndim: int, config: ModelConfig, dtype: jnp.dtype) -> jnp
     # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
     if ndim == 1 or is_scale(path):
         return jnp.dtype("float32")
-    if config.eight_bits and scale_path(path):
+    if config.eight_bits and own_scale(path, config):
         return jnp.dtype(config.eight_bits.stored)
     return dtype

@@ -252,8 +252,8 @@ def keep_top_p(logits_SV: jax.Array, max_S1: jax.Array, top_p_S: jax.Array) -> j
 
 
 def _ordered_int(x: jax.Array) -> jax.Array:
-    """Float32 to int32, order kept (NaN aside)."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    """Float32 to int32, order kept (NaN aside); 0 and -0 are equal."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

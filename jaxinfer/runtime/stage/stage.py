@@ -40,16 +40,24 @@ class Stage:
         self.link: LinkConfig | None = None
         self.overruns: list[float] = []
         self.transfers: dict[Hashable, jax.stages.Compiled] = {}
-        previous = plan.step_arguments[2]
-        self.previous_S = jax.device_put(
-            np.zeros(previous.shape, previous.dtype), previous.sharding
-        )
+        self.previous_S = self._no_tokens()
 
     def _new_step(self) -> CompiledStep:
         return CompiledStep(self.plan)
 
     def _new_kv(self) -> Any:
         return allocate(self.plan.pages)
+
+    def _no_tokens(self) -> jax.Array:
+        like = self.plan.step_arguments[2]
+        return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
+
+    def recover(self) -> None:
+        """Have pages again where a step or a transfer, broken off, has left none: all are zero."""
+        self.previous_S = self._no_tokens()
+        if not _are_there(self.kv):
+            self.kv = None  # The memory is needed.
+            self.kv = self._new_kv()
 
     def inputs(
         self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
@@ -131,6 +139,18 @@ class Stage:
             return now
         time.sleep(end - now)
         return end
+
+
+def _are_there(pages: Any) -> bool:
+    """Tell whether arrays can be used: neither given away nor of a program that has failed."""
+    if pages is None:
+        return False
+    try:
+        for array in jax.tree.leaves(pages):
+            array.block_until_ready()
+    except Exception:
+        return False
+    return True
 
 
 def put_whole(x: jax.Array, plan: StagePlan) -> jax.Array:

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import jax
@@ -16,6 +16,7 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.stages import head_pages
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.layout_checks import check_rules
 from jaxinfer.models.layouts import DEFAULT_AXIS, ways
 from jaxinfer.models.sharding import shard
 from jaxinfer.models.stage import Layers, make_model
@@ -290,21 +291,23 @@ def as_state(leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
 
 
 def _path(name: str) -> tuple[str | int, ...]:
-    return tuple(int(part) if part.isdigit() else part for part in name.split("."))
+    return tuple(int(part) if part.isdecimal() else part for part in name.split("."))
 
 
 def _parameters(
     config: ModelConfig, layers: Layers, dtype: jnp.dtype, mesh: Mesh, layout: str
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
     graphdef, abstract = _abstract_model(config, layers)
+    one = replace(config, num_hidden_layers=1, windows=config.windows[:1])
     parameters = {}
-    for path, array in abstract.items():
-        kind = dtype_of(path, array.ndim, config, dtype)
-        try:
+    try:
+        check_rules(config.layout, list(parameter_shapes(one)), config.num_hidden_layers)
+        for path, array in abstract.items():
+            kind = dtype_of(path, array.ndim, config, dtype)
             sharding = shard(path, array.shape, mesh, config.layout)
-        except JaxinferError as error:
-            raise JaxinferError(f"layout {layout}: {error}") from None
-        parameters[path] = jax.ShapeDtypeStruct(array.shape, kind, sharding=sharding)
+            parameters[path] = jax.ShapeDtypeStruct(array.shape, kind, sharding=sharding)
+    except JaxinferError as error:
+        raise JaxinferError(f"layout {layout}: {error}") from None
     return graphdef, parameters
 
 

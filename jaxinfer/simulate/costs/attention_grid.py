@@ -70,6 +70,11 @@ class AttentionGrid:
         lengths = [len(axis) for axis in self._axes]
         self._strides = [math.prod(lengths[i + 1 :]) for i in range(len(lengths))]
 
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """The last points of all axes."""
+        return tuple(axis[-1] for axis in self._axes)
+
     def _base(self, at: Sequence[float]) -> float:
         return _base(at, self._key_of, self._weights)
 

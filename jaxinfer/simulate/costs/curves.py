@@ -31,7 +31,7 @@ from jaxinfer.config.step_costs import CurveCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, along
 
 # By decode's kind, the columns that say where its points are.
 _AXES = {"by_tokens": ("tokens",), "by_batch_and_context": ("batch", "context")}
@@ -47,6 +47,7 @@ class CurveStage:
 
     Attributes:
         read: what the file had, as JSON values.
+        measured: how far its points go, by what a step holds.
 
     Raises:
         JaxinferError: the file cannot be read, or has no points of a phase.
@@ -77,6 +78,10 @@ class CurveStage:
                 for axis, values in zip(axes, zip(*decodes, strict=True), strict=True)
             },
         }
+        ends = [max(values) for values in zip(*decodes, strict=True)]
+        prompt = "tokens" if self._factor else "prompt tokens"
+        self.measured = {prompt: self._prompt.x[-1]}
+        self.measured |= dict(zip(("decodes", "entries per decode"), ends, strict=False))
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
@@ -130,10 +135,10 @@ class BatchCurves:
         i, j = self._batches.ends(rows)
         context = entries / rows
         found = self._level(i, context)
-        if i != j:
-            a, b = self._batches.x[i], self._batches.x[j]
-            found += (self._level(j, context) - found) * (rows - a) / (b - a)
-        return max(found, 0.0)
+        if i == j:
+            return max(found, 0.0)
+        a, b = self._batches.x[i], self._batches.x[j]
+        return along(rows, a, b, found, self._level(j, context))
 
     def _level(self, number: int, context: float) -> float:
         curve, more = self._levels[number]

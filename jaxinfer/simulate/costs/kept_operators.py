@@ -8,13 +8,13 @@ import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxinfer.made_from import digest_of
+from jaxinfer.made_from import code_version
 from jaxinfer.simulate.costs.attention_grid import GridValues
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from jaxinfer.simulate.costs.tables import AttentionTable, OperatorTables
@@ -58,7 +58,7 @@ def _tables(found: OperatorPoints, grids: Mapping[str, GridValues]) -> Published
 
 
 def _key(wanted: Wanted) -> str:
-    """A digest of what is wanted, of all files that it may be read from, and of our conversion."""
+    """A digest of what is wanted, of all files that it may be read from, and of our code."""
     model = wanted.model.model_dump()
     asked = {name: str(value) for name, value in vars(wanted).items() if name != "model"}
     digests = {
@@ -66,13 +66,8 @@ def _key(wanted: Wanted) -> str:
         for path in sorted(wanted.folder.rglob("*"))
         if path.suffix == ".yaml" or (path.stem in FAMILIES and wanted.backend in path.parts)
     }
-    text = json.dumps([_code(), asked, model, digests], sort_keys=True)
+    text = json.dumps([code_version(), asked, model, digests], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@cache
-def _code() -> str:
-    return digest_of(Path(__file__).parents[1])
 
 
 @lru_cache(maxsize=1024)

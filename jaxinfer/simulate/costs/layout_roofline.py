@@ -5,7 +5,8 @@ from typing import Self
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import TABLE_SIZE, StagePart
 from jaxinfer.serving.batch import Work
-from jaxinfer.sharding.costs import LayoutCosts, Seconds, stated_links
+from jaxinfer.sharding.costs import LayoutCosts, Seconds
+from jaxinfer.sharding.links import stated_links
 
 
 class LayoutStage:
@@ -37,7 +38,7 @@ class LayoutStage:
             stated_links(part.gpu, part.flow.mesh),
             costs.flops,
             costs.bandwidth,
-            weight_size=part.weight_size,
+            weight_size=part.mean_weight_size,
             kv_size=part.kv_size,
             table_size=TABLE_SIZE,
         )

@@ -22,6 +22,8 @@ from jaxinfer.steps.times import Part, work_of_parts
 
 # A kind of steps that is further off than this, in the median, is named.
 TOLERANCE = 0.05
+# What no measured time depends on.
+_OF_NO_TIME = {"stored_bits", "wide_layers", "max_position_embeddings"}
 _PADDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -59,7 +61,7 @@ def write_meta(
         facts: what else decides the times, for whoever reads the file.
     """
     first = degrees[0]
-    sizes = first.model.model_dump(exclude={"num_hidden_layers", "gated"})
+    sizes = first.model.model_dump(exclude={"num_hidden_layers", "gated", *_OF_NO_TIME})
     sizes["head_dim"] = first.model.head_size
     engine = {
         "row_buckets": first.limits.row_buckets,
@@ -95,7 +97,7 @@ def write_run_file(folder: Path, name: str, device: str, gpu: Gpu | None, degree
     costs = {"tables": str(folder), "step_s": step_s, "sequence_s": sequence_s}
     data: dict[str, Any] = {
         "model": own,
-        "models": {own: degree.model.model_dump()},
+        "models": {own: degree.model.model_dump(exclude=_OF_NO_TIME)},
         "engine": dict(degree.options),
         "groups": {"measured": {"kind": device, "devices": degree.devices}},
         "instances": {"engine": {"group": "measured"}},

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 class PiecewiseLinear:
     """A function of one number through measured points, linear between them; never below 0.
 
-    Below its points, along the first two; above, along the last and the first that is half as far.
+    Below its points, along the first two; above, along the last and the first that is half as far,
+    but where that falls, as at the last: more work takes no less time.
     """
 
     def __init__(self, points: Mapping[float, float]) -> None:
@@ -28,8 +29,14 @@ class PiecewiseLinear:
         i, j = self.ends(x)
         if i == j:
             return self._y[i]
-        a, b, fa, fb = self.x[i], self.x[j], self._y[i], self._y[j]
-        return max(fa + (fb - fa) * (x - a) / (b - a), 0.0)
+        return along(x, self.x[i], self.x[j], self._y[i], self._y[j])
+
+
+def along(x: float, a: float, b: float, fa: float, fb: float) -> float:
+    """The value at x on the line through ``(a, fa)`` and ``(b, fb)``; above b it does not fall."""
+    if x > b and fb < fa:
+        return max(fb, 0.0)
+    return max(fa + (fb - fa) * (x - a) / (b - a), 0.0)
 
 
 def add_up(curves: Iterable[tuple[PiecewiseLinear, int]]) -> PiecewiseLinear:

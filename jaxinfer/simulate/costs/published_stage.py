@@ -16,6 +16,11 @@ def published_stage(tables: PublishedTables, part: StagePart, costs: SimulateOpt
     Raises:
         JaxinferError: the folder has no such engine or version, or lacks what the model needs.
     """
+    if part.mean_weight_size not in (1, 2):
+        raise JaxinferError(
+            f"{tables.folder}: has times of layers in one format: some of the model's keep 16 bits "
+            f"beside {part.model.stored_bits}"
+        )
     fp8 = "fp8_block" if tables.fp8 == "block" else "fp8"
     if not data_path(tables.folder).is_dir():
         raise JaxinferError(f"{tables.folder}: no such folder")

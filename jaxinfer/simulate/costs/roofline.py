@@ -38,7 +38,8 @@ class RooflineStage:
     Args:
         layers: how many; ``last``: with the head.
         itemsize: bytes of a number of hidden states and of the head; ``weight_size`` and
-            ``kv_size``, of a layer's weight and of a KV entry's, are by default the same.
+            ``kv_size``, of a layer's weight (but see ``ModelShape.weight_size``) and of a KV
+            entry's, are by default the same.
         link_gb_s: of the all-reduces, each way; ``all_reduce_s``: seconds of each besides.
     """
 
@@ -63,23 +64,24 @@ class RooflineStage:
         D, H = model.hidden_size, model.head_size
         N, K, F = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
 
-        def product(parameters: int, numbers: int, size: int | None = weight_size) -> _Product:
+        def product(parameters: int, numbers: int, *kinds: str) -> _Product:
             """A matrix product: seconds per token by FLOPs; of the weights, per token by bytes."""
+            size = model.weight_size(weight_size or itemsize, kinds) if kinds else itemsize
             return (
                 2 * parameters * self._per_flop,
-                parameters * (size or itemsize) * self._per_byte,
+                parameters * size * self._per_byte,
                 numbers * itemsize * self._per_byte,
             )
 
         ups = 1 + model.gated
-        self._products = [product(D * (N + 2 * K) * H, D + (N + 2 * K) * H)]
-        self._products.append(product(N * H * D, N * H + D))
-        mlp = [product(ups * D * F, D + ups * F), product(F * D, F + D)]
+        self._products = [product(D * (N + 2 * K) * H, D + (N + 2 * K) * H, "q", "k", "v")]
+        self._products.append(product(N * H * D, N * H + D, "o"))
+        mlp = [product(ups * D * F, D + ups * F, "gate", "up"), product(F * D, F + D, "down")]
         self._model, self._expert = model, mlp if model.num_experts else []
         if not model.num_experts:
             self._products += mlp
         V = model.vocab_size
-        self._head = product(D * V, D + V, itemsize) if last else None
+        self._head = product(D * V, D + V) if last else None
         self._kv_bytes = model.kv_bytes(1, kv_size or itemsize)
         self._attention_flops = 4 * N * H
         # Two all-reduces of the hidden states in each layer, as rings.

@@ -99,7 +99,7 @@ def check_meta(folder: Path, model: ModelShape, kind: str, devices: int) -> dict
 
 
 def _degrees(folder: Path) -> list[int]:
-    return sorted(int(path.name[2:]) for path in folder.glob("tp*") if path.name[2:].isdigit())
+    return sorted(int(path.name[2:]) for path in folder.glob("tp*") if path.name[2:].isdecimal())
 
 
 def find_degree(folder: Path, devices: int) -> Path:

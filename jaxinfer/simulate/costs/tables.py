@@ -70,6 +70,12 @@ class AttentionTable:
         self._both = self.grids.get("both")
         self._last: tuple[Work | None, float] = None, 0.0
 
+    @property
+    def measured(self) -> dict[str, float]:
+        """The ends of what was measured, by what a step holds."""
+        (prompt, *_), (_, _, rows, entries) = self._chunks.ends, self._decodes.ends
+        return {"prompt tokens": prompt, "decodes": rows, "entries per decode": entries}
+
     def _key(self, chunk: float, y: float) -> float:
         return y + self._own * chunk
 
@@ -235,6 +241,7 @@ class TableStage:
 
     Attributes:
         read: what the tables had, as JSON values.
+        measured: how far their points go, by what a step holds.
         joint: times that instances which share experts have together; None of one by itself.
         asks_spans: whether times depend on the spread of a step's contexts.
     """
@@ -275,6 +282,10 @@ class TableStage:
                 for kind, grid in self._attention.grids.items()
             },
             "not_read": list(found.not_read),
+        }
+        self.measured = {
+            "tokens": min(curve.x[-1] for curve in found.dense.values()),
+            **self._attention.measured,
         }
         if devices > 1 and "all_reduce" not in found.dense:
             self._collectives = rings(gpu, model, devices, itemsize, layers, first, last)

@@ -8,6 +8,12 @@ import numpy as np
 
 from jaxinfer.errors import JaxinferError, one_line
 
+# The run file's options that say which rows of a table are read.
+_CHOSEN_BY = {
+    "gemm_dtype": "weight_dtype",
+    "moe_dtype": "weight_dtype",
+    "kv_cache_dtype": "kv_cache_dtype",
+}
 # An operator that takes longer than this many milliseconds was not given in milliseconds.
 _LONGEST_MS = 60_000.0
 
@@ -46,7 +52,8 @@ def read_measured(
         left = kept & (table[name] == value)
         if not left.any():
             there = ", ".join(sorted({str(each) for each in table[name][kept].tolist()}))
-            raise JaxinferError(f"{path}: nothing with {name} {value}; there is {there}")
+            by = f" (by {_CHOSEN_BY[name]})" if name in _CHOSEN_BY else ""
+            raise JaxinferError(f"{path}: no rows with {name} {value}{by}; there are {there}")
         kept = left
     columns = [table[name][kept].astype(float) for name in axes]
     ms = table["latency"][kept].astype(float)
@@ -65,8 +72,7 @@ def _parquet(path: Path) -> Mapping[str, np.ndarray]:
         from pyarrow import parquet
     except ImportError:
         raise JaxinferError(
-            f"{path}: Parquet takes pyarrow, which is not installed: pip install "
-            "'jaxinfer[parquet]'"
+            f"{path}: Parquet takes pyarrow, which is not installed: pip install 'pyarrow>=17'"
         ) from None
     try:
         table = parquet.read_table(path)

@@ -66,11 +66,16 @@ def block_times(
 
 
 def _of_rows(curve: Curve, rows: float) -> float:
-    """Milliseconds of so many rows; beyond the most, along those and the first half as many."""
+    """Milliseconds of so many rows; beyond the most, along those and the first half as many.
+
+    There they never fall.
+    """
     m = sorted(curve)
     if rows <= m[-1]:
         return float(np.interp(rows, m, [curve[each] for each in m]))
     half = next(each for each in m if 2 * each >= m[-1])
+    if curve[m[-1]] < curve[half]:
+        return curve[m[-1]]
     return curve[half] + (curve[m[-1]] - curve[half]) * (rows - half) / (m[-1] - half)
 
 

@@ -19,7 +19,7 @@ from scripts.reproduce.cronus.cases import (
     paper,
     throughput,
 )
-from scripts.reproduce.cronus.targets import PAPER_RATIOS
+from scripts.reproduce.cronus.targets import LATENCIES
 from scripts.reproduce.reproduction import Work
 from scripts.tables import Row
 
@@ -84,7 +84,7 @@ def draw_figure_4(points: Sequence[Row]) -> Figure:
     """Draw what the paper draws: TTFT above, TBT below, a column for each setup."""
     figure = Figure(figsize=(13, 6), layout="constrained")
     axes = figure.subplots(2, len(SETUPS), sharex=True)
-    for row, what in enumerate(PAPER_RATIOS):
+    for row, what in enumerate(LATENCIES):
         for column, setup in enumerate(SETUPS):
             ax = axes[row][column]
             for colour, approach in zip(COLOURS, APPROACHES, strict=False):

@@ -9,7 +9,7 @@ import yaml
 from jaxinfer.papers.hetis.planner import HetisOptions, HetisPlanner
 from jaxinfer.papers.hetis.primaries import ShareRule, groupings, primaries
 from jaxinfer.plan.problem import load_problem
-from scripts.reproduce.claims import holds
+from scripts.reproduce.claims import agrees, holds
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
@@ -32,9 +32,9 @@ def placements(inputs: Inputs) -> Part:
     return Part(rows, [
         holds("A100 and 3090 have layers, P100 none", "4, 4, 0", ", ".join(map(str, found)),
               found == [4, 4, 0], "equal"),
-        holds("the planner's candidates for 160 GPUs, 70B, in less than 15 s", "15 s",
-              f"{seconds:.2f} s of CPU, {count} groupings looked at", seconds < 15,
-              "less than 15 s"),
+        agrees("the planner's candidates for 160 GPUs, 70B (paper: less than 15 s)",
+               f"{seconds:.2f} s of CPU, {count} groupings looked at", seconds < 15,
+               "less than 15 s"),
     ])  # fmt: skip
 
 

@@ -181,15 +181,10 @@ def wrong_figures(inputs: Inputs) -> Part:
     }
     says = ", ".join(f"{100 * cost:.1f} % at {most} %" for most, cost in costs.items())
     worst = max(costs[10], costs[20])
-    claim = "coefficients that are 20 % off cost at most 6.9 % of the time per token (Fig. 16)"
-    return Part(
-        rows,
-        [
-            holds(
-                claim, "6.9 %, amount lost", says, worst <= 0.069, "at most 6.9 % at 10 and at 20 %"
-            )
-        ],
-    )
+    # The public text lacks by how much the paper's coefficients are off: 20 % is chosen here.
+    claim = "coefficients that are off cost at most 6.9 % of the time per token (Fig. 16)"
+    criterion = "at most 6.9 % at 10 and at 20 %, chosen here"
+    return Part(rows, [holds(claim, "6.9 %", says, worst <= 0.069, criterion, "calibrated")])
 
 
 def _with(attention: Mapping[str, Mapping[str, float]]) -> Row:

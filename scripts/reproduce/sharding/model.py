@@ -7,7 +7,8 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
 from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.serving.batch import Work
-from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Seconds, stated_links
+from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow, Seconds
+from jaxinfer.sharding.links import stated_links
 from jaxinfer.simulate.costs.layout_roofline import LayoutStage
 
 

@@ -1,27 +1,25 @@
 """Takeover, the system of ours, beside others and beside the bound. No paper has these figures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from scripts.reproduce.reproduction import CONVERSATIONS, Inputs, Part, Reproduction
-from scripts.reproduce.takeover import beside, cost, maps
+from scripts.reproduce.reproduction import Inputs, Part, Reproduction, Work
+from scripts.reproduce.takeover import beside, cost, lengths, loads, maps
 from scripts.reproduce.takeover.cases import OTHERS
 
-SEED, MORE = (0,), (1, 2)
+SEED = (0,)
 PAIRS = {"a100_a10": "A100+A10", "a100_a30": "A100+A30", "h100_l4": "H100+L4"}
 
 
 WIDE = {"a100_4_a10": "A100+4 A10", "four_kinds": "H100+A100+L40S+L4"}
 
 
-def _map(cluster: str, seeds: Sequence[int]) -> Callable[[Inputs], Part]:
-    said = cluster if seeds == SEED else f"{cluster}, seeds {', '.join(map(str, seeds))}"
-
+def _map(cluster: str) -> Callable[[Inputs], Part]:
     def made(inputs: Inputs) -> Part:
-        rows = maps.map_of(cluster, seeds, inputs.pool)
-        return Part(rows, maps.claims(said, rows))
+        rows = maps.map_of(cluster, SEED, inputs.pool)
+        return Part(rows, maps.claims(cluster, rows))
 
-    made.__doc__ = f"Shares of the bound on {said}."
+    made.__doc__ = f"Shares of the bound on {cluster}."
     return made
 
 
@@ -46,10 +44,33 @@ def parts(inputs: Inputs) -> Part:
     return Part(beside.parts(inputs.pool))
 
 
+def _traces(inputs: Inputs) -> dict[str, Work]:
+    return {file: inputs.work(file) for file in lengths.TRACES}
+
+
+def other_lengths(inputs: Inputs) -> Part:
+    """Shares of the bound for lognormal lengths and those of traces, on four pairs."""
+    traces = inputs.shared(_traces)
+    rows = [
+        row | {"cell": f"{cluster}, {row['cell']}"}
+        for cluster in lengths.SPREAD
+        for row in maps.map_of(cluster, SEED, inputs.pool, lengths.drawn(cluster, traces))
+    ]
+    return Part(
+        rows, maps.claims(f"lengths that are not uniform, {len(lengths.SPREAD)} pairs", rows)
+    )
+
+
 def latency(inputs: Inputs) -> Part:
-    """Latencies at 80 % of Cronus' rate."""
-    rows = beside.latencies(inputs.pool)
-    return Part(rows, beside.latency_claims(rows))
+    """Latencies at 80 % of Cronus' rate: even, random and bursty arrivals, uniform lengths."""
+    rows = loads.uniform(inputs.pool)
+    return Part(rows, loads.claims("A100+A10", rows))
+
+
+def latency_lengths(inputs: Inputs) -> Part:
+    """The same for lognormal lengths and those of traces, on two clusters."""
+    rows = loads.of_traces(inputs.shared(_traces), inputs.pool)
+    return Part(rows, loads.claims("lengths that are not uniform", rows))
 
 
 def decided(inputs: Inputs) -> Part:
@@ -67,17 +88,18 @@ def table_2(inputs: Inputs) -> Part:
 
 REPRODUCTION = Reproduction(
     paper="Takeover",
-    inputs={beside.TRACE: CONVERSATIONS},
+    inputs={file: what for file, (_, what) in lengths.TRACES.items()},
     parts={
-        **{part: _map(cluster, SEED) for part, cluster in (PAIRS | WIDE).items()},
-        **{f"{part}_seeds": _map(cluster, MORE) for part, cluster in (PAIRS | WIDE).items()},
+        **{part: _map(cluster) for part, cluster in (PAIRS | WIDE).items()},
         "others": others,
+        "lengths": other_lengths,
         "map": picture,
         "parts": parts,
         "latency": latency,
+        "latency_lengths": latency_lengths,
         "cost": decided,
         "table2": table_2,
     },
     timed=("cost",),
-    by_name=[*(f"{part}_seeds" for part in PAIRS | WIDE), "others"],
+    by_name=["others"],
 )

@@ -49,9 +49,11 @@ MODEL = "LLaMA3-8B"
 MODELS = {"A100+L40S": "llama-2-7b", "H100+A10": "qwen2-7b"}  # Llama 3 8B on the others.
 # By the variant's name: its run file, and what is changed in it.
 Variants = Mapping[str, tuple[str, tuple[str, ...]]]
-SAME, CHUNKS = "takeover's budgets", "1,024 tokens"
-# Who computes 256 tokens in the time for which it reads its weights. Steps of 512 suit others.
+SAME, CHUNKS = "takeover's narrow budgets", "1,024 tokens"
+# Who computes 256 tokens in the time for which it reads its weights. Steps of 512 suit others;
+# where there is ample room, takeover's are twice as wide.
 SMALL, LONGER = ("A10", "A10G", "A30"), "instances.low.max_num_batched_tokens=512"
+WIDER = "instances.low.max_num_batched_tokens=1024"
 # A system counts with the best of its variants.
 SYSTEMS: dict[str, Variants] = {
     "Cronus": {"relative fits": ("cronus/cronus", ("simulate.fit=relative",))},
@@ -169,19 +171,21 @@ def systems(cluster: str) -> Mapping[str, Variants]:
         return {
             **SYSTEMS,
             "DP": {**SYSTEMS["DP"], SAME: ("cronus/data_parallel", longer)},
-            OURS: {"": ("takeover/pair", longer)},
+            OURS: {"": ("takeover/pair", (WIDER,) if longer else ())},
         }
     if len(_counted(cluster)) == 2:
         found = _two_kinds(cluster)
         return {"Cronus": SYSTEMS["Cronus"], **found} if is_pair(cluster) else found
     file, names = "takeover/four_kinds", ["h100", "a100", "l40s", "l4"]
     weights = dict(zip(names, (6, 3, 2, 1), strict=True))
+    narrow = [f"instances.{name}.max_num_batched_tokens=512" for name in names]
     return {
-        "DP": _parallel(file, (), weights, names),
+        "DP": _parallel(file, narrow, weights, names),
         "L-H": {
             f"prompts on {len(names) - count}": (
                 file,
                 (
+                    *narrow[:count],
                     *(f"instances.{name}.max_num_batched_tokens=8192" for name in names[count:]),
                     *(f"instances.{name}.max_num_seqs=1" for name in names[count:]),
                     _split(names[count:], names[:count]),
@@ -212,7 +216,7 @@ def _two_kinds(cluster: str) -> Mapping[str, Variants]:
 
     settings, (strong, weak) = instances("high", "low")
     split, (decode, prefill) = instances("decode", "prefill")
-    ours = (*settings, *([] if low in SMALL else [LONGER]))
+    ours, wider = ((*settings, *([] if low in SMALL else [more])) for more in (LONGER, WIDER))
     flops = read_yaml(CONFIGS / "gpus.yaml")
     ratio = flops[KINDS.get(high, high)]["bf16_tflops"] / flops[KINDS.get(low, low)]["bf16_tflops"]
     turns = max(round(ratio), 1) if cluster in OTHERS else 3
@@ -220,7 +224,7 @@ def _two_kinds(cluster: str) -> Mapping[str, Variants]:
     return {
         "DP": _parallel("cronus/data_parallel", ours, weights, sizes),
         "L-H": {"": ("cronus/disaggregated_low_high", (*split, _split(prefill, decode)))},
-        OURS: {"": ("takeover/pair", ours)},
+        OURS: {"": ("takeover/pair", wider)},
     }
 
 

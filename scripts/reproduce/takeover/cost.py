@@ -68,7 +68,7 @@ def _measured(instances: int, each: int) -> Row:
     calls = []
     for _ in range(RUNS):
         Timed.spent = []
-        _seconds(_config("takeover/pair", instances, f"system={Timed.__module__}:Timed"), work)
+        _seconds(_config("takeover/pair", instances, f"system.name={Timed.__module__}:Timed"), work)
         calls.append(Timed.spent)
     # The same run each time: its calls are the same ones.
     decided = sum(map(min, zip(*calls, strict=True)))

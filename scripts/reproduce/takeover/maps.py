@@ -25,11 +25,16 @@ from scripts.tables import Row
 Best = tuple[float, float]
 
 
-def map_of(cluster: str, seeds: Sequence[int], pool: ProcessPoolExecutor) -> list[Row]:
+def map_of(
+    cluster: str,
+    seeds: Sequence[int],
+    pool: ProcessPoolExecutor,
+    wanted: Sequence[Cell] | None = None,
+) -> list[Row]:
     """A row for each cell and seed; a system counts with its best variant, by steady share."""
     asked = [
         (cell, seed, system, variant, Run(cell, file, changes, seed))
-        for cell in cells(cluster)
+        for cell in (cells(cluster) if wanted is None else wanted)
         for seed in seeds
         for system, variants in systems(cluster).items()
         for variant, (file, changes) in variants.items()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from scripts.reproduce.claims import by_share, holds
+from scripts.reproduce.claims import agrees, by_share, holds
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.reproduce.vidur_search.runs import ARXIV, BWB, CHAT, ENGINES, Searches, made
 from scripts.reproduce.vidur_search.tables import GPUS
@@ -105,9 +105,9 @@ def chat(inputs: Inputs) -> Part:
     tp2 = max(row["value"] for row in near if row["tp"] == 2)
     given_up = [row for row in rows if row["gpu"] == A100 and not row["refused"]]
     return Part(table, [
-        holds("450 configurations of LLaMA2-70B on Chat-1M: minutes", "60 on 96 cores",
-              f"{seconds / 60:.1f} on {jobs} cores", len(rows) == 450 and seconds <= 600,
-              "at most 10"),
+        agrees("450 configurations of LLaMA2-70B on Chat-1M: minutes (paper: 60 on 96 cores)",
+               f"{seconds / 60:.1f} on {jobs} cores", len(rows) == 450 and seconds <= 600,
+               "at most 10"),
         holds("the paper's best is among our best three", label(PAPER),
               f"{len(better)} of batch 256 are better", len(better) < 3, "fewer than 3 are better"),
         holds("best: H100, TP2, PP2", label(PAPER), label(best[0]), all(shape), "equal"),

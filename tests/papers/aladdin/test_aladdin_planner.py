@@ -18,7 +18,7 @@ from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner, Size
 from jaxinfer.papers.aladdin.sizing import MeanRequest, WorkerCount, fit_workers, most_tokens
 from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.planners.any_system import read_part
+from jaxinfer.plan.file_parts import read_file, without_requests
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.serving.step_fit import DecodeFit
 from jaxinfer.simulate.run import prepare
@@ -60,7 +60,7 @@ def planned(planner: AladdinPlanner, search: DrivenSearch) -> Candidate:
 def sizes_of(file: str, search: DrivenSearch, *names: str) -> list[Size]:
     """Eq. 6's choice is looked for among these."""
     options = {"sizes": {name: {} for name in names or SIZES}, "size": "all"}
-    base = read_part(file)
+    base = without_requests(read_file(file), {"model": "x"})
     return planner(file, **options)._sizes(search.problem, search, base, {"w": "g"})
 
 

@@ -344,3 +344,13 @@ def test_what_it_refuses(
         plan(asked(tmp_path, PLANNER | planner, **run))
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+def test_requests_by_gpus_are_refused(tmp_path: Path) -> None:
+    """Its flows and bounds are of the whole workload."""
+    whole = asked(tmp_path)
+    goal = whole.goal.model_copy(update={"requests_per_gpu": 2})
+    with pytest.raises(
+        JaxinferError, match=r"goal\.requests_per_gpu: .* give run\.workload\.limit"
+    ):
+        plan(whole.model_copy(update={"goal": goal}))

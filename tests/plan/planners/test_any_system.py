@@ -10,7 +10,8 @@ from plan_cases import Carries, problem
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.plan.bound import bound_of
-from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions, read_part
+from jaxinfer.plan.file_parts import read_file, without_requests
+from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
 from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.run import prepare
 
@@ -79,7 +80,10 @@ def test_what_could_not_keep_up_is_left_out(
     small.write_text(yaml.safe_dump(one))
     base = problem({"maximise": "cluster", "at_once": 1})
     two, alone = (
-        bound_of(prepare(as_run_file(base.run_file(read_part(file))))[1], base.work).rate
+        bound_of(
+            prepare(as_run_file(base.run_file(without_requests(read_file(file), base.run))))[1],
+            base.work,
+        ).rate
         for file in files
     )
     assert two == pytest.approx(2 * alone)
@@ -89,6 +93,31 @@ def test_what_could_not_keep_up_is_left_out(
     assert AnySystem(options).plan(base, search).axes == {"file": "balanced"}
     scores = {str(c.axes["file"]): score for c, score in search.tried.values()}
     assert scores["split"].given_up == ("by its bound" if by_bound else "at this rate")
+
+
+def test_a_bound_is_of_the_requests_that_a_candidate_serves(tmp_path: Path) -> None:
+    """Of a trace that drifts: 60 short requests first, which y serves sooner, then long ones."""
+    rows = ["num_prefill_tokens,num_decode_tokens", *["100,2"] * 60, *["4000,2"] * 600]
+    (tmp_path / "work.csv").write_text("\n".join(rows))
+    files = {}
+    for name, step_s, token_s in (("x", 0.1, 1e-6), ("y", 0.001, 1e-4)):
+        costs = {"linear": {"step_s": step_s, "token_s": token_s}}
+        one = {"groups": {"g": {"kind": "A100-80G-SXM"}}, "instances": {"i": {"group": "g"}}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(one | {"simulate": costs}))
+        files[str(tmp_path / f"{name}.yaml")] = {}
+    goal = {"maximise": "cluster", "slo": "ttft=0.3", "requests_per_gpu": 60, "at_once": 1}
+    run = {"model": "llama-3-8b", "engine": {"max_model_len": 8192}}
+    asked = problem(goal, run=run | {"workload": {"trace": str(tmp_path / "work.csv")}})
+    chosen = []
+    for by_bound in (False, True):
+        search = DrivenSearch(asked)
+        planner = AnySystem(AnySystemOptions(files=files, by_bound=by_bound))
+        chosen.append(
+            (planner.plan(asked, search).axes, [s.rate for _, s in search.tried.values()])
+        )
+    assert chosen[0] == chosen[1]
+    assert chosen[0][0] == {"file": "y"}
+    assert len(asked.served(2)) == 120
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,39 @@ def test_the_choice_is_that_of_brute_force(count: int, goal: dict[str, object]) 
     assert simulated[0] < simulated[1]
 
 
+def test_closed_forms_are_of_the_requests_that_a_candidate_serves(tmp_path: Path) -> None:
+    """Of a trace that drifts, the rates are those of a trace that ends after these requests."""
+    head, rows = "num_prefill_tokens,num_decode_tokens\n", ["128,128\n"] * 300
+    options = {"prefill": {"kind": "A10", "most": 2}, "decode": {"kind": "A10", "most": 3}}
+    found = []
+    for name, lines in (("drifts", rows + ["3500,4\n"] * 1000), ("short", rows)):
+        (tmp_path / name).with_suffix(".csv").write_text(head + "".join(lines))
+        run = RUN | {"engine": {"max_model_len": 4096, "enable_prefix_caching": False}}
+        run |= {"workload": {"trace": str(tmp_path / f"{name}.csv")}}
+        goal = {"maximise": "gpu", "slo": "ttft=1.0,tpot=0.2", "requests_per_gpu": 60, "at_once": 1}
+        asked = problem(goal, {"name": "pd_ratio", **options}, run=run)
+        planner, search = PDRatio(PDRatioOptions.model_validate(options)), DrivenSearch(asked)
+        best = planner.plan(asked, search)
+        bounds = [planner.most(candidate) for candidate, _ in search.tried.values()]
+        found.append((best.axes, [c.axes for c, _ in search.tried.values()], bounds))
+    assert found[0] == found[1]
+    # 1P3D carries 11.3 per GPU, and 2P1D, which the long prompts need most, 4.6.
+    assert (found[0][0]["prefills"], found[0][0]["decodes"]) == (1, 3)
+
+
+def test_without_enough_requests_there_is_no_closed_form() -> None:
+    """The search says why it cannot be."""
+    options = PDRatioOptions.model_validate(SMALL)
+    lacks = asked(5, maximise="gpu", requests_per_gpu=2)
+    planner = PDRatio(options)
+    forms = {
+        (c.axes["prefills"], c.axes["decodes"]): (c.axes["closed_form"], planner.most(c))
+        for c in planner.candidates(lacks)
+    }
+    assert forms[2, 2] == (None, math.inf)
+    assert forms[1, 1][0]
+
+
 @pytest.mark.parametrize(
     ("slo", "outputs"),
     [

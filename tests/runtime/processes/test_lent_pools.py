@@ -99,12 +99,12 @@ def test_stages_go_on_without_what_is_lent_by_a_process_that_is_lost() -> None:
     with pytest.raises(ProcessLost, match=r"^killed$"):
         worker.launch(given, 0.0, posted.append)
     worker.go_on()
-    assert process.sent[-2:] == [BreakOff("x", [(0, 0)]), Forget("x", [(0, 0)])]
+    assert process.sent[-2:] == [BreakOff("x", [(0, 0)]), Forget("x", [(0, 0)], 0)]
     assert (worker.without, worker.lost_lenders, worker.processes) == ([1], [], [process, b])
     assert process.given_up == b.given_up == []  # type: ignore[attr-defined]
     worker.launch(given, 0.0, posted.append)
     first, again = (m for m in process.sent if isinstance(m, Launch))
-    assert again == first._replace(step=1)
+    assert again == first._replace(step=2)  # No number is used again.
     b.lost = lose(process, "killed")
     assert worker.lost_lenders == []
     assert process.given_up == ["instance x: killed"]

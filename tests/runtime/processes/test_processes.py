@@ -182,6 +182,29 @@ list(outputs)
 """
 
 
+NO_BACKEND = """
+import sys
+from jax._src import xla_bridge
+from jaxinfer import LLM
+llm = LLM.from_config(sys.argv[1], progress=False)
+llm.generate(["x"] * 3, progress=False, run_dir=sys.argv[2])
+print(xla_bridge.backends_are_initialized())
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_whose_groups_are_elsewhere_starts_no_backend(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """On GPUs it would take their memory from the processes that need it."""
+    load(models["two"], tmp_path, **SMALL.sections, system="least_loaded")
+    arguments = [str(tmp_path / "run.yaml"), str(tmp_path / "runs")]
+    ran = subprocess.run(
+        [sys.executable, "-c", NO_BACKEND, *arguments], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split()[-1] == "False"
+
+
 @pytest.mark.parametrize(
     "by",
     [

@@ -74,5 +74,5 @@ def test_a_worker_that_can_neither_do_nor_say_ends(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(worker, "_say", say)
     monkeypatch.setattr("os._exit", end)
     with pytest.raises(SystemExit):
-        worker._attempt(Forget("x", []))
+        worker._attempt(Forget("x", [], 0))
     assert ends == [1]

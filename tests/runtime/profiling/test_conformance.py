@@ -52,8 +52,9 @@ def test_values_of_one_s_own() -> None:
     ("text", "message"),
     [
         ("page_sise=8", "no setting 'page_sise': did you mean 'page_size'?"),
-        ("page_size=", "must be page_size=A,B,... with an integer each"),
-        ("page_size=x", "must be page_size=A,B,... with an integer each"),
+        ("page_size=", "must be page_size=A,B,... with an integer from 1 on each"),
+        ("page_size=x", "must be page_size=A,B,... with an integer from 1 on each"),
+        ("page_size=0", "must be page_size=A,B,... with an integer from 1 on each"),
         ("dtype=16", "must be dtype=A,B,... with a name each"),
     ],
 )
@@ -184,6 +185,18 @@ def test_changes_are_shares_of_the_entries() -> None:
     assert shares["bound"] == pytest.approx(0.2)
     assert shares["beyond"] == pytest.approx(0.05)
     assert shares["rms_change"] == pytest.approx(np.sqrt((0.25 + 1) / (16 + 4 + 4)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("end", ["sent", "found"])
+def test_what_is_no_number_is_beyond_every_bound(value: float, end: str) -> None:
+    both = {name: np.ones((1, 2, 3, 1, 4), np.float32) for name in ("sent", "found")}
+    both[end][0, 1, 2, 0, 3] = value
+    with np.errstate(invalid="ignore"):
+        allowed = allowed_change(both["sent"], np.dtype("float32"), np.dtype("float32"), 8)
+    assert compare_entries(both["sent"], both["found"], allowed)["beyond"] > 0
+    zeros = np.zeros_like(both["sent"])
+    assert compare_entries(zeros, zeros, zeros)["beyond"] == 0
 
 
 SIDES = {

@@ -307,15 +307,23 @@ def test_min_p_is_of_the_whole_distribution() -> None:
 
 
 def test_extreme_logits_are_told_apart() -> None:
-    """The bisection takes all 32 bits: neighbouring floats, and both signs."""
+    """The bisection takes all 32 bits: neighbouring floats, both signs, and equal zeros."""
     one = np.nextafter(np.float32(1), np.float32(2))
     logits = np.array([[1, one, -1, -one], [3e38, -3e38, 0, -0.0], [1, 1, 1, 1]], np.float32)
     kept = np.isfinite(jax.jit(keep_top_k)(logits, np.array([1, 2, 2], np.int32)))
     assert kept.tolist() == [
         [False, True, False, False],
-        [True, False, True, False],
+        [True, False, True, True],
         [True, True, True, True],
     ]
+
+
+def test_zeros_of_either_sign_are_equals() -> None:
+    logits = np.array([[0, -0.0, -1, -2], [-0.0, 0, -1, -2]], np.float32)
+    kept = np.isfinite(jax.jit(keep_top_k)(logits, np.array([1, 1], np.int32)))
+    assert kept.tolist() == [[True, True, False, False]] * 2
+    kept = np.isfinite(top_p_of(logits, np.array([0.3, 0.3], np.float32)))
+    assert kept.tolist() == [[True, True, False, False]] * 2
 
 
 @examples(40)

@@ -20,6 +20,7 @@ from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage import cluster_plan, kv_cache
 from jaxinfer.runtime.stage import stage_plan as plans
+from jaxinfer.runtime.stage.devices import open_groups
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate, available_memory, memory_of
 from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
 
@@ -254,3 +255,8 @@ def test_pages(kernels: str, dtype: str, keys: tuple[int, ...]) -> None:
             assert scales == (None, None)
         for array in jax.tree.leaves(pages):
             assert not np.asarray(array, np.float32).any()
+
+
+def test_no_groups_open_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda *args: pytest.fail("JAX was asked for devices"))
+    assert open_groups({}) == {}

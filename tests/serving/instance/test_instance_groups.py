@@ -3,13 +3,14 @@
 from typing import Any
 
 import pytest
-from instance_cases import group, make, names, running
+from instance_cases import group, make, names, running, waiting
 from serving_checks import new_instance
 
-from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, Shard
+from jaxinfer.serving.system import Leg
 
 
 def counted(pages: int, **options: Any) -> Instance:
@@ -17,6 +18,11 @@ def counted(pages: int, **options: Any) -> Instance:
     kv = KVShards([Shard(CountedPages(pages + 1, 2))])
     opts = InstanceOptions(**({"watermark": 0.0, "max_in_flight": 1} | options))
     return new_instance("A", kv, opts, groups_decodes=True)
+
+
+def commit(instance: Instance, end: float) -> list[Row]:
+    """End the oldest step that has a group and nothing else, and return what rows it has."""
+    return instance.taking_part.commit_group(Batch("A", [], 0, 0, 0, grouped=1), end)
 
 
 def test_nobody_decodes_together_unless_asked_to() -> None:
@@ -36,7 +42,7 @@ def test_steps_in_flight_have_groups_of_their_own_unless_launched_ahead(ahead: b
     counts += [group(instance).grouped, group(instance).grouped]
     assert counts == ([2, 3, 3] if ahead else [2, 1, 0])
     for end in (1.0, 2.0):
-        assert instance.taking_part.commit_group(end) == ([], [])
+        assert commit(instance, end) == []
     assert group(instance).grouped == 3
     instance.taking_part.by_id()
     assert [len(r.output_token_ids) for r in (a, b, c)] == ([3, 3, 2] if ahead else [2, 2, 2])
@@ -130,12 +136,30 @@ def test_those_who_end_together_end_in_the_order_of_admission() -> None:
     first = instance.next_batch()
     assert first
     assert first.grouped == 2
-    instance.taking_part.commit_group(1.0)
+    commit(instance, 1.0)
     instance.in_flight = 0
     requests[0].paused = False
     assert group(instance).grouped == 3
-    ended, left = instance.taking_part.commit_group(2.0)
-    assert (names(ended), left) == (["r2", "r0", "r1"], [])
+    assert names([row.request for row in commit(instance, 2.0)]) == ["r2", "r0", "r1"]
+
+
+def test_rows_of_a_step_are_in_the_order_of_admission_but_for_prompts() -> None:
+    """b and d decode in a group, a and e to where their legs end; c is a prompt, f comes in."""
+    instance = counted(99)
+    a = running(instance, "a")
+    b = running(instance, "b")
+    running(instance, "c", 9, 2, 0)
+    d, e = running(instance, "d"), running(instance, "e")
+    for request in (a, e):
+        request.legs = [Leg("A", 6), Leg("B")]
+    waiting(instance, "f", 1)
+    batch = instance.next_batch()
+    assert batch
+    assert (batch.grouped, names([row.request for row in batch.rows])) == (2, ["a", "e", "c", "f"])
+    for request in (d, b):
+        instance.taking_part.leave_group(request)
+    rows = instance.taking_part.commit_group(batch, 1.0)
+    assert names([row.request for row in rows]) == ["a", "b", "d", "e", "c", "f"]
 
 
 def test_who_leaves_the_group_keeps_its_place() -> None:
@@ -159,7 +183,7 @@ def test_of_groups_that_are_back_the_largest_goes_on() -> None:
         running(instance, name)
     assert group(instance).grouped == 2
     for end in (1.0, 2.0):
-        instance.taking_part.commit_group(end)
+        commit(instance, end)
     ready = instance.taking_part.ready_group()
     assert ready
     assert (len(ready), first in ready) == (2, False)
@@ -176,7 +200,7 @@ def test_entries_of_who_has_joined_a_group_are_counted_at_once() -> None:
     assert instance.kv_entries == 2 + 4 + 4
     assert group(instance).grouped == 2
     assert instance.kv_entries == 2 + 4 + 4
-    instance.taking_part.commit_group(1.0)
+    commit(instance, 1.0)
     assert instance.kv_entries == 2 + 5 + 5
 
 
@@ -186,5 +210,5 @@ def test_steps_of_several_groups_end_in_the_order_of_their_launch() -> None:
         running(instance, name)
         assert group(instance).grouped == 1
     for end, times in ((1.0, [[1.0], []]), (2.0, [[1.0], [2.0]])):
-        instance.taking_part.commit_group(end)
+        commit(instance, end)
         assert [r.metrics.token_times for r in instance.running.values()] == times

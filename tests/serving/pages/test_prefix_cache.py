@@ -129,6 +129,32 @@ def test_pages_by_themselves() -> None:
     assert (cache.match([b"c"]), len(cache.match([b"a"])), len(cache.match([b"b"]))) == ([], 1, 1)
 
 
+def test_forgotten_pages_are_free_once_no_request_has_them() -> None:
+    kv = make_kv(9, PAGE, caching=True)
+    first, second = kv.reserve(12), kv.reserve(4)
+    assert kv.cache
+    assert first
+    assert second
+    first.keep([b"a", b"b", b"c"])
+    second.keep([b"d"])
+    second.release()
+    kv.cache.forget([b"b", b"d", b"unknown"])
+    assert (kv.num_free, kv.shards[0].pool.num_idle) == (6, 0)
+    assert [page.digest for page in kv.cache.match([b"a", b"b", b"c"])] == [b"a"]
+    again = kv.reserve(8)
+    assert again
+    again.keep([b"d", b"b"])  # Others take their place.
+    first.release()
+    assert (kv.num_free, kv.shards[0].pool.num_idle) == (7, 2)
+    again.release()
+    assert (kv.num_free, kv.shards[0].pool.num_idle) == (9, 4)
+    assert [page.pages for page in kv.cache.match([b"d", b"b"])] == [
+        page.pages for page in again.cached.values()
+    ]
+    pages = [kv.reserve(4) for _ in range(9)]  # Each page of the pool is there, and once.
+    assert len({hold.tables[0][0][0] for hold in pages if hold}) == 9
+
+
 def test_pages_known_already_stay_those_of_the_first() -> None:
     kv = make_kv(9, PAGE, caching=True)
     first, second = kv.reserve(8), kv.reserve(8)

@@ -12,9 +12,13 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
+from jaxinfer.report.table import beyond_measured
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs.curves import BatchCurves, CurveCosts, CurveStage
+from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
+from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.bench_request import BenchRequest
 
 HEAD = "phase,tokens,batch,context,seconds"
 # Splitwise's perf_model.csv, BLOOM-176B on eight A100, medians in milliseconds, to three digits: a
@@ -152,6 +156,60 @@ def test_a_steep_rise_does_not_go_below_zero() -> None:
     curves = BatchCurves({(10, 100): 1.0, (10, 200): 1.5, (20, 100): 3.0, (20, 200): 3.5})
     assert curves(6, 600) == pytest.approx(0.2)
     assert curves(1, 100) == 0
+
+
+points = st.dictionaries(
+    st.tuples(st.integers(1, 64), st.integers(1, 2000)), st.floats(1e-6, 1.0), min_size=2
+)
+
+
+@given(points, st.integers(1, 10_000), st.integers(1, 10_000))
+def test_beyond_the_last_point_more_work_takes_no_less(
+    points: dict[tuple[float, float], float], rows: int, context: int
+) -> None:
+    """However noisy the points are."""
+    line = PiecewiseLinear({batch: seconds for (batch, _), seconds in points.items()})
+    last = line.x[-1]
+    assert line(last + rows + 1) >= line(last + rows) >= line(last) - 1e-9
+    try:
+        curves = BatchCurves(points)
+    except JaxinferError:
+        return  # No batch has several contexts.
+    most = max(batch for batch, _ in points)
+    assert curves(most + rows, (most + rows) * context) >= curves(most, most * context) * (1 - 1e-9)
+
+
+def test_decodes_that_are_flat_but_for_noise_stay_so(tmp_path: Path) -> None:
+    """A curve of memory-bound decodes that fell by 0.7 % was at 0 from 1,160 rows on."""
+    lines = ("prompt,128,,,0.02", "prompt,1024,,,0.1")
+    lines += tuple(f"decode,{x},,,{y}" for x, y in ((1, 0.01), (8, 0.01005), (16, 0.00998)))
+    found = stage(write(tmp_path / "x.csv", *lines), decode="by_tokens")
+    for rows in (16, 256, 1160, 100_000):
+        assert found.seconds(decodes(rows, rows)) == pytest.approx(0.00998)
+
+
+def test_a_run_says_how_far_beyond_the_points_it_went(tmp_path: Path) -> None:
+    lines = ("prompt,128,,,0.02", "prompt,1024,,,0.1", "decode,1,,,0.01", "decode,16,,,0.012")
+    file = write(tmp_path / "x.csv", *lines)
+    config = as_run_file(
+        {
+            "model": "llama-3-8b",
+            "engine": {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "max_model_len": 2048},
+            "groups": {"g": {"kind": "A100-80G-SXM"}},
+            "instances": {"i": {"group": "g"}},
+            "simulate": {"curves": {"file": file, "decode": "by_tokens"}},
+        }
+    )
+    far = simulate(config, [BenchRequest(None, 100, 5, 0.0)] * 40)
+    # 20 prompts of 100 tokens in the first step, then 20 decodes beside the others.
+    assert far.beyond == {"i": {"prompt tokens": (2048, 1024), "decodes": (40, 16)}}
+    assert beyond_measured(far.beyond) == (
+        "warning: steps went beyond what was measured, their times are extrapolated: "
+        "i's to 2,048 prompt tokens, measured up to 1,024; i's to 40 decodes, measured up to 16"
+    )
+    near = simulate(config, [BenchRequest(None, 100, 5, 0.0)] * 8)
+    assert near.beyond == {}
+    assert beyond_measured(near.beyond) is None
 
 
 def test_by_batch_and_context_from_a_file(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def test_a_curve_is_linear_between_and_beyond_its_points() -> None:
     assert PiecewiseLinear({4: 2.0})(100) == 2.0
     # Beyond, along the line from half as far on: the noise of the last two points does not count.
     assert PiecewiseLinear({1: 10.0, 50: 500.0, 99: 970.0, 100: 1000.0})(200) == pytest.approx(2000)
-    # A time is never below 0.
-    assert PiecewiseLinear({1: 10.0, 2: 5.0})(4) == 0.0
+    # A time is never below 0, and beyond its points it does not fall.
+    assert PiecewiseLinear({1: 10.0, 2: 5.0})(4) == 5.0
     assert PiecewiseLinear({2: 5.0, 3: 10.0})(0.5) == 0.0
 
 

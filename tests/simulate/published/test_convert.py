@@ -173,7 +173,7 @@ def test_experts_are_one_operator_by_tokens(root: Path) -> None:
     assert dense["moe"] == pytest.approx({1: 1100, 8: 1800, 64: 7400})
     assert dense["router"][8] == pytest.approx(1e3 * gemm_ms("bfloat16", 8, 32, 512))
     assert not dense.keys() & {"gate_up_proj", "down_proj"}
-    with pytest.raises(JaxinferError, match=r"nothing with moe_tp_size 2; there is 1$"):
+    with pytest.raises(JaxinferError, match=r"no rows with moe_tp_size 2; there are 1$"):
         convert(wanted(root, model=model, devices=2))
     with pytest.raises(JaxinferError, match=r"^expert_parallel is 3, must divide 2 devices$"):
         convert(wanted(root, model=model, devices=2, expert_parallel=3))
@@ -245,5 +245,7 @@ def test_arrays_are_read_like_parquet(tmp_path: Path) -> None:
     by_arrays = convert(wanted(root, devices=2))
     assert by_arrays.dense == by_parquet.dense
     assert by_arrays.decodes == by_parquet.decodes
-    with pytest.raises(JaxinferError, match=r"gemm_perf\.npz: nothing with gemm_dtype fp4"):
+    with pytest.raises(
+        JaxinferError, match=r"gemm_perf\.npz: no rows with gemm_dtype fp4 \(by weight_dtype\)"
+    ):
         convert(wanted(root, products="fp4"))

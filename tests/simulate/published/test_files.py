@@ -29,9 +29,15 @@ def root(tmp_path: Path) -> Path:
         ({"backend": "vlm"}, r"attention: no context_attention_perf of vlm; there are tr"),
         ({"kind": "Z1"}, r"no card whose name begins like Z1; there are x9_sxm$"),
         ({"card": "x8"}, r"no card 'x8'; there are x9_sxm$"),
-        ({"products": "fp4"}, r"nothing with gemm_dtype fp4; there is bfloat16, fp8$"),
-        ({"kv": "int8"}, r"nothing with kv_cache_dtype int8; there is bfloat16, fp8$"),
-        ({"devices": 4}, r"nothing with num_heads 1; there is 2, 4$"),
+        (
+            {"products": "fp4"},
+            r"no rows with gemm_dtype fp4 \(by weight_dtype\); there are bfloat16, fp8$",
+        ),
+        (
+            {"kv": "int8"},
+            r"no rows with kv_cache_dtype int8 \(by kv_cache_dtype\); there are bfloat16, fp8$",
+        ),
+        ({"devices": 4}, r"no rows with num_heads 1; there are 2, 4$"),
     ],
 )
 def test_what_is_not_there_is_named_in_one_line(

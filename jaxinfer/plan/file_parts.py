@@ -1,0 +1,127 @@
+"""What run files beside each other say of model and workload, and what a plan or sweep file does.
+
+What the plan or sweep file says wins.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.config.run_file import SHORT
+from jaxinfer.errors import JaxinferError
+from jaxinfer.options.validation import OptionError, read_yaml
+
+# Of a workload, what says which requests there are, and of that, where they come from.
+REQUESTS = ("trace", "tokenizer", "synthetic", "only", "limit", "arrivals")
+SOURCES = ("trace", "synthetic")
+# Options by which a group of options is another one: the rest of the file's does not go with it.
+_DECIDES = {
+    "arrivals": ("kind",),
+    "synthetic": ("lengths", "input_len", "output_len"),
+}
+
+
+def read_file(file: str) -> dict[str, Any]:
+    """Read a run file's mapping.
+
+    Raises:
+        JaxinferError: it cannot be read, or is none.
+    """
+    data = read_yaml(Path(file))
+    if not isinstance(data, dict):
+        raise JaxinferError(f"{file}: must be a run file")
+    return data
+
+
+def with_workload(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """A run file's part, its model and workload as ``run`` has them, or else as it has itself.
+
+    Args:
+        run: what all have in common.
+    """
+    found = dict(data)
+    if run.get("model") is not None:
+        found["model"] = run["model"]
+    own, common = data.get("workload"), run.get("workload")
+    if isinstance(own, Mapping) and isinstance(common, Mapping):
+        found["workload"] = joined(own, common)
+    elif common is not None:
+        found["workload"] = common
+    return found
+
+
+def without_requests(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a plan's candidate: of the file's workload, what is told of its requests."""
+    found = {name: value for name, value in data.items() if name != "workload"}
+    if run.get("model") is not None:
+        found.pop("model", None)
+    own, common = data.get("workload"), run.get("workload")
+    common = common if isinstance(common, Mapping) else {}
+    if isinstance(own, Mapping):
+        told = {k: v for k, v in own.items() if k not in (*REQUESTS, *common, "input", "output")}
+        if told:
+            found["workload"] = told
+    return found
+
+
+def joined(own: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's workload with what all have in common, which wins.
+
+    A trace or lengths of the one leave out those of the other, and so do arrivals of another kind.
+    """
+    found = dict(own)
+    if any(common.get(name) is not None for name in SOURCES):
+        found = {name: value for name, value in own.items() if name not in SOURCES}
+        kept = own.get("synthetic")
+        if common.get("trace") is None and kept is not None:
+            found["synthetic"] = kept
+    for name, value in common.items():
+        mine, new = _as_mapping(name, found.get(name)), _as_mapping(name, value)
+        if isinstance(mine, Mapping) and isinstance(new, Mapping):
+            other = any(key in new and new[key] != mine.get(key) for key in _DECIDES.get(name, ()))
+            found[name] = new if other else {**mine, **new}
+        else:
+            found[name] = value
+    return found
+
+
+def common_of(
+    files: Iterable[str], run: Mapping[str, Any], with_times: bool
+) -> tuple[Any, Mapping[str, Any] | None]:
+    """The model and the workload that all files have, where ``run`` has none; None of each.
+
+    Args:
+        with_times: whether arrivals count.
+
+    Raises:
+        OptionError: files have other requests, or it cannot be read.
+    """
+    datas = {file: read_file(file) for file in files}
+    models = {str(data.get("model")): data.get("model") for data in datas.values()}
+    model = next(iter(models.values())) if len(models) == 1 else None
+    common = run.get("workload")
+    common = common if isinstance(common, Mapping) else {}
+    if any(common.get(name) is not None for name in SOURCES):
+        return model, None
+    asked: dict[str, dict[str, Any]] = {}
+    for file, data in datas.items():
+        own = data.get("workload")
+        both = joined(own if isinstance(own, Mapping) else {}, common)
+        counts = [name for name in REQUESTS if with_times or name != "arrivals"]
+        asked[file] = {n: _as_mapping(n, both[n]) for n in counts if both.get(n) is not None}
+    if not asked:
+        return model, None
+    first, *others = asked
+    for other in others:
+        for name in REQUESTS:
+            if asked[first].get(name) != asked[other].get(name):
+                raise OptionError(
+                    f"run.workload: {first} and {other} differ in workload.{name}, and all "
+                    "candidates serve the same requests: give run.workload a trace or synthetic"
+                )
+    return model, {**asked[first], **common} if asked[first] else None
+
+
+def _as_mapping(name: str, value: Any) -> Any:
+    short = SHORT.get(f"workload.{name}")
+    return {short: value} if short and isinstance(value, str) else value

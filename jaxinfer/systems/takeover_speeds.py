@@ -1,0 +1,46 @@
+"""Speeds of an instance, for the decisions of ``Takeover``."""
+
+from dataclasses import dataclass
+
+from jaxinfer.serving.step_fit import StepFit
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Seconds of an instance's work, by its fits.
+
+    Attributes:
+        token_s: of a prompt's token in a full step.
+        sequence_s, entry_s: of a decode, and of each KV entry that it sees, beside others.
+        step_s: of a step of decodes alone, whatever they are.
+        full_s: of a step with as many tokens as there may be, without its decodes' entries;
+            ``full_entry_s``: of each of these; ``prefix_s``: of each KV entry before a chunk.
+    """
+
+    token_s: float
+    sequence_s: float
+    entry_s: float
+    step_s: float
+    full_s: float
+    full_entry_s: float
+    prefix_s: float = 0.0
+
+    @classmethod
+    def of(cls, fit: StepFit, narrow: float = 1.0) -> "Speeds":
+        """Speeds by fits; a decode's by those of mixed steps, where it has none of its own.
+
+        A full step has the share ``narrow`` of the tokens of one that was profiled.
+        """
+        mixed, decode = fit.mixed, fit.decode
+        entry_s, full_s = max(mixed.per_decode_context, 0.0), max(mixed.constant, 1e-9)
+        own = (0.0, entry_s, full_s)
+        if decode:
+            own = decode.per_sequence, decode.per_context, decode.constant
+        sequence_s, seen_s, step_s = (max(each, 0.0) for each in own)
+        token_s = max(fit.prefill.per_token, 1e-12)
+        prefix_s = max(mixed.per_prefill_context, 0.0)
+        return cls(token_s, sequence_s, seen_s, step_s, narrow * full_s, entry_s, prefix_s)
+
+    def displaced(self, context: float) -> float:
+        """Prompt tokens that could be computed in place of a decode with so many KV entries."""
+        return 1 + (self.sequence_s + self.entry_s * context) / self.token_s

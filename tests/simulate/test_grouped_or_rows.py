@@ -1,0 +1,80 @@
+"""Decodes that are advanced together give what a row for each gives, in every system."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_runs import random_run
+
+from jaxinfer import JaxinferError
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.ledger.ledger_file import NAME, read_ledger
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import StepDone
+from jaxinfer.simulate.run import prepare, serve
+from jaxinfer.systems.registry import SYSTEMS
+from jaxinfer.workload.bench_request import BenchRequest
+
+
+def outcome(
+    data: dict[str, Any], work: Sequence[BenchRequest], folder: Path
+) -> tuple[dict[str, list[Any]], int]:
+    """Return what a run came to, in order, and how many of its decodes had no row."""
+    site, cluster, fits = prepare(as_run_file(data | {"ledger": True}))
+    requests: list[Any] = []
+    steps: list[Any] = []
+    grouped = 0
+
+    def on_request(request: RequestState, times: Sequence[float]) -> None:
+        metrics = request.metrics
+        scheduled = metrics.first_scheduled, metrics.num_preemptions, metrics.cut
+        requests.append((request.id, list(times), request.finish_reason, scheduled))
+
+    def on_step(step: StepDone) -> None:
+        nonlocal grouped
+        batch = step.batch
+        grouped += batch.grouped
+        there = batch.num_waiting, batch.num_running, batch.pages_in_use
+        steps.append((step.instance, step.start, step.end, batch.work, there))
+
+    error = None
+    try:
+        serve(site, cluster, fits, work, folder, on_request, on_step=on_step)
+    except JaxinferError as found:  # One that no pool holds, in both alike.
+        error = str(found)
+    (ledger,) = folder.rglob(NAME)
+    # Of a step, a ledger has the rows; all else is the same.
+    decided = [(k, v[:2] if k == "batch" else v) for k, v, _ in read_ledger(ledger)]
+    return {"requests": requests, "steps": steps, "decided": decided, "error": [error]}, grouped
+
+
+def compare(data: dict[str, Any], work: Sequence[BenchRequest], folder: Path, said: str) -> int:
+    """Run with decodes in groups and as rows; return how many decodes were in groups."""
+    one, grouped = outcome(data, work, folder / "groups")
+    with pytest.MonkeyPatch.context() as patch:
+        kind = type(prepare(as_run_file(data))[0].new_system())
+        patch.setattr(kind, "needs_decode_rows", True)
+        other, rows = outcome(data, work, folder / "rows")
+    assert rows == 0
+    for what in one:
+        assert one[what] == other[what], f"{said}: other {what}"
+    return grouped
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_some_runs_of_each_system(system: str, tmp_path: Path) -> None:
+    grouped = [
+        compare(*random_run(system, seed), tmp_path / str(seed), f"{system}, seed {seed}")
+        for seed in range(5)
+    ]
+    # KV heads in several places have rows.
+    assert (max(grouped) > 0) == (system != "hetis")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_many_runs_of_each_system(system: str, tmp_path: Path) -> None:
+    for seed in range(5, 5 + (200 if system == "takeover" else 40)):
+        said = f"{system}, seed {seed}"
+        compare(*random_run(system, seed), tmp_path / str(seed), said)
