@@ -47,6 +47,8 @@ PAIRS = 16
 # Rows up to which weights that are not multiplied in pairs are read where they lie, since packing
 # them would take longer; more of smaller weights, by ``TileSizes.in_place``.
 FEW = 3
+# Rows of float32 beyond which XLA's own products are quicker, without AVX-512.
+XLA_BEYOND = 64
 # Bytes beyond which a weight is read some rows at a time, over many columns: a page of memory for
 # each row is more than a processor keeps the addresses of, and rows that lie powers of two apart
 # share few sets of its caches. Rows or pairs that are packed and summed by themselves; rows that
@@ -309,12 +311,32 @@ def has_pairs(dtype: jnp.dtype) -> bool:
 def matmul(x_TD: jax.Array, *weight: jax.Array) -> jax.Array:
     """``x_TD @ weight_DF``, summed in float32; a weight of 8 bits is followed by its columns'
     scales. Rows are rounded to bfloat16 where the weight is, and may be so for 8 bits."""
+    if is_left_to_xla(len(x_TD), weight[0].dtype):
+        return _plain(x_TD, weight[0])
     return _product(x_TD, weight, 1)
 
 
 def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
     """``silu(x_TD @ gate_DF) * (x_TD @ up_DF)``, as ``matmul`` has its products."""
+    if is_left_to_xla(len(x_TD), weights[0].dtype):
+        gate_DF, up_DF = weights
+        return jax.nn.silu(_plain(x_TD, gate_DF)) * _plain(x_TD, up_DF)
     return _product(x_TD, weights, 2)
+
+
+def is_left_to_xla(rows: int, dtype: jnp.dtype, head: bool = False) -> bool:
+    """True where XLA's own product is the quicker one, as ``scripts/bench/products.py`` has it.
+
+    Without AVX-512, that is of float32: many rows, and the head of one row.
+    """
+    if dtype != jnp.float32 or has("avx512f"):
+        return False
+    return rows == 1 if head else rows > XLA_BEYOND
+
+
+def _plain(x_TD: jax.Array, weight_DF: jax.Array) -> jax.Array:
+    x_TD = x_TD.astype(weight_DF.dtype)
+    return jnp.einsum("td,df->tf", x_TD, weight_DF, preferred_element_type=jnp.float32)
 
 
 def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax.Array:
@@ -383,7 +405,7 @@ def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
     """
     (S, D), V, dtype = x_SD.shape, len(head_VD), head_VD.dtype
     x_SD, pairs = x_SD.astype(dtype), has_pairs(dtype)
-    if dtype == jnp.bfloat16 and not pairs:
+    if (dtype == jnp.bfloat16 and not pairs) or is_left_to_xla(S, dtype, head=True):
         return jnp.einsum("sd,vd->sv", x_SD, head_VD, preferred_element_type=jnp.float32)
     x_DS = jnp.pad(x_SD.T, ((0, D % 2 if pairs else 0), (0, -S % tiles().lanes)))
     if pairs:

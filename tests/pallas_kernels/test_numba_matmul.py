@@ -13,7 +13,7 @@ from jaxinfer.models import layers
 
 pytest.importorskip("numba")
 from jaxinfer.pallas_kernels import numba_matmul, numba_vectors, xla_call
-from jaxinfer.pallas_kernels.numba_matmul import gated, logits, matmul
+from jaxinfer.pallas_kernels.numba_matmul import gated, is_left_to_xla, logits, matmul
 
 Shape = tuple[int, int, int]
 # T, D, F: whole tiles, and some more rows and columns; in place and, on some processors, packed.
@@ -33,6 +33,11 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     elif request.param == "bfloat16" and not numba_matmul.has_pairs(jnp.dtype("bfloat16")):
         pytest.skip("this processor does not multiply bfloat16 in pairs")
     return str(request.param).split()[0]
+
+
+@pytest.fixture(autouse=True)
+def all_products_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_matmul, "is_left_to_xla", lambda *args, **more: False)
 
 
 def operands(T: int, D: int, F: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
@@ -134,6 +139,33 @@ def test_packed_weights_give_the_bits_of_weights_in_place(
             patch.setattr(numba_matmul, "tiles", lambda own=own: own)
             found.append(jax.jit(lambda *given: multiply(*given))(x_TD, *weights))
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_products_that_are_left_to_xla(has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without AVX-512, float32: more rows than 64, and the head of one."""
+    monkeypatch.setattr(numba_matmul, "has", lambda feature: has)
+    left = [
+        (rows, dtype, head)
+        for rows in (1, 2, 64, 65, 512)
+        for dtype in ("float32", "bfloat16", "int8")
+        for head in (False, True)
+        if is_left_to_xla(rows, jnp.dtype(dtype), head)
+    ]
+    expected = [(1, "float32", True), (65, "float32", False), (512, "float32", False)]
+    assert left == ([] if has else expected)
+
+
+@pytest.mark.parametrize("rows", [1, 65])
+def test_right_sums_of_what_is_left_to_xla(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_matmul, "is_left_to_xla", lambda *args, **more: True)
+    x_TD, gate_DF = operands(rows, 100, 203, "float32")
+    up_DF = gate_DF[::-1]
+    gate_TF, up_TF = exact(x_TD, gate_DF), exact(x_TD, up_DF)
+    np.testing.assert_allclose(matmul(x_TD, gate_DF), gate_TF, rtol=1e-4, atol=1e-4)
+    gated_TF = gate_TF / (1 + np.exp(-gate_TF)) * up_TF
+    np.testing.assert_allclose(gated(x_TD, gate_DF, up_DF), gated_TF, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(logits(x_TD, gate_DF.T), gate_TF, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("multiply", [matmul, gated])
