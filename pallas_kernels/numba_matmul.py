@@ -127,7 +127,7 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     streams = STREAMS // together
 
     @part
-    def number(args: int, i: int) -> int:
+    def number(args: int, i: int) -> Any:
         return np.int64(nb.carray(pointer(data(args, 1 + weights * each), np.int32(0)), (2,))[i])
 
     @part
@@ -215,8 +215,8 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                                     total[j, only, c] = sofar + these[j, only, c]
                         if top + low + wide < D or only + 1 < turns:
                             continue
-                        shape = last - first, weights, rows, columns
-                        found = nb.carray(pointer(tiles, np.float32(0)), shape)
+                        wide_shape = last - first, weights, rows, columns
+                        found = nb.carray(pointer(tiles, np.float32(0)), wide_shape)
                         for j in range(first, last):
                             column = min(j * columns, F - columns)
                             # All at once: another core may be at some of these columns, too.
