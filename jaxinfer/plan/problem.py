@@ -179,9 +179,14 @@ class Problem(Options):
         return requests_for(gpus, self.work, each) if each else self.work
 
     @cached_property
-    def hits(self) -> list[int]:
-        """See ``best_hits``, of the workload's requests; found once, when it is first asked for."""
-        return best_hits(self.work)
+    def _hits(self) -> dict[int, list[int]]:
+        return {}
+
+    def hits_of(self, work: Sequence[BenchRequest]) -> list[int]:
+        """See ``best_hits``, of the workload's first requests; found once for each number."""
+        if len(work) not in self._hits:
+            self._hits[len(work)] = best_hits(work)
+        return self._hits[len(work)]
 
     @cached_property
     def targets(self) -> Targets:

@@ -152,11 +152,11 @@ def test_what_is_compared_and_where_it_goes(
     files, out = [str(tmp_path / f"{name}.yaml") for name in "ab"], tmp_path / "out"
     calls: list[Any] = []
 
-    def real(configs: Any, work: Any, folder: Path, count: int, one_by_one: bool = False) -> str:
+    def real(configs: Any, work: Any, folder: Path, count: int, one_by_one: bool = False) -> Any:
         calls.append((configs, work, folder, count))
-        return "runs"
+        return {}
 
-    def modelled(configs: Any, work: Any, folder: Path) -> str:
+    def modelled(configs: Any, work: Any, folder: Path) -> Any:
         return real(configs, work, folder, 0)
 
     monkeypatch.setattr(compare, "compare_systems", real)

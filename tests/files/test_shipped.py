@@ -7,6 +7,7 @@ import yaml
 from click.testing import CliRunner
 
 from jaxinfer import JaxinferError
+from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.commands.app import cli
 from jaxinfer.commands.batch_job import BatchJob
 from jaxinfer.config.run_file import as_run_file, load_run_file
@@ -74,7 +75,7 @@ def test_all_kinds_of_files_are_found(elsewhere: Path) -> None:
     with BatchFile("configs/demo/prompts.jsonl") as prompts:
         assert len(prompts.number_of) == 20
     assert load_layout("sharding/vocabulary.py").parameters[1:] == LAYOUTS["megatron"].parameters
-    assert Catalogue({}, {}).model("gpu/smollm2-135m").num_hidden_layers == 30
+    assert model_shape("gpu/smollm2-135m", Catalogue({}, {})).num_hidden_layers == 30
     listed = {"trace": "configs/cpu/bursts.csv", "system": "cronus"}
     assert list(contents(listed)) == [str(SHIPPED / "cpu" / "bursts.csv")]
 

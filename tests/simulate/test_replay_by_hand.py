@@ -308,7 +308,7 @@ def test_a_replay_or_a_run_without_its_profile_is_refused(tmp_path: Path) -> Non
         replay(tmp_path / "out" / "1", tmp_path / "again")
     for path in (tmp_path / "profiles").iterdir():
         path.unlink()
-    with pytest.raises(JaxinferError, match=r"^instance a: no profile "):
+    with pytest.raises(JaxinferError, match=r"/run: instance a: no profile "):
         replay(folder, tmp_path / "again")
 
 

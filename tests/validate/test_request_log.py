@@ -115,7 +115,7 @@ def test_mistakes_are_one_line(folder: Path, more: list[str], message: str) -> N
         ({"output_toks": True}, "output_toks is True, must be an integer from 0 to 10000000"),
         ({"input_toks": 10**12}, "input_toks is 1000000000000, must be an integer from 1 to"),
         ({"first_token_ts": None}, "first_token_ts is None, must be a number of seconds, at most"),
-        ({"arrival_time": float("nan")}, "NaN is not JSON, write a finite number"),
+        ({"arrival_time": float("nan")}, "arrival_time: NaN is not JSON, write a finite number"),
         (
             {"arrival_time": 1e18},
             "arrival_time is 1e+18, must be a number of seconds, at most 1e+11",

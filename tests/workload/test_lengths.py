@@ -218,7 +218,7 @@ def test_a_trace_that_stays_is_read_once(tmp_path, monkeypatch):
         assert found == [lengths(5, 6), lengths(7, 8)]
         found.clear()
     assert len(calls) == 1
-    workload._read("m", print).clear()
+    workload._read("m", print, False).clear()
     assert len(workload.requests("m")) == 2
     assert len(calls) == 1
     assert len(Workload(trace=str(path), limit=1).requests("m")) == 1

@@ -212,7 +212,7 @@ class HexGen2Planner:
             "flow": round(flow.total, 4),
         }
         caching = any(each.enable_prefix_caching for each in capacity.engines.values())
-        shared = caching and any(problem.hits)
+        shared = caching and any(problem.hits_of(problem.work))
         if shared:  # Capacities count whole prompts, of which a cache may have any share.
             axes |= {"bound": "none: prompts share prefixes", "gap": None, "within_nodes": None}
         else:

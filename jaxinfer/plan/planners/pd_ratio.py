@@ -21,7 +21,6 @@ from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Options
 from jaxinfer.plan.candidate import Candidate, Search
-from jaxinfer.plan.prefixes import best_hits
 from jaxinfer.plan.problem import Problem
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
@@ -260,7 +259,7 @@ class PDRatio:
             except JaxinferError:
                 return None
             if len(work) not in by_count:
-                by_count[len(work)] = _of_work(problem.targets, here, there, work)
+                by_count[len(work)] = _of_work(problem, here, there, work)
             return by_count[len(work)]
 
         return found
@@ -305,12 +304,12 @@ class _Found:
 
 
 def _of_work(
-    targets: Targets, here: ModelledInstance, there: ModelledInstance, work: Sequence[BenchRequest]
+    problem: Problem, here: ModelledInstance, there: ModelledInstance, work: Sequence[BenchRequest]
 ) -> _Found:
     """The rates of an instance that prefills (``here``) and one that decodes."""
     budget = here.config.max_num_batched_tokens
     caching = [each.config.enable_prefix_caching for each in (here, there)]
-    hits = best_hits(work) if any(caching) else None
+    hits = problem.hits_of(work) if any(caching) else None
     one_by_one = prefill_rate(here.cost, work, budget)
     cached = hits if caching[0] else None
     full = max(rate(here.cost, work, budget, cached) for rate in (prefill_rate, packed_rate))
@@ -321,7 +320,7 @@ def _of_work(
     def decode(tbt_s: float | None, entries: float) -> float:
         return decode_rate(there.cost, work, there.config.max_num_seqs, entries, tbt_s)
 
-    gaps = gap_limits(targets)
+    gaps = gap_limits(problem.targets)
     within = [decode(limit.seconds, entries) for limit in gaps]
     most, shared = decode(None, entries), decode(None, room)
     # Who need not keep a limit may be decoded in steps of any length.

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -193,8 +194,10 @@ def test_a_run_folder_of_each_point(tmp_path: Path, file: dict[str, Any]) -> Non
 
 def test_equal_points_share_a_folder(tmp_path: Path, file: dict[str, Any]) -> None:
     """A single one is simulated, and found by the rows of both, then and on going on."""
-    axes = {"engine.max_num_seqs": [4, 4], "workload.limit": [2, 3]}
-    file |= {"files": {str(tmp_path / "balanced.yaml"): {}}, "axes": axes, "y": ["ttft_p99"]}
+    copy = tmp_path / "copy.yaml"
+    shutil.copyfile(tmp_path / "balanced.yaml", copy)
+    files = {str(path): {} for path in (tmp_path / "balanced.yaml", copy)}
+    file |= {"files": files, "axes": {"workload.limit": [2, 3]}, "y": ["ttft_p99"]}
     file["run"]["workload"]["arrivals"]["rate"] = 1.0
     for more in ({}, {"seeds": [7, 8]}):
         folder = tmp_path / f"with{len(more)}"
