@@ -168,7 +168,7 @@ def test_an_instance_that_fails_takes_those_beside_it_along_and_back(
     restarts, worker = llm.cluster.restarts, llm.cluster.engines["b"].worker
     assert restarts
     assert isinstance(worker, RemoteWorker)
-    nonsense = Launch("b", 10**6, 0.0, [], [12345], [], b"", [])
+    nonsense = Launch("b", 10**6, 0.0, [], [], [(12345, [1])], b"", [])
     acts = {9: lambda: worker.process.send(nonsense), 40: Return(restarts._homes["b"])}
     found, run, _ = serve_with(llm, tmp_path / "runs", acts)
     assert found == expected["two"]
