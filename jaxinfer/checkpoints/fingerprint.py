@@ -1,4 +1,4 @@
-"""What tells a model from another one under the same name: digests of its files."""
+"""Digests of a model's files, which tell two models of the same name apart."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""What a model's ``generation_config.json`` says of sampling, taken as vLLM takes it."""
+"""Sampling defaults from a model's ``generation_config.json``, taken as vLLM takes them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

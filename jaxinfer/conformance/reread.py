@@ -93,7 +93,7 @@ def _channel_order(dest: Side, here: Wrong) -> str:
 
 
 def _channel_orders(dim: int) -> dict[str, np.ndarray]:
-    """Where each channel lies, by what an engine may have done to a head's."""
+    """Return orders of a head's channels that an engine may use, by name."""
     by_pairs = np.arange(dim).reshape(-1, 2)
     halves = np.arange(dim).reshape(2, -1)
     return {

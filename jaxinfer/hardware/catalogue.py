@@ -99,7 +99,7 @@ class Gpu(Options):
 
 
 class WideLayers(Options):
-    """In how many layers a linear weight keeps 16 bits, where those of others have 8.
+    """Numbers of layers in which a linear weight keeps 16 bits, in a model of 8 bits.
 
     Attributes:
         q, k, v, o: of attention; ``gate``, ``up``, ``down``: of the feed-forward layer, or of all

@@ -1,4 +1,4 @@
-"""What run files beside each other say of model and workload, and what a plan or sweep file does.
+"""Merging of the models and workloads of run files with those of their plan or sweep file.
 
 What the plan or sweep file says wins.
 """

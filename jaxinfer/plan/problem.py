@@ -170,7 +170,7 @@ class Problem(Options):
         return found
 
     def served(self, gpus: int) -> Sequence[BenchRequest]:
-        """The requests with which a candidate of so many GPUs is simulated.
+        """Return the requests with which a candidate of ``gpus`` GPUs is simulated.
 
         Raises:
             JaxinferError: ``goal.requests_per_gpu`` asks for more than there are.

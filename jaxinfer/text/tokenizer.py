@@ -72,7 +72,7 @@ class Tokenizer:
         return self._ids(text, add_special_tokens=False)
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """As the wrapper does it, whose ``apply_chat_template`` has a clock of its own."""
+        """Render as transformers' ``apply_chat_template`` does, but with our own clock."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         template = _compile_jinja_template(self._wrapped.get_chat_template())

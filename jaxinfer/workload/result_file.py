@@ -216,7 +216,7 @@ def _compared(job: Mapping[str, object]) -> dict[str, str]:
 
 
 def _other_model(job: Mapping[str, object], recorded: Mapping[str, object]) -> str:
-    """What is other about the model's files, and a part of what would help."""
+    """Say which of the model's files differ, and what to do about it."""
     if "model_files" not in recorded:
         return (
             f"was begun by an older version, which did not note the files of {job.get('model')}, "

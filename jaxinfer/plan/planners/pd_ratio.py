@@ -242,8 +242,8 @@ class PDRatio:
     ) -> Callable[[int], "_Found | None"]:
         """Return what finds the rates of an instance of each phase, by a candidate's GPUs.
 
-        Of the requests with which so many are simulated. None of what cannot be, which will say why
-        when it is looked at.
+        Rates are of the requests with which a candidate is simulated. They are None where the
+        candidate cannot be simulated; its evaluation says why.
         """
         try:
             data = problem.run_file(self._part(1, prefill_tp, 1, decode_tp))
@@ -314,7 +314,7 @@ def _of_work(
     cached = hits if caching[0] else None
     full = max(rate(here.cost, work, budget, cached) for rate in (prefill_rate, packed_rate))
     entries = there.num_tokens
-    # Pages that several have are there once: nobody knows how many of them fit.
+    # Shared pages are stored once, so the number of requests that fit is unknown.
     room = math.inf if caching[1] and any(hits or ()) else entries
 
     def decode(tbt_s: float | None, entries: float) -> float:

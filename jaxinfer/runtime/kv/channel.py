@@ -203,7 +203,7 @@ class Channel:
         self._post = post
 
     def forget_all(self) -> None:
-        """Forget slabs that nobody takes, from a run that was broken off."""
+        """Forget the slabs of an interrupted run, which no endpoint takes."""
         with self._lock:
             left = list(self._slabs.values())
         for slab in left:

@@ -46,8 +46,8 @@ class BatchEncoder:
     def __init__(self, shards: slice = slice(None)) -> None:
         self._shards = shards
         self._told: dict[int, _Told] = {}
-        # Requests that nobody has any more. A list's own method notes them: one of ours could be
-        # interrupted, by Ctrl-C, in the midst of it, and nobody would be told.
+        # Requests that are garbage. A list's own method notes them: Ctrl-C could interrupt a Python
+        # function halfway, and the error would be lost.
         self._dead: list[_Ref] = []
         self._numbers = 0
 

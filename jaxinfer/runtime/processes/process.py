@@ -136,7 +136,7 @@ class Process:
     ) -> None:
         """Have an instance there end all that was begun, and begin again; see ``Forget``.
 
-        Answers that nobody has heard, since who had asked was interrupted, are dropped.
+        Answers to an interrupted caller, which were never read, are dropped.
 
         Raises:
             JaxinferError: it cannot, has not within ``patience``, in seconds, or is lost.

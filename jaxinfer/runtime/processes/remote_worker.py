@@ -217,7 +217,7 @@ class RemoteWorker:
         post(StepDone(batch, *answer.results))
 
     def on_loss(self, error: Exception) -> None:
-        """Tell those who wait for steps, and whoever comes with one: the first failure is why."""
+        """Tell all who wait for steps, or launch one later, of the first failure."""
         self._lost = error = self._lost or error
         while self._steps:
             _, (_, post) = self._steps.popitem()
