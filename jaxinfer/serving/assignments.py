@@ -134,7 +134,7 @@ class Assignments:
         if request.legs:
             self.instances[request.legs[0].instance].remove(request)
         request.finish_reason, request.stop_reason = reason, detail
-        if reason == "error":
+        if reason == "error" and request.hold:
             for instance in self.instances.values():
                 instance.forget_prefix(request)  # Its entries may hold NaN.
         self.hand_offs.release_export(request)

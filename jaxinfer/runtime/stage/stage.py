@@ -148,7 +148,7 @@ def _are_there(pages: Any) -> bool:
     try:
         for array in jax.tree.leaves(pages):
             array.block_until_ready()
-    except Exception:
+    except RuntimeError:  # Deleted, or of a failed program.
         return False
     return True
 
