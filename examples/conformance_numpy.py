@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxinfer.conformance import Finding, GoldenModel, KVLayout, hand_over
-from jaxinfer.conformance.layout import LayerPages
-from jaxinfer.conformance.side import Pool
+from jaxinfer.lab.conformance import Finding, GoldenModel, KVLayout, hand_over
+from jaxinfer.lab.conformance.layout import LayerPages
+from jaxinfer.lab.conformance.side import Pool
 
 Pools = Mapping[LayerPages, tuple[Pool, Pool]]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from jaxinfer.conformance import KVLayout
-from jaxinfer.conformance.layout import LayerPages
-from jaxinfer.conformance.side import Pool
+from jaxinfer.lab.conformance import KVLayout
+from jaxinfer.lab.conformance.layout import LayerPages
+from jaxinfer.lab.conformance.side import Pool
 
 
 class TorchEngine:

@@ -24,7 +24,7 @@ from llvmlite import binding, ir
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
-from jaxinfer.made_from import digest_of
+from jaxinfer.files.made_from import digest_of
 
 FOLDER = Path("~/.cache/jaxinfer/numba")
 # Names of what is kept.

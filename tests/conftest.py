@@ -110,9 +110,9 @@ def carries(monkeypatch: pytest.MonkeyPatch) -> "Carries":
 
     rule = Carries()
     monkeypatch.setattr("jaxinfer.simulate.capacity.load", rule)
-    monkeypatch.setattr("jaxinfer.plan.evaluate.load", rule)
+    monkeypatch.setattr("jaxinfer.lab.plan.evaluate.load", rule)
     met = Verdict(True, 1, None, {})
-    monkeypatch.setattr("jaxinfer.plan.evaluate.alone", lambda *given: met)
+    monkeypatch.setattr("jaxinfer.lab.plan.evaluate.alone", lambda *given: met)
     return rule
 
 

@@ -13,27 +13,31 @@ ROOT = Path(__file__).parents[1]
 # From the ground up; docs/architecture.md shows the same. A package or a file at the top imports
 # what lies on lower floors alone, at its head or inside of functions.
 FLOORS = (
-    ("conformance", "errors", "pool", "sockets"),
+    ("errors",),
     ("files",),
-    ("options", "made_from"),
+    ("options",),
     ("request", "hardware", "pallas_kernels"),
     ("serving", "models"),
     ("systems", "ledger", "steps", "workload", "checkpoints", "sharding", "simulate.published"),
     ("text",),
     ("config",),
     ("report", "simulate.costs", "runtime.stage"),
-    ("simulate", "runtime.kv", "runtime.spread"),
+    ("simulate", "runtime.kv"),
+    ("runtime.spread",),
     ("runtime.processes",),
     ("runtime",),
     ("runtime.profiling",),
     ("llm", "convert"),
-    ("measure", "predict", "ray", "validate"),
-    ("compare", "rerun", "plan"),
-    ("plan.planners",),
-    ("plan.replan", "plan.sweep", "papers"),
+    ("ray", "lab.conformance", "lab.sharding"),
+    ("lab.hand_offs", "lab.operators", "lab.predict"),
+    ("lab",),
+    ("lab.validate", "lab.plan"),
+    ("lab.plan.planners",),
+    ("lab.plan.replan", "lab.plan.sweep", "papers"),
     ("commands",),
 )
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+WINGS = ("lab", "papers", "commands")  # All other rooms are the core.
 LINKED = ("models", "pallas_kernels")  # Folders at the top of the repository.
 MOST_FILES = 24
 
@@ -105,6 +109,15 @@ def test_no_import_runs_upward() -> None:
     assert upward(all_imports()) == []
 
 
+def test_the_core_imports_no_other_wing() -> None:
+    """And no wing but the commands imports the commands."""
+    for module, others in all_imports().items():
+        wing = module.partition(".")[0]
+        there = {other.partition(".")[0] for other in others} & {*WINGS}
+        allowed = {"lab": {"lab"}, "papers": {"lab", "papers"}, "commands": {*WINGS}}
+        assert there <= allowed.get(wing, set()), f"{module} imports {sorted(others)}"
+
+
 def test_each_package_has_a_floor_of_its_own() -> None:
     """But for rooms of papers, none is part of another's by its name alone."""
     named = {package for package in PACKAGES if package and not package.startswith("papers.")}
@@ -128,7 +141,7 @@ def test_a_paper_is_imported_by_itself_alone() -> None:
     [
         ("serving.loop", "from jaxinfer.simulate.world import X", ["simulate.world"]),
         ("serving.loop", "def f():\n  from jaxinfer.simulate import world", ["simulate.world"]),
-        ("serving.loop", "import jaxinfer.plan.search as s", ["plan.search"]),
+        ("serving.loop", "import jaxinfer.lab.plan.search as s", ["plan.search"]),
         ("simulate.run", "from jaxinfer import __version__", []),
         ("config.nodes", "from jaxinfer.serving.loop import X", []),
         ("simulate.costs.model", "from jaxinfer.simulate.run import X", ["simulate.run"]),

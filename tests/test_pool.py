@@ -9,13 +9,13 @@ import time
 import pytest
 from waiting import HANG_S, wait_until
 
-from jaxinfer.pool import process_pool
+from jaxinfer.files.process_pool import process_pool
 
 # Says who its workers are, which then have nothing to do for a while.
 BUSY = """
 import os, sys, time
 from jaxinfer.commands import signals
-from jaxinfer.pool import process_pool
+from jaxinfer.files.process_pool import process_pool
 
 if __name__ == "__main__":
     signals.end_on_signals()

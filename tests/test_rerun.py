@@ -14,8 +14,8 @@ from tiny_model import TINY_OPTIONS
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.app import cli
 from jaxinfer.config.run_file import RunFile, load_run_file
-from jaxinfer.measure import measure
-from jaxinfer.rerun import OF_THE_MOMENT, differing
+from jaxinfer.lab.measure import measure
+from jaxinfer.lab.rerun import OF_THE_MOMENT, differing
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 

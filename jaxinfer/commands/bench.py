@@ -48,8 +48,8 @@ def bench(
 
     Times exclude loading and compiling ahead. The figures are a list, one entry per run.
     """
+    from jaxinfer.lab.measure import measure
     from jaxinfer.llm import LLM
-    from jaxinfer.measure import measure
 
     more = *workload_settings(workload, limit), *ledger_settings(ledger)
     config = configure(run_file, (*settings, *more), model)

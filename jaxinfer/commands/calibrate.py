@@ -16,7 +16,7 @@ from jaxinfer.config.run_file import load_run_file
 @with_settings
 def calibrate(run_file: str, group: str, points: str, settings: tuple[str, ...]) -> None:
     """Fit a modelled GPU's efficiencies to measured steps; print the run file's new `simulate`."""
-    from jaxinfer.simulate.calibrate import as_yaml, calibrate_group
+    from jaxinfer.lab.validate.calibrate import as_yaml, calibrate_group
 
     config = load_run_file(run_file, settings)
     found, table = calibrate_group(config, group, points)

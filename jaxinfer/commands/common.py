@@ -16,7 +16,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.report.pictures import FORMATS
 
 if TYPE_CHECKING:
-    from jaxinfer.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
 
 with_model = click.option(
     "--model", help="Demo model's name, .gguf file, folder (converted or Hugging Face), or hub id."
@@ -71,7 +71,7 @@ def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[An
         cluster = RayMap(ray_address)
         yield cluster, cluster.cores
         return
-    from jaxinfer.pool import process_pool
+    from jaxinfer.files.process_pool import process_pool
 
     count = jobs or os.cpu_count() or 1
     with process_pool(count) as pool:
@@ -200,7 +200,7 @@ def kept_results(
     Raises:
         JaxinferError: see ``own_folder``, or a file in it cannot be read or written.
     """
-    from jaxinfer.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
     from jaxinfer.report.origin import origin
 
     folder = Path(out)

@@ -108,7 +108,7 @@ def compare(
         refuse("for real runs: a simulation is the same each time", real)
     else:
         refuse("for modelled clusters: add --simulate", {"--bound": bound})
-    from jaxinfer.compare import load_systems
+    from jaxinfer.lab.compare import load_systems
 
     folder, changes = Path(out), [*settings, *more]
     configs = load_systems(files, names, changes)
@@ -131,7 +131,7 @@ def _compare_layouts(
     settings: tuple[str, ...],
     force: bool,
 ) -> None:
-    from jaxinfer.measure import compare_layouts
+    from jaxinfer.lab.measure import compare_layouts
     from jaxinfer.runtime.layout_table import layouts_table
 
     config = configure(run_file, (*settings, *workload_settings(workload, limit)), model)

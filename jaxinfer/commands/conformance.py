@@ -39,15 +39,15 @@ def conformance(
     """
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.checkpoints.small_model import small_checkpoint
-    from jaxinfer.report.comparison import new_folder
-    from jaxinfer.report.progress import LoadProgress
-    from jaxinfer.runtime.profiling.conformance import Conformance
-    from jaxinfer.runtime.profiling.conformance_sides import covering_sides, with_values
-    from jaxinfer.runtime.profiling.conformance_table import (
+    from jaxinfer.lab.hand_offs.measured import Conformance
+    from jaxinfer.lab.hand_offs.sides import covering_sides, with_values
+    from jaxinfer.lab.hand_offs.table import (
         as_rich,
         conformance_tables,
         write_conformance,
     )
+    from jaxinfer.report.comparison import new_folder
+    from jaxinfer.report.progress import LoadProgress
     from jaxinfer.workload.lengths import synthetic_tokens
 
     chosen = covering_sides(with_values(values))

@@ -19,9 +19,9 @@ from jaxinfer.commands.common import (
 from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
-    from jaxinfer.plan.candidate import Planner
-    from jaxinfer.plan.evaluation_cache import EvaluationCache
-    from jaxinfer.plan.problem import Problem
+    from jaxinfer.lab.plan.candidate import Planner
+    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.lab.plan.problem import Problem
 
 # Candidates in the table at the end; ``plan.csv`` has all.
 SHOWN = 8
@@ -51,9 +51,9 @@ def plan(
     PLAN_FILE has a planner, a goal, and what the run files of all candidates have in common. With a
     section replan, plans are made as the load shifts, and compared with one that stays.
     """
-    from jaxinfer.plan.problem import load_problem
-    from jaxinfer.plan.registry import make_planner
-    from jaxinfer.plan.replan.replan import beside, windows_of
+    from jaxinfer.lab.plan.problem import load_problem
+    from jaxinfer.lab.plan.registry import make_planner
+    from jaxinfer.lab.plan.replan.replan import beside, windows_of
 
     problem = load_problem(plan_file, settings)
     try:
@@ -92,9 +92,9 @@ def _search(
     force: bool,
 ) -> list[Any]:
     """A plan; what there is to say of it."""
-    from jaxinfer.plan.choose import choose
-    from jaxinfer.plan.pictures import draw_latencies, draw_rates
-    from jaxinfer.plan.result import (
+    from jaxinfer.lab.plan.choose import choose
+    from jaxinfer.lab.plan.pictures import draw_latencies, draw_rates
+    from jaxinfer.lab.plan.result import (
         best_few,
         head,
         refusals,
@@ -103,8 +103,8 @@ def _search(
         write_run_file,
         write_table,
     )
-    from jaxinfer.plan.search import DrivenSearch
-    from jaxinfer.plan.search_progress import SearchBar
+    from jaxinfer.lab.plan.search import DrivenSearch
+    from jaxinfer.lab.plan.search_progress import SearchBar
 
     with SearchBar() as bar:
         search = DrivenSearch(problem, map_calls, kept, bar)
@@ -139,10 +139,10 @@ def _follow(
     force: bool,
 ) -> list[Any]:
     """Plans as the load shifts; the table of all ways."""
-    from jaxinfer.plan.replan.replan import follow
-    from jaxinfer.plan.replan.result import table, write
-    from jaxinfer.plan.search import DrivenSearch
-    from jaxinfer.plan.search_progress import SearchBar
+    from jaxinfer.lab.plan.replan.replan import follow
+    from jaxinfer.lab.plan.replan.result import table, write
+    from jaxinfer.lab.plan.search import DrivenSearch
+    from jaxinfer.lab.plan.search_progress import SearchBar
 
     with SearchBar() as bar:
 

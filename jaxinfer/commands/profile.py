@@ -67,7 +67,7 @@ def profile(
     """
     config = configure(run_file, settings, model)
     if operators:
-        from jaxinfer.runtime.profiling.operator_tables import profile_operators
+        from jaxinfer.lab.operators.tables import profile_operators
 
         refuse("for a profile of whole steps, not for --operators", {"--pictures": pictures})
         if layers is not None and len(layers) != 2:

@@ -32,7 +32,7 @@ def replay(run_dir: str, check: bool, out: str | None, pictures: str | None) -> 
 
 
 def _check(run_dir: str) -> None:
-    from jaxinfer.simulate.same_decisions import check_decisions
+    from jaxinfer.lab.validate.same_decisions import check_decisions
 
     found = check_decisions(Path(run_dir))
     if found.difference:
@@ -43,7 +43,7 @@ def _check(run_dir: str) -> None:
 
 
 def _replay(real: Path, out: Path, pictures: str | None) -> None:
-    from jaxinfer.simulate.replay import fidelity, overruns, replay
+    from jaxinfer.lab.validate.replay import fidelity, overruns, replay
 
     with new_results(out):
         both = replay(real, out / "runs")

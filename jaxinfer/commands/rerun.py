@@ -9,11 +9,11 @@ import click
 from rich.console import Console
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.rerun import Recorded, differing, same_tokens, simulate_again, where_it_ran
 from jaxinfer.report.comparison import new_folder
 from jaxinfer.report.origin import made_by_another
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.report.table import metrics_table
-from jaxinfer.rerun import Recorded, differing, same_tokens, simulate_again, where_it_ran
 
 if TYPE_CHECKING:
     from jaxinfer.report.metrics import RunMetrics
@@ -65,8 +65,8 @@ def _run(recorded: Recorded, out: Path) -> bool:
     with where_it_ran(recorded.run):
         config = recorded.config()
         if "sha256" in recorded.run["workload"]:
+            from jaxinfer.lab.measure import measure
             from jaxinfer.llm import LLM
-            from jaxinfer.measure import measure
 
             work = recorded.work(config)
             _print(measure(LLM.from_config(config), work, str(recorded.folder), str(out)))

@@ -16,10 +16,10 @@ from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
     from jaxinfer.hardware.catalogue import Gpu, ModelShape
+    from jaxinfer.lab.sharding.search import AxisAssignment, PricedLayout
+    from jaxinfer.lab.sharding.study import LayoutFinding, LayoutQuestion
     from jaxinfer.models.layouts import Layout
     from jaxinfer.sharding.links import Link
-    from jaxinfer.sharding.search import AxisAssignment, PricedLayout
-    from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion
 
 # Tokens of a prompt, or sequences, up to which layouts are compared.
 MOST = 65536
@@ -64,10 +64,10 @@ def shard(
 
     One layer is compiled for each, without weights; seconds are a roofline's, by closed forms.
     """
-    from jaxinfer.sharding.compiling import PHASES
-    from jaxinfer.sharding.search import layout_file
-    from jaxinfer.sharding.study import LayoutQuestion
-    from jaxinfer.sharding.targets import CompileTarget, check_installed
+    from jaxinfer.lab.sharding.compiling import PHASES
+    from jaxinfer.lab.sharding.search import layout_file
+    from jaxinfer.lab.sharding.study import LayoutQuestion
+    from jaxinfer.lab.sharding.targets import CompileTarget, check_installed
 
     sizes = _mesh(mesh)
     devices = math.prod(sizes.values())
@@ -116,12 +116,12 @@ def _report(
     out: Path | None,
     kind: str,
 ) -> None:
+    from jaxinfer.lab.sharding.cache import FOLDER
+    from jaxinfer.lab.sharding.crossings import crossings, fastest, token_counts
+    from jaxinfer.lab.sharding.picture import draw_seconds
+    from jaxinfer.lab.sharding.study import seconds_of, study, where_it_fits
+    from jaxinfer.lab.sharding.table import UNITS, fastest_lines, link_line, tables, write_csvs
     from jaxinfer.report.progress import LoadProgress
-    from jaxinfer.report.shard_picture import draw_seconds
-    from jaxinfer.report.shard_table import UNITS, fastest_lines, link_line, tables, write_csvs
-    from jaxinfer.sharding.cache import FOLDER
-    from jaxinfer.sharding.crossings import crossings, fastest, token_counts
-    from jaxinfer.sharding.study import seconds_of, study, where_it_fits
 
     with LoadProgress(True) as bar:
         part = f"compiling layers for {question.target}"
@@ -168,8 +168,8 @@ def _report(
 
 def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment | PricedLayout]":
     """The fastest assignment of each phase that has one, by the name that its layout gets."""
+    from jaxinfer.lab.sharding.search import LayoutSearch
     from jaxinfer.report.progress import LoadProgress
-    from jaxinfer.sharding.search import LayoutSearch
 
     found = {}
     search = LayoutSearch(
@@ -196,7 +196,7 @@ def run_file_parts(
         findings: of layouts that engines have.
         out: the folder of files with layouts that were searched for.
     """
-    from jaxinfer.report.shard_table import fits
+    from jaxinfer.lab.sharding.table import fits
 
     found = {}
     axes = ", ".join(f"{axis}: {size}" for axis, size in question.mesh.items())

@@ -52,7 +52,7 @@ def simulate(
 ) -> None:
     """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
     changes = [*settings, *workload_settings(workload, limit), *ledger_settings(ledger)]
-    from jaxinfer.compare import load_systems
+    from jaxinfer.lab.compare import load_systems
     from jaxinfer.simulate.run import simulate
 
     if not out:

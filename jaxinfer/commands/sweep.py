@@ -24,7 +24,7 @@ from jaxinfer.commands.common import (
 from jaxinfer.errors import JaxinferError, one_line
 
 if TYPE_CHECKING:
-    from jaxinfer.plan.sweep.sweep import Sweep
+    from jaxinfer.lab.plan.sweep.sweep import Sweep
 
 # Runs of which a sweep says how many they are before it begins: it looks at all of them first.
 MANY = 1000
@@ -54,8 +54,8 @@ def sweep(
     SWEEP_FILE has files, their axes (dotted keys and lists of values) or a list of points, and what
     all have in common.
     """
-    from jaxinfer.plan.search_progress import PointBar
-    from jaxinfer.plan.sweep.sweep import clusters, run_point, simulate_point, sweep_rows
+    from jaxinfer.lab.plan.search_progress import PointBar
+    from jaxinfer.lab.plan.sweep.sweep import clusters, run_point, simulate_point, sweep_rows
 
     if real:
         refuse("for simulations: real points take turns", {"--jobs": jobs, "--ray": ray_address})
@@ -64,7 +64,7 @@ def sweep(
     text = json.dumps(asked.model_dump(mode="json") | {"real": real}, indent=2)
     version = None
     if real:
-        from jaxinfer.plan.version import real_version
+        from jaxinfer.files.made_from import real_version
         from jaxinfer.runtime.stage.devices import count_cpu_devices
 
         count_cpu_devices(clusters(asked))
@@ -90,8 +90,8 @@ def sweep(
 
 def _load(sweep_file: str, settings: tuple[str, ...], pictures: str | None, real: bool) -> "Sweep":
     """Read a sweep file, some point of which can be."""
-    from jaxinfer.plan.problem import load_options
-    from jaxinfer.plan.sweep.sweep import Sweep, check, x_axis
+    from jaxinfer.lab.plan.problem import load_options
+    from jaxinfer.lab.plan.sweep.sweep import Sweep, check, x_axis
 
     asked = load_options(Sweep, "sweep file", sweep_file, settings)
     try:
@@ -124,8 +124,8 @@ def _write(
     folder: Path, asked: "Sweep", rows: list[dict[str, Any]], pictures: str | None
 ) -> list[str]:
     """Write the table and its pictures; say which were left out, and where they are."""
-    from jaxinfer.plan.result import write_table
-    from jaxinfer.plan.sweep.pictures import draw
+    from jaxinfer.lab.plan.result import write_table
+    from jaxinfer.lab.plan.sweep.pictures import draw
 
     write_table(folder / "sweep.csv", rows)
     written, left_out = draw(folder, pictures or "png", asked, rows)

@@ -25,7 +25,7 @@ def run_systems(
     one_by_one: bool = False,
 ) -> Runs:
     """Run systems in turns, into a new folder; without rounds, on modelled clusters."""
-    from jaxinfer.compare import compare_systems, simulate_systems
+    from jaxinfer.lab.compare import compare_systems, simulate_systems
 
     with new_results(out, is_kept=_has_finished_run if rounds else lambda _: False):
         if rounds:
@@ -88,7 +88,7 @@ def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name
     Raises:
         JaxinferError: the cluster has no bound.
     """
-    from jaxinfer.plan.bound import bound_of
+    from jaxinfer.lab.plan.bound import bound_of
     from jaxinfer.simulate.run import prepare
 
     bound = bound_of(prepare(config)[1], work).rate

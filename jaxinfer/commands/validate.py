@@ -26,10 +26,10 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import OPERATORS_NAME, data_path
 
 if TYPE_CHECKING:
-    from jaxinfer.plan.evaluation_cache import EvaluationCache
-    from jaxinfer.validate.campaigns import PointSetup
-    from jaxinfer.validate.points import Point
-    from jaxinfer.validate.table import Compared
+    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.lab.validate.campaigns import PointSetup
+    from jaxinfer.lab.validate.points import Point
+    from jaxinfer.lab.validate.table import Compared
 
 # What keeps the figures of a folder.
 FOUND = "found.jsonl"
@@ -87,11 +87,11 @@ def validate(
         raise JaxinferError(f"--run has no use beside {points}: campaigns make its run files")
     folder_of_tables = _tables_folder(operators)
     from jaxinfer.files.contents import contents
-    from jaxinfer.plan.evaluation_cache import EvaluationCache
-    from jaxinfer.validate.campaigns import launch, read_campaigns
-    from jaxinfer.validate.pictures import draw
-    from jaxinfer.validate.points import read_points
-    from jaxinfer.validate.table import show, summarise
+    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.lab.validate.campaigns import launch, read_campaigns
+    from jaxinfer.lab.validate.pictures import draw
+    from jaxinfer.lab.validate.points import read_points
+    from jaxinfer.lab.validate.table import show, summarise
 
     rules = read_campaigns(campaigns or "campaigns.yaml", without)
     given = read_points(Path(points))
@@ -139,9 +139,9 @@ def _validate_log(
     """Simulate the requests of a log, and write and print both sides."""
     from jaxinfer.config.run_file import load_run_file
     from jaxinfer.files.contents import contents
-    from jaxinfer.plan.result import write_table
-    from jaxinfer.validate.pictures import draw_requests
-    from jaxinfer.validate.request_log import figures, read_requests, request_rows, simulated
+    from jaxinfer.lab.plan.result import write_table
+    from jaxinfer.lab.validate.pictures import draw_requests
+    from jaxinfer.lab.validate.request_log import figures, read_requests, request_rows, simulated
 
     if run_file is None:
         raise JaxinferError("--run is missing, must be a run file of the engine that wrote the log")
@@ -180,10 +180,10 @@ def _compare(
     jobs: int | None,
 ) -> "list[Compared]":
     """Simulate what is not known yet, the longest first."""
-    from jaxinfer.plan.search_progress import Bar
-    from jaxinfer.validate.points import uses
-    from jaxinfer.validate.predict import predict
-    from jaxinfer.validate.table import Compared
+    from jaxinfer.lab.plan.search_progress import Bar
+    from jaxinfer.lab.validate.points import uses
+    from jaxinfer.lab.validate.predict import predict
+    from jaxinfer.lab.validate.table import Compared
 
     compared: list[Compared] = []
     todo: list[tuple[int, PointSetup]] = []
@@ -236,7 +236,7 @@ class Known:
         self._kept.add(self._key(launch), found)
 
     def _key(self, launch: "PointSetup") -> str:
-        from jaxinfer.plan.evaluation_cache import key_of
+        from jaxinfer.lab.plan.evaluation_cache import key_of
 
         return key_of(launch.data, launch.first_wave, self._files)
 
@@ -275,7 +275,7 @@ def _notes(
     summary: Mapping[str, Any], columns: Mapping[str, str], compared: "Sequence[Compared]"
 ) -> Iterator[str]:
     """Say what versions stand for the points', what was left out, and which columns have moved."""
-    from jaxinfer.validate.table import OURS
+    from jaxinfer.lab.validate.table import OURS
 
     for group, found in summary.items():
         for simulated_as in found.get("simulated_as", ()):
@@ -306,6 +306,6 @@ def _tables_folder(operators: str | None) -> str:
 
 
 def _write(folder: Path, compared: "Sequence[Compared]") -> None:
-    from jaxinfer.plan.result import write_table
+    from jaxinfer.lab.plan.result import write_table
 
     write_table(folder / "points.csv", [each.row for each in compared])

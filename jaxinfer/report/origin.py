@@ -15,8 +15,8 @@ from typing import Any
 import jaxinfer
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.files.contents import contents
+from jaxinfer.files.made_from import cpu_name, version_of
 from jaxinfer.files.shipped import SHIPPED, data_path
-from jaxinfer.made_from import cpu_name, version_of
 from jaxinfer.workload.lengths import BenchRequest
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "numba", "transformers", "tokenizers")

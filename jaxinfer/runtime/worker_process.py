@@ -28,6 +28,7 @@ from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.kv_endpoint import KVEndpoint
 from jaxinfer.runtime.kv.kv_messages import Drop, Offer, OpenEnd, Place, Pull, SlabFailed
 from jaxinfer.runtime.kv.outcome import End, Failed, StepEnd
+from jaxinfer.runtime.kv.sockets import Address, send
 from jaxinfer.runtime.processes.batch_delta import BatchDecoder
 from jaxinfer.runtime.processes.messages import (
     Borrow,
@@ -64,7 +65,6 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import DeviceFacts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
-from jaxinfer.sockets import Address, send
 
 ALIVE_S = 1.0
 # A process that lends in the place of a lost one is called until the loop has ended it, as it does

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from jaxinfer.config.cluster import InstanceConfig, instance_options
 from jaxinfer.config.layer_split import shared_layers
 from jaxinfer.config.nodes import NetworkPath
-from jaxinfer.config.site import ModelledSite, SiteStage
+from jaxinfer.config.site import ModelledSite, SiteStage, total_watts
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.efficiency import Efficiency
+from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.hardware.network import Link
 from jaxinfer.options.validation import within
 from jaxinfer.serving.batch import Work
@@ -36,7 +36,6 @@ from jaxinfer.simulate.costs.model import (
     StageCost,
     make_stage,
 )
-from jaxinfer.simulate.efficiency import modelled_efficiency
 from jaxinfer.simulate.kv_capacity import count_pages
 from jaxinfer.simulate.spread import Visit
 from jaxinfer.simulate.world import StagePath
@@ -281,3 +280,14 @@ def lanes_between(
         path = paths[source.groups[i], dest.groups[j]]
         lanes.append(StagePath(i, shared * token_bytes, tuple(path.links), path.latency_s))
     return lanes
+
+
+def modelled_efficiency(site: ModelledSite) -> Efficiency:
+    """Prices, and watts of whole nodes, are those of a hardware file; no MFU with windows."""
+    groups, placement = site.groups.values(), site.placement
+    return Efficiency(
+        model=None if site.model.windowed_layers else model_flops(site.model),
+        peak_flops=sum(group.gpu.bf16_tflops * 1e12 * group.devices for group in groups),
+        usd_per_hour=placement.usd_per_hour if placement else None,
+        watts=total_watts(placement, groups),
+    )

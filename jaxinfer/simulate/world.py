@@ -13,9 +13,8 @@ from jaxinfer.hardware.network import Link, Network
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone
-from jaxinfer.simulate.costs.joint import JointSteps
+from jaxinfer.simulate.costs.joint import JointRounds, JointSteps
 from jaxinfer.simulate.costs.model import CostModel
-from jaxinfer.simulate.joint_rounds import JointRounds
 from jaxinfer.simulate.shared_device import SharedDevice
 from jaxinfer.simulate.spread import Visit
 

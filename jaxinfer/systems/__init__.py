@@ -1,1 +1,1 @@
-"""A short file per system: the policy of one paper."""
+"""General systems, and the registry of all systems by name."""

@@ -12,7 +12,7 @@ SYSTEMS = {
     "single": "jaxinfer.systems.single:Single",
     "cronus": "jaxinfer.papers.cronus.system:Cronus",
     "data_parallel": "jaxinfer.systems.data_parallel:DataParallel",
-    "takeover": "jaxinfer.systems.takeover:Takeover",
+    "takeover": "jaxinfer.papers.takeover.system:Takeover",
     "least_loaded": "jaxinfer.systems.least_loaded:LeastLoaded",
     "disaggregated": "jaxinfer.systems.disaggregated:Disaggregated",
     "distserve": "jaxinfer.papers.distserve.system:DistServe",
@@ -21,7 +21,7 @@ SYSTEMS = {
     "hexgen2": "jaxinfer.papers.hexgen2.system:HexGen2",
     "hetis": "jaxinfer.papers.hetis.system:Hetis",
     "aladdin": "jaxinfer.papers.aladdin.system:Aladdin",
-    "pipeline_parallel": "jaxinfer.systems.pipeline_parallel:PipelineParallel",
+    "pipeline_parallel": "jaxinfer.systems.single:PipelineParallel",
 }
 
 

@@ -1,4 +1,4 @@
-"""A single instance for everything: continuous batching with chunked prefill."""
+"""One instance for everything, or one whose layers lie on several groups (pipeline parallel)."""
 
 from collections.abc import Collection, Sequence
 
@@ -22,3 +22,7 @@ class Single(System):
         """Assign one leg each, to the end."""
         (name,) = cluster.instances
         return [Assignment(request.id, (Leg(name),)) for request in waiting]
+
+
+class PipelineParallel(Single):
+    """Routes as ``Single`` does; the instance has the stages (Cronus, section 3.3)."""

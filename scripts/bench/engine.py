@@ -26,9 +26,8 @@ import jax
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.hardware.catalogue import Catalogue, Gpu
-from jaxinfer.measure import measure
+from jaxinfer.lab.measure import measure
 from jaxinfer.report.metrics import RunMetrics
-from jaxinfer.runtime.profiling.device_time import DeviceTime, StepTracer
 from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Work
@@ -36,6 +35,7 @@ from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 from jaxinfer.workload.synthetic import Synthetic
+from scripts.bench.device_time import DeviceTime, StepTracer
 from scripts.bench.step_time import StepWatch
 
 LLAMA_3_8B = {

@@ -27,12 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxinfer.lab.sharding.expert_products import RAGGED
 from jaxinfer.models.experts import all_experts, likeliest
 from jaxinfer.models.grouped_experts import Route, experts_on_mesh, sorted_experts
 from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.models.sharding import shard
 from jaxinfer.pallas_kernels.choice import grouped
-from jaxinfer.sharding.expert_products import RAGGED
 from scripts.tables import Row, show_table
 
 # Experts, their sizes, and how many of them a token is sent to.

@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxinfer import LLM
+from jaxinfer.lab.operators.measure import measure_heads
 from jaxinfer.models import layers
 from jaxinfer.pallas_kernels.choice import attention
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.cluster import Engine
 from jaxinfer.runtime.profiling.measure_steps import measure_in_a_row
-from jaxinfer.runtime.profiling.operators import measure_heads
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import StagePlan

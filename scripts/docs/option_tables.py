@@ -24,8 +24,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
+from jaxinfer.lab.plan.registry import PLANNERS
 from jaxinfer.options.validation import Options
-from jaxinfer.plan.registry import PLANNERS
 from jaxinfer.serving.policies import KINDS
 from jaxinfer.systems.registry import SYSTEMS
 

@@ -32,11 +32,11 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.lab.sharding import targets
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage import stage_plan as planning
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.step import CompiledStep, Key
-from jaxinfer.sharding import targets
 from scripts.bench.engine import LLAMA_3_8B
 from scripts.kernels.lower_kernels import Variant, variants
 from scripts.kernels.machine_code import disassemble, disassembler, tile_loop

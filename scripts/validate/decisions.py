@@ -23,13 +23,13 @@ import jax
 from jaxinfer import LLM
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import one_line
+from jaxinfer.lab.validate.same_decisions import check_decisions
 from jaxinfer.ledger.ledger_file import NAME, Entry, read_ledger
 from jaxinfer.report.records import read_run_json
 from jaxinfer.runtime.processes import process
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
-from jaxinfer.simulate.same_decisions import check_decisions
 from jaxinfer.steps import profile
 from jaxinfer.text.prompts import TokensPrompt
 from scripts.tables import Row, read_csv, write_csv

@@ -32,11 +32,11 @@ import numpy as np  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from jaxinfer.hardware.catalogue import ModelShape  # noqa: E402
+from jaxinfer.lab.sharding.layer import Program  # noqa: E402
+from jaxinfer.lab.sharding.targets import CompileTarget  # noqa: E402
 from jaxinfer.models.layouts import LAYOUTS, Layout, ways  # noqa: E402
 from jaxinfer.sharding.collectives import Collective, moved, without_reduce_scatter  # noqa: E402
 from jaxinfer.sharding.costs import LayoutFlow  # noqa: E402
-from jaxinfer.sharding.layer import Program  # noqa: E402
-from jaxinfer.sharding.targets import CompileTarget  # noqa: E402
 from scripts.tables import Row, show_table, write_csv  # noqa: E402
 
 MESH = {"x": 2, "y": 4}

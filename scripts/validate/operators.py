@@ -94,8 +94,8 @@ def limits_of(run_file: str) -> StepLimits:
 
 def serve(tables: Path, work: Sequence[BenchRequest]) -> dict[tuple[int, str], Any]:
     """Serve for real; return by way a list of metrics and steps, one for each round."""
+    from jaxinfer.lab.measure import measure
     from jaxinfer.llm import LLM
-    from jaxinfer.measure import measure
     from jaxinfer.runtime.stage.devices import count_cpu_devices
 
     ways = [(degree, policy) for degree in DEGREES for policy in POLICIES]

@@ -20,18 +20,18 @@ import jax
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
-from jaxinfer.conformance.faults import all_faults
-from jaxinfer.conformance.formats import FORMATS
-from jaxinfer.conformance.golden import GoldenModel
-from jaxinfer.conformance.layout import KVLayout, Order
-from jaxinfer.conformance.mover import Mover
-from jaxinfer.conformance.scenario import MODEL, PAIRS, WIDE, WINDOWED, scenario
+from jaxinfer.lab.conformance.formats import FORMATS
+from jaxinfer.lab.conformance.golden import GoldenModel
+from jaxinfer.lab.conformance.layout import KVLayout, Order
+from jaxinfer.lab.conformance.mover import Mover
 from jaxinfer.runtime.kv.slab import SLAB_TOKENS, SlabSource
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.simulate.run import simulate
 from jaxinfer.text.prompts import TokensPrompt
 from scripts.tables import write_csv
 from scripts.validate.decisions import summary
+from scripts.validate.faults.registry import all_faults
+from scripts.validate.faults.scenario import MODEL, PAIRS, WIDE, WINDOWED, scenario
 
 # Pairs of layouts drawn besides those that ship, for faults and for clean hand-offs.
 DRAWN_FAULTS, DRAWN_CLEAN = 15, 60

@@ -13,13 +13,13 @@ from pathlib import Path
 import click
 
 from jaxinfer.hardware.catalogue import ModelShape, find_gpu, find_model
+from jaxinfer.lab.sharding.cache import FOLDER
+from jaxinfer.lab.sharding.compiling import PHASES
+from jaxinfer.lab.sharding.hlo import KINDS, Counts
+from jaxinfer.lab.sharding.study import LayoutFinding, LayoutQuestion, study
+from jaxinfer.lab.sharding.targets import CompileTarget
 from jaxinfer.models.layouts import LAYOUTS
-from jaxinfer.sharding.cache import FOLDER
-from jaxinfer.sharding.compiling import PHASES
-from jaxinfer.sharding.hlo import KINDS, Counts
 from jaxinfer.sharding.links import links_of
-from jaxinfer.sharding.study import LayoutFinding, LayoutQuestion, study
-from jaxinfer.sharding.targets import CompileTarget
 from scripts.tables import Row, write_csv
 
 MESHES = ("1x8", "2x4", "4x4", "8x8")

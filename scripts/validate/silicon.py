@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.validate.points import Point, read_points
+from jaxinfer.lab.validate.points import Point, read_points
 from scripts.tables import Row, read_csv, show_table, write_csv
 
 Group = Callable[[Point], bool]

@@ -10,8 +10,8 @@ from jaxinfer import LLM, JaxinferError, compare, measure
 from jaxinfer.commands.common import refuse, workload_settings
 from jaxinfer.commands.compare import compare as command
 from jaxinfer.commands.replay import replay
-from jaxinfer.compare import compare_systems, load_systems, simulate_systems
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
+from jaxinfer.lab.compare import compare_systems, load_systems, simulate_systems
 from jaxinfer.report import comparison
 from jaxinfer.report.origin import digest
 from jaxinfer.runtime.stage import devices
@@ -266,7 +266,7 @@ def test_a_replay_that_fails_leaves_the_folder_as_it_was(
         (runs / "1").mkdir(parents=True)
         raise JaxinferError("no profile")
 
-    monkeypatch.setattr("jaxinfer.simulate.replay.replay", fail)
+    monkeypatch.setattr("jaxinfer.lab.validate.replay.replay", fail)
     arguments = ["run", "--out", str(out)]
     with (
         replay.make_context("replay", arguments) as context,

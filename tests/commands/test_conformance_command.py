@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from jaxinfer.commands.app import cli
-from jaxinfer.runtime.profiling import conformance
-from jaxinfer.runtime.profiling.conformance import HandOffCheck
-from jaxinfer.runtime.profiling.conformance_sides import HandOffSide
-from jaxinfer.runtime.profiling.conformance_table import as_markdown, conformance_tables
+from jaxinfer.lab.hand_offs import measured as conformance
+from jaxinfer.lab.hand_offs.measured import HandOffCheck
+from jaxinfer.lab.hand_offs.sides import HandOffSide
+from jaxinfer.lab.hand_offs.table import as_markdown, conformance_tables
 
 SIDES = {
     "A": HandOffSide(),

@@ -8,16 +8,16 @@ import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.commands.common import workload_settings
-from jaxinfer.compare import load_systems
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.run_file import RunFile, load_run_file
-from jaxinfer.plan.candidate import Candidate, Score
-from jaxinfer.plan.problem import load_options, load_problem
-from jaxinfer.plan.registry import make_planner
-from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.sweep.sweep import Sweep, clusters
+from jaxinfer.lab.compare import load_systems
+from jaxinfer.lab.plan.candidate import Candidate, Score
+from jaxinfer.lab.plan.problem import load_options, load_problem
+from jaxinfer.lab.plan.registry import make_planner
+from jaxinfer.lab.plan.search import DrivenSearch
+from jaxinfer.lab.plan.sweep.sweep import Sweep, clusters
 
 ROOT = Path(__file__).parents[2]
 # Others than run files: test_nodes.py, test_targets.py and test_shipped_tables.py have them.

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.conformance import GoldenModel, KVLayout, Side, check, hand_over, move
-from jaxinfer.conformance.faults import Fault, all_faults
-from jaxinfer.conformance.mover import Mover
-from jaxinfer.conformance.scenario import FREED, LENGTHS, MODEL, PAIRS, scenario
+from jaxinfer.lab.conformance import GoldenModel, KVLayout, Side, check, hand_over, move
+from jaxinfer.lab.conformance.mover import Mover
+from scripts.validate.faults.registry import Fault, all_faults
+from scripts.validate.faults.scenario import FREED, LENGTHS, MODEL, PAIRS, scenario
 from scripts.validate.proof import by_name, drawn
 
 FAULTS = all_faults()

@@ -7,10 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxinfer.conformance import GoldenModel, KVLayout, Side
-from jaxinfer.conformance.formats import FORMATS, decode, encode
-from jaxinfer.conformance.golden import BLOCK
-from jaxinfer.conformance.layout import from_order, to_order
+from jaxinfer.lab.conformance import GoldenModel, KVLayout, Side
+from jaxinfer.lab.conformance.formats import FORMATS, decode, encode
+from jaxinfer.lab.conformance.golden import BLOCK
+from jaxinfer.lab.conformance.layout import from_order, to_order
 
 MODEL = GoldenModel(layers=3, heads=3, head_dim=32)
 
@@ -96,11 +96,11 @@ import sys, importlib, importlib.abc
 class Only(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        ours = name == "jaxinfer" or name.startswith("jaxinfer.conformance")
+        ours = name == "jaxinfer" or name.startswith("jaxinfer.lab.conformance")
         if not (ours or top == "numpy" or top in sys.stdlib_module_names):
             raise ImportError(f"blocked: {name}")
 sys.meta_path.insert(0, Only())
-import jaxinfer.conformance, jaxinfer.conformance.faults
+import jaxinfer.lab.conformance, scripts.validate.faults.registry
 for name in sys.modules:
     assert not name.startswith(("jax.", "jaxlib")), name
 """

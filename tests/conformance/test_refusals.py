@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.conformance import GoldenModel, KVLayout, Side, check, hand_over, move
+from jaxinfer.lab.conformance import GoldenModel, KVLayout, Side, check, hand_over, move
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from conformance_numpy import NumpyEngine, transfer

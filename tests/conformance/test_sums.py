@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxinfer.conformance.sums import name_by_sums
+from jaxinfer.files.sums import name_by_sums
 
 SENT = np.random.default_rng(0).integers(0, 2**32, (4, 40), dtype=np.uint32)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.conformance import GoldenModel, hand_over
+from jaxinfer.lab.conformance import GoldenModel, hand_over
 
 torch: Any = pytest.importorskip("torch")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "conformance_torch.py"

@@ -14,9 +14,9 @@ from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.files.contents import contents
 from jaxinfer.files.shipped import SHIPPED, data_path, shipped_files
 from jaxinfer.hardware.catalogue import Catalogue
+from jaxinfer.lab.plan.problem import load_problem
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS
-from jaxinfer.plan.problem import load_problem
 from jaxinfer.workload.batch_input import BatchFile
 from jaxinfer.workload.lengths import read_workload
 

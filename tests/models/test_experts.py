@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxinfer.lab.sharding.expert_products import RAGGED
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.expert_places import slots
 from jaxinfer.models.experts import Experts, all_experts, likeliest
@@ -18,7 +19,6 @@ from jaxinfer.models.grouped_experts import sorted_experts
 from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.models.sharding import for_use, shard
 from jaxinfer.pallas_kernels.choice import grouped
-from jaxinfer.sharding.expert_products import RAGGED
 
 T, X, E, D, F = 9, 3, 5, 17, 100
 RNG = np.random.default_rng(0)

@@ -15,7 +15,7 @@ from jaxinfer.config.step_costs import LinearCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
 from jaxinfer.hardware.catalogue import find_gpu, find_model
-from jaxinfer.plan.bound import Bound, InstanceLimits, bound_of, solve, spans
+from jaxinfer.lab.plan.bound import Bound, InstanceLimits, bound_of, solve, spans
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.linear import LinearStage
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from plan_cases import RUN, Carries, problem
 
-from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.canonical import nameless
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan.candidate import Candidate
+from jaxinfer.lab.plan.canonical import nameless
+from jaxinfer.lab.plan.search import DrivenSearch
 
 COSTS = {"a": {"flops": 0.3}, "b": {"flops": 0.4}, "c": {"flops": 0.5}}
 

@@ -10,7 +10,7 @@ import pytest
 from published_cases import make_card, wanted
 
 from jaxinfer.files.contents import contents
-from jaxinfer.made_from import PACKAGE, code_version, digest_of
+from jaxinfer.files.made_from import PACKAGE, code_version, digest_of
 from jaxinfer.simulate.costs import kept_operators
 from jaxinfer.simulate.costs.kept_operators import published_operators
 
@@ -29,10 +29,10 @@ def hear(event, arguments):
 sys.addaudithook(hear)
 from jaxinfer.files.contents import contents
 from jaxinfer.files.shipped import SHIPPED
-from jaxinfer.made_from import PACKAGE
+from jaxinfer.files.made_from import PACKAGE
 from jaxinfer.options.validation import import_own, read_yaml
-from jaxinfer.plan.registry import PLANNERS
-from jaxinfer.plan.sweep.sweep import PointRun, simulate_point
+from jaxinfer.lab.plan.registry import PLANNERS
+from jaxinfer.lab.plan.sweep.sweep import PointRun, simulate_point
 
 one = {"groups": {"g": {"kind": "H100-SXM", "devices": 2}}, "instances": {"i": {"group": "g"}}}
 datas = [

@@ -6,10 +6,10 @@ import pytest
 import yaml
 from plan_cases import Carries
 
-from jaxinfer.plan.choose import find
-from jaxinfer.plan.problem import Problem
-from jaxinfer.plan.registry import make_planner
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan.choose import find
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.lab.plan.registry import make_planner
+from jaxinfer.lab.plan.search import DrivenSearch
 
 DOC = Path(__file__).parents[2] / "docs" / "adding-a-planner.md"
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.plan.estimate import guess_rate
+from jaxinfer.lab.plan.estimate import guess_rate
 from jaxinfer.simulate.capacity import capacity
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.workload.lengths import BenchRequest

@@ -10,20 +10,20 @@ import yaml
 from click.testing import CliRunner
 from plan_cases import RUN, Carries, problem
 
-from jaxinfer import JaxinferError, made_from
+from jaxinfer import JaxinferError
 from jaxinfer.commands.plan import plan
 from jaxinfer.commands.sweep import sweep
+from jaxinfer.files import made_from
 from jaxinfer.files.contents import contents
+from jaxinfer.files.made_from import PACKAGE, code_version, digest_of, real_version
 from jaxinfer.files.shipped import SHIPPED
-from jaxinfer.made_from import PACKAGE, code_version, digest_of
-from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.choose import choose
-from jaxinfer.plan.evaluation_cache import EvaluationCache, key_of
-from jaxinfer.plan.planners.any_system import grid
-from jaxinfer.plan.problem import merge
-from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.sweep.sweep import Sweep, sweep_rows
-from jaxinfer.plan.version import real_version
+from jaxinfer.lab.plan.candidate import Candidate
+from jaxinfer.lab.plan.choose import choose
+from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
+from jaxinfer.lab.plan.planners.any_system import grid
+from jaxinfer.lab.plan.problem import merge
+from jaxinfer.lab.plan.search import DrivenSearch
+from jaxinfer.lab.plan.sweep.sweep import Sweep, sweep_rows
 from jaxinfer.simulate.targets import Verdict
 
 CLUSTER = {"groups": {"g": {"kind": "A10", "devices": 1}}, "instances": {"i": {"group": "g"}}}
@@ -169,7 +169,7 @@ def test_of_the_package_its_code_and_facts_count_and_its_run_files_do_not(
         "configs/lengths.yaml",
         "simulate/costs/roofline.py",
         "serving/loop.py",
-        "plan/planners/colocated.py",
+        "lab/plan/planners/colocated.py",
         "models/layouts.py",
     ):
         with (copy / name).open("a") as file:
@@ -190,7 +190,7 @@ def test_real_runs_depend_on_the_processor_and_not_on_the_hosts_name(
     first = real_version()
     monkeypatch.setattr("platform.node", lambda: "another")
     assert real_version() == first
-    monkeypatch.setattr("jaxinfer.plan.version.cpu_name", lambda: "another")
+    monkeypatch.setattr("jaxinfer.files.made_from.cpu_name", lambda: "another")
     assert real_version() != first
 
 
@@ -201,7 +201,7 @@ def test_a_changed_simulator_is_asked_again(
     found = []
     for version, rate in (("1", 2.0), ("1", 4.0), ("2", 4.0)):
         monkeypatch.setattr(
-            "jaxinfer.plan.evaluation_cache.code_version", lambda version=version: version
+            "jaxinfer.lab.plan.evaluation_cache.code_version", lambda version=version: version
         )
         carries.rate = lambda config, rate=rate: rate
         kept = EvaluationCache(tmp_path / "evaluations.jsonl")
@@ -294,7 +294,7 @@ def test_a_choice_that_misses_the_targets_is_refused(
     carries: Carries, goal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missed = Verdict(False, 0, None, {"ttft": 0.0})
-    monkeypatch.setattr("jaxinfer.plan.evaluate.alone", lambda *given: missed)
+    monkeypatch.setattr("jaxinfer.lab.plan.evaluate.alone", lambda *given: missed)
     carries.rate = lambda config: 0.0
 
     class Stubborn:

@@ -13,7 +13,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.commands.capacity import capacity
 from jaxinfer.commands.plan import plan
 from jaxinfer.config.run_file import as_run_file, load_run_file
-from jaxinfer.plan.planners.colocated import Colocated, ColocatedOptions
+from jaxinfer.lab.plan.planners.colocated import Colocated, ColocatedOptions
 
 FILE: dict[str, Any] = {
     "planner": {

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from plan_cases import problem
 from test_search import cluster
 
-from jaxinfer.plan.candidate import Candidate, Costs, Score
-from jaxinfer.plan.front import frontier
-from jaxinfer.plan.pictures import draw_latencies, draw_rates
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan.candidate import Candidate, Costs, Score
+from jaxinfer.lab.plan.pictures import draw_latencies, draw_rates
+from jaxinfer.lab.plan.result import frontier
+from jaxinfer.lab.plan.search import DrivenSearch
 
 NUMBERS = st.integers(0, 9)
 
@@ -50,7 +50,7 @@ def searched(slo: str, goal: dict[str, Any]) -> tuple[DrivenSearch, Candidate]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Figures that are saved."""
     found: list[Any] = []
-    monkeypatch.setattr("jaxinfer.plan.pictures.save_picture", lambda f, path: found.append(f))
+    monkeypatch.setattr("jaxinfer.lab.plan.pictures.save_picture", lambda f, path: found.append(f))
     return found
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from plan_cases import RUN, Linear, problem
 from properties import examples
 
-from jaxinfer.plan import problem as problem_module
-from jaxinfer.plan.planners.pd_ratio import PDRatio, PDRatioOptions, packed_rate, prefill_rate
-from jaxinfer.plan.prefixes import best_hits
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan import problem as problem_module
+from jaxinfer.lab.plan.planners.pd_ratio import PDRatio, PDRatioOptions, packed_rate, prefill_rate
+from jaxinfer.lab.plan.prefixes import best_hits
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.workload.bench_request import BenchRequest, modelled_tokens
 
 prompts = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=5), min_size=1, max_size=8)

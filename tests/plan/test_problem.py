@@ -8,7 +8,7 @@ import yaml
 from plan_cases import RUN, problem
 
 from jaxinfer import JaxinferError
-from jaxinfer.plan.problem import Goal, load_problem, merge
+from jaxinfer.lab.plan.problem import Goal, load_problem, merge
 from jaxinfer.simulate.targets import RequestTargets
 
 GOAL = {"maximise": "gpu", "slo": "ttft=1"}

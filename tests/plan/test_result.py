@@ -12,10 +12,9 @@ from test_search import cluster
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.plan.candidate import Candidate, Costs, Score
-from jaxinfer.plan.front import front_of
-from jaxinfer.plan.result import best_few, refusals, rows
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan.candidate import Candidate, Costs, Score
+from jaxinfer.lab.plan.result import best_few, front_of, refusals, rows
+from jaxinfer.lab.plan.search import DrivenSearch
 
 PRICES = {"A10": 1.0, "L4": 0.5}
 

@@ -12,10 +12,10 @@ from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, Workload
-from jaxinfer.plan.candidate import Candidate, Score
-from jaxinfer.plan.evaluation_cache import EvaluationCache
-from jaxinfer.plan.lacking import why_nothing
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan.candidate import Candidate, Score
+from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.lab.plan.lacking import why_nothing
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
 from jaxinfer.workload.lengths import BenchRequest
 

@@ -5,10 +5,10 @@ from plan_cases import Carries, problem
 from test_search import cluster
 
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.plan import search_progress
-from jaxinfer.plan.candidate import Score
-from jaxinfer.plan.search import DrivenSearch
-from jaxinfer.plan.search_progress import SearchBar
+from jaxinfer.lab.plan import search_progress
+from jaxinfer.lab.plan.candidate import Score
+from jaxinfer.lab.plan.search import DrivenSearch
+from jaxinfer.lab.plan.search_progress import SearchBar
 from jaxinfer.simulate.capacity import TriedRate
 from jaxinfer.simulate.targets import Verdict
 
@@ -32,7 +32,7 @@ def test_the_best_so_far_is_told_as_each_result_comes(
         alone.append(_gpus(config))
         return Verdict(True, 1, None, {})
 
-    monkeypatch.setattr("jaxinfer.plan.evaluate.alone", met_alone)
+    monkeypatch.setattr("jaxinfer.lab.plan.evaluate.alone", met_alone)
     carries.rate = lambda config: CARRIED[_gpus(config)]
     with SearchBar() as bar:
         search = DrivenSearch(problem({"maximise": "cluster", "at_once": at_once}), watcher=bar)

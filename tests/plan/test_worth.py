@@ -8,8 +8,8 @@ from properties import examples
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.files.shipped import data_path
-from jaxinfer.plan.bound import Bound, bound_of
-from jaxinfer.plan.worth import WorthDone
+from jaxinfer.lab.plan.bound import Bound, bound_of
+from jaxinfer.lab.plan.worth import WorthDone
 from jaxinfer.simulate.run import prepare, serve
 from jaxinfer.workload.bench_request import BenchRequest
 

@@ -12,19 +12,19 @@ import pytest
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import Workload, load_run_file
-from jaxinfer.predict.classifier import Classifier, Training, classify
-from jaxinfer.predict.evaluate import (
+from jaxinfer.lab.predict.classifier import Classifier, Training, classify
+from jaxinfer.lab.predict.features import LengthBuckets, bag_of_tokens
+from jaxinfer.lab.predict.length_classifier import About, load, save, train_on_prompts
+from jaxinfer.workload.predictor import modelled_predictor, real_predictor
+from scripts.reproduce.predictor.evaluate import (
     held_out,
     most_frequent,
     paired_bootstrap,
     table_by_length,
     wilson,
 )
-from jaxinfer.predict.features import LengthBuckets, bag_of_tokens
-from jaxinfer.predict.length_classifier import About, load, save, train_on_prompts
-from jaxinfer.workload.predictor import modelled_predictor, real_predictor
 
-NAME = "jaxinfer.predict.length_classifier:LengthClassifier"
+NAME = "jaxinfer.lab.predict.length_classifier:LengthClassifier"
 ABOUT = About(model="tiny", vocab_size=100, granularity=32, cap=64, rows=1024, num_hidden=8)
 TRAINING = Training(epochs=12, learning_rate=1e-2)
 

@@ -10,9 +10,9 @@ from tiny_model import TINY_OPTIONS
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.predict.classifier import Training
-from jaxinfer.predict.hidden import prompt_states
-from jaxinfer.predict.length_classifier import About, save, train_on_prompts
+from jaxinfer.lab.predict.classifier import Training
+from jaxinfer.lab.predict.length_classifier import About, save, train_on_prompts
+from scripts.reproduce.predictor.hidden import prompt_states
 
 
 def test_the_first_token_follows_from_it(tiny_folder: Path) -> None:
@@ -38,9 +38,9 @@ def test_short_answers_go_first_on_a_real_engine(tiny_folder: Path, tmp_path: Pa
     lengths = [12 if prompt[0] == 1 else 4 for prompt in known]
     options = Training(epochs=40, learning_rate=1e-2)
     save(train_on_prompts(known, lengths, about, options), about, tmp_path / "c.safetensors")
-    policies = {"order": "jaxinfer.predict.order:shortest_answer_first"}
+    policies = {"order": "jaxinfer.lab.predict.order:shortest_answer_first"}
     predictor = {
-        "name": "jaxinfer.predict.length_classifier:LengthClassifier",
+        "name": "jaxinfer.lab.predict.length_classifier:LengthClassifier",
         "path": str(tmp_path / "c.safetensors"),
     }
     config = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.predict.order import shortest_answer_first
+from jaxinfer.lab.predict.order import shortest_answer_first
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
@@ -29,7 +29,7 @@ def one_by_one(**workload: Any) -> list[float]:
                 "max_model_len": 256,
                 "num_pages": 100,
                 "launch_ahead": False,
-                "policies": {"order": "jaxinfer.predict.order:shortest_answer_first"},
+                "policies": {"order": "jaxinfer.lab.predict.order:shortest_answer_first"},
             },
             "groups": {"gpu": {"kind": "A10"}},
             "instances": {"engine": {"group": "gpu"}},

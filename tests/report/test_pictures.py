@@ -128,9 +128,9 @@ def test_a_replay_takes_a_format(
     small_run: RunRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = (small_run, replace(small_run, name="simulated"))
-    monkeypatch.setattr("jaxinfer.simulate.replay.replay", lambda real, runs: both)
-    monkeypatch.setattr("jaxinfer.simulate.replay.fidelity", lambda *runs: "as real")
-    monkeypatch.setattr("jaxinfer.simulate.replay.overruns", lambda run: [])
+    monkeypatch.setattr("jaxinfer.lab.validate.replay.replay", lambda real, runs: both)
+    monkeypatch.setattr("jaxinfer.lab.validate.replay.fidelity", lambda *runs: "as real")
+    monkeypatch.setattr("jaxinfer.lab.validate.replay.overruns", lambda run: [])
     given = ["replay", "real", "--out", str(tmp_path / "out"), "--pictures", "svg"]
     ran = CliRunner().invoke(cli, given)
     assert ran.exit_code == 0, ran.output

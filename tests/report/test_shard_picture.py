@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from jaxinfer.report import shard_picture
-from jaxinfer.sharding.crossings import SecondsOf, fastest, token_counts
+from jaxinfer.lab.sharding import picture as shard_picture
+from jaxinfer.lab.sharding.crossings import SecondsOf, fastest, token_counts
 
 COUNTS = token_counts(65536)
 SECONDS: dict[str, SecondsOf] = {

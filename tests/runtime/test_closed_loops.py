@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer import LLM, JaxinferError, RequestOutput, SamplingParams
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.measure import measure
+from jaxinfer.lab.measure import measure
 from jaxinfer.report.records import read_run
 
 

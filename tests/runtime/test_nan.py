@@ -13,7 +13,7 @@ from tiny_model import TINY_OPTIONS, write_tiny_model
 from jaxinfer import LLM, RequestOutput, SamplingParams
 from jaxinfer.commands.app import cli
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.simulate.same_decisions import check_decisions
+from jaxinfer.lab.validate.same_decisions import check_decisions
 
 BROKEN = 97
 # A token of the broken embedding is never drawn.

@@ -12,9 +12,9 @@ from jaxinfer.commands.app import cli
 from jaxinfer.config.cluster import InstanceConfig, LinkConfig
 from jaxinfer.config.groups import Emulate, GroupConfig
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.lab.validate.replay import fidelity, furthest_apart, replay
 from jaxinfer.report.records import RunRecord
 from jaxinfer.report.summary import figures
-from jaxinfer.simulate.replay import fidelity, furthest_apart, replay
 from jaxinfer.steps import profile as stored
 
 SYSTEMS: dict[str, dict[str, Any]] = {

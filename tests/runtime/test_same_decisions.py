@@ -11,9 +11,9 @@ from failure_cases import break_device
 
 from jaxinfer import LLM, JaxinferError, SamplingParams
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.lab.validate.same_decisions import check_decisions
 from jaxinfer.ledger.ledger_file import NAME, ledger_hash, read_ledger
 from jaxinfer.options.validation import read_json
-from jaxinfer.simulate.same_decisions import check_decisions
 from jaxinfer.steps import profile as stored
 from scripts.validate.decision_cases import SYSTEMS, WORKLOADS
 from scripts.validate.decisions import ledgers

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.sharding.hlo import counts
+from jaxinfer.lab.sharding.hlo import counts
 
 LISTED = "replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add"
 IOTA = "replica_groups=[2,4]<=[8], dimensions={1}"

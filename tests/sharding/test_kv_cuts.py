@@ -10,15 +10,15 @@ from jax.sharding import Mesh
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape, find_gpu, find_model
+from jaxinfer.lab.sharding.hlo import counts
+from jaxinfer.lab.sharding.layer import Program
+from jaxinfer.lab.sharding.study import alike, closed_forms
+from jaxinfer.lab.sharding.targets import CompileTarget
 from jaxinfer.models.layouts import ALL, LAYOUTS, PRICED, Layout, Rule
 from jaxinfer.sharding.collectives import Collective
 from jaxinfer.sharding.costs import LayoutFlow, at_peaks
 from jaxinfer.sharding.dataflow import layer_flow
-from jaxinfer.sharding.hlo import counts
-from jaxinfer.sharding.layer import Program
 from jaxinfer.sharding.shapes import padded
-from jaxinfer.sharding.study import alike, closed_forms
-from jaxinfer.sharding.targets import CompileTarget
 
 LLAMA, V5E = find_model("llama-3-70b"), find_gpu("TPU-v5e")
 TINY = ModelShape(

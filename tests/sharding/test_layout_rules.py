@@ -10,13 +10,13 @@ from jaxinfer.config.run_file import RunFile
 from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.lab.sharding.search import LayoutSearch
 from jaxinfer.models.config import EightBits, ModelConfig, Rope
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.runtime.stage.stage_plan import parameter_shapes
 from jaxinfer.sharding.costs import LayoutFlow
-from jaxinfer.sharding.search import LayoutSearch
 from jaxinfer.sharding.shapes import check_layout, parameter_names
 from tests.sharding.test_layout_search import MESH, MIXTURE, TINY, card
 

@@ -8,10 +8,16 @@ from hypothesis import strategies as st
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu, ModelShape, find_gpu, find_model
+from jaxinfer.lab.sharding.crossings import crossings, fastest, token_counts
+from jaxinfer.lab.sharding.search import (
+    AxisAssignment,
+    LayoutSearch,
+    PricedLayout,
+    Step,
+    layout_file,
+)
 from jaxinfer.models.layouts import LAYOUTS, PRICED, Layout, Rule, in_use
 from jaxinfer.sharding.costs import at_peaks
-from jaxinfer.sharding.crossings import crossings, fastest, token_counts
-from jaxinfer.sharding.search import AxisAssignment, LayoutSearch, PricedLayout, Step, layout_file
 
 TINY = ModelShape(
     hidden_size=256,

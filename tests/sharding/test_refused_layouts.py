@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.sharding.compiling import Compiled, LayerJob, compile_all
+from jaxinfer.lab.sharding.study import LayoutQuestion, study
+from jaxinfer.lab.sharding.table import tables, write_csvs
+from jaxinfer.lab.sharding.targets import CompileTarget
 from jaxinfer.models.layouts import LAYOUTS
-from jaxinfer.report.shard_table import tables, write_csvs
-from jaxinfer.sharding.compiling import Compiled, LayerJob, compile_all
 from jaxinfer.sharding.links import links_of
-from jaxinfer.sharding.study import LayoutQuestion, study
-from jaxinfer.sharding.targets import CompileTarget
 from scripts.validate.sharding import question
 from tests.sharding.test_layout_search import TINY
 

@@ -14,16 +14,16 @@ from jaxinfer.checkpoints.modelled import model_shape
 from jaxinfer.commands.app import cli
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape, find_gpu
+from jaxinfer.lab.sharding import targets
+from jaxinfer.lab.sharding.expert_products import expert_products
+from jaxinfer.lab.sharding.hlo import counts
+from jaxinfer.lab.sharding.layer import Program
+from jaxinfer.lab.sharding.study import alike, closed_forms, study
+from jaxinfer.lab.sharding.targets import CompileTarget
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import LAYOUTS
-from jaxinfer.sharding import targets
 from jaxinfer.sharding.dataflow import layer_flow
-from jaxinfer.sharding.expert_products import expert_products
-from jaxinfer.sharding.hlo import counts
-from jaxinfer.sharding.layer import Program
 from jaxinfer.sharding.shapes import padded
-from jaxinfer.sharding.study import alike, closed_forms, study
-from jaxinfer.sharding.targets import CompileTarget
 from scripts.validate.sharding import question
 
 TINY = {
@@ -156,8 +156,8 @@ def test_what_is_compiled_for_is_a_card_of_the_catalogue(
     [
         ("cpu:8", 96, "jaxinfer.pallas_kernels.numba_grouped"),
         ("h100:8", 96, "jaxinfer.pallas_kernels.grouped"),
-        ("h100:8", 8, "jaxinfer.sharding.expert_products"),
-        ("v5e:2x4", 96, "jaxinfer.sharding.expert_products"),
+        ("h100:8", 8, "jaxinfer.lab.sharding.expert_products"),
+        ("v5e:2x4", 96, "jaxinfer.lab.sharding.expert_products"),
     ],
 )
 def test_experts_are_compiled_as_engines_multiply(target: str, columns: int, module: str) -> None:

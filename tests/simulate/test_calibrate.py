@@ -14,9 +14,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.hardware.catalogue import find_gpu, find_model
-from jaxinfer.serving.batch import Work
-from jaxinfer.serving.system import System
-from jaxinfer.simulate.calibrate import (
+from jaxinfer.lab.validate.calibrate import (
     Calibration,
     MeasuredStep,
     as_yaml,
@@ -25,6 +23,8 @@ from jaxinfer.simulate.calibrate import (
     calibration_table,
     read_points,
 )
+from jaxinfer.serving.batch import Work
+from jaxinfer.serving.system import System
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 
 GPU, MODEL = find_gpu("A10"), find_model("llama-3-8b")

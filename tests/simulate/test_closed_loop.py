@@ -12,7 +12,7 @@ from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.plan.problem import Problem
+from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.capacity import capacity
 from jaxinfer.simulate.read_targets import read_targets

@@ -12,6 +12,8 @@ from properties import examples
 from scenarios import Chaos, Scenario, Script, Survivor, scenarios
 from serving_checks import make_kv, make_requests
 
+from jaxinfer.lab.validate.measured_world import MeasuredWorld, measured
+from jaxinfer.lab.validate.same_decisions import run_to_its_end
 from jaxinfer.ledger.difference import first_difference
 from jaxinfer.ledger.ledger_file import Entries, Entry
 from jaxinfer.ledger.observer import Ledger
@@ -21,8 +23,6 @@ from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg, System
 from jaxinfer.serving.world import Event, GoesWithout, InstanceLost
-from jaxinfer.simulate.measured import MeasuredWorld, measured
-from jaxinfer.simulate.same_decisions import run_to_its_end
 
 Make = Callable[[str], Instance]
 

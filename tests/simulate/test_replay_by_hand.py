@@ -11,11 +11,11 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.resolve import Resolved
+from jaxinfer.lab.validate import replay as module
+from jaxinfer.lab.validate.replay import fidelity, furthest_apart, replay
 from jaxinfer.report.records import RequestRecord, RunRecord, TransferRecord
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.simulate import replay as module
 from jaxinfer.simulate.cluster import ModelledCluster
-from jaxinfer.simulate.replay import fidelity, furthest_apart, replay
 from jaxinfer.simulate.world import StagePath
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import Profile, store_profile

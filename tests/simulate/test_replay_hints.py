@@ -1,7 +1,7 @@
 """Hints beside a replay of a run whose emulated devices were late."""
 
+from jaxinfer.lab.validate.replay import overruns
 from jaxinfer.report.records import RunRecord
-from jaxinfer.simulate.replay import overruns
 
 
 def test_late_devices_are_named() -> None:

@@ -26,9 +26,9 @@ def loaded(module: str) -> set[str]:
     [
         "jaxinfer.simulate.run",
         "jaxinfer.checkpoints.hugging_face",
-        "jaxinfer.compare",
+        "jaxinfer.lab.compare",
         "jaxinfer.commands.app",
-        *(f"jaxinfer.plan.{name}" for name in ("choose", "result", "registry", "sweep.sweep")),
+        *(f"jaxinfer.lab.plan.{name}" for name in ("choose", "result", "registry", "sweep.sweep")),
     ],
 )
 def test_a_simulation_does_without_jax(module: str) -> None:

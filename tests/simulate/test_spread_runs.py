@@ -15,13 +15,13 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
-from jaxinfer.plan.estimate import guess_rate
+from jaxinfer.lab.plan.estimate import guess_rate
+from jaxinfer.lab.validate.replay import replay
 from jaxinfer.report.metrics import SliceMoveCounts
 from jaxinfer.report.records import read_run
 from jaxinfer.report.table import metrics_table
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.read_targets import read_targets
-from jaxinfer.simulate.replay import replay
 from jaxinfer.workload.lengths import BenchRequest
 
 

@@ -9,8 +9,8 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.config.site import model_site
+from jaxinfer.lab.validate.calibrate import calibrate_group
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.calibrate import calibrate_group
 from jaxinfer.simulate.cluster import model_cluster
 
 # Llama 3 8B on an A100 of 80 GiB, nine tenths of it, 5 GB kept.

@@ -14,11 +14,11 @@ import jax
 
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.lab.sharding.targets import CompileTarget, devices_of
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage import stage_plan as planning
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.step import CompiledStep, Key
-from jaxinfer.sharding.targets import CompileTarget, devices_of
 from scripts.bench.engine import LLAMA_3_8B
 
 LAYERS = 2

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.plan.problem import Problem
+from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.capacity import TriedRate, num_gpus
 from jaxinfer.simulate.targets import Verdict

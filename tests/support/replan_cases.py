@@ -3,9 +3,9 @@
 from typing import Any, ClassVar
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.candidate import Candidate, Search
+from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.options.validation import Options
-from jaxinfer.plan.candidate import Candidate, Search
-from jaxinfer.plan.problem import Problem
 
 RUN: dict[str, Any] = {
     "model": "llama-3-8b",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.validate.points import COLUMNS, OPTIONAL
+from jaxinfer.lab.validate.points import COLUMNS, OPTIONAL
 
 
 def row(**changes: str) -> dict[str, str]:

@@ -10,13 +10,12 @@ from serving_checks import Run, make_kv, make_requests, new_instance
 from jaxinfer import JaxinferError
 from jaxinfer.papers.cronus.system import Cronus
 from jaxinfer.papers.hetis.system import Hetis
+from jaxinfer.papers.takeover.system import Takeover
 from jaxinfer.systems.data_parallel import DataParallel
 from jaxinfer.systems.disaggregated import Disaggregated
 from jaxinfer.systems.least_loaded import LeastLoaded
-from jaxinfer.systems.pipeline_parallel import PipelineParallel
 from jaxinfer.systems.registry import SYSTEMS, make_system
-from jaxinfer.systems.single import Single
-from jaxinfer.systems.takeover import Takeover
+from jaxinfer.systems.single import PipelineParallel, Single
 
 SHARE = {"weight": 1, "max_waiting": 1}
 PAIR = ["ppi", "cpi"]

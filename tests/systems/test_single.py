@@ -6,8 +6,7 @@ import pytest
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, NoOptions
-from jaxinfer.systems.pipeline_parallel import PipelineParallel
-from jaxinfer.systems.single import Single
+from jaxinfer.systems.single import PipelineParallel, Single
 
 
 @pytest.mark.parametrize("kind", [Single, PipelineParallel])

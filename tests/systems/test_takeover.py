@@ -13,7 +13,12 @@ from scenarios import Scenario, scenarios
 from schedules import pool, unit
 from serving_checks import Outcome, Run, make_requests
 
-from jaxinfer.plan.bound import bound_of
+from jaxinfer.lab.plan.bound import bound_of
+from jaxinfer.papers.takeover.books import Book, Kind
+from jaxinfer.papers.takeover.slo import Slo
+from jaxinfer.papers.takeover.speeds import Speeds
+from jaxinfer.papers.takeover.system import Takeover, TakeoverOptions
+from jaxinfer.papers.takeover.takes import Takes
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import (
@@ -26,11 +31,6 @@ from jaxinfer.serving.system import (
     StepView,
 )
 from jaxinfer.simulate.run import prepare, simulate
-from jaxinfer.systems.takeover import Takeover, TakeoverOptions
-from jaxinfer.systems.takeover_books import Book, Kind
-from jaxinfer.systems.takeover_slo import Slo
-from jaxinfer.systems.takeover_speeds import Speeds
-from jaxinfer.systems.takeover_takes import Takes
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.takeover import cases
 

@@ -11,14 +11,14 @@ from schedules import pool, unit
 from serving_checks import Outcome, Run, make_requests
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.papers.takeover.books import Book, Kind
+from jaxinfer.papers.takeover.prompts import cost, limit, pays
+from jaxinfer.papers.takeover.slo import Slo
+from jaxinfer.papers.takeover.speeds import Speeds
+from jaxinfer.papers.takeover.system import Takeover, TakeoverOptions
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import ClusterView
-from jaxinfer.systems.takeover import Takeover, TakeoverOptions
-from jaxinfer.systems.takeover_books import Book, Kind
-from jaxinfer.systems.takeover_prompts import cost, limit, pays
-from jaxinfer.systems.takeover_slo import Slo
-from jaxinfer.systems.takeover_speeds import Speeds
 
 
 def book(decodes: int, limited: int = 0, pending: Sequence[tuple[float, int]] = ()) -> Book:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.papers.takeover.system import Takeover
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.run import prepare, serve
-from jaxinfer.systems.takeover import Takeover
 from jaxinfer.workload.bench_request import BenchRequest
 from scripts.reproduce.takeover import cases
 

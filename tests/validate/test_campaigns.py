@@ -9,8 +9,8 @@ from validate_cases import row, write_points
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.validate.campaigns import launch, read_campaigns
-from jaxinfer.validate.points import Point, read_points
+from jaxinfer.lab.validate.campaigns import launch, read_campaigns
+from jaxinfer.lab.validate.points import Point, read_points
 
 SHIPPED = "campaigns.yaml"
 VERSION = {"name": "version", "when": {}, "set": {"simulate.tables.version": "1"}}

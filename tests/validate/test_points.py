@@ -8,7 +8,7 @@ import pytest
 from validate_cases import row, write_points
 
 from jaxinfer import JaxinferError
-from jaxinfer.validate.points import Point, read_points, uses
+from jaxinfer.lab.validate.points import Point, read_points, uses
 
 
 def points(tmp_path: Path, *rows: dict[str, Any]) -> list[Point]:

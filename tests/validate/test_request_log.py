@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from jaxinfer.commands.app import cli
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.validate.request_log import Figure, read_requests, request_rows, simulated
+from jaxinfer.lab.validate.request_log import Figure, read_requests, request_rows, simulated
 
 RUN: dict[str, Any] = {
     "model": "llama-3-8b",

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from properties import examples
 from validate_cases import row, write_points
 
-from jaxinfer.validate.points import Point, Use, read_points
-from jaxinfer.validate.table import Compared, show, summarise
+from jaxinfer.lab.validate.points import Point, Use, read_points
+from jaxinfer.lab.validate.table import Compared, show, summarise
 
 BOTH, ONE = Use(True, True), Use(True, False)
 

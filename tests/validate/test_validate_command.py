@@ -102,7 +102,7 @@ def test_what_is_written_and_gone_on_with(folder: Path, monkeypatch: pytest.Monk
     assert summary["all"]["tpot"]["tau"] == pytest.approx(1)
     assert (folder / "a" / "scatter-trtllm.png").is_file()
     # What was found is not simulated again.
-    monkeypatch.setattr("jaxinfer.validate.predict.predict", None)
+    monkeypatch.setattr("jaxinfer.lab.validate.predict.predict", None)
     assert run(folder, rows, "a").exit_code == 0
     assert predicted(folder, "a") == found
 

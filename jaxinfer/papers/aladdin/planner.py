@@ -18,6 +18,9 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file, put_option
 from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.candidate import Axis, Candidate, Search
+from jaxinfer.lab.plan.file_parts import read_file, without_requests
+from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.options.validation import Named, OptionError, Options, within
 from jaxinfer.papers.aladdin.sizing import (
     MeanRequest,
@@ -28,9 +31,6 @@ from jaxinfer.papers.aladdin.sizing import (
     fit_workers,
     most_tokens,
 )
-from jaxinfer.plan.candidate import Axis, Candidate, Search
-from jaxinfer.plan.file_parts import read_file, without_requests
-from jaxinfer.plan.problem import Problem
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.targets import Targets, limits
 

@@ -19,6 +19,8 @@ from jaxinfer.config.costs import GroupCosts
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.lab.plan.candidate import Axis, Bound, Candidate, Search
+from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.options.validation import Named, OptionError, Options
 from jaxinfer.papers.distserve.shapes import (
     InstanceShape,
@@ -31,8 +33,6 @@ from jaxinfer.papers.distserve.shapes import (
     num_nodes,
     packed,
 )
-from jaxinfer.plan.candidate import Axis, Bound, Candidate, Search
-from jaxinfer.plan.problem import Problem
 
 PHASES = ("prefill", "decode")
 # A prefill instance that is now and then held up may happen to batch its prompts better.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from jaxinfer.plan.problem import merge
+from jaxinfer.lab.plan.problem import merge
 
 Part = Mapping[str, Any]
 

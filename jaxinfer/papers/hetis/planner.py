@@ -19,11 +19,11 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.stage_part import StagePart, stored_sizes
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
+from jaxinfer.lab.plan.candidate import Axis, Candidate, Search
+from jaxinfer.lab.plan.layers import even_times
+from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.papers.hetis.primaries import Grouping, ShareRule, groupings
-from jaxinfer.plan.candidate import Axis, Candidate, Search
-from jaxinfer.plan.layers import even_times
-from jaxinfer.plan.problem import Problem
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.model import make_stage
 

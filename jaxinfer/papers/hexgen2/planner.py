@@ -14,6 +14,8 @@ from jaxinfer.config.nodes import read_hardware
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue
+from jaxinfer.lab.plan.candidate import Axis, Candidate, Search
+from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean, within
 from jaxinfer.papers.hexgen2.baselines import genetic, guided, most_gpus, random_swaps, starts
 from jaxinfer.papers.hexgen2.capacity import Capacity, GroupRole, Modelled
@@ -26,8 +28,6 @@ from jaxinfer.papers.hexgen2.moves import size
 from jaxinfer.papers.hexgen2.refine import Effort, Scored, Scorer
 from jaxinfer.papers.hexgen2.run_file import as_part, names_of
 from jaxinfer.papers.hexgen2.table1 import Table1
-from jaxinfer.plan.candidate import Axis, Candidate, Search
-from jaxinfer.plan.problem import Problem
 
 # Of the engine, what the planner's step times and pools say nothing of.
 _UNKNOWN = ("token_buckets", "num_pages")

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from jaxinfer.config.run_file import put_option
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.candidate import Candidate, Search
+from jaxinfer.lab.plan.file_parts import without_requests
+from jaxinfer.lab.plan.planners.any_system import named_files
+from jaxinfer.lab.plan.problem import Cost, Problem
 from jaxinfer.options.validation import Named, OptionError, Options
-from jaxinfer.plan.candidate import Candidate, Search
-from jaxinfer.plan.file_parts import without_requests
-from jaxinfer.plan.planners.any_system import named_files
-from jaxinfer.plan.problem import Cost, Problem
 
 POOLS = ("prompt", "token")
 # Sums of dollars and watts that differ by less are equal.

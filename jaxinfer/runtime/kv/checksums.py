@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.conformance.sums import name_by_sums
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.sums import name_by_sums
 from jaxinfer.serving.batch import Transfer
 
 

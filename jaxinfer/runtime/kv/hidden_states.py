@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.kv.sockets import Address
 from jaxinfer.runtime.kv.transports import TcpTransport
-from jaxinfer.sockets import Address
 
 
 class HiddenForm(NamedTuple):

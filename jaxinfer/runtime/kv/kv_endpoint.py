@@ -32,9 +32,9 @@ from jaxinfer.runtime.kv.kv_messages import (
 )
 from jaxinfer.runtime.kv.outcome import join
 from jaxinfer.runtime.kv.slab import SlabDest, SlabFormat, SlabSource
+from jaxinfer.runtime.kv.sockets import LOOPBACK
 from jaxinfer.runtime.kv.transports import TRANSPORTS, Transport
 from jaxinfer.runtime.stage.stage import Stage
-from jaxinfer.sockets import LOOPBACK
 
 T = TypeVar("T")
 Hear = Callable[[SlabAnswer], None]

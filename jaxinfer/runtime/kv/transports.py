@@ -17,7 +17,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.slab import SlabFormat
-from jaxinfer.sockets import Address, call, join_address, let_in, listen
+from jaxinfer.runtime.kv.sockets import Address, call, join_address, let_in, listen
 
 
 class Transport(Protocol):

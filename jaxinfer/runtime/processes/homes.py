@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
+from jaxinfer.runtime.kv.sockets import Address
 from jaxinfer.runtime.processes.pipeline_side import PipelineSide
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
 from jaxinfer.runtime.processes.process import NobodyThere, Process
@@ -21,7 +22,6 @@ from jaxinfer.runtime.processes.process_group import (
 )
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.stage_plan import StageFacts
-from jaxinfer.sockets import Address
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from jaxinfer.config.cluster import ClusterConfig, LinkConfig
 from jaxinfer.models.stage import Layers
+from jaxinfer.runtime.kv.sockets import Address
 from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StageFacts
-from jaxinfer.sockets import Address
 
 # To a worker's process, done in this order.
 

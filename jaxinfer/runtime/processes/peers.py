@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.options.validation import split_address
-from jaxinfer.sockets import (
+from jaxinfer.runtime.kv.sockets import (
     CONNECT_S,
     be_acknowledged,
     call,

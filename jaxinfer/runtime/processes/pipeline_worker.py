@@ -12,6 +12,7 @@ from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.kv.channel import EXPLAINED_S
 from jaxinfer.runtime.kv.outcome import End, Failed, Launched, Post, ProcessLost
+from jaxinfer.runtime.kv.sockets import Address
 from jaxinfer.runtime.processes.messages import (
     Borrow,
     BreakOff,
@@ -27,7 +28,6 @@ from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.world import StepDone, TransferDone
-from jaxinfer.sockets import Address
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.kv_messages import Checked, Offered, Pulled, SlabAnswer, SlabFailed
 from jaxinfer.runtime.kv.outcome import ProcessLost
+from jaxinfer.runtime.kv.sockets import Sender, Torn, set_patience
 from jaxinfer.runtime.processes.messages import (
     CallResult,
     Forget,
@@ -28,7 +29,6 @@ from jaxinfer.runtime.processes.messages import (
     WorkerFailed,
 )
 from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
-from jaxinfer.sockets import Sender, Torn, set_patience
 
 # A process says each second that it is alive; one that has not for so long has gone.
 SILENCE_S = 10.0

@@ -12,6 +12,7 @@ from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.kv_endpoint import Hear
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import ProcessLost
+from jaxinfer.runtime.kv.sockets import LOOPBACK
 from jaxinfer.runtime.processes.messages import (
     Borrow,
     Left,
@@ -28,7 +29,6 @@ from jaxinfer.runtime.processes.process import Process
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.stage.attention_plan import check_attention
 from jaxinfer.runtime.stage.stage_plan import StageFacts
-from jaxinfer.sockets import LOOPBACK
 
 # What the user sees of a long start: a description, and how many parts are left.
 Progress = Callable[[str, int], None]

@@ -11,8 +11,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jaxinfer.runtime.kv.sockets import be_acknowledged, join_address, let_in, listen
 from jaxinfer.runtime.processes.peers import END_S, Ended, Greeting, how_ended, start_worker
-from jaxinfer.sockets import be_acknowledged, join_address, let_in, listen
 
 
 class WorkerServer:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxinfer import __version__
-from jaxinfer.made_from import PACKAGE, cpu_name, digest_of
+from jaxinfer.files.made_from import PACKAGE, cpu_name, digest_of
 from jaxinfer.runtime.cluster import Cluster, Engine, describe_attention
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.process_group import Progress

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxinfer.errors import one_line
+from jaxinfer.runtime.kv.sockets import Address, let_in, listen
 from jaxinfer.runtime.spread.array_messages import receive_arrays, send_arrays
 from jaxinfer.runtime.spread.head_pools import lent_pool
 from jaxinfer.runtime.spread.pool_elsewhere import (
@@ -28,7 +29,6 @@ from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shap
 from jaxinfer.runtime.spread.spread_step import Cut, compile_attend
 from jaxinfer.runtime.stage.kv_cache import allocate
 from jaxinfer.runtime.stage.stage_plan import StageFacts
-from jaxinfer.sockets import Address, let_in, listen
 from jaxinfer.steps.shapes import StepShape
 
 # Bytes that an array is to begin at a multiple of, for JAX to take it without a copy on a CPU.

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.kv.sockets import Address, call, join_address
 from jaxinfer.runtime.spread.array_messages import receive_arrays, send_arrays
-from jaxinfer.sockets import Address, call, join_address
 from jaxinfer.steps.shapes import StepShape
 
 # Steps, or halves of steps, that are under way at once, and a few more.

@@ -6,12 +6,14 @@ together, and the one with the most work sets the pace. One that has nothing to 
 a token of no request, as in vLLM and SGLang.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from jaxinfer.hardware.catalogue import Gpu, ModelShape
-from jaxinfer.serving.batch import Work
+from jaxinfer.serving.batch import Batch, Work
+from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.costs.model import CostModel
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 
@@ -108,3 +110,36 @@ def experts_curve(
 
     totals = {*range(1, 65), *(ways * tokens for tokens in rows if ways * tokens > 64)}
     return {float(total): at(total) for total in sorted(totals)}
+
+
+class JointRounds:
+    """Steps that such instances have launched, and when the one that runs will end.
+
+    Args:
+        steps: the times of their steps.
+    """
+
+    def __init__(self, steps: JointSteps) -> None:
+        self._steps = steps
+        self._launched: Mapping[str, deque[Batch]] = {name: deque() for name in steps.own}
+        self._until = 0.0
+
+    def add(self, batch: Batch) -> None:
+        """Launch a batch behind those that its instance has launched before."""
+        self._launched[batch.instance].append(batch)
+
+    def begin(self, now: float) -> Sequence[StepDone]:
+        """Begin a step of what has been launched, if none runs: the first batch of each.
+
+        Returns:
+            Its ends, one for each instance that takes part.
+        """
+        if now < self._until or not any(self._launched.values()):
+            return ()
+        batches = [waiting.popleft() for waiting in self._launched.values() if waiting]
+        end = now + self._steps.seconds({batch.instance: batch.work for batch in batches})
+        self._until = end
+        return [
+            StepDone(batch, [0] * batch.work.sampled, now, end, stages=[(now, end)])
+            for batch in batches
+        ]

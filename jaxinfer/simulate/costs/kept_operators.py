@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.made_from import code_version
+from jaxinfer.files.made_from import code_version
 from jaxinfer.simulate.costs.attention_grid import GridValues
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from jaxinfer.simulate.costs.tables import AttentionTable, OperatorTables

@@ -3,7 +3,7 @@
 Searches for the fewest workers take hours of CPU; what was simulated is kept.
 """
 
-from jaxinfer.plan.evaluation_cache import EvaluationCache
+from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
 from scripts.reproduce.aladdin import cpu, fewest, sensitivity, single
 from scripts.reproduce.aladdin import unlike as kinds
 from scripts.reproduce.aladdin.fewest import CALIBRATION, LEVELS, RATE, SEEDS, THETAS

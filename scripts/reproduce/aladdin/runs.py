@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.files.contents import contents
+from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
 from jaxinfer.papers.aladdin.sizing import fewest
-from jaxinfer.plan.evaluation_cache import EvaluationCache, key_of
 from jaxinfer.simulate.capacity import load
 from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.workload.lengths import BenchRequest

@@ -10,11 +10,11 @@ import yaml
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.lab.plan.problem import load_problem
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.aladdin.best_fit import Job, Limits, WorkerAccount
 from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner
-from jaxinfer.plan.evaluation_cache import EvaluationCache
-from jaxinfer.plan.problem import load_problem
-from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.run import prepare
 from scripts.reproduce.aladdin.packing import by_rule, in_order, least_usd
 from scripts.reproduce.aladdin.runs import draw

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from jaxinfer.lab.plan.candidate import Candidate
+from jaxinfer.lab.plan.planners.pd_ratio import PDRatio, PDRatioOptions
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.options.validation import read_yaml
-from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.planners.pd_ratio import PDRatio, PDRatioOptions
-from jaxinfer.plan.problem import Problem
-from jaxinfer.plan.search import DrivenSearch
 from scripts.reproduce.claims import Target, by_share
 from scripts.tables import CONFIGS, Row, write_csv
 

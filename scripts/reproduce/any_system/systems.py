@@ -10,10 +10,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.lab.plan.planners.any_system import AnySystem, AnySystemOptions
+from jaxinfer.lab.plan.problem import Problem, merge
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.options.validation import read_yaml
-from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
-from jaxinfer.plan.problem import Problem, merge
-from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.capacity import capacity
 from jaxinfer.simulate.read_targets import read_targets

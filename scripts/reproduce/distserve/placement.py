@@ -6,10 +6,10 @@ By the plan files ``configs/plan/distserve_*.yaml``.
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-from jaxinfer.plan.candidate import Axis, Candidate
-from jaxinfer.plan.problem import load_problem
-from jaxinfer.plan.registry import make_planner
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan.candidate import Axis, Candidate
+from jaxinfer.lab.plan.problem import load_problem
+from jaxinfer.lab.plan.registry import make_planner
+from jaxinfer.lab.plan.search import DrivenSearch
 from scripts.reproduce.claims import Target, holds
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row

@@ -6,9 +6,9 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
+from jaxinfer.lab.plan.problem import load_problem
 from jaxinfer.papers.hetis.planner import HetisOptions, HetisPlanner
 from jaxinfer.papers.hetis.primaries import ShareRule, groupings, primaries
-from jaxinfer.plan.problem import load_problem
 from scripts.reproduce.claims import agrees, holds
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row

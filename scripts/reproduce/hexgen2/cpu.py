@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.lab.plan.problem import Problem, load_problem
 from jaxinfer.llm import LLM
 from jaxinfer.papers.hexgen2.capacity import GroupRole
 from jaxinfer.papers.hexgen2.certify import Certified
@@ -22,7 +23,6 @@ from jaxinfer.papers.hexgen2.flow import KVNetwork, shared_flow
 from jaxinfer.papers.hexgen2.gpus import Site
 from jaxinfer.papers.hexgen2.moves import as_plan
 from jaxinfer.papers.hexgen2.refine import Effort, Scorer
-from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.report.records import read_lines
 from jaxinfer.report.run_folder import run_folders
 from jaxinfer.request import RequestOutput, SamplingParams

@@ -17,12 +17,12 @@ import click
 from matplotlib.figure import Figure
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.problem import Problem, load_problem
+from jaxinfer.lab.plan.registry import make_planner
 from jaxinfer.papers.hexgen2.capacity import Modelled
 from jaxinfer.papers.hexgen2.certify import counts_by_kind
 from jaxinfer.papers.hexgen2.integer_programs import PooledPlan, best_mix, configurations
 from jaxinfer.papers.hexgen2.planner import HexGen2Planner
-from jaxinfer.plan.problem import Problem, load_problem
-from jaxinfer.plan.registry import make_planner
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS
 from scripts.tables import Row, show_table, write_csv

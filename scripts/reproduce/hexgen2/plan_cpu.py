@@ -20,7 +20,7 @@ import yaml
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.config.site import model_site
-from jaxinfer.plan.problem import load_problem
+from jaxinfer.lab.plan.problem import load_problem
 from jaxinfer.serving.step_fit import least_squares
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.steps.profile import Profile, read_profile

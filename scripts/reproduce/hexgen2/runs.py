@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.lab.plan.problem import Problem, load_problem
 from jaxinfer.papers.hexgen2.capacity import GroupRole, Modelled, signature_of
 from jaxinfer.papers.hexgen2.certify import Certified
 from jaxinfer.papers.hexgen2.flow import Flow, KVNetwork, PlacedGroup, shared_flow
@@ -17,7 +18,6 @@ from jaxinfer.papers.hexgen2.gpus import Group, Site
 from jaxinfer.papers.hexgen2.planner import HexGen2Options, HexGen2Planner
 from jaxinfer.papers.hexgen2.run_file import as_part
 from jaxinfer.papers.hexgen2.stages import Shape
-from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest

@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 
 from jaxinfer import LLM
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.measure import measure
+from jaxinfer.lab.measure import measure
+from jaxinfer.lab.validate.replay import overruns, replay
 from jaxinfer.report.latencies import LatencyTotals
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import RunRecord
 from jaxinfer.report.summary import figures
 from jaxinfer.runtime.stage.devices import count_cpu_devices
-from jaxinfer.simulate.replay import overruns, replay
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.claims import Target, by_amount

@@ -15,17 +15,9 @@ from jaxinfer import LLM
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.config.workload import Workload
-from jaxinfer.predict.classifier import Training, classify, train
-from jaxinfer.predict.evaluate import (
-    held_out,
-    most_frequent,
-    paired_bootstrap,
-    table_by_length,
-    wilson,
-)
-from jaxinfer.predict.features import LengthBuckets, bag_of_tokens
-from jaxinfer.predict.hidden import prompt_states
-from jaxinfer.predict.length_classifier import (
+from jaxinfer.lab.predict.classifier import Training, classify, train
+from jaxinfer.lab.predict.features import LengthBuckets, bag_of_tokens
+from jaxinfer.lab.predict.length_classifier import (
     About,
     LengthClassifier,
     LengthClassifierOptions,
@@ -37,9 +29,17 @@ from jaxinfer.simulate.run import simulate
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.workload.lengths import read_workload
 from scripts.reproduce.claims import Target, agrees
+from scripts.reproduce.predictor.evaluate import (
+    held_out,
+    most_frequent,
+    paired_bootstrap,
+    table_by_length,
+    wilson,
+)
+from scripts.reproduce.predictor.hidden import prompt_states
 from scripts.tables import Row
 
-CLASSIFIER = "jaxinfer.predict.length_classifier:LengthClassifier"
+CLASSIFIER = "jaxinfer.lab.predict.length_classifier:LengthClassifier"
 BASELINES = {"majority": "majority class", "table": "table by prompt length"}
 FOLDS, LENGTH_ROWS, SEED = 5, 4, 0
 GRANULARITIES = (32, 64)

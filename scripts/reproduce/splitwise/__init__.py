@@ -6,7 +6,7 @@ Some hours of CPU in all.
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxinfer.plan.evaluation_cache import EvaluationCache
+from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
 from scripts.reproduce.reproduction import CODE, CONVERSATIONS, Inputs, Part, Reproduction, Work
 from scripts.reproduce.splitwise import alone, pictures, targets
 from scripts.reproduce.splitwise import capacities as rates

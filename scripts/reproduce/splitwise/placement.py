@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
+from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.splitwise.planner import SplitwisePools, SplitwisePoolsOptions
-from jaxinfer.plan.evaluation_cache import EvaluationCache, key_of
-from jaxinfer.plan.problem import Problem
-from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.report.origin import origin
 from jaxinfer.simulate.targets import Targets
 from jaxinfer.workload.lengths import BenchRequest

@@ -7,9 +7,9 @@ from functools import cache
 
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.bound import bound_of
+from jaxinfer.lab.plan.worth import WorthDone
 from jaxinfer.options.validation import read_yaml
-from jaxinfer.plan.bound import bound_of
-from jaxinfer.plan.worth import WorthDone
 from jaxinfer.simulate.run import prepare, serve
 from jaxinfer.workload.bench_request import BenchRequest
 from scripts.reproduce.reproduction import Work

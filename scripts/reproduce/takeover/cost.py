@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxinfer.config.run_file import RunFile, load_run_file
+from jaxinfer.papers.takeover.system import Takeover
 from jaxinfer.serving.system import (
     Action,
     Assignment,
@@ -14,7 +15,6 @@ from jaxinfer.serving.system import (
     StepView,
 )
 from jaxinfer.simulate.run import prepare, serve
-from jaxinfer.systems.takeover import Takeover
 from scripts.reproduce.claims import Target, agrees
 from scripts.reproduce.reproduction import Work
 from scripts.reproduce.takeover.cases import OURS, Cell

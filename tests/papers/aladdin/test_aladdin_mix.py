@@ -14,10 +14,10 @@ from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.lab.plan.candidate import Candidate
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner
 from jaxinfer.papers.aladdin.sizing import Counts, WorkerCount, cheapest_mix
-from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.search import DrivenSearch
 
 quick = examples(60)
 PRICES = {"A100-80G-SXM": 1.69, "L40": 1.03, "RTX-A6000": 0.76}

@@ -15,11 +15,11 @@ from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.lab.plan.candidate import Candidate
+from jaxinfer.lab.plan.file_parts import read_file, without_requests
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner, Size
 from jaxinfer.papers.aladdin.sizing import MeanRequest, WorkerCount, fit_workers, most_tokens
-from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.file_parts import read_file, without_requests
-from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.serving.step_fit import DecodeFit
 from jaxinfer.simulate.run import prepare
 from jaxinfer.workload.lengths import BenchRequest

@@ -12,6 +12,12 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.lab.plan.candidate import Candidate
+from jaxinfer.lab.plan.choose import choose
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.lab.plan.registry import make_planner
+from jaxinfer.lab.plan.result import head
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.distserve.planner import (
     DistServeHigh,
     DistServeLow,
@@ -22,12 +28,6 @@ from jaxinfer.papers.distserve.planner import (
     products,
 )
 from jaxinfer.papers.distserve.shapes import InstanceShape, num_nodes, packed
-from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.choose import choose
-from jaxinfer.plan.problem import Problem
-from jaxinfer.plan.registry import make_planner
-from jaxinfer.plan.result import head
-from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
 from jaxinfer.systems.registry import make_system
 

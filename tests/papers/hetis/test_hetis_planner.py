@@ -11,8 +11,8 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.problem import Problem, load_problem
 from jaxinfer.papers.hetis.planner import HetisOptions, HetisPlanner
-from jaxinfer.plan.problem import Problem, load_problem
 from jaxinfer.simulate.cluster import model_cluster
 
 FILE = Path(__file__).parents[3] / "configs" / "plan" / "hetis.yaml"

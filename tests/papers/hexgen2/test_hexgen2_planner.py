@@ -12,13 +12,13 @@ from plan_cases import Carries
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.lab.plan.choose import choose
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.lab.plan.registry import make_planner
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.hexgen2.flow import KVNetwork, PlacedGroup, shared_flow
 from jaxinfer.papers.hexgen2.planner import HexGen2Planner
 from jaxinfer.papers.hexgen2.run_file import as_part
-from jaxinfer.plan.choose import choose
-from jaxinfer.plan.problem import Problem
-from jaxinfer.plan.registry import make_planner
-from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 

@@ -15,10 +15,10 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
 from jaxinfer.hardware.catalogue import Catalogue
+from jaxinfer.lab.plan.layers import even_times, least_sum
 from jaxinfer.papers.hexgen2.capacity import ROLES, Carried, GroupRole, PlannedStage, signature_of
 from jaxinfer.papers.hexgen2.full_steps import LengthStats
 from jaxinfer.papers.hexgen2.stages import shapes
-from jaxinfer.plan.layers import even_times, least_sum
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.workload.lengths import BenchRequest
 

@@ -15,8 +15,8 @@ from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.splitwise.planner import SplitwisePools, SplitwisePoolsOptions
-from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
 
 # Of a machine: GPUs, dollars per hour, watts.

@@ -9,10 +9,10 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.plan.bound import bound_of
-from jaxinfer.plan.file_parts import read_file, without_requests
-from jaxinfer.plan.planners.any_system import AnySystem, AnySystemOptions
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan.bound import bound_of
+from jaxinfer.lab.plan.file_parts import read_file, without_requests
+from jaxinfer.lab.plan.planners.any_system import AnySystem, AnySystemOptions
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.simulate.run import prepare
 
 TWO = {

@@ -9,11 +9,11 @@ from plan_cases import RUN, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.lab.plan.candidate import Candidate
+from jaxinfer.lab.plan.planners.colocated import Colocated, ColocatedOptions
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.splitwise.planner import SplitwisePools, SplitwisePoolsOptions
-from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.planners.colocated import Colocated, ColocatedOptions
-from jaxinfer.plan.problem import Problem
-from jaxinfer.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import capacity, load
 
 pytestmark = pytest.mark.slow

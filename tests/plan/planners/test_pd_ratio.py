@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import RUN, Linear, problem
 
-from jaxinfer.plan.candidate import Candidate
-from jaxinfer.plan.planners.pd_ratio import (
+from jaxinfer.lab.plan.candidate import Candidate
+from jaxinfer.lab.plan.planners.pd_ratio import (
     UTILISATION,
     PDRatio,
     PDRatioOptions,
@@ -22,8 +22,8 @@ from jaxinfer.plan.planners.pd_ratio import (
     packed_rate,
     prefill_rate,
 )
-from jaxinfer.plan.problem import Problem
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.simulate.targets import PercentileTargets, Reference, RequestTargets, gap_limits
 from jaxinfer.workload.lengths import BenchRequest
 

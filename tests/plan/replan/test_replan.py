@@ -17,13 +17,13 @@ from replan_cases import LONG, RUN, ByPrompts, candidate, problem
 from jaxinfer import JaxinferError
 from jaxinfer.commands.plan import plan
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
-from jaxinfer.plan.choose import PlannerFailed
-from jaxinfer.plan.problem import Problem, Replan
-from jaxinfer.plan.replan.replan import Replanner, follow, windows_of
-from jaxinfer.plan.replan.schedule import PlacementPeriod, Schedule, Server
-from jaxinfer.plan.replan.trace_windows import cut
-from jaxinfer.plan.result import is_untouched
-from jaxinfer.plan.search import DrivenSearch
+from jaxinfer.lab.plan.choose import PlannerFailed
+from jaxinfer.lab.plan.problem import Problem, Replan
+from jaxinfer.lab.plan.replan.replan import Replanner, follow, windows_of
+from jaxinfer.lab.plan.replan.schedule import PlacementPeriod, Schedule, Server
+from jaxinfer.lab.plan.replan.trace_windows import cut
+from jaxinfer.lab.plan.result import is_untouched
+from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import TriedRate
 from jaxinfer.simulate.run import prepare, serve, simulate
 from jaxinfer.simulate.targets import PercentileTargets, Verdict
@@ -252,10 +252,10 @@ def test_an_oracle_is_no_worse_than_a_static_plan_by_its_own_measure(
 ) -> None:
     """The oracle carries at least the static plan's rate in each window."""
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
-        for module in ("jaxinfer.simulate.capacity", "jaxinfer.plan.evaluate"):
+        for module in ("jaxinfer.simulate.capacity", "jaxinfer.lab.plan.evaluate"):
             patch.setattr(f"{module}.load", Rule(carried))
         met = Verdict(True, 1, None, {})
-        patch.setattr("jaxinfer.plan.evaluate.alone", lambda *given: met)
+        patch.setattr("jaxinfer.lab.plan.evaluate.alone", lambda *given: met)
         trace = write(Path(folder) / "t.csv", phases(100, 10, 100))
         asked = problem(trace, {"window_s": 10.0}, planner="replan_cases:OneToThree")
         replanner = Replanner(asked, searches)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.plan.replan.trace_windows import LoadMix, cut, split
+from jaxinfer.lab.plan.replan.trace_windows import LoadMix, cut, split
 from jaxinfer.workload.lengths import BenchRequest
 
 arrivals = st.lists(st.floats(0, 100), min_size=1, max_size=40)

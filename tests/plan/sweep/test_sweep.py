@@ -17,8 +17,8 @@ import jaxinfer
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.sweep import sweep
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.plan.evaluation_cache import EvaluationCache
-from jaxinfer.plan.problem import merge
+from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.lab.plan.problem import merge
 from jaxinfer.report.records import read_run
 from jaxinfer.simulate.run import simulate
 

@@ -9,9 +9,9 @@ import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.plan.evaluation_cache import EvaluationCache
-from jaxinfer.plan.sweep.pictures import axis_words, draw, figure_words
-from jaxinfer.plan.sweep.sweep import (
+from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.lab.plan.sweep.pictures import axis_words, draw, figure_words
+from jaxinfer.lab.plan.sweep.sweep import (
     FIGURES,
     PointRun,
     Sweep,
@@ -158,7 +158,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch, grid: Sweep, rows: list[dict[str, Any
     """The axes of each picture."""
     found: list[Any] = []
     monkeypatch.setattr(
-        "jaxinfer.plan.sweep.pictures.save_picture", lambda figure, path: found.extend(figure.axes)
+        "jaxinfer.lab.plan.sweep.pictures.save_picture",
+        lambda figure, path: found.extend(figure.axes),
     )
     written, _ = draw(Path(), "svg", grid, rows)
     assert [path.suffix for path in written] == [".svg"] * len(found)

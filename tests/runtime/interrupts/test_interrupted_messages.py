@@ -20,8 +20,9 @@ from interrupts import Interrupt
 from properties import examples
 from waiting import HANG_S, wait_until
 
-from jaxinfer import JaxinferError, sockets
+from jaxinfer import JaxinferError
 from jaxinfer.runtime import worker_process
+from jaxinfer.runtime.kv import sockets
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.processes import peers
 from jaxinfer.runtime.processes.batch_delta import BatchDecoder

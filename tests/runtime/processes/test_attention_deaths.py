@@ -24,10 +24,10 @@ from process_cases import (
     wait_until,
 )
 
+from jaxinfer.lab.validate.same_decisions import check_decisions
 from jaxinfer.runtime.processes.messages import Launch, Move
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.serving.world import StepDone
-from jaxinfer.simulate.same_decisions import check_decisions
 
 
 @dataclass

@@ -29,7 +29,7 @@ from process_cases import (
 from scatter import of_two_devices
 
 from jaxinfer import JaxinferError
-from jaxinfer.simulate.same_decisions import check_decisions
+from jaxinfer.lab.validate.same_decisions import check_decisions
 
 
 def told(run: dict[str, Any]) -> list[tuple[Any, ...]]:

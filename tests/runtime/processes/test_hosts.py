@@ -23,9 +23,10 @@ from process_cases import SYSTEMS, serve_until
 from shifted_worker import AHEAD_S
 from waiting import HANG_S, wait_until
 
-from jaxinfer import JaxinferError, sockets
+from jaxinfer import JaxinferError
 from jaxinfer.commands.worker import worker as worker_command
 from jaxinfer.report.records import read_run
+from jaxinfer.runtime.kv import sockets
 from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.kv_messages import Offered
 from jaxinfer.runtime.processes import peers
@@ -274,7 +275,7 @@ def test_somebody_else_listens(
 
 # Waits for what a caller says for longer than any test takes.
 PATIENT = """
-from jaxinfer import sockets
+from jaxinfer.runtime.kv import sockets
 sockets.CONNECT_S = 1e6
 from jaxinfer.__main__ import main
 main()

@@ -16,11 +16,11 @@ from jaxinfer.config.stages import AttentionConfig, StageConfig
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime import worker_process
+from jaxinfer.runtime.kv.sockets import LOOPBACK, Address
 from jaxinfer.runtime.processes.messages import Borrow, Left, Loaded, Refused
 from jaxinfer.runtime.processes.process_group import OtherProcesses
 from jaxinfer.runtime.stage import stage_plan as plans
 from jaxinfer.runtime.stage.stage_plan import AttentionPlan, make_plan
-from jaxinfer.sockets import LOOPBACK, Address
 
 # Two layers, 2 KV heads of 8: a page of 16 tokens takes 2 KiB for each head.
 MODEL = ModelConfig(

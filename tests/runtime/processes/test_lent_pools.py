@@ -13,6 +13,7 @@ from fake_pipelines import FakeProcess, batch
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
+from jaxinfer.runtime.kv.sockets import Address
 from jaxinfer.runtime.processes.homes import LenderHome, Rest
 from jaxinfer.runtime.processes.messages import (
     Borrow,
@@ -32,7 +33,6 @@ from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import TransferDone
-from jaxinfer.sockets import Address
 
 
 def spread_worker(*processes: Any, lenders: tuple[str, ...] = ()) -> PipelineWorker:

@@ -14,17 +14,17 @@ from stage_cases import entries, pages_of, plans
 
 from jaxinfer import JaxinferError
 from jaxinfer.checkpoints.small_model import HEAD_DIM, LAYERS, small_checkpoint
-from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
-from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
-from jaxinfer.runtime.kv.slab import SlabDest
-from jaxinfer.runtime.profiling.conformance import Conformance, HandOffCheck
-from jaxinfer.runtime.profiling.conformance_sides import (
+from jaxinfer.lab.hand_offs.golden import golden_model
+from jaxinfer.lab.hand_offs.measured import Conformance, HandOffCheck
+from jaxinfer.lab.hand_offs.sides import (
     VALUES,
     HandOffSide,
     covering_sides,
     with_values,
 )
-from jaxinfer.runtime.profiling.golden_hand_offs import golden_model
+from jaxinfer.pallas_kernels.kv_pages import KVPages, write_kv
+from jaxinfer.runtime.kv.kv_entries import allowed_change, compare_entries, read_entries
+from jaxinfer.runtime.kv.slab import SlabDest
 
 
 def test_any_two_values_stand_together_in_a_side() -> None:

@@ -7,8 +7,8 @@ import pytest
 from jax.profiler import ProfileData
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.runtime.profiling.device_time import Kernel, StepTracer, device_time, read_trace
 from jaxinfer.serving.batch import Work
+from scripts.bench.device_time import Kernel, StepTracer, device_time, read_trace
 
 KERNELS = [
     Kernel("paged_decode", 0.5, 1.5),  # Before the first mark in part.

@@ -15,9 +15,9 @@ from jaxinfer import JaxinferError
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.commands.profile import Numbers
 from jaxinfer.config.run_file import load_run_file
-from jaxinfer.runtime.profiling import operators
-from jaxinfer.runtime.profiling.operator_tables import profile_operators
-from jaxinfer.runtime.profiling.operators import choose_depths, the_instance
+from jaxinfer.lab.operators import measure as operators
+from jaxinfer.lab.operators.measure import choose_depths, the_instance
+from jaxinfer.lab.operators.tables import profile_operators
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 

@@ -11,10 +11,10 @@ from scatter import spread
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
+from jaxinfer.lab.validate.same_decisions import check_decisions
 from jaxinfer.runtime.profiling import profile_attention as measuring
 from jaxinfer.runtime.profiling.profile import Needs, profile_key
 from jaxinfer.runtime.profiling.profile_attention import prepare_attention, profile_attention
-from jaxinfer.simulate.same_decisions import check_decisions
 from jaxinfer.steps import profile as stored
 
 

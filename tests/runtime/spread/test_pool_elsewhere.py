@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxinfer import JaxinferError
+from jaxinfer.runtime.kv.sockets import LOOPBACK, Address, call, listen
 from jaxinfer.runtime.spread.lent_pool import LentPool
 from jaxinfer.runtime.spread.pool_elsewhere import Attend, Begin, PoolElsewhere, Put, Take
-from jaxinfer.sockets import LOOPBACK, Address, call, listen
 from jaxinfer.steps.shapes import StepShape
 
 GONE = r"^attention group a has broken off: (EOF|ConnectionReset)Error: "

@@ -23,6 +23,7 @@ from jaxinfer.config.groups import GroupConfig
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.runtime.cluster import Engine
 from jaxinfer.runtime.explain import longest_request
+from jaxinfer.runtime.kv.sockets import LOOPBACK
 from jaxinfer.runtime.spread.lent_pool import LentPool
 from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
 from jaxinfer.runtime.spread.slice_move import Copies, SliceMoves
@@ -38,7 +39,6 @@ from jaxinfer.runtime.stage.step import Key
 from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
-from jaxinfer.sockets import LOOPBACK
 
 DATA = Path(__file__).parents[2] / "data" / "architectures"
 CASES = sorted(folder.name for folder in DATA.iterdir() if folder.is_dir())

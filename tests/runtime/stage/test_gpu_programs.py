@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfer.sharding.targets import CompileTarget
+from jaxinfer.lab.sharding.targets import CompileTarget
 from scripts.bench.engine import LLAMA_3_8B
 
 ROOT = Path(__file__).parents[3]

@@ -12,9 +12,14 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
 from jaxinfer.hardware.catalogue import ModelShape, find_gpu
 from jaxinfer.serving.batch import Batch, Work
-from jaxinfer.simulate.costs.joint import Exchange, JointExperts, JointSteps, experts_curve
+from jaxinfer.simulate.costs.joint import (
+    Exchange,
+    JointExperts,
+    JointRounds,
+    JointSteps,
+    experts_curve,
+)
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
-from jaxinfer.simulate.joint_rounds import JointRounds
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.bench_request import BenchRequest
 

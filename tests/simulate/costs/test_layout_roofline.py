@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, ModelShape
+from jaxinfer.lab.validate.calibrate import calibrate_group
 from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule
 from jaxinfer.serving.batch import Work
 from jaxinfer.sharding.costs import LayoutCosts, LayoutFlow
 from jaxinfer.sharding.links import Link, links_of, stated_links
-from jaxinfer.simulate.calibrate import calibrate_group
 from jaxinfer.simulate.costs.layout_roofline import LayoutStage
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 from jaxinfer.simulate.run import simulate

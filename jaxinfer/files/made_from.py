@@ -1,0 +1,71 @@
+"""Digests and names of all that results are made from besides what is asked."""
+
+import contextlib
+import hashlib
+import os
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from jaxinfer.files.shipped import SHIPPED
+
+PACKAGE = Path(__file__).parents[1]
+# Of the package, what no simulation loads; a test looks.
+_REAL_ALONE = ("pallas_kernels",)
+
+
+@cache
+def code_version() -> str:
+    """A digest of what simulations are made of: all Python files and tables of the package."""
+    return digest_of(PACKAGE, leave_out=_REAL_ALONE)
+
+
+def real_version() -> str:
+    """A digest of all that real runs depend on: the package, processor, devices, JAX and Numba.
+
+    The host's name does not count, since each container has another. It initialises JAX.
+    """
+    import jax
+
+    devices = sorted({f"{each.platform} {each.device_kind}" for each in jax.devices()})
+    packages = [f"{name} {version_of(name)}" for name in ("jax", "jaxlib", "numba")]
+    machine = [cpu_name(), str(os.cpu_count())]
+    text = "\n".join([digest_of(PACKAGE), *machine, *devices, *packages])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of(folder: Path, leave_out: tuple[str, ...] = ()) -> str:
+    """SHA-256 of the ``.py`` and ``.yaml`` files of a folder, with their paths in it.
+
+    Args:
+        leave_out: folders in it that do not count.
+    """
+    found = hashlib.sha256()
+    for at, folders, files in os.walk(folder, followlinks=True):
+        if Path(at) == SHIPPED:
+            folders.clear()  # Run files: those that are asked for are known by their contents.
+        folders[:] = sorted(name for name in folders if name not in (*leave_out, "__pycache__"))
+        for name in sorted(files):
+            if name.endswith((".py", ".yaml")):
+                path = Path(at, name)
+                data = path.read_bytes()
+                found.update(f"{path.relative_to(folder)} {len(data)}\n".encode() + data)
+    return found.hexdigest()
+
+
+def version_of(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_name() -> str:
+    """The maker's name of this machine's CPU, or its architecture where nobody says."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,136 @@
+"""Several systems on one workload, side by side: what ``jaxinfer compare`` runs."""
+
+import gc
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from jaxinfer.config.run_file import RunFile, load_run_file, read_run_file
+from jaxinfer.config.workload import Workload
+from jaxinfer.errors import JaxinferError
+from jaxinfer.report.records import RunRecord, read_run
+from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.lengths import BenchRequest
+
+
+def load_systems(
+    run_files: Sequence[str], systems: Sequence[str], settings: Sequence[str] = ()
+) -> dict[str, RunFile]:
+    """The run files to compare, by the names of their files, all with the first one's workload.
+
+    One whose system ``settings`` replace goes by the new system's name instead.
+
+    Args:
+        systems: names of more run files in the first one's folder. It comes first, or where its
+            own name is among them.
+        settings: as of ``load_run_file``, applied to each.
+
+    Raises:
+        JaxinferError: a file cannot be read, or two have one name.
+    """
+    first = Path(run_files[0])
+    paths = [Path(path) for path in run_files]
+    if systems and len(run_files) > 1:
+        raise JaxinferError(f"--systems are run files beside {run_files[0]}: give only that one")
+    if systems:
+        names = systems if first.stem in systems else [first.stem, *systems]
+        paths = [first if name == first.stem else first.with_name(f"{name}.yaml") for name in names]
+    loaded = {path.stem: load_run_file(path, settings) for path in paths}
+    if len(loaded) < len(paths):
+        raise JaxinferError(f"two of {', '.join(map(str, paths))} have one name")
+    configs = _all_serving(loaded, loaded[first.stem].workload)
+    if not any(re.match(r"system(\.name)?=", setting) for setting in settings):
+        return configs
+    names = [_label(path, configs[path.stem]) for path in paths]
+    if len(set(names)) < len(names):  # The new system on several files' clusters.
+        names = [
+            path.stem if name == path.stem else f"{name}_{path.stem}"
+            for name, path in zip(names, paths, strict=True)
+        ]
+    return dict(zip(names, configs.values(), strict=True))
+
+
+def _label(path: Path, config: RunFile) -> str:
+    """The file's name, or the system's where it is not the file's."""
+    system = str(config.system["name"])
+    own = read_run_file(path).get("system", "single")
+    own = own.get("name") if isinstance(own, dict) else own
+    return path.stem if own == system else system.rpartition(":")[2]
+
+
+def _all_serving(
+    configs: Mapping[str, RunFile], workload: Workload | None = None
+) -> dict[str, RunFile]:
+    """Systems with one workload for all, by default the first one's."""
+    each = workload or next((config.workload for config in configs.values()), Workload())
+    return {name: _serving(config, each) for name, config in configs.items()}
+
+
+def _serving(config: RunFile, workload: Workload) -> RunFile:
+    """The run file with another's requests; what is told of them beforehand stays its own."""
+    own = {name: getattr(config.workload, name) for name in ("max_tokens", "predictor")}
+    changed = {name: value for name, value in own.items() if value != getattr(workload, name)}
+    return config.model_copy(update={"workload": workload.model_copy(update=changed)})
+
+
+def compare_systems(
+    configs: Mapping[str, RunFile],
+    work: Sequence[BenchRequest],
+    folder: str | Path,
+    rounds: int = 1,
+    progress: bool = True,
+    one_by_one: bool = False,
+) -> dict[str, list[RunRecord]]:
+    """Run each system on the same work, in turns.
+
+    Args:
+        configs: by what to call the system; the work is of the first one's workload.
+        folder: gets ``runs/NAME/N`` with each run's files.
+        one_by_one: a system has all its rounds before the next one is loaded, which takes the
+            memory of one. Otherwise all are loaded at once, and rounds interleave.
+
+    Returns:
+        Each system's runs, in the order of the rounds.
+
+    Raises:
+        JaxinferError: a system cannot be loaded, or a request cannot be run.
+    """
+    # A comparison of modelled clusters does without JAX.
+    from jaxinfer.lab.measure import measure
+    from jaxinfer.llm import LLM
+    from jaxinfer.runtime.stage.devices import count_cpu_devices
+
+    configs = _all_serving(configs)
+    count_cpu_devices(config.cluster() for config in configs.values())
+    runs: dict[str, list[RunRecord]] = {name: [] for name in configs}
+    together = [{name: config} for name, config in configs.items()] if one_by_one else [configs]
+    for part in together:
+        loaded = LLM.load_all(part, progress=progress)
+        for number in range(1, rounds + 1):
+            for name in part:
+                run_dir = Path(folder) / "runs" / name
+                measure(loaded[name], work, name, str(run_dir))
+                runs[name].append(read_run(run_dir / str(number), name))
+        del loaded
+        gc.collect()  # What a system had of the devices is free only now.
+    return runs
+
+
+def simulate_systems(
+    configs: Mapping[str, RunFile], work: Sequence[BenchRequest], folder: str | Path
+) -> dict[str, list[RunRecord]]:
+    """The same on modelled clusters, once each.
+
+    Args:
+        configs: see ``compare_systems``; their groups name GPUs.
+        folder: gets ``runs/NAME/1`` with each run's files.
+
+    Raises:
+        JaxinferError: a cluster cannot be what its run file says, or a request cannot be run.
+    """
+    runs = {}
+    for name, config in _all_serving(configs).items():
+        run_dir = Path(folder) / "runs" / name
+        simulate(config, work, run_dir)
+        runs[name] = [read_run(run_dir / "1", name)]
+    return runs

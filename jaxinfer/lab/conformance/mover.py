@@ -1,0 +1,86 @@
+"""A correct hand-off between any two layouts, step by step; ``faults`` gets single steps wrong."""
+
+import numpy as np
+
+from jaxinfer.lab.conformance.formats import FORMATS, decode, encode
+from jaxinfer.lab.conformance.layout import LayerPages
+from jaxinfer.lab.conformance.side import Side
+
+SLAB_TOKENS = 32
+
+
+class Mover:
+    """Moves requests' entries from one side's pages to another's, in slabs of some tokens."""
+
+    def __init__(self, source: Side, dest: Side) -> None:
+        self.source, self.dest = source, dest
+        self.wire = narrower(source.layout.kv_dtype, dest.layout.kv_dtype)
+
+    def move(self, request: int) -> None:
+        """Move all of a request's entries to the pages that the destination has for it."""
+        stop = self.source.lengths[request]
+        for shard in self.dest.pools:
+            for start in range(0, stop, SLAB_TOKENS):
+                tokens = range(start, min(start + SLAB_TOKENS, stop))
+                self.put(shard, request, tokens, self.travel(self.take(shard, request, tokens)))
+
+    def finish(self) -> None:
+        """Do what is to be done when all requests have been moved: nothing."""
+
+    def take(self, shard: LayerPages, request: int, tokens: range) -> np.ndarray:
+        """[2, T, K, H]: the entries of a destination's shard, out of the source's pages."""
+        heads = self.dest.layout.heads_of(self.dest.model, shard.rank)
+        found = np.zeros((2, len(tokens), len(heads), self.dest.model.head_dim), np.float32)
+        for index, head in enumerate(heads.tolist()):
+            if head >= 0:
+                found[:, :, index] = self.take_head(shard, head, request, tokens)
+        return found
+
+    def take_head(self, shard: LayerPages, head: int, request: int, tokens: range) -> np.ndarray:
+        """[2, T, H]: one head's entries."""
+        layer, rank, place = self.find(shard.layer, head)
+        table = self.source_table(request)
+        return self.read(layer, rank, table, tokens)[:, :, place]
+
+    def find(self, layer: int, head: int) -> tuple[int, int, int]:
+        """Find a head at the source: its layer, rank, and index on that rank."""
+        layout, model = self.source.layout, self.source.model
+        for rank in range(layout.tp):
+            (index,) = np.nonzero(layout.heads_of(model, rank) == head)
+            if len(index):
+                return layer, rank, int(index[0])
+        raise AssertionError(f"no rank has head {head}")
+
+    def source_table(self, request: int) -> list[int]:
+        """The request's pages at the source."""
+        return self.source.tables[request]
+
+    def dest_table(self, request: int) -> list[int]:
+        """The request's pages at the destination."""
+        return self.dest.tables[request]
+
+    def read(self, layer: int, rank: int, table: list[int], tokens: range) -> np.ndarray:
+        """[2, T, K, H]: entries of a source's shard."""
+        (shard,) = (s for s in self.source.pools if (s.layer, s.rank) == (layer, rank))
+        return self.source.get(shard, table, tokens.start, tokens.stop)
+
+    def travel(self, slab: np.ndarray) -> np.ndarray:
+        """Give the entries of a slab as they arrive."""
+        return decode(encode(slab, self.wire), self.wire)
+
+    def put(self, shard: LayerPages, request: int, tokens: range, slab: np.ndarray) -> None:
+        """Write a slab to the destination's pages."""
+        self.dest.put(shard, self.dest_table(request), tokens.start, slab)
+
+
+def narrower(one: str, other: str) -> str:
+    """The format that travels between two."""
+    sizes = [
+        ("float32" if FORMATS[name].scaled else name) for name in (one, other)
+    ]  # Dequantised where it leaves.
+    return min(sizes, key=lambda name: FORMATS[name].storage.itemsize)
+
+
+def move(source: Side, dest: Side, request: int) -> None:
+    """Move a request's entries correctly."""
+    Mover(source, dest).move(request)

@@ -1,0 +1,1 @@
+"""Hand-offs between real engines, checked by golden KV."""

@@ -1,0 +1,52 @@
+"""A whole search: the planner's way, and a second look at what it chose."""
+
+import math
+
+from jaxinfer.errors import FAILURES, JaxinferError, raised
+from jaxinfer.lab.plan.candidate import Candidate, Planner, Score
+from jaxinfer.lab.plan.lacking import more_requests
+from jaxinfer.lab.plan.result import Choice
+from jaxinfer.lab.plan.search import DrivenSearch
+
+
+class PlannerFailed(JaxinferError):
+    """A planner's own mistake, of which no other requests would be free."""
+
+
+def choose(planner: Planner, search: DrivenSearch) -> Choice:
+    """The best candidate, looked at once more with fresh seeds.
+
+    Raises:
+        JaxinferError: see ``find``; or its targets hold at any rate.
+    """
+    candidate, score = find(planner, search)
+    if math.isinf(score.rate):
+        raise JaxinferError(
+            f"the targets hold at any rate of the chosen {candidate}: {more_requests(score.enough)}"
+        )
+    return Choice(candidate, score, search.fresh_rates(candidate))
+
+
+def find(planner: Planner, search: DrivenSearch) -> tuple[Candidate, Score]:
+    """The best candidate, simulated as a whole with the goal's seeds.
+
+    Raises:
+        PlannerFailed: the planner raises what it should not, or returns no candidate.
+        JaxinferError: there is none.
+    """
+    try:
+        candidate = planner.plan(search.problem, search)
+        if not isinstance(candidate, Candidate):
+            raise PlannerFailed(f"planner {type(planner).__name__}: plan returns no Candidate")
+        (score,) = search.scores([candidate])
+    except JaxinferError:
+        raise
+    except FAILURES as error:
+        name = type(planner).__name__
+        raise PlannerFailed(f"planner {name}: plan raises {raised(error)}") from error
+    if score.refused:
+        raise JaxinferError(f"the chosen {candidate} cannot be: {score.refused}")
+    if not score.rate or score.given_up:
+        at = f" at {score.rate:g} requests/s" if score.rate else ""
+        raise JaxinferError(f"the chosen {candidate} misses the targets{at}")
+    return candidate, score

@@ -1,0 +1,105 @@
+"""Results of a search, kept in a file, so that a search that was killed goes on."""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Lock
+from typing import Any, TextIO
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.files.made_from import code_version
+
+
+def key_of(*what: object) -> str:
+    """Return the key by which a result is found again: equal for equal JSON values."""
+    text = json.dumps(_text_keys(what), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _text_keys(value: object) -> object:
+    """Keys that JSON can sort: YAML's may be numbers beside names."""
+    if isinstance(value, Mapping):
+        return {str(key): _text_keys(item) for key, item in value.items()}
+    return [_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class EvaluationCache:
+    """JSON values by key, of one version of the program.
+
+    Args:
+        path: of JSON lines, one for each; None keeps them in memory alone.
+        version: of all that values depend on besides their keys; by default ``code_version``.
+
+    Attributes:
+        of_others: how many lines of the file are of another version, which do not count.
+
+    Raises:
+        JaxinferError: a line of the file is damaged, or another process writes to it.
+    """
+
+    def __init__(self, path: Path | None = None, version: str | None = None) -> None:
+        self._values: dict[str, Any] = {}
+        self._file: TextIO | None = None
+        self._version = version or code_version()
+        self._lock = Lock()
+        self.of_others = 0
+        if path:
+            try:
+                self._file = path.open("a", encoding="utf-8")
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._read(path)
+            except BlockingIOError:
+                raise JaxinferError(
+                    f"{path} is in use by another process: wait for it, or give another folder"
+                ) from None
+            except OSError as error:
+                raise JaxinferError(f"{path}: {error.strerror}") from None
+
+    def _read(self, path: Path) -> None:
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:  # Killed in the midst of a line.
+            path.write_bytes(whole)
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                found = json.loads(line)
+                key, value = found["key"], found["value"]
+                if not isinstance(key, str) or not isinstance(value, dict):
+                    raise TypeError
+                if found.get("version") != self._version:
+                    self.of_others += 1
+                    continue
+                if found["sum"] != self._sum(key, value):
+                    raise ValueError
+            except (ValueError, KeyError, TypeError):
+                raise JaxinferError(
+                    f"{path}, line {number}: is none that was kept here, or was changed since: "
+                    "remove it, or give a new folder"
+                ) from None
+            self._values[key] = value
+
+    def _sum(self, key: str, value: Any) -> str:
+        """A checksum, by which a damaged line is known."""
+        return key_of(self._version, key, value)[:16]
+
+    def get(self, key: str) -> Any:
+        """The value of this key, or None."""
+        return self._values.get(key)
+
+    def add(self, key: str, value: Any) -> None:
+        """Keep one; several threads may."""
+        line = {"key": key, "value": value, "version": self._version, "sum": self._sum(key, value)}
+        with self._lock:
+            self._values[key] = value
+            if self._file:
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; what threads find later is kept in memory alone."""
+        with self._lock:
+            if self._file:
+                self._file.close()
+                self._file = None

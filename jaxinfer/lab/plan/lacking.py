@@ -1,0 +1,56 @@
+"""Explains why no candidate will do: which is nearest, and what it lacks."""
+
+import math
+from collections.abc import Sequence
+
+from jaxinfer.lab.plan.candidate import Candidate, Score
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
+
+
+def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> str:
+    """Names the candidate that comes nearest, and its figures beside what they have to be."""
+    if not tried:
+        return "the planner finds no candidates: nothing fits on what there is"
+    missed = [(c, s) for c, s in tried if s.figures]
+    if not missed:
+        first = next((s.refused for _, s in tried if s.refused), None)
+        if first is None:
+            rate = problem.goal.rate
+            return f"none of {len(tried)} candidates carries {rate} requests/s, by their bounds"
+        return f"none of {len(tried)} candidates can be, such as: {first}"
+    targets = problem.targets
+    nearest, score = min(missed, key=lambda each: _lack(each[1], targets))
+    figures = ", ".join(
+        f"{name} {'-' if value is None else f'{value:.3g}'} ({must})"
+        for (name, value), must in zip(score.figures.items(), _asked_for(targets), strict=True)
+    )
+    return (
+        f"none of {len(tried)} candidates keeps the targets; nearest is {nearest}, with "
+        f"{figures} at {score.rate:.3g} requests/s"
+    )
+
+
+def more_requests(enough: int | None) -> str:
+    """The advice where targets hold at any rate: how many requests would tell, if that is known."""
+    count = "more requests" if enough is None else f"{enough} requests or more"
+    return f"give {count}, or tighter targets"
+
+
+def _lack(score: Score, targets: Targets) -> tuple[int, float]:
+    """The number of targets of which nothing is known, and the distance from the worst other."""
+    if isinstance(targets, PercentileTargets):
+        pairs = zip(score.figures.values(), targets.limits, strict=True)
+        lacks = [None if value is None else value / limit for value, (_, _, limit) in pairs]
+    else:
+        lacks = [None if share is None else -share for share in score.figures.values()]
+    known = [lack for lack in lacks if lack is not None]
+    return len(lacks) - len(known), max(known, default=math.inf)
+
+
+def _asked_for(targets: Targets) -> list[str]:
+    """The limit that each figure has to keep, in words."""
+    if isinstance(targets, PercentileTargets):
+        return [f"at most {limit:g}" for _, _, limit in targets.limits]
+    assert isinstance(targets, RequestTargets)
+    return [f"at least {targets.attainment:g}" for _ in targets.limits]

@@ -1,0 +1,253 @@
+"""Pictures of a search: costs against rates, and times to first tokens against those between."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from jaxinfer.lab.plan.candidate import Candidate, Score
+from jaxinfer.lab.plan.problem import Cost
+from jaxinfer.lab.plan.result import COSTS, PER, cost_of, front_of, frontier, in_full
+from jaxinfer.lab.plan.search import DrivenSearch
+from jaxinfer.report.pictures import save_picture
+from jaxinfer.simulate.targets import PercentileTargets
+
+BLUE, GREY = "#0072B2", "0.6"
+# Around the chosen one.
+RING: dict[str, Any] = {
+    "s": 110,
+    "facecolors": "none",
+    "edgecolors": "#D55E00",
+    "linewidths": 1.6,
+    "label": "chosen",
+    "zorder": 3,
+}
+GIVEN_UP: dict[str, Any] = {
+    "marker": "v",
+    "s": 22,
+    "c": GREY,
+    "label": "misses the targets at this rate",
+}
+# More than so many names would not be read.
+MOST_NAMES = 16
+# So many points are all named.
+FEW = 10
+
+
+def names_of(candidates: Sequence[Candidate], longest: int = 60) -> dict[tuple[object, ...], str]:
+    """Short names of candidates by their keys: the axes in which they differ.
+
+    Words stand alone, numbers behind the last part of their axis' name.
+    """
+    axes = dict.fromkeys(name for candidate in candidates for name in candidate.axes)
+    differ = [n for n in axes if len({str(c.axes.get(n)) for c in candidates}) > 1] or list(axes)
+    found = {}
+    for candidate in candidates:
+        words = [
+            str(value) if isinstance(value, str) else f"{name.rsplit('.', 1)[-1]} {value:.4g}"
+            for name in differ
+            if (value := candidate.axes.get(name)) is not None
+        ]
+        found[candidate.key] = shorten(", ".join(words), longest, placeholder=" ...")
+    return found
+
+
+def draw_rates(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
+    """Cost against rate, and what no other candidate for whole requests beats in both.
+
+    Of candidates that all cost the same, the best ones by name.
+    """
+    of = cost_of(search)
+    scored = [
+        (c, s)
+        for c, s in search.tried.values()
+        if c.whole and s.costs and s.rate and math.isfinite(s.rate)
+    ]
+    costs = {s.costs.amount(of) for _, s in scored if s.costs}
+    if len(costs) > 1:
+        _draw_costs(path, search, chosen, scored, of)
+    else:
+        _draw_names(path, search, chosen, scored, f"{min(costs):g} {COSTS[of]} each")
+
+
+def _draw_costs(
+    path: Path,
+    search: DrivenSearch,
+    chosen: Candidate,
+    scored: Sequence[tuple[Candidate, Score]],
+    of: Cost,
+) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure((7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    at = {c.key: (s.costs.amount(of), s.rate) for c, s in scored if s.costs}
+    full = [at[c.key] for c, s in scored if not s.given_up]
+    if full:
+        xs, ys = zip(*full, strict=True)
+        axes.scatter(xs, ys, s=18, c=BLUE, label="largest rate", zorder=2)
+    if given_up := [at[c.key] for c, s in scored if s.given_up]:
+        axes.scatter(*zip(*given_up, strict=True), **GIVEN_UP)
+    front = front_of(search)
+    _draw_front(axes, [at[c.key] for c in front], "Pareto front: none carries more for less")
+    axes.scatter(*zip(at[chosen.key], strict=True), **RING)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=of == "gpus"))
+    most = [1.1 * max(values) for values in zip(*at.values(), strict=True)]
+    axes.set(xlabel=COSTS[of], ylabel="requests/s that keep the targets")
+    axes.set(xlim=(0, most[0]), ylim=(0, most[1]))
+    _explain(figure, axes, _label(axes, [c for c, s in scored if not s.given_up], front, at))
+    save_picture(figure, path)
+
+
+def _draw_names(
+    path: Path,
+    search: DrivenSearch,
+    chosen: Candidate,
+    scored: Sequence[tuple[Candidate, Score]],
+    cost: str,
+) -> None:
+    from matplotlib.figure import Figure
+
+    # The largest rates, and then what is known to carry less than another.
+    best = sorted(scored, key=lambda each: (bool(each[1].given_up), -each[1].rate))
+    shown = best[:MOST_NAMES]
+    figure = Figure((7.5, 1.7 + 0.27 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    row = {c.key: number for number, (c, _) in enumerate(shown)}
+    for given_up, style in (
+        (False, {"s": 26, "c": BLUE, "label": "largest rate"}),
+        (True, GIVEN_UP | {"marker": "<"}),
+    ):
+        here = [(s.rate, row[c.key]) for c, s in shown if bool(s.given_up) == given_up]
+        if here:
+            axes.scatter(*zip(*here, strict=True), zorder=2, **style)
+    if chosen.key in row:
+        axes.scatter([search.tried[chosen.key][1].rate], [row[chosen.key]], **RING)
+    for c, s in shown:
+        sign = "< " if s.given_up else ""
+        axes.annotate(
+            f"{sign}{s.rate:.3g}",
+            (s.rate, row[c.key]),
+            xytext=(9, 0),
+            va="center",
+            textcoords="offset points",
+            fontsize="small",
+        )
+    names = names_of([c for c, _ in scored])
+    axes.set_yticks(range(len(shown)), [names[c.key] for c, _ in shown], fontsize="small")
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlim(0, 1.12 * max(s.rate for _, s in shown))
+    left = f"; the best {len(shown)} of {len(scored)}" if len(shown) < len(scored) else ""
+    axes.set_xlabel(f"requests/s that keep the targets ({cost}{left})")
+    axes.grid(axis="y", color="0.92", zorder=0)
+    _explain(figure, axes, [])
+    save_picture(figure, path)
+
+
+def draw_latencies(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
+    """TTFT against TBT of what was found in full, each at its own largest rate, with the limits.
+
+    None where the targets are no percentiles of both: then nobody has found them.
+    """
+    from matplotlib.figure import Figure
+
+    targets = search.problem.targets
+    if not isinstance(targets, PercentileTargets):
+        return
+    found = {metric: (percent, limit) for metric, percent, limit in reversed(targets.limits)}
+    gap = next((metric for metric in ("tbt", "tpot") if metric in found), None)
+    if gap is None or "ttft" not in found:
+        return
+    names = [f"{metric} p{found[metric][0]:g}" for metric in (gap, "ttft")]
+    at, values = {}, []
+    for candidate, score in in_full(search):
+        x, y = (score.figures.get(name) for name in names)
+        if x is not None and y is not None:
+            at[candidate.key] = x, y
+            values.append(search.value(score) * (-1 if search.problem.goal.minimise else 1))
+    figure = Figure((7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    ends, starts, labelled = [found[gap][1], found["ttft"][1]], [0.0, 0.0], []
+    if at:
+        gaps, firsts = zip(*at.values(), strict=True)
+        dots = axes.scatter(gaps, firsts, c=values, s=26, zorder=2)
+        figure.colorbar(dots, label=_unit(search))
+        front = frontier(at.values())
+        _draw_front(axes, front, "Pareto front: none is below in both")
+        drawn = [c for c, _ in in_full(search) if c.key in at]
+        best = [c for c in drawn if at[c.key] in front or c.key == chosen.key]
+        labelled = _label(axes, drawn, best, at)
+        ends = [max(ends[0], *gaps), max(ends[1], *firsts)]
+        # From 0 on, unless all that there is would be far from it.
+        starts = [
+            0.9 * m if (m := min(v)) > e / 2 else 0.0
+            for v, e in zip((gaps, firsts), ends, strict=True)
+        ]
+    if chosen.key in at:
+        axes.scatter(*zip(at[chosen.key], strict=True), **RING)
+    unit = " times alone" if targets.reference else " s"
+    axes.axvline(found[gap][1], c="0.3", lw=1, ls="--", label="limits of the targets")
+    axes.axhline(found["ttft"][1], c="0.3", lw=1, ls="--")
+    xlabel, ylabel = (f"{m.upper()} p{found[m][0]:g},{unit}" for m in (gap, "ttft"))
+    (left, low), (right, top) = (
+        starts,
+        (e + 0.12 * (e - s) for s, e in zip(starts, ends, strict=True)),
+    )
+    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(left, right), ylim=(low, top))
+    axes.set_title("each candidate at its own largest rate", fontsize="small")
+    _explain(figure, axes, labelled)
+    save_picture(figure, path)
+
+
+def _draw_front(axes: Any, points: Sequence[tuple[float, float]], label: str) -> None:
+    if len(points) > 1:
+        axes.step(*zip(*points, strict=True), where="post", c=BLUE, lw=1.2, zorder=1, label=label)
+
+
+def _label(
+    axes: Any,
+    drawn: Sequence[Candidate],
+    best: Sequence[Candidate],
+    at: Mapping[tuple[object, ...], tuple[float, float]],
+) -> list[str]:
+    """Number all points, or, of many, the best ones; the lines that say what the numbers are."""
+    from matplotlib.patheffects import withStroke
+
+    named = sorted(drawn if len(drawn) <= FEW else best[:MOST_NAMES], key=lambda c: at[c.key])
+    names = names_of(drawn, 48)
+    for number, candidate in enumerate(named, 1):
+        up = 4 if number % 2 == 0 else -10  # Neighbours may be close to each other.
+        axes.annotate(
+            str(number),
+            at[candidate.key],
+            xytext=(7, up),
+            textcoords="offset points",
+            fontsize="small",
+            zorder=4,
+            path_effects=[withStroke(linewidth=2.5, foreground="w")],
+        )
+    return [f"{number}: {names[c.key]}" for number, c in enumerate(named, 1)]
+
+
+def _explain(figure: Any, axes: Any, lines: Sequence[str]) -> None:
+    """A legend below the axes, and what their numbers are."""
+    from matplotlib.lines import Line2D
+
+    handles, labels = axes.get_legend_handles_labels()
+    handles += [Line2D([], [], ls="none") for _ in lines]
+    figure.legend(
+        handles,
+        [*labels, *lines],
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize="small",
+    )
+
+
+def _unit(search: DrivenSearch) -> str:
+    """Return the unit of the figure that the goal is about."""
+    goal = search.problem.goal
+    return COSTS[goal.minimise] if goal.minimise else f"requests/s{PER[goal.maximise or 'cluster']}"

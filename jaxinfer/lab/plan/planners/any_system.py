@@ -1,0 +1,162 @@
+"""Systems side by side in one search: each run file's cluster, with all values of its axes."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from jaxinfer.config.run_file import as_run_file, put_option
+from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.bound import bound_of
+from jaxinfer.lab.plan.candidate import Candidate, Search
+from jaxinfer.lab.plan.file_parts import read_file, without_requests
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.options.validation import Named, OptionError, Options, shown, within
+from jaxinfer.simulate.run import prepare
+
+# From what a file holds, and what all have in common, to a candidate's part.
+PartOf = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+# Dotted keys of a run file, and the values that each is to have.
+Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
+
+
+class AnySystemOptions(Options):
+    """Options of ``AnySystem``.
+
+    Attributes:
+        files: Run files, each with axes of its own. Their model and requests count where ``run``
+            has none, and all have the same requests.
+        axes: Axes of all: dotted keys, lists of values.
+        by_bound: Leave out candidates that could not keep up the best rate so far, whatever their
+            system. A run of few requests may end before that shows.
+    """
+
+    files: Named[Axes] = Field(min_length=1)
+    axes: Axes = Field(default_factory=dict)
+    by_bound: bool = False
+
+    def model_post_init(self, context: object, /) -> None:
+        """Refuse values given twice."""
+        check_axes(self.files, self.axes)
+
+
+def check_axes(files: Mapping[str, Axes], axes: Axes) -> None:
+    """Refuse values that an axis has twice: their candidates would be the same.
+
+    Raises:
+        OptionError: an axis has one twice.
+    """
+    for where, own in (("axes", axes), *((f"files.{file}", each) for file, each in files.items())):
+        for key, values in own.items():
+            known = [(type(value) is bool, value) for value in values]
+            for number, (_, value) in enumerate(known):
+                if known[number] in known[:number]:
+                    raise OptionError(f"{where}: {key} has {shown(value)} twice")
+
+
+class AnySystem:
+    """Looks at all combinations of each file."""
+
+    Options = AnySystemOptions
+
+    def __init__(self, options: AnySystemOptions) -> None:
+        self._options = options
+
+    def plan(self, problem: Problem, search: Search) -> Candidate:
+        """The best of them."""
+        found = list(self.candidates(problem.run))
+        if not self._options.by_bound:
+            return search.best(found)
+        return search.best(found, lambda candidate: _most(problem, search, candidate))
+
+    def candidates(self, run: Mapping[str, Any] | None = None) -> Iterator[Candidate]:
+        """Candidates of the whole ``grid``.
+
+        Args:
+            run: what all have in common; by default a model, too.
+        """
+        common = {"model": ""} if run is None else run
+        try:
+            yield from grid(
+                self._options.files, self._options.axes, part=without_requests, run=common
+            )
+        except OptionError as error:
+            raise within("planner", error) from None
+
+
+def _most(problem: Problem, search: Search, candidate: Candidate) -> float:
+    """The rate that no system exceeds on a candidate's cluster; infinite if that cannot be."""
+    try:
+        work = problem.served(search.costs(candidate).gpus)
+        _, cluster, _ = prepare(as_run_file(problem.run_file(candidate.part)))
+    except JaxinferError:
+        return inf  # The search says why it cannot be.
+    return bound_of(cluster, work).rate
+
+
+def grid(
+    files: Mapping[str, Axes],
+    axes: Axes,
+    points: Sequence[Mapping[str, Any]] = ({},),
+    part: PartOf = without_requests,
+    run: Mapping[str, Any] = {},
+) -> Iterator[Candidate]:
+    """Combinations of all axes, in the files' order.
+
+    Args:
+        points: values of further keys, each with all combinations of the axes.
+        part: makes a candidate's part of what a file holds, and of ``run``.
+
+    Raises:
+        OptionError: a file cannot be read, or an axis or a point leads nowhere.
+    """
+    for file, name, data in named_files(files):
+        base = part(data, run)
+        of_file: Axes = {**axes, **files[file]}
+        for point, values in product(points, product(*of_file.values())):
+            chosen = {**point, **dict(zip(of_file, values, strict=True))}
+            named = {key: _shown(value) for key, value in chosen.items()}
+            # As they are: 1, true and "1" are told apart.
+            own = _with(_with(base, point, "points"), chosen, "axes")
+            yield Candidate({"file": name, **named}, own, (file, repr(chosen)))
+
+
+def named_files(
+    files: Iterable[str], where: str = "files"
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield each path, the file's name (its stem, if no other has it, else the path), and what it
+    holds.
+
+    Args:
+        where: the option that names them, in errors.
+
+    Raises:
+        OptionError: a file cannot be read.
+    """
+    paths = list(files)
+    stems = Counter(Path(path).stem for path in paths)
+    for path in paths:
+        stem = Path(path).stem
+        try:
+            yield path, stem if stems[stem] == 1 else path, read_file(path)
+        except JaxinferError as error:
+            raise within(where, error) from None
+
+
+def _with(base: Mapping[str, Any], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    part = dict(base)
+    for key, value in values.items():
+        try:
+            put_option(part, key, value)
+        except JaxinferError as error:
+            raise OptionError(f"{where}: {key!r}: {error}") from None
+    return part
+
+
+def _shown(value: Any) -> str | int | float | None:
+    return value if isinstance(value, str | int | float) else json.dumps(value, default=str)

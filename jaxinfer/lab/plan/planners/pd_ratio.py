@@ -1,0 +1,345 @@
+"""Numbers of instances that prefill and decode, and their sharding: `disaggregated` over lists.
+
+The joint optimisation of "Disaggregated Prefill and Decoding Inference System for Large Language
+Model Serving on Multi-Vendor GPUs", section III-C: of closed forms, as the paper has it, and then
+of simulations. Of the former comes a rate for each ratio (as if no prompt had its beginning in a
+cache), and which ones are not simulated.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import mean
+from typing import Any
+
+from pydantic import Field
+
+from jaxinfer.config.resolve import resolve
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site import model_site
+from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.candidate import Candidate, Search
+from jaxinfer.lab.plan.problem import Problem
+from jaxinfer.options.validation import Options
+from jaxinfer.serving.batch import Work
+from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
+from jaxinfer.simulate.costs.model import CostModel
+from jaxinfer.simulate.targets import RequestTargets, Targets, gap_limits, limits
+from jaxinfer.workload.lengths import BenchRequest
+
+# Share of the time in which prefill instances may be busy: queues grow without end towards 1.
+UTILISATION = 0.8
+# By which closed forms are taken to be off at most, a rule of thumb: what is above is given up.
+SLACK = 1.5
+
+
+class Side(Options):
+    """Instances of one phase.
+
+    Attributes:
+        kind: of their GPUs; ``most``: how many instances there may be.
+        tensor_parallel: degrees of an instance.
+        engine: their options, besides those of all.
+    """
+
+    kind: str
+    most: int = Field(ge=1)
+    tensor_parallel: tuple[int, ...] = Field(default=(1,), strict=False, min_length=1)
+    engine: dict[str, Any] = Field(default_factory=dict)
+
+
+class PDRatioOptions(Options):
+    """Options of ``PDRatio``.
+
+    Attributes:
+        prefill, decode: Each side's ``kind``, ``most`` instances, ``tensor_parallel`` degrees and
+            ``engine`` options.
+        gpus: GPUs in all, at most.
+        link_gb_s: 10^9 bytes per second between the sides.
+    """
+
+    prefill: Side
+    decode: Side
+    gpus: int | None = Field(default=None, ge=2)
+    link_gb_s: float = Field(default=12.5, gt=0)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Requests per second that one instance of each phase carries, by closed forms."""
+
+    prefill: float
+    decode: float
+
+    def of(self, prefills: int, decodes: int) -> float:
+        """Requests per second that so many instances of each phase carry."""
+        return min(UTILISATION * prefills * self.prefill, decodes * self.decode)
+
+
+def prefill_rate(
+    cost: CostModel, work: Sequence[BenchRequest], budget: int, hits: Sequence[int] | None = None
+) -> float:
+    """Prompts per second of one instance that is never idle, each by itself, in chunks.
+
+    Args:
+        hits: tokens of each prompt that its cache has.
+    """
+
+    def seconds(begin: int, length: int) -> float:
+        chunks = [(start, min(budget, length - start)) for start in range(begin, length, budget)]
+        return sum(max(cost.stages(_prefill(start, count))) for start, count in chunks)
+
+    parts = [(b, item.prompt_len) for b, item in zip(hits or [0] * len(work), work, strict=True)]
+    by_part = {part: seconds(*part) for part in set(parts)}
+    return 1 / mean(by_part[part] for part in parts)
+
+
+def packed_rate(
+    cost: CostModel, work: Sequence[BenchRequest], budget: int, hits: Sequence[int] | None = None
+) -> float:
+    """Prompts per second of one instance whose steps are all full: what a queue makes of it.
+
+    Args:
+        hits: tokens of each prompt that its cache has.
+    """
+    seconds, room, ended = 0.0, budget, 0
+    chunks: list[tuple[int, int]] = []
+    for index, item in enumerate(work, 1):
+        start = hits[index - 1] if hits else 0
+        while start < item.prompt_len:
+            count = min(room, item.prompt_len - start)
+            chunks.append((start, count))
+            start, room = start + count, room - count
+            ended += start == item.prompt_len
+            if not room or (index == len(work) and start == item.prompt_len):
+                step = Work(budget - room, 0, len(chunks), ended, 0, chunks)
+                seconds += max(cost.stages(step))
+                room, ended, chunks = budget, 0, []
+    return len(work) / seconds
+
+
+def finite_rate(rate: float, requests: int, late_s: float, share: float) -> float:
+    """Return the rate at which so many requests may come, of which ``rate`` are served a second.
+
+    Args:
+        late_s: seconds that the last one of the ``share`` that comes first may wait.
+    """
+    seconds = share * requests / rate - late_s if rate else math.inf
+    return requests / seconds if seconds > 0 else math.inf
+
+
+def allowances(
+    targets: Targets, work: Sequence[BenchRequest]
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Times by which requests must have their first token, and their last: seconds, and shares.
+
+    Targets say nothing of whom a percentile of all gaps lets wait for one of its tokens.
+    """
+    longest = max(item.max_tokens for item in work)
+    first: list[tuple[float, float]] = []
+    last: list[tuple[float, float]] = []
+    gaps: list[tuple[float, float]] = []
+    for metric, seconds, share in limits(targets):
+        if metric == "ttft":
+            first.append((seconds, share))
+        elif metric in ("e2e", "normalised"):
+            last.append((seconds * (longest if metric == "normalised" else 1), share))
+        elif metric == "tpot" or (metric == "tbt" and isinstance(targets, RequestTargets)):
+            gaps.append((seconds * (longest - 1), share))
+    both = [(a + b, s + t - 1) for (a, s), (b, t) in product(first, gaps) if s + t > 1]
+    return first + last, last + both
+
+
+def decode_rate(
+    cost: CostModel, work: Sequence[BenchRequest], most: int, entries: float, tbt_s: float | None
+) -> float:
+    """Requests per second of one instance that only decodes; infinite where nothing is left to.
+
+    Args:
+        most: sequences; ``entries``: of KV, in all pages.
+        tbt_s: what a step may take, at most.
+    """
+    # The first token is the prefill instance's.
+    tokens = sum(item.max_tokens - 1 for item in work)
+    if not tokens:
+        return math.inf
+    outputs = tokens / len(work)
+    # Of a token that is drawn, the mean number of entries that it sees.
+    context = sum((i.max_tokens - 1) * (i.prompt_len + i.max_tokens / 2) for i in work) / tokens
+    best = 0.0
+    for batch in range(1, int(min(most, entries / context)) + 1):
+        seconds = max(cost.stages(_decodes(batch, round(batch * context))))
+        if tbt_s is not None and seconds > tbt_s:
+            break
+        best = max(best, batch / seconds / outputs)
+    return best
+
+
+def mixed_rate(slow: float, fast: float, share: float) -> float:
+    """Return the rate of requests of which a share is served at one rate, and the rest at another.
+
+    Where the mean request has no rate that is slow enough, shorter ones may: the other rate.
+    """
+    if not slow or math.isinf(fast):
+        return fast
+    return 1 / (share / slow + (1 - share) / fast)
+
+
+def _prefill(start: int, count: int) -> Work:
+    return Work(count, 0, 1, 1, 0, [(start, count)])
+
+
+def _decodes(batch: int, context: int) -> Work:
+    return Work(batch, batch, batch, batch, context, [], batch)
+
+
+class PDRatio:
+    """Looks at all ratios that the closed forms leave open."""
+
+    Options = PDRatioOptions
+
+    def __init__(self, options: PDRatioOptions) -> None:
+        self._options = options
+        self._most: dict[tuple[object, ...], float] = {}
+
+    def plan(self, problem: Problem, search: Search) -> Candidate:
+        """The best of them."""
+        return search.best(list(self.candidates(problem)), self.most)
+
+    def most(self, candidate: Candidate) -> float:
+        """The requests per second above which one of ``candidates`` is taken to carry nothing."""
+        return self._most[candidate.key]
+
+    def candidates(self, problem: Problem) -> Iterator[Candidate]:
+        """Ratios, with the rate that the closed forms give each."""
+        options = self._options
+        degrees = product(options.prefill.tensor_parallel, options.decode.tensor_parallel)
+        for prefill_tp, decode_tp in degrees:
+            counts = (range(1, side.most + 1) for side in (options.prefill, options.decode))
+            rates_of = self._rates(problem, prefill_tp, decode_tp)
+            for p, d in product(*counts):
+                gpus = p * prefill_tp + d * decode_tp
+                if options.gpus and gpus > options.gpus:
+                    continue
+                found = rates_of(gpus)
+                rates = found.one_by_one if found else None
+                axes = {
+                    "prefills": p,
+                    "prefill_tp": prefill_tp,
+                    "decodes": d,
+                    "decode_tp": decode_tp,
+                    "closed_form": rates.of(p, d) if rates else None,
+                }
+                part = self._part(p, prefill_tp, d, decode_tp)
+                candidate = Candidate(axes, part, (p, prefill_tp, d, decode_tp))
+                most = _bound(problem.targets, found, p, d) if found else math.inf
+                self._most[candidate.key] = most
+                yield candidate
+
+    def _rates(
+        self, problem: Problem, prefill_tp: int, decode_tp: int
+    ) -> Callable[[int], "_Found | None"]:
+        """Return what finds the rates of an instance of each phase, by a candidate's GPUs.
+
+        Rates are of the requests with which a candidate is simulated. They are None where the
+        candidate cannot be simulated; its evaluation says why.
+        """
+        try:
+            data = problem.run_file(self._part(1, prefill_tp, 1, decode_tp))
+            modelled = model_cluster(model_site(resolve(as_run_file(data)))).instances
+        except JaxinferError:
+            return lambda gpus: None
+        here, there = modelled["prefill0"], modelled["decode0"]
+        by_count: dict[int, _Found] = {}
+
+        def found(gpus: int) -> _Found | None:
+            try:
+                work = problem.served(gpus)
+            except JaxinferError:
+                return None
+            if len(work) not in by_count:
+                by_count[len(work)] = _of_work(problem, here, there, work)
+            return by_count[len(work)]
+
+        return found
+
+    def _part(self, prefills: int, prefill_tp: int, decodes: int, decode_tp: int) -> dict[str, Any]:
+        options = self._options
+        sides = (
+            ("prefill", options.prefill, prefills, prefill_tp),
+            ("decode", options.decode, decodes, decode_tp),
+        )
+        return {
+            "groups": {
+                name: {"kind": side.kind, "devices": count * tp, "tensor_parallel_size": tp}
+                for name, side, count, tp in sides
+            },
+            "links": [{"between": ["prefill", "decode"], "gb_s": options.link_gb_s}],
+            "instances": {
+                name: {"group": name, "replicas": count, **side.engine}
+                for name, side, count, _ in sides
+            },
+            "system": {
+                "name": "disaggregated",
+                "prefill": ["prefill"],
+                "decode": ["decode"],
+                "max_in_prefill": 1_000_000,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Rates of one instance of each phase.
+
+    Attributes:
+        one_by_one: of prompts one by one; ``full``: the most that a queue and a cache allow.
+        work: of these requests.
+    """
+
+    one_by_one: Rates
+    full: Rates
+    work: Sequence[BenchRequest]
+
+
+def _of_work(
+    problem: Problem, here: ModelledInstance, there: ModelledInstance, work: Sequence[BenchRequest]
+) -> _Found:
+    """The rates of an instance that prefills (``here``) and one that decodes."""
+    budget = here.config.max_num_batched_tokens
+    caching = [each.config.enable_prefix_caching for each in (here, there)]
+    hits = problem.hits_of(work) if any(caching) else None
+    one_by_one = prefill_rate(here.cost, work, budget)
+    cached = hits if caching[0] else None
+    full = max(rate(here.cost, work, budget, cached) for rate in (prefill_rate, packed_rate))
+    entries = there.num_tokens
+    # Shared pages are stored once, so the number of requests that fit is unknown.
+    room = math.inf if caching[1] and any(hits or ()) else entries
+
+    def decode(tbt_s: float | None, entries: float) -> float:
+        return decode_rate(there.cost, work, there.config.max_num_seqs, entries, tbt_s)
+
+    gaps = gap_limits(problem.targets)
+    within = [decode(limit.seconds, entries) for limit in gaps]
+    most, shared = decode(None, entries), decode(None, room)
+    # Who need not keep a limit may be decoded in steps of any length.
+    bounds = [mixed_rate(decode(g.seconds, room), shared, g.share) for g in gaps]
+    return _Found(
+        Rates(one_by_one, min(within, default=most)),
+        Rates(full, min(bounds, default=shared)),
+        work,
+    )
+
+
+def _bound(targets: Targets, found: _Found, prefills: int, decodes: int) -> float:
+    """The rate at which the requests may come, by what each phase carries and ``SLACK``."""
+    first, last = allowances(targets, found.work)
+    full = found.full
+    phases = (UTILISATION * prefills * full.prefill, first), (decodes * full.decode, last)
+    rates = [
+        finite_rate(SLACK * rate, len(found.work), late_s, share)
+        for rate, until in phases
+        for late_s, share in until
+    ]
+    return min(rates, default=math.inf)

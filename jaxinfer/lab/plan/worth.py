@@ -1,0 +1,92 @@
+"""A run's speed while it neither fills nor drains, by its bound's prices of a request's parts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxinfer.lab.plan.bound import Bound, Span
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.world import StepDone
+
+# Shares of all worth between which a run is taken to be steady.
+_STEADY = 0.15, 0.65
+
+
+class WorthDone:
+    """The worth of a run's work over time. Work that is done again counts once.
+
+    Args:
+        bound: of the run's cluster and workload.
+    """
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound, count = bound, len(bound.prompts)
+        self._prompt = _Worth(bound.prompts, bound.token_worth[:count], bound.entry_worth[:count])
+        self._decode = _Worth(bound.decodes, bound.token_worth[count:], bound.entry_worth[count:])
+        self._reached: dict[str, int] = {}
+        self._times: list[np.ndarray] = []
+        self._worths: list[np.ndarray] = []
+
+    def add_step(self, done: StepDone) -> None:
+        """A step has ended: count its chunks of prompts."""
+        gained = 0.0
+        for row in done.rows:
+            request, stop = row.request, min(row.start + row.count, row.request.prompt_len)
+            start = max(row.start, self._reached.get(request.id, 0))
+            if start < stop:
+                self._reached[request.id] = stop
+                gained += float(self._prompt.until(stop) - self._prompt.until(start))
+        if gained:
+            self._times.append(np.array([done.end]))
+            self._worths.append(np.array([gained]))
+
+    def add_request(self, request: RequestState, times: Sequence[float]) -> None:
+        """A request has ended, whose tokens were there at these times."""
+        self._reached.pop(request.id, None)
+        reached = self._decode.until(request.prompt_len + np.arange(len(times)))
+        self._times.append(np.array(times))
+        self._worths.append(np.diff(reached, prepend=reached[0] - self._bound.first_worth))
+
+    def share(self) -> float:
+        """The rate of the steady part of the run by the bound's.
+
+        Work of requests that have not ended by then counts, too. At most 1 whatever a system does,
+        but for the worth of the steps that are under way at the window's beginning, one or more for
+        each instance: they count in whole.
+        """
+        times, worths = np.concatenate(self._times), np.concatenate(self._worths)
+        order = np.argsort(times, kind="stable")
+        times, done = times[order], np.cumsum(worths[order])
+        first, last = (int(np.searchsorted(done, part * done[-1])) for part in _STEADY)
+        seconds = times[last] - times[first]
+        # All that ends at the first moment was done before.
+        first = int(np.searchsorted(times, times[first], side="right")) - 1
+        return float((done[last] - done[first]) / seconds / self._bound.rate)
+
+
+class _Worth:
+    """Sum the worth of all positions up to one: a quadratic by spans."""
+
+    def __init__(
+        self, spans: Sequence[Span], token: Sequence[float], entry: Sequence[float]
+    ) -> None:
+        self._low = np.array([span.low for span in spans])
+        self._token, self._entry = np.array(token), np.array(entry)
+        ends = np.array([span.high for span in spans])
+        whole = self._within(np.arange(len(spans)), ends) if len(spans) else np.zeros(0)
+        self._before = np.concatenate([[0.0], np.cumsum(whole)])
+
+    def _within(self, number: np.ndarray, end: np.ndarray) -> np.ndarray:
+        low = self._low[number]
+        entries = (end * (end + 1.0) - low * (low + 1.0)) / 2
+        worth: np.ndarray = (end - low) * self._token[number] + entries * self._entry[number]
+        return worth
+
+    def until(self, end: np.ndarray | int) -> np.ndarray:
+        """The worth of all positions below ``end``, less what is the same for all."""
+        if not len(self._low):
+            return np.zeros(np.shape(end))
+        ends = np.maximum(np.asarray(end, float), self._low[0])
+        number = np.maximum(np.searchsorted(self._low, ends, side="right") - 1, 0)
+        found: np.ndarray = self._before[number] + self._within(number, ends)
+        return found

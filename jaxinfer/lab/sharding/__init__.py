@@ -1,0 +1,1 @@
+"""The study of layouts: all candidates by closed forms and by compilers."""

@@ -1,0 +1,231 @@
+"""Does the simulator decide as a real run did? Its ledger says, by the times that it measured."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.resolve import Resolved, resolve
+from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import JaxinferError, one_line
+from jaxinfer.lab.validate.measured_world import Measured, MeasuredWorld, measured
+from jaxinfer.lab.validate.replay import profile_file, profile_of
+from jaxinfer.ledger.difference import check_entries, first_difference
+from jaxinfer.ledger.ledger_file import NAME, Entries, Entry, ledger_hash, read_ledger
+from jaxinfer.ledger.observer import Ledger
+from jaxinfer.report.origin import made_by_another
+from jaxinfer.report.records import read_run_json, reporting_damage
+from jaxinfer.serving.half_batches import by_fits, choice
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.loop import ServingLoop
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.step_fit import StepFit
+from jaxinfer.simulate.attention import ModelledShard
+from jaxinfer.simulate.cluster import ModelledInstance
+from jaxinfer.steps.attention_profile import attention_path, read_attention
+from jaxinfer.steps.profile import Profile
+
+
+class LedgerCheck(NamedTuple):
+    """A comparison of two ledgers: of a real run, and of the simulator on what that run was told.
+
+    Args:
+        difference: the first one in words, or None.
+        entries: how many the real ledger has; ``hash``: its hash.
+        finished: whether the real run was; if not, both ledgers end where it was given up.
+    """
+
+    difference: str | None
+    entries: int
+    hash: str
+    finished: bool
+
+
+def check_decisions(folder: Path) -> LedgerCheck:
+    """Have the simulator decide on what a real run was told, and compare the two ledgers.
+
+    Raises:
+        JaxinferError: the run kept no ledger, or cannot be decided upon again.
+    """
+    run, real = read_run_json(folder), read_ledger(folder / NAME)
+    found = ledger_hash(real)
+    if "measured_gb_s" not in run:
+        raise JaxinferError(f"{folder}: not a real run, or one of an older version")
+    for name in ("status", "run_file", "instances"):
+        if not run.get(name):
+            raise JaxinferError(
+                f"{folder / 'run.json'}: {name} is missing: give the folder as the run left it"
+            )
+    kept = {"hash": found, "entries": len(real)}
+    finished = run["status"] == "finished"
+    if finished and run.get("ledger") != kept:
+        raise JaxinferError(
+            f"{folder / NAME}: not what the run wrote: {kept}, run.json has {run.get('ledger')}"
+        )
+    if not real:
+        raise JaxinferError(f"{folder / NAME}: no entries; the run was killed before it wrote some")
+    with reporting_damage(folder / NAME):
+        check_entries(folder / NAME, real)
+        given = measured(real)
+    if given.cached:
+        raise JaxinferError(
+            f"{folder}: {given.cached} pages were cached by earlier runs when it began, and their "
+            "tokens are not known: reset_prefix_cache before the run, or check the first one"
+        )
+    with reporting_damage(folder / "run.json"):
+        simulated = decide_again(folder, run, given)
+    if not finished:
+        del simulated[len(real) :]
+    difference = first_difference(real, simulated)
+    if difference and (other := made_by_another(run)):
+        difference += f"; {other}"
+    return LedgerCheck(difference, len(real), found, finished)
+
+
+def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[Entry]:
+    """Return the ledger of the simulator's decisions on what a real run was told.
+
+    Args:
+        folder: of the run; ``run``: of its ``run.json``.
+    """
+    site = resolve(as_run_file(run["run_file"]).model_copy(update={"ledger": False}))
+    if run["instances"].keys() != site.cluster.instances.keys():
+        raise JaxinferError(
+            f"{folder / 'run.json'}: damaged, instances are {', '.join(run['instances'])}, its "
+            f"run_file has {', '.join(site.cluster.instances)}"
+        )
+    modelled = {
+        name: _modelled(folder, name, site, described)
+        for name, described in run["instances"].items()
+    }
+    fits = _fits(folder, site, run)
+    ledger = Ledger(Entries())
+    world = MeasuredWorld(given)
+
+    def new(name: str) -> Instance:
+        instance = modelled[name].new_instance(
+            name, fits.get(name), False, given.keeps_tokens, _max_tokens, numbers_pages=True
+        )
+        # Not by the costs of a model, which there are none of.
+        pays = by_fits(instance.shards)
+        instance.halves_pay = choice(modelled[name].config.half_batches, pays)
+        return instance
+
+    def renew(name: str) -> Instance:
+        instance = new(name)
+        instance.follow(instances[name], world.now())
+        instances[name] = instance
+        return instance
+
+    instances = {name: new(name) for name in modelled}
+    for name, closed in given.without.items():
+        instances[name].go_without(closed)
+    loop = ServingLoop(
+        ledger.around(world),
+        list(instances.values()),
+        site.new_system(),
+        given.check_stop,
+        ledger.ended,
+        predict=given.predict,
+        renew=renew,
+    )
+    ledger.watch(loop)
+    run_to_its_end(loop, ledger)
+    return ledger.entries.parsed()
+
+
+def run_to_its_end(loop: ServingLoop, ledger: Ledger) -> None:
+    """Run a loop; where it goes another way than what it is told, that ends its ledger."""
+    try:
+        loop.run()
+    except Exception as error:
+        ledger.keep("failed", [one_line(error) or type(error).__name__])
+
+
+def _max_tokens(request: RequestState) -> int:
+    return request.max_tokens
+
+
+def _modelled(
+    folder: Path, name: str, site: Resolved, described: Mapping[str, Any]
+) -> ModelledInstance:
+    """Model an instance's side of scheduling: its limits and its pools, as they were."""
+    config = site.cluster.instances[name]
+    # What the run has worked out, such as limits by the memory there was.
+    found = {
+        name: value
+        for name, value in described["engine"].items()
+        if name in InstanceConfig.model_fields and isinstance(value, int | float | str)
+    }
+    config = config.model_copy(update=found)
+    stages = described["stages"]
+    return ModelledInstance(
+        config,
+        [],
+        [stage["layers"] for stage in stages],
+        [stage["num_pages"] for stage in stages],
+        0,
+        _NO_COST,
+        segments=1,
+        devices=[],
+        shards=_shards(folder, name, site, described) if config.is_spread else (),
+    )
+
+
+def _shards(
+    folder: Path, name: str, site: Resolved, described: Mapping[str, Any]
+) -> list[ModelledShard]:
+    """Model where KV heads of the stages may lie, with the fits that the run had to go by."""
+    heads, _ = described["kv_heads"]
+    halves = described["engine"]["half_batches"] == "by_time"
+    slowdowns = {
+        stage["group"]: site.cluster.groups[stage["group"]].slowdown
+        for stage in described["stages"]
+    }
+    profile = None
+    if halves or site.needs_attention_fits:
+        profile = read_attention(profile_file(folder, name, described, attention_path))
+    fits = iter(profile.fits(slowdowns) if profile else ())
+    dense = iter(profile.dense(slowdowns) if profile and halves else ())
+    return [
+        ModelledShard(
+            number,
+            place["group"],
+            stage["layers"],
+            heads if "attention" in stage else 0,
+            place is stage,
+            place["num_pages"],
+            next(fits, None),
+            next(dense, None),
+            devices=devices,
+            device=device,
+        )
+        for number, stage in enumerate(described["stages"])
+        for place in (stage, *stage.get("attention", ()))
+        for devices in [1 if place is stage else len(place["devices"])]
+        for device in range(devices)
+    ]
+
+
+class _NoCost:
+    """Costs that nobody asks for."""
+
+    def stages(self, work: Any) -> list[float]:
+        raise AssertionError("times are measured")
+
+    hops = stages
+
+
+_NO_COST: Any = _NoCost()
+
+
+def _fits(folder: Path, site: Resolved, run: Mapping[str, Any]) -> dict[str, StepFit]:
+    """Return the fits that the system had to go by, by instance."""
+    if not site.needs_fits:
+        return {}
+    found = {}
+    for name, described in run["instances"].items():
+        profile: Profile = profile_of(folder, name, described)
+        groups = [stage["group"] for stage in described["stages"]]
+        found[name] = profile.fit([site.cluster.groups[group].slowdown for group in groups])
+    return found

@@ -1,0 +1,341 @@
+"""Books of ``Takeover``: each instance as it last was, and those alike together.
+
+An entry is renewed at its instance's own events alone, and changed by what the system decides
+between them: no decision looks at all requests of all instances.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import exp, inf
+
+from jaxinfer.papers.takeover.speeds import Speeds
+from jaxinfer.serving.system import InstanceView, Leg, StepView
+from jaxinfer.systems.instances import capacity
+
+# Pools that hold less than this share of another's hand on their longest decodes to it.
+_SMALL = 0.25
+# Seconds over which it is told how much of its time an instance computes prompts.
+_MEMORY_S = 20.0
+# Steps whose prompts an instance may have in its queue: one runs, and one is launched next.
+_STEPS_AHEAD = 2
+# Steps for whose growth takes leave room.
+_GROWTH_STEPS = 32
+# With more than this share of its seats and of its pool free, an instance has ample room.
+AMPLE = 0.5
+# An instance that computes prompts for a smaller share of its time could compute more.
+_BUSY = 0.9
+
+
+@dataclass(eq=False, slots=True)
+class Kind:
+    """Instances alike, and what they run together.
+
+    Attributes:
+        entries_held: KV entries that a pool has room for.
+        decodes, entries: that run there, and their KV entries; ``due``: those of all requests, once
+            their prompts are computed.
+        seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
+        all_seats, all_room: seats and KV entries of all of them, whoever has them.
+        with_time: how many of them could compute more prompts; ``givers``: which may have a decode
+            that may be taken.
+        slowest, fastest: bounds, in seconds: no giver's steps take longer than the one, and nobody
+            with room has steps shorter than the other.
+        below: others with small pools beside these; ``is_below``: others have them there;
+            ``outlets``, ``inlets``: others that may take
+            decodes of these, and whose decodes these may take, by their pools.
+    """
+
+    speeds: Speeds
+    entries_held: int
+    books: list["Book"] = field(default_factory=list)
+    decodes: int = 0
+    entries: int = 0
+    due: int = 0
+    seats: int = 0
+    room: int = 0
+    all_seats: int = 0
+    all_room: int = 0
+    with_time: int = 0
+    givers: set["Book"] = field(default_factory=set)
+    slowest: float = 0.0
+    fastest: float = inf
+    below: list["Kind"] = field(default_factory=list)
+    is_below: bool = False
+    outlets: list["Kind"] = field(default_factory=list)
+    inlets: list["Kind"] = field(default_factory=list)
+
+    def is_small(self, beside: "Kind") -> bool:
+        """Tell whether a pool is so small that its decodes may have to leave it."""
+        return self.entries_held < _SMALL * beside.entries_held
+
+    def slower_than(self, step_s: float) -> list["Book"]:
+        """Givers whose steps take longer, where ``slowest`` may be one of them."""
+        self.slowest = max((each.step_s for each in self.givers), default=0.0)
+        return [each for each in self.givers if each.step_s > step_s]
+
+    def faster_than(self, step_s: float, times: float) -> list["Book"]:
+        """Instances with room whose steps are shorter, by more than so many times."""
+        if step_s <= times * self.fastest:
+            return []
+        takers = [each for each in self.books if each.has_room]
+        self.fastest = min((each.step_s for each in takers), default=inf)
+        return [each for each in takers if step_s > times * each.step_s]
+
+
+@dataclass(eq=False, slots=True)
+class Book:
+    """An instance as it last was.
+
+    Attributes:
+        legs: of a request that goes there and stays; ``number``: in their order.
+        widest: tokens of a step, at most; ``budget``: those of a narrow one; ``most_seats``:
+            requests at once; ``most_backlog``: prompt tokens to be computed, from which on no
+            prompt begins here.
+        pages: of its pool; ``spared``: those that are to stay free, however few decodes run there.
+        decodes, entries: that run there, and their KV entries.
+        backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
+        seats, room: seats and pages that nobody has or is promised, beside the pages that are to
+            stay free.
+        idle: nothing was there.
+        coming: by id, pages of requests that are to come and are still elsewhere; ``to_compute``:
+            prompt tokens of those of them that lack some.
+        under_way: by id, the oldest first, of prompts that are partly computed while few requests
+            wait: arrival, tokens that are left, known ones, and KV entries that there may be.
+        told: prompt tokens of a step, as the instance was told last; None for no limit.
+        limit: those over which prompts are spread, 0 for as many as there may be; ``for_ttft``:
+            they are more than a target for TBT allows, as one for TTFT is at risk.
+        stay: requests there whose decodes are taken no more, or bound for elsewhere; ``spent``:
+            those of them that were taken as often as they may be while others wait.
+        longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
+            without one, None if nobody has looked since.
+        step_s: seconds of a step of the decodes that run now, without prompts; ``token_s``: of a
+            prompt's token among them, None if nobody has asked; ``attention_s``: for which the next
+            chunk attends to what is computed of its prompt, with a target for TBT.
+        is_open: a prompt may begin here, unless it is too long; ``has_room``: it could take a
+            decode, unless that is long.
+        busy: share of its time in which it computed prompts.
+        seen: end of its last step, in seconds.
+        open_to: all those that were open when they were last renewed, by name.
+    """
+
+    view: InstanceView
+    name: str
+    legs: tuple[Leg, ...]
+    number: int
+    kind: Kind
+    widest: int
+    budget: int
+    most_backlog: int
+    page_size: int
+    most_seats: int
+    pages: int
+    spared: int
+    decodes: int = 0
+    entries: int = 0
+    backlog: int = 0
+    due: int = 0
+    seats: int = 0
+    room: int = 0
+    idle: bool = True
+    coming: dict[str, int] = field(default_factory=dict)
+    to_compute: dict[str, int] = field(default_factory=dict)
+    under_way: dict[str, tuple[float, int, int, int]] = field(default_factory=dict)
+    told: int | None = None
+    limit: int = 0
+    for_ttft: bool = False
+    stay: int = 0
+    spent: dict[str, None] = field(default_factory=dict)
+    longest: int | None = 0
+    step_s: float = 0.0
+    attention_s: float = 0.0
+    token_s: float | None = None
+    is_open: bool = True
+    has_room: bool = True
+    busy: float = 1.0
+    seen: float = 0.0
+    open_to: dict[str, "Book"] = field(default_factory=dict)
+
+    def of(self, kind: Kind, number: int) -> "Book":
+        """Count among others alike from now on, and for nothing until it is renewed."""
+        self.kind, self.number = kind, number
+        self.decodes = self.entries = self.due = self.seats = self.room = 0
+        return self
+
+    def pages_for(self, entries: int) -> int:
+        """Pages of so many KV entries."""
+        return -(-entries // self.page_size)
+
+    def renew(self) -> None:
+        """Write down how the instance is now."""
+        view, kind, size, coming = self.view, self.kind, self.page_size, self.coming
+        running, decodes, entries, kv_entries, backlog = view.counts
+        pending = len(view.waiting) + len(view.importing)
+        there = pending + running
+        seats = self.most_seats - there
+        room = view.num_free_pages - self.spared + -_GROWTH_STEPS * decodes // size
+        if pending:
+            room -= view.num_awaited_pages
+        if coming:
+            seats -= len(coming)
+            room -= sum(coming.values())
+            if self.to_compute:
+                backlog += sum(self.to_compute.values())
+        due = kv_entries + backlog
+        kind.decodes += decodes - self.decodes
+        kind.entries += entries - self.entries
+        kind.due += due - self.due
+        kind.seats += seats - self.seats
+        kind.room += (room - self.room) * size
+        self.decodes, self.entries, self.backlog, self.due = decodes, entries, backlog, due
+        self.seats, self.room = seats, room
+        self.idle = not there and not coming
+        # Of those who stay, some may not run as yet.
+        longest = None if decodes and decodes > self.stay - pending else 0
+        if longest != self.longest:
+            self.look(longest)
+        self.conclude()
+        if self.is_open:
+            self.open_to[self.name] = self
+        elif self.name in self.open_to:
+            del self.open_to[self.name]
+
+    def widen(self, wide: bool) -> None:
+        """Have steps be as wide as may be, or narrow."""
+        self.most_backlog = _STEPS_AHEAD * (self.widest if wide else self.budget)
+
+    @property
+    def is_ample(self) -> bool:
+        """True if more than half of the seats and of the pool are free."""
+        return self.seats > AMPLE * self.most_seats and self.room > AMPLE * self.pages
+
+    def look(self, longest: int | None) -> None:
+        """Note the longest decode that may be taken."""
+        self.longest = longest
+        if longest == 0:
+            self.kind.givers.discard(self)
+        else:
+            self.kind.givers.add(self)
+
+    def conclude(self) -> None:
+        """Bring up to date what follows from the rest."""
+        kind, seat, entries = self.kind, self.seats > 0, self.entries
+        speeds = kind.speeds
+        self.token_s = None
+        step_s = speeds.step_s + (speeds.sequence_s * self.decodes + speeds.entry_s * entries)
+        self.step_s = step_s
+        self.is_open = self.idle or (seat and self.backlog < self.most_backlog)
+        if step_s > kind.slowest and self.longest != 0:
+            kind.slowest = step_s
+        self.has_room = seat and self.room > 0
+        if self.has_room and step_s < kind.fastest:
+            kind.fastest = step_s
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds until so many tokens of one more prompt are computed, behind those before it."""
+        if self.token_s is None:
+            speeds = self.kind.speeds
+            full_s = speeds.full_s + speeds.full_entry_s * self.entries
+            self.token_s = max(full_s / max(self.budget - self.decodes, 1), speeds.token_s)
+        return (self.backlog + tokens) * self.token_s
+
+    def note(self, step: StepView) -> None:
+        """A step has ended: with a prompt's chunk, or without."""
+        start, had_time, chunk = self.seen, self.busy < _BUSY, False
+        for row in step.rows:
+            if row.start < row.request.prompt_len:
+                chunk = True
+                break
+        if step.start > start:
+            start = step.start
+            self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
+        kept = exp((start - step.end) / _MEMORY_S)
+        self.busy = self.busy * kept + chunk * (1 - kept)
+        self.seen = step.end
+        self.kind.with_time += (self.busy < _BUSY) - had_time
+
+    def take(self, pages: int, backlog: int = 0) -> None:
+        """Promise a seat and pages to a request, with prompt tokens to be computed."""
+        self.seats -= 1
+        self.room -= pages
+        self.backlog += backlog
+        self.kind.seats -= 1
+        self.kind.room -= pages * self.page_size
+        self.idle = False
+
+
+class Books:
+    """The books of all instances that are there.
+
+    Args:
+        spared: share of a pool that is to stay free.
+        narrow: share of a step's tokens that a narrow one has.
+
+    Attributes:
+        views: what the books are of.
+        by_name: in their order; ``kinds``: those alike together.
+        open_to: those that would begin a prompt, if there is room.
+        largest: the first one with the largest pool.
+    """
+
+    def __init__(self, spared: float, narrow: float = 1.0) -> None:
+        self._spared, self._narrow = spared, narrow
+        self.views: dict[str, InstanceView] = {}
+        self.by_name: dict[str, Book] = {}
+        self.kinds: list[Kind] = []
+        self.open_to: dict[str, Book] = {}
+        self.largest: Book
+
+    @property
+    def mean_context(self) -> float:
+        """KV entries of a decode in the mean."""
+        decodes = entries = 0
+        for kind in self.kinds:
+            decodes += kind.decodes
+            entries += kind.entries
+        return entries / decodes if decodes else 0.0
+
+    def follow(self, instances: Mapping[str, InstanceView]) -> None:
+        """Open new books of what is there now."""
+        seen, self.views = self.views, dict(instances)
+        before, self.by_name = self.by_name, {}
+        self.open_to.clear()
+        kinds: dict[tuple[object, ...], Kind] = {}
+        for name, view in instances.items():
+            assert view.fit
+            held, widest = capacity(view), view.max_num_batched_tokens
+            key = view.fit, held, widest, view.max_num_seqs
+            kind = kinds.setdefault(key, Kind(Speeds.of(view.fit, self._narrow), held))
+            if seen.get(name) is view:
+                book = before[name].of(kind, len(self.by_name))
+            else:
+                spared = int(self._spared * view.num_pages)
+                budget = max(int(self._narrow * widest), 1)
+                book = Book(
+                    view=view,
+                    name=name,
+                    legs=(Leg(name),),
+                    number=len(self.by_name),
+                    kind=kind,
+                    widest=widest,
+                    budget=budget,
+                    most_backlog=_STEPS_AHEAD * budget,
+                    page_size=view.page_size,
+                    most_seats=view.max_num_seqs,
+                    pages=view.num_pages,
+                    spared=spared,
+                    open_to=self.open_to,
+                )
+            kind.with_time += book.busy < _BUSY
+            kind.books.append(book)
+            kind.all_seats += book.most_seats
+            kind.all_room += book.pages * book.page_size
+            self.by_name[name] = book
+            book.renew()
+        self.kinds = list(kinds.values())
+        for kind in self.kinds:
+            kind.below = [each for each in self.kinds if each.is_small(kind)]
+        for kind in self.kinds:
+            kind.is_below = any(kind in each.below for each in self.kinds)
+            kind.outlets = [e for e in self.kinds if e is not kind and e not in kind.below]
+            kind.inlets = [e for e in self.kinds if e is not kind and kind not in e.below]
+        self.largest = max(self.by_name.values(), key=lambda book: book.kind.entries_held)

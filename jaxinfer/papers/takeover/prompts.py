@@ -1,0 +1,180 @@
+"""Takeover's prompts while few requests wait: over several steps, and taken over under way."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxinfer.papers.takeover.books import Book
+from jaxinfer.papers.takeover.slo import Slo
+from jaxinfer.serving.system import ClusterView, StepView
+from jaxinfer.systems.instances import most_entries
+
+# Steps over which prompts are spread beside decodes.
+_STEPS = 4
+# Share of a target that may be used up by estimates, which leave prompts' attention out.
+_CLOSE = 0.9
+
+
+def limit(
+    book: Book,
+    backlog: int,
+    slo: Slo,
+    now: float | None = None,
+    behind: Sequence[tuple[float, int]] = (),
+) -> int:
+    """Prompt tokens of a step beside decodes, 0 for as many as there may be.
+
+    A step takes no longer for what fits beside its decodes into the time for which it reads the
+    weights. Beyond these, prompts are spread evenly over a few steps: the limit does not fall
+    before all of them are computed, as the last ones would go on for long. With a target for TBT,
+    a step has what keeps it; with one for TTFT, what keeps that, if it is more.
+
+    Args:
+        now: in seconds; None where prompts are not there as yet, whose TTFT could be at risk.
+        behind: arrivals of some that have to wait, the oldest first, and prompt tokens that are to
+            be computed here until they are, besides the backlog.
+    """
+    if not (backlog and book.decodes):
+        return 0
+    free = _free_tokens(book) - book.decodes
+    if slo.tbt is None:
+        tokens = max(free, -(-backlog // _STEPS), book.limit)
+    else:
+        step_s = book.step_s + book.attention_s
+        tokens = max(free + int((_CLOSE * slo.tbt - step_s) / _token_s(book)), 1)
+    if slo.ttft is not None and now is not None:
+        left_s, most, sum_, by_tbt = _CLOSE * slo.ttft - now, book.budget, 0, tokens
+        for arrival, rest in _pending(book):
+            sum_ += rest
+            tokens = max(tokens, min(_tokens_within(book, sum_, arrival + left_s), most))
+        for arrival, rest in behind:
+            needed = _tokens_within(book, backlog + rest, arrival + left_s)
+            tokens = max(tokens, min(needed, most))
+        book.for_ttft = tokens > by_tbt
+    return tokens if tokens < book.budget - book.decodes else 0
+
+
+def _pending(book: Book) -> Iterator[tuple[float, int]]:
+    """Arrival, and tokens that are left, of prompts in the order in which they are computed."""
+    yield from ((arrival, rest) for arrival, rest, *_ in book.under_way.values())
+    for request in book.view.waiting:
+        yield request.arrival, request.num_known - request.computed
+
+
+def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
+    """Prompt tokens of each step with which so many are computed in time; a budget if none are."""
+    free, token_s = _free_tokens(book) - book.decodes, _token_s(book)
+    if free > 0 and tokens * book.step_s <= free * seconds:
+        return -int(-tokens * book.step_s // seconds)
+    # tokens / chunk * (step_s + (chunk - free) * token_s) = seconds
+    spare_s = seconds - tokens * token_s
+    if spare_s <= 0:
+        return book.budget
+    return -int(-tokens * max(book.step_s - free * token_s, 0.0) // spare_s)
+
+
+def cost(book: Book, tokens: int, slo: Slo) -> float:
+    """Seconds until so many tokens of one more prompt are computed, and more beside decodes.
+
+    The larger the share of decodes in steps, the more of them a prompt delays there.
+    """
+    return seconds(book, tokens, slo) * (1 + _share_of_decodes(book))
+
+
+def seconds(book: Book, tokens: int, slo: Slo) -> float:
+    """Seconds until so many tokens of one more prompt are computed, spread over steps."""
+    backlog = book.backlog + tokens
+    chunk = limit(book, backlog, slo)
+    if not chunk:
+        return book.seconds(tokens)
+    beyond = max(chunk + book.decodes - _free_tokens(book), 0)
+    return backlog / chunk * (book.step_s + beyond * _token_s(book))
+
+
+def _share_of_decodes(book: Book) -> float:
+    """Seconds that decodes add to a step, by those of a full step without their entries."""
+    speeds = book.kind.speeds
+    return (book.step_s - speeds.step_s) / max(speeds.full_s, speeds.step_s)
+
+
+def _token_s(book: Book) -> float:
+    """Seconds of a token in a full step."""
+    return book.kind.speeds.full_s / book.budget
+
+
+def _free_tokens(book: Book) -> int:
+    """Tokens that are computed while the weights are read."""
+    speeds = book.kind.speeds
+    return int(book.budget * speeds.step_s / speeds.full_s)
+
+
+def note(book: Book, step: StepView) -> None:
+    """Note what is left of the prompts that are under way after a step."""
+    under_way = book.under_way
+    for row in step.rows:
+        request = row.request
+        rest = request.prompt_len - row.start - row.count
+        if rest > 0 and request.legs and request.legs[0].instance == book.name:
+            left = request.arrival, rest, request.num_known, most_entries(request)
+            under_way[request.id] = left
+        else:
+            under_way.pop(request.id, None)
+
+
+def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
+    """Seconds by which the oldest prompt under way would be computed sooner on a faster one.
+
+    It is 0 where the prompt stays: until what is computed of it would take as many seconds here as
+    the rest does there, times the share of decodes in steps there. So two instances compute parts
+    of a prompt in like times, as in Cronus (section 4.2), and the faster one has time for decodes.
+    With a target for TTFT, it stays while all prompts here are in time, and goes at once if it
+    could soon be late there, too.
+    """
+    name, (arrival, rest, known, most) = next(iter(here.under_way.items()))
+    if there.kind.entries_held < most or not there.has_room or there.backlog >= there.most_backlog:
+        return 0.0
+    if there.room < there.pages_for(known) or any(name == each.id for each in here.view.waiting):
+        return 0.0
+    way_s = here.step_s + (known - rest) * cluster.kv_token_s(here.name, there.name)
+    # ``seconds`` counts the backlog.
+    rest_s = seconds(there, rest - there.backlog, slo)
+    there_s = max(way_s + rest_s, seconds(there, rest, slo))
+    here_s, spent_s = (seconds(here, each - here.backlog, slo) for each in (rest, known - rest))
+    is_late = False
+    if slo.ttft is not None:
+        left_s = _CLOSE * slo.ttft - cluster.now
+        if _are_in_time(here, left_s, slo):
+            return 0.0
+        is_late = there_s + here.step_s > arrival + left_s
+    if spent_s < _share_of_decodes(there) * rest_s and not is_late:
+        return 0.0
+    return here_s - there_s
+
+
+def _are_in_time(book: Book, left_s: float, slo: Slo) -> bool:
+    """Tell whether all prompts of an instance are computed so many seconds after they came."""
+    tokens = 0
+    for arrival, rest in _pending(book):
+        tokens += rest
+        if seconds(book, tokens - book.backlog, slo) > arrival + left_s:
+            return False
+    return True
+
+
+def best_take(
+    book: Book, holders: Iterable[Book], open_to: Iterable[Book], cluster: ClusterView, slo: Slo
+) -> tuple[Book, Book] | None:
+    """Return who is to hand its oldest prompt on, and to whom, after a step of ``book``.
+
+    Those that run look at others after each of their own steps, those that are idle cannot.
+
+    Args:
+        holders: who may have prompts under way; ``open_to``: who could begin one.
+    """
+    token_s = book.kind.speeds.token_s
+    pairs = [(e, book) for e in holders if e.under_way and e.kind.speeds.token_s > token_s]
+    if book.under_way:
+        pairs += [(book, e) for e in open_to if e.idle and e.kind.speeds.token_s < token_s]
+    best, most = None, 0.0
+    for here, there in pairs:
+        if (sooner := pays(here, there, cluster, slo)) > most:
+            best, most = (here, there), sooner
+    return best

@@ -1,0 +1,62 @@
+"""Takeover's targets for latencies, and what a run says of the one for TBT."""
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from jaxinfer.options.validation import Options
+from jaxinfer.papers.takeover.books import Book
+from jaxinfer.serving.system import StepView
+
+
+class Slo(Options):
+    """Targets that steps' prompt tokens go by, and prompts under way while few requests wait.
+
+    Attributes:
+        ttft: Seconds from a request's arrival to its first token.
+        tbt: Seconds from one token of a request to its next.
+    """
+
+    ttft: float | None = Field(default=None, gt=0)
+    tbt: float | None = Field(default=None, gt=0)
+
+
+def attention_s(book: Book, step: StepView) -> float:
+    """Seconds for which the next chunk attends to what a step has computed of its prompt."""
+    done = ((row.start + row.count, row.request.prompt_len) for row in step.rows)
+    return book.kind.speeds.prefix_s * max((at for at, length in done if at < length), default=0)
+
+
+class StepsBesideTarget:
+    """Steps with decodes, those of them that take longer than the target for TBT, and why."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._longer: dict[str, int] = {}
+
+    def note(self, book: Book, step: StepView, tbt: float) -> None:
+        """Count a step that has ended, by the book as it was before."""
+        if not book.decodes:
+            return
+        self._steps += 1
+        if step.end - step.start <= tbt:
+            return
+        if book.kind.speeds.step_s > tbt:
+            why = "read the weights for longer: a longer slo.tbt, or a faster GPU"
+        elif book.step_s > tbt:
+            why = "have too many decodes: a smaller max_num_seqs there"
+        elif book.for_ttft:
+            why = (
+                "have more prompt tokens as slo.ttft is at risk: a longer slo.ttft, or a lower rate"
+            )
+        else:
+            why = "were launched before the limit, or estimated as shorter: a smaller slo.tbt"
+        self._longer[why] = self._longer.get(why, 0) + 1
+
+    def report(self) -> Mapping[str, object]:
+        """Say how many steps were longer, and what would keep the target."""
+        counts = {"with_decodes": self._steps, "longer": sum(self._longer.values())}
+        if not self._longer:
+            return counts
+        needs = "; ".join(f"{count} {why}" for why, count in self._longer.items())
+        return counts | {"would_keep_it": needs}

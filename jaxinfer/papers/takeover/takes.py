@@ -1,0 +1,149 @@
+"""Takes of ``Takeover``: requests that go from one instance to another, and how often they have."""
+
+from collections.abc import Collection
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from jaxinfer.papers.takeover.books import Book, Books
+from jaxinfer.serving.system import Action, Reassign
+
+# Decodes of an instance that are taken in one step, at most: a few are looked at first.
+_AT_ONCE = 2, 30
+
+
+class Takes:
+    """Takes of decodes and of prompts, and who is bound where.
+
+    Args:
+        most_moves: takes of one request, at most.
+
+    Attributes:
+        most_moves: as given.
+        moves: by request, its takes; ``bound_for``: who is to have it, in the order of the takes.
+        fixed: where they are who are not to be taken: bound for somebody, or taken often enough.
+        stale: who has handed something on since its last step: it may have none to come.
+        decodes, prompts: how many were taken.
+    """
+
+    def __init__(self, books: Books, most_moves: int) -> None:
+        self._books, self.most_moves = books, most_moves
+        self.moves: dict[str, int] = {}
+        self.bound_for: dict[str, Book] = {}
+        self.fixed: dict[str, Book] = {}
+        self.stale: dict[str, None] = {}
+        self.decodes = self.prompts = 0
+
+    def take_prompt(self, here: Book, there: Book, actions: list[Action]) -> None:
+        """Have an instance take the oldest prompt that is under way on another."""
+        name, (_, rest, known, _) = next(iter(here.under_way.items()))
+        del here.under_way[name]
+        if name in self.fixed:
+            return
+        pages = there.pages_for(known)
+        self._bind(name, here, there, pages, actions)
+        there.take(pages, rest)
+        there.to_compute[name] = rest
+        here.backlog -= rest
+        here.conclude()
+        there.conclude()
+        self.prompts += 1
+
+    def longest_of(self, books: Collection[Book], to: Book, actions: list[Action]) -> None:
+        """Have one instance take the longest decodes that any of these has, while it has room."""
+        left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
+        by_number = {each.number: each for each in books}
+        heapify(left)
+        while left and to.has_room:
+            book = by_number[heappop(left)[1]]
+            # The only one gives all that it may; of others, one is looked at or taken.
+            wanted = inf if not left else 0 if book.longest is None else 1
+            before = self.decodes
+            self.take(to, book, actions, wanted)
+            if book.longest and (wanted == 0 or self.decodes > before):
+                heappush(left, (-book.longest, book.number))
+
+    def take(
+        self,
+        to: Book,
+        book: Book,
+        actions: list[Action],
+        wanted: float = inf,
+    ) -> None:
+        """Have one instance take the longest decodes of another, while it has room.
+
+        Args:
+            wanted: pages that are to come free.
+        """
+        if book.longest and to.room < to.pages_for(book.longest + 1):
+            return  # As it was when it was last looked for.
+        before = self.decodes
+        book.look(self._take_longest(to, book, actions, wanted))
+        if self.decodes > before:
+            to.conclude()
+            book.conclude()
+
+    def _take_longest(
+        self, to: Book, book: Book, actions: list[Action], wanted: float
+    ) -> int | None:
+        """Take decodes, and return the KV entries of the longest one that is left."""
+        kind, size = book.kind, to.page_size
+        for count in _AT_ONCE:
+            longest = book.view.longest_decodes(count, self.fixed)
+            for name, entries in longest:
+                pages = -(-(entries + 1) // size)
+                if wanted <= 0 or to.seats < 1 or to.room < pages:
+                    return entries
+                self._bind(name, book, to, pages, actions)
+                to.take(pages)
+                book.decodes, kind.decodes = book.decodes - 1, kind.decodes - 1
+                book.entries, kind.entries = book.entries - entries, kind.entries - entries
+                wanted -= pages
+                self.decodes += 1
+            if len(longest) < count:
+                return 0
+        return None
+
+    def _bind(self, name: str, book: Book, to: Book, pages: int, actions: list[Action]) -> None:
+        """Have a request go elsewhere, and write down that it is to come there."""
+        self.moves[name], self.bound_for[name] = self.moves.get(name, 0) + 1, to
+        self.fixed[name] = book
+        book.stay += 1
+        to.coming[name] = pages
+        actions.append(Reassign(name, to.legs, "when_room"))
+
+    def take_spent(self, to: Book, book: Book, actions: list[Action]) -> None:
+        """Take decodes that were taken as often as they may be, while there is room."""
+        running = book.view.running
+        for name in list(book.spent):
+            request = running.get(name)
+            if request is None or request.computed < request.prompt_len:
+                continue
+            pages = to.pages_for(request.computed + 1)
+            if to.seats < 1 or to.room < pages:
+                return
+            self._release(name)
+            self._bind(name, book, to, pages, actions)
+            to.take(pages)
+            to.conclude()
+            self.decodes += 1
+
+    def _release(self, name: str) -> None:
+        if before := self.fixed.pop(name, None):
+            before.stay -= 1
+            before.spent.pop(name, None)
+
+    def put(self, name: str, here: Book | None) -> None:
+        """Write down where a request is, or that it is nowhere."""
+        self._release(name)
+        if bound := self.bound_for.pop(name, None):
+            del bound.coming[name]
+            bound.to_compute.pop(name, None)
+            if bound is not here:  # It was not taken after all.
+                self.moves[name] -= 1
+                there = self._books.views.get(bound.name)
+                if there and not there.num_requests:  # No step is to come that renews its book.
+                    self.stale[bound.name] = None
+        if here and self.moves.get(name, 0) >= self.most_moves:
+            self.fixed[name] = here
+            here.spent[name] = None
+            here.stay += 1

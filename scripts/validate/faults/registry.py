@@ -1,0 +1,64 @@
+"""Faults of hand-offs: movers with one step wrong, from a grammar of where one can go wrong.
+
+The grammar is a step, an object and a mistake (``source_faults``, ``dest_faults``), on each pair of
+layouts that they are a fault of. The check knows nothing of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxinfer.lab.conformance.check import Finding
+from jaxinfer.lab.conformance.golden import GoldenModel
+from jaxinfer.lab.conformance.layout import KVLayout
+from jaxinfer.lab.conformance.mover import Mover
+from scripts.validate.faults.dest_faults import DEST_PRODUCTIONS
+from scripts.validate.faults.mistake import Mistake
+from scripts.validate.faults.scenario import PAIRS, Scenario, scenario
+from scripts.validate.faults.source_faults import SOURCE_PRODUCTIONS
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake that is made between two layouts."""
+
+    mistake: Mistake
+    source: KVLayout
+    dest: KVLayout
+    model: GoldenModel
+
+    @property
+    def name(self) -> str:
+        """The name that a check is to give it."""
+        return self.mistake.name
+
+    def __str__(self) -> str:
+        return f"{self.source} to {self.dest}: {self.mistake.words}"
+
+    def findings(self) -> list[Finding]:
+        """Hand over with this fault, and check."""
+        case = scenario(self.source, self.dest, self.model)
+        return case.run(_Faulty(case, self.mistake))
+
+
+class _Faulty(Mover):
+    """A mover with some steps replaced."""
+
+    def __init__(self, case: Scenario, mistake: Mistake) -> None:
+        super().__init__(case.source, case.dest)
+        self._after = mistake.after
+        for name, step in mistake.steps.items():
+            setattr(self, name, step.__get__(self))  # Bound to the mover, as a method is.
+
+    def finish(self) -> None:
+        if self._after:
+            self._after(self)
+
+
+def all_faults(pairs: Sequence[tuple[KVLayout, KVLayout, GoldenModel]] = PAIRS) -> list[Fault]:
+    """The faults that the grammar has on each pair of layouts."""
+    return [
+        Fault(each, source, dest, model)
+        for source, dest, model in pairs
+        for production in (*SOURCE_PRODUCTIONS, *DEST_PRODUCTIONS)
+        for each in production(source, dest, model)
+    ]
