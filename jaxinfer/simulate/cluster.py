@@ -12,7 +12,7 @@ from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.hardware.network import Link
 from jaxinfer.options.validation import within
 from jaxinfer.serving.batch import Work
-from jaxinfer.serving.half_batches import choice
+from jaxinfer.serving.features.half_batches import choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
