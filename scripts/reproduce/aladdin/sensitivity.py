@@ -183,7 +183,7 @@ def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]
 
 def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: Search) -> float:
     """Return the rate that eight workers carry by eq. 6, in requests per second."""
-    _, cluster, _ = prepare(worker(model, gpu, gpus, **OVERHEADS))
+    cluster = prepare(worker(model, gpu, gpus, **OVERHEADS))
     fit, modelled = cluster.fit("w", relative=True), cluster.instances["w"]
     assert fit.decode
     mean = MeanRequest.of(draw(search.trace, SEED))

@@ -120,7 +120,7 @@ def models(tables: Path) -> tuple[list[Row], list[Target]]:
         ("llama-2-7b, tables", worker("llama-2-7b", A100, 1, tables=str(tables), **OVERHEADS))
     )
     for name, config in cases:
-        _, cluster, _ = prepare(config)
+        cluster = prepare(config)
         cost, fit = cluster.instances["w"].cost, cluster.fit("w", relative=True)
         assert fit.decode
         of_prefill = [
@@ -157,7 +157,7 @@ def equation_6(tables: Path, work: Work, atgt_s: float) -> tuple[list[Row], list
     for name, costs in (("tables", {"tables": str(tables), **OVERHEADS}), ("roofline", {})):
         found = {}
         for gpus in (1, 2, 4):
-            _, cluster, _ = prepare(worker("llama-2-7b", A100, gpus, **costs))
+            cluster = prepare(worker("llama-2-7b", A100, gpus, **costs))
             fit, modelled = cluster.fit("w", relative=True), cluster.instances["w"]
             room = (min(modelled.num_pages) - 1) * modelled.config.page_size
             assert fit.decode

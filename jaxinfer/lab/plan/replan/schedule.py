@@ -169,7 +169,7 @@ class Server:
         if drained is not None:
             reload_s = self.reload_s(prepared[1])
             ready = max(ready, drained) + reload_s
-        end = serve(*prepared, items, None, on_request, ready).wall_s if items else ready
+        end = serve(prepared, items, None, on_request, ready).wall_s if items else ready
         return PeriodCourse(period.start, len(items), reload_s, ready, end, num_gpus(config))
 
     def reload_s(self, cluster: ModelledCluster) -> float:
