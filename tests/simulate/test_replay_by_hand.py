@@ -215,8 +215,8 @@ class _EnoughError(Exception):
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
     found: list[Served] = []
 
-    def note(site: Any, cluster: Any, fits: Any, work: Any, out: object) -> None:
-        found.append(Served(site, cluster, fits, work))
+    def note(cluster: Any, work: Any, out: object) -> None:
+        found.append(Served(cluster.resolved, cluster, cluster.fits, work))
         raise _EnoughError
 
     monkeypatch.setattr(module, "serve", note)

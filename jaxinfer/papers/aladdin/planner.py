@@ -196,7 +196,7 @@ class Size:
         self.gpus, self.cost = costs.gpus, costs.amount(goal.minimise or "gpus")
         config = as_run_file(problem.run_file(self.candidate(1).part))
         cluster = model_cluster(model_site(resolve(config)))
-        ((name, modelled),) = cluster.instances.items()
+        (modelled,) = cluster.instances.values()
         fit = fit_instance(modelled, config.simulate.fit == "relative").decode
         if fit is None:
             raise JaxinferError("eq. 6: max_num_seqs must be 2 or more")
