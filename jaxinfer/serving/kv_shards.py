@@ -21,17 +21,7 @@ class HeldPages(HeldSlices):
         released: the request has given them up; they come free with the last user.
     """
 
-    __slots__ = (
-        "cached",
-        "capacity",
-        "copies",
-        "kv",
-        "num_hashed",
-        "num_pages",
-        "released",
-        "tables",
-        "users",
-    )
+    __slots__ = ("cached", "capacity", "num_hashed", "users")
 
     def __init__(
         self, kv: "KVShards", placement: Placement, cached: Sequence[CachedPage] = ()

@@ -27,7 +27,7 @@ class HeldSlices:
         released: the request has given them up.
     """
 
-    __slots__ = ()
+    __slots__ = ("copies", "kv", "num_pages", "released", "tables")
 
     kv: _Shards
     tables: list[dict[int, list[int]]]
