@@ -151,17 +151,17 @@ class ModelledCluster:
     """Instances by name, and what lies between them.
 
     Attributes:
-        resolved: the run file that it is of.
+        resolved: the run file that it is of; None where each step is given, and none is modelled.
         site: where it stands; None of a replay, whose times are not a model's.
         fits: by instance, what the system may predict steps with; empty where it does not.
         slice_lanes: by instance that has attention groups, from shard to shard.
         joint: times of instances that share experts, if some do.
     """
 
-    resolved: Resolved
     instances: Mapping[str, ModelledInstance]
     lanes: Mapping[tuple[str, str], Sequence[StagePath]]
     capacities: Mapping[Link, float]
+    resolved: Resolved | None = None
     fits: Mapping[str, StepFit] = field(default_factory=dict)
     site: ModelledSite | None = None
     slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePath]] = field(default_factory=dict)
@@ -212,7 +212,7 @@ def model_cluster(site: ModelledSite) -> ModelledCluster:
     if site.resolved.needs_fits:
         relative = site.resolved.run_file.simulate.fit == "relative"
         fits = {name: fit_instance(each, relative) for name, each in instances.items()}
-    return ModelledCluster(site.resolved, instances, lanes, capacities, fits, site, slices, joint)
+    return ModelledCluster(instances, lanes, capacities, site.resolved, fits, site, slices, joint)
 
 
 def fit_instance(modelled: ModelledInstance, relative: bool) -> StepFit:

@@ -70,6 +70,7 @@ def serve(
             that are advanced together.
     """
     site, modelled = cluster.resolved, cluster.instances
+    assert site
     system = site.new_system()
     longest = cluster.site.model.max_position_embeddings if cluster.site else None
     requests = ModelledRequests(work, site.run_file.workload, site.instances, longest)
@@ -139,6 +140,7 @@ def describe_run(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> dict
     from jaxinfer.report.origin import FACTS, asked_for  # Of what is kept alone.
 
     site, modelled = cluster.resolved, cluster.site
+    assert site
     config = site.run_file
     placement, groups = modelled and modelled.placement, (modelled or site.cluster).groups
     costs = config.simulate.model_dump(

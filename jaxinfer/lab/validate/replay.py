@@ -107,7 +107,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         for request in sorted(real.requests, key=_order)
     ]
     fits = {name: fit for name, (_, fit) in read.items() if fit}
-    serve(ModelledCluster(site, instances, lanes, capacities, fits), work, out)
+    serve(ModelledCluster(instances, lanes, capacities, site, fits), work, out)
     return real, read_run(run_folders(out)[-1], "simulated")
 
 
