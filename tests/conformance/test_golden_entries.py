@@ -97,7 +97,8 @@ class Only(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
         ours = name in ("jaxinfer", "jaxinfer.lab") or name.startswith("jaxinfer.lab.conformance")
-        ours |= name in ("scripts", "scripts.validate") or name.startswith("scripts.validate.faults")
+        made = ("scripts", "scripts.validate")
+        ours |= name in made or name.startswith("scripts.validate.faults")
         if not (ours or top == "numpy" or top in sys.stdlib_module_names):
             raise ImportError(f"blocked: {name}")
 sys.meta_path.insert(0, Only())
