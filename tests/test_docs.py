@@ -209,7 +209,9 @@ def test_a_heading_is_no_paragraph(page: Path) -> None:
 def test_the_picture_of_the_architecture_is_true() -> None:
     picture = (ROOT / "docs" / "architecture.svg").read_text()
     assert "not built" not in picture
-    for path in re.findall(r"\b(?:[a-z]\w+/)+(?:\w+\.py)?", re.sub(r"<svg[^>]*>|</\w+>", "", picture)):
+    for path in re.findall(
+        r"\b(?:[a-z]\w+/)+(?:\w+\.py)?", re.sub(r"<svg[^>]*>|</\w+>", "", picture)
+    ):
         assert (ROOT / "jaxinfer" / path).exists(), path
     for file in re.findall(r"(?<![\w/])\w+\.py", picture):
         assert (ROOT / "jaxinfer" / "serving" / file).exists(), file
