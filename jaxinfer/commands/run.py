@@ -28,16 +28,16 @@ from jaxinfer.report.table import metrics_table
 @click.command()
 @click.argument("run_file", required=False)
 @with_model
+@click.option("--input", "input_path", help="File of requests: JSONL (also .gz) or Parquet.")
 @click.option(
-    "--input", "input_path", help="JSONL (or .gz) or Parquet of requests: OpenAI batch or plain."
-)
-@click.option(
-    "--output", "output_path", help="JSONL of results, appended as requests finish; or Parquet."
+    "--output",
+    "output_path",
+    help="File for results: JSONL, appended as requests finish, or Parquet.",
 )
 @with_settings
 @with_ray_hosts
 @with_ledger
-@click.option("--force", is_flag=True, help="Start over where the output exists.")
+@click.option("--force", is_flag=True, help="Overwrite an existing output and start over.")
 @click.option(
     "--show",
     default=0,

@@ -78,7 +78,7 @@ def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
 def with_bound(command: Callable[..., None]) -> Callable[..., None]:
     """Add the option of the commands that ``print_share``."""
     return click.option(
-        "--bound", is_flag=True, help="Say what share this is of the rate that no system exceeds."
+        "--bound", is_flag=True, help="Also print an upper bound on the rate of any system."
     )(command)
 
 

@@ -87,7 +87,7 @@ def test_keys_may_be_numbers_beside_names() -> None:
 def test_lines_of_something_else_are_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "kept.jsonl"
     path.write_bytes(b'{"key": "b", "value": {}}\n' + line.encode("latin-1") + b"\n")
-    with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is none that was kept"):
+    with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is not a valid entry"):
         EvaluationCache(path)
 
 

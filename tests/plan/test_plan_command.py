@@ -142,10 +142,10 @@ def test_a_plan_file_that_is_none(change: dict[str, Any], says: str, tmp_path: P
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(JaxinferError, match="out: is there and has other files"):
+    with pytest.raises(JaxinferError, match="out: has files of something else"):
         run(tmp_path, FILE)
     (tmp_path / "out" / "plan.json").write_text("{}")
-    with pytest.raises(JaxinferError, match=r"out: plan\.json there is of something else"):
+    with pytest.raises(JaxinferError, match=r"out: plan\.json holds another task"):
         run(tmp_path, FILE)
 
 

@@ -262,7 +262,7 @@ def check(sweep: Sweep, real: bool) -> None:
         except JaxinferError as error:
             refused.append(error)
     else:
-        raise JaxinferError(f"none of {len(refused)} points can be, such as: {refused[0]}")
+        raise JaxinferError(f"none of {len(refused)} points is valid; for example: {refused[0]}")
     if sweep.seeds is not None and not any(c.workload.drawn for c in _run_files(sweep)):
         raise OptionError(
             "seeds: no point's workload has anything that is drawn: give synthetic lengths, "
