@@ -39,7 +39,9 @@ def _check(run_dir: str) -> None:
     if found.difference:
         click.echo(f"{run_dir}: the simulator decides differently: {found.difference}")
         sys.exit(1)
-    said = f"{run_dir}: the same {found.entries:,} entries in both worlds, hash {found.hash}"
+    said = (
+        f"{run_dir}: run and simulator have the same {found.entries:,} entries, hash {found.hash}"
+    )
     click.echo(said if found.finished else f"{said}; the run had not finished")
 
 

@@ -54,9 +54,9 @@ def rerun(folder: str, out: str | None) -> None:
 def _tell(names: list[str]) -> bool:
     """Print which files differ; whether none does."""
     if names:
-        click.echo(f"not the same: {', '.join(names)}")
+        click.echo(f"these files differ: {', '.join(names)}")
     else:
-        click.echo("the same, byte for byte, but for times of day and the machine in run.json")
+        click.echo("all files are the same, apart from times of day and the machine in run.json")
     return not names
 
 
@@ -86,7 +86,7 @@ def _run(recorded: Recorded, out: Path) -> bool:
         before = set(lines.read_bytes().splitlines()) if there else set()
         after = set(answers.read_bytes().splitlines())
     if not there:
-        click.echo(f"{lines} is gone, with which they would be compared")
+        click.echo(f"cannot compare answers: {lines} no longer exists")
         return _tell_tokens(recorded.folder, Path(f"{answers}.runs"))
     click.echo(f"{len(after & before)} of {len(after)} answers are the same as in {lines}")
     return after == before

@@ -109,6 +109,6 @@ def _prices(found: "RunMetrics") -> Iterator[str]:
         )
     if found.wh_per_request is not None and found.wh_per_million_output_tokens is not None:
         yield (
-            f"at the GPUs' limits: {found.wh_per_request:.3g} Wh per request, "
+            f"at the GPUs' power limits: {found.wh_per_request:.3g} Wh per request, "
             f"{found.wh_per_million_output_tokens / 1000:.3g} kWh per million output tokens"
         )

@@ -114,13 +114,13 @@ def _doubts(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{len(refused)} of {len(rows)} points are not valid; for example: {refused[0]}"
     if few := [row["enough_requests"] for row in rows if row.get("enough_requests")]:
         yield (
-            f"warning: {len(few)} of {len(rows)} points have too few requests to tell a load that "
-            f"lasts from a queue that grows: enough_requests has how many do, up to {max(few)}"
+            f"warning: {len(few)} of {len(rows)} points have too few requests to show whether "
+            f"the queue keeps growing: enough_requests has the number needed, up to {max(few)}"
         )
     if beyond := sum(bool(row.get("beyond_measured")) for row in rows):
         yield (
-            f"warning: {beyond} of {len(rows)} points have steps beyond what was measured, whose "
-            "times are extrapolated: beyond_measured says which, simulate says how far"
+            f"warning: {beyond} of {len(rows)} points have steps larger than any measured one; "
+            "their times are extrapolated (column beyond_measured)"
         )
 
 

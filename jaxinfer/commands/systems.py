@@ -92,9 +92,9 @@ def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name
     from jaxinfer.simulate.run import prepare
 
     bound = bound_of(prepare(config)[1], work).rate
-    what = f"{rate / bound:.3f} of {bound:.3g}, which no system exceeds on this cluster"
+    what = f"{rate / bound:.3f} of {bound:.3g}, the upper bound for any system on this cluster"
     if rate > bound:
-        what = f"more than the {bound:.3g} that any system could keep up on this cluster"
+        what = f"above {bound:.3g}, the upper bound for a sustained rate: use more requests"
     Console().print(
         f"{name}{': ' if name else ''}{rate:.3g} requests/s, {what}",
         soft_wrap=True,
