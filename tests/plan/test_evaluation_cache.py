@@ -273,7 +273,7 @@ def test_a_search_that_finds_nothing_to_simulate_leaves_no_folder(tmp_path: Path
     }
     path = write(tmp_path / "plan.yaml", file)
     asked = [path, "--jobs", "1", "--out"]
-    with pytest.raises(JaxinferError, match=r"none of 1 candidates can be.*B1"):
+    with pytest.raises(JaxinferError, match=r"none of 1 candidates is valid.*B1"):
         CliRunner().invoke(plan, [*asked, str(tmp_path / "out")], catch_exceptions=False)
     assert not (tmp_path / "out").exists()
     (tmp_path / "mine").mkdir()
