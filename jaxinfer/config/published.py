@@ -28,8 +28,8 @@ class PublishedTables(Options):
             is then subtracted from products.
         quickest_all_reduce: Use the fastest all-reduce of all GPUs in the folder whose links are
             equally fast.
-        possible_attention: Where measured attention of prompts exceeds the GPU's peak FLOPs, use that
-            of another GPU in the folder with the same peak.
+        possible_attention: Where measured attention of prompts exceeds the GPU's peak FLOPs, use
+            that of another GPU in the folder with the same peak.
         small_operators: Include norms, activations and other small operators, by their bytes.
         experts: Format of the experts' weights, by its name in the tables; by default that of the
             other weights.
