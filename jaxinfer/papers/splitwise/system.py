@@ -26,7 +26,7 @@ class SplitwiseOptions(Options):
     """Options of ``Splitwise``. What the paper leaves open is as in the authors' simulator.
 
     Attributes:
-        prompt, token: Instances of each pool; with ``token: []`` there is only one, and each request
+        prompt, token: Instances of each pool; with ``token: []`` there is only one, and a request
             runs on the instance with the shortest queue (the paper's baseline).
         max_pending_tokens: Largest number of pending prompt tokens on a machine; beyond it, a
             machine of another pool is used.
