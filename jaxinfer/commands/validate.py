@@ -90,11 +90,13 @@ def validate(
             )
             if value
         ]:
-            raise JaxinferError(f"{unused[0]} has no use beside a log of requests: leave it out")
+            raise JaxinferError(f"{unused[0]} has no effect on a log of requests: leave it out")
         _validate_log(Path(points), run_file, operators, out, settings, pictures or "png")
         return
     if run_file:
-        raise JaxinferError(f"--run has no use beside {points}: campaigns make its run files")
+        raise JaxinferError(
+            f"--run is only for a log (.jsonl); run files for {points} come from --campaigns"
+        )
     folder_of_tables = _tables_folder(operators)
     from jaxinfer.files.contents import contents
     from jaxinfer.lab.plan.evaluation_cache import EvaluationCache

@@ -102,9 +102,7 @@ def test_a_line_that_was_changed_is_not_believed(tmp_path: Path, old: str, new: 
     kept.close()
     first, second = path.read_text().splitlines()
     path.write_text(f"{first}\n{second.replace(old, new)}\n")
-    with pytest.raises(
-        JaxinferError, match=r"kept\.jsonl, line 2: is not a valid entry: delete"
-    ):
+    with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is not a valid entry: delete"):
         EvaluationCache(path)
     path.write_text(f"{first}\n")
     assert EvaluationCache(path).get("k0") == {"rate": math.inf}

@@ -125,7 +125,7 @@ def test_two_processes_find_the_same_files(tmp_path: Path) -> None:
         ({"goal": {"slo": "ttft=1", "minimise": "usd"}}, "goal.rate is missing"),
         ({"goal": {"slo": "ttft=1", "maximise": "gpu", "rate": 1}}, "goal.rate is 1, and is for"),
         ({"goal": {"slo": "ttf=1", "maximise": "gpu"}}, "did you mean 'ttft'"),
-        ({"goal": {"slo": "ttft=1", "maximise": "usd"}}, "nobody says what they are"),
+        ({"goal": {"slo": "ttft=1", "maximise": "usd"}}, "are needed, but not known"),
         ({"prices": {"A10": 0}}, "prices.A10 is 0, must be above 0"),
         ({"run": {"model": "llama-3-8b"}}, "run.workload: needs a trace"),
         ({"run": RUN | {"workload": {"synthetic": "nowhere"}}}, "run.workload.synthetic"),
