@@ -112,8 +112,8 @@ def _print_results(console: Console, job: BatchJob) -> None:
         )
     if job.lost:
         console.print(
-            f"{job.num_missing} of {job.num_lines} lines have no result; the same command adds them: "
-            f"{job.lost}",
+            f"{job.num_missing} of {job.num_lines} lines have no result; the same command adds "
+            f"them: {job.lost}",
             markup=False,
             soft_wrap=True,
         )
