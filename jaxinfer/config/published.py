@@ -33,8 +33,8 @@ class PublishedTables(Options):
         small_operators: Include norms, activations and other small operators, by their bytes.
         experts: Format of the experts' weights, by its name in the tables; by default that of the
             other weights.
-        expert_parallel: Number of device groups among which whole experts are divided; the devices
-            of a group split each expert.
+        expert_parallel: Degree of expert parallelism: this many parts of the devices hold different
+            experts; within a part, the devices split each expert.
         routing: Distribution of tokens over experts, by its name in the tables.
         expert_blocks: Compute a full block of 128 rows for each expert, as vLLM 0.12 does. A block
             takes as long as a dense product with as many rows.

@@ -38,7 +38,7 @@ class CronusOptions(Options):
         partial, chunked: Names of the two instances.
         max_in_partial: Largest number of requests in the partial instance. If it is small, each
             request is cut by recent statistics.
-        candidates: Number of cuts of a prompt that the Balancer tries.
+        candidates: Number of split points of a prompt that the Balancer tries.
         refine: Fit the Balancer's coefficients again during the run.
         cut_share, cut_tokens: Share or tokens of each prompt for the partial instance, in place of
             the Balancer's choice.

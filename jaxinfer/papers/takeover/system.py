@@ -51,8 +51,8 @@ class TakeoverOptions(Options):
         most_moves: How often one request may be taken over while others wait; with 0, decodes are
             never taken over. While few wait, decodes that reached this number move only to faster
             kinds of instances.
-        narrow: Share of a step's tokens that is used, decodes included, while few requests wait, or
-            while half of an instance's seats or of its KV pool is taken.
+        narrow: Share of a step's token budget that is used (decodes included) while few requests
+            wait, or while half of an instance's seats or KV pool is taken.
         keeps_room: Start prompts on other instances while this one keeps room for decodes that it
             takes over.
         slo: Targets in seconds for ``ttft`` and ``tbt``: prompts get fewer tokens per step when TBT

@@ -38,7 +38,7 @@ class TetriInferOptions(Options):
         report_s: Seconds between load reports of the instances.
         flip_after_s: Seconds for which an instance must be idle, and the other role busy, before
             the instance takes that role; null: never.
-        flip_below: Share of that time in which this may have been otherwise.
+        flip_below: Share of that time in which this condition may have been violated.
         seed: Seed of the random choices.
     """
 
