@@ -55,8 +55,8 @@ class RunFile(Options):
     Attributes:
         model: A name, a file, a folder or a hub id.
         engine: Options that all instances share.
-        groups, instances, links: Parts of the cluster, under names of your choice. See ``ClusterConfig``; groups
-            and instances may have ``replicas`` (see ``replicas.py``).
+        groups, instances, links: Parts of the cluster, under names of your choice. See
+            ``ClusterConfig``; groups and instances may have ``replicas`` (see ``replicas.py``).
         system: Name of the serving system, with its options, or ``my_module:MySystem``; by default
             ``single``.
         workload: Requests, and when they arrive.

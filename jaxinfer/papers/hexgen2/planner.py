@@ -49,8 +49,8 @@ class HexGen2Options(Options):
             paper's partition with guided swaps; or one of two baselines.
         costs: Step times that guide the paper's search: the simulator's, or those of its Table 1.
         network: Network model that guides the paper's search: cards shared by the instances of a
-            node, or a separate link for each pair. Statements about the plan use modelled costs and a shared
-            network.
+            node, or a separate link for each pair. Statements about the plan use modelled costs and
+            a shared network.
         restarts: Number of further searches, from random changes of the best plan (``programs``).
         seed: Seed of the random changes; ``hexgen2`` has none.
         scored, flows: How many changes are rated at most: quickly, by sums of capacities, and
