@@ -91,7 +91,7 @@ def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name
     from jaxinfer.lab.plan.bound import bound_of
     from jaxinfer.simulate.run import prepare
 
-    bound = bound_of(prepare(config)[1], work).rate
+    bound = bound_of(prepare(config), work).rate
     what = f"{rate / bound:.3f} of {bound:.3g}, the upper bound for any system on this cluster"
     if rate > bound:
         what = f"above {bound:.3g}, the upper bound for a sustained rate: use more requests"

@@ -25,7 +25,7 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan, weight_dtype_name
 from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.worker import Worker
-from jaxinfer.serving.half_batches import by_fits, choice
+from jaxinfer.serving.features.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard

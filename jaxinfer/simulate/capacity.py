@@ -154,7 +154,7 @@ def load(
     try:
         for seed in seeds:
             arrivals = Arrivals(kind="poisson", rate=rate, seed=seed)
-            run = serve(*prepared, with_arrivals(work, arrivals), None, on_request)
+            run = serve(prepared, with_arrivals(work, arrivals), None, on_request)
             seconds += run.wall_s
     except _HopelessError:
         return TriedRate(rate, num_gpus(config), watch.verdict(), None)

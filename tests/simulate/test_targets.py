@@ -266,9 +266,9 @@ def test_the_reference_serves_each_request_alone(slowdowns: Any) -> None:
 def test_each_pair_of_lengths_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[int, int]] = []
 
-    def count(site: Any, cluster: Any, fits: Any, work: Any, *rest: Any) -> Any:
+    def count(cluster: Any, work: Any, *rest: Any) -> Any:
         served.extend((item.prompt_len, item.max_tokens) for item in work)
-        return serve(site, cluster, fits, work, *rest)
+        return serve(cluster, work, *rest)
 
     monkeypatch.setattr("jaxinfer.simulate.isolated.serve", count)
     lengths = [(90, 2), (90, 1), (90, 2), (9, 2), (90, 2)]

@@ -25,7 +25,7 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
 from jaxinfer.simulate.run import serve
-from jaxinfer.simulate.world import StagePath
+from jaxinfer.simulate.stage_path import StagePath
 from jaxinfer.steps.profile import Profile, profile_folder, read_profile
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import StepTimes
@@ -107,7 +107,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         for request in sorted(real.requests, key=_order)
     ]
     fits = {name: fit for name, (_, fit) in read.items() if fit}
-    serve(site, ModelledCluster(instances, lanes, capacities), fits, work, out)
+    serve(ModelledCluster(instances, lanes, capacities, site, fits), work, out)
     return real, read_run(run_folders(out)[-1], "simulated")
 
 

@@ -31,7 +31,7 @@ from jaxinfer.papers.aladdin.sizing import (
     fit_workers,
     most_tokens,
 )
-from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.simulate.cluster import fit_instance, model_cluster
 from jaxinfer.simulate.targets import Targets, limits
 
 # What a run file has, and the group that each instance in it stands on.
@@ -197,8 +197,8 @@ class Size:
         self.gpus, self.cost = costs.gpus, costs.amount(goal.minimise or "gpus")
         config = as_run_file(problem.run_file(self.candidate(1).part))
         cluster = model_cluster(model_site(resolve(config)))
-        ((name, modelled),) = cluster.instances.items()
-        fit = cluster.fit(name, config.simulate.fit == "relative").decode
+        (modelled,) = cluster.instances.values()
+        fit = fit_instance(modelled, config.simulate.fit == "relative").decode
         if fit is None:
             raise JaxinferError("eq. 6: max_num_seqs must be 2 or more")
         mean, atgt_s = MeanRequest.of(problem.work), _between_tokens(problem.targets)

@@ -18,7 +18,7 @@ from jaxinfer.papers.hetis.head_dispatch import (
     dispatch,
     dispatch_by_memory,
 )
-from jaxinfer.serving.kv_shards import Placement, SliceMove
+from jaxinfer.serving.features.head_slices import Placement, SliceMove
 from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.serving.system import (
     Action,

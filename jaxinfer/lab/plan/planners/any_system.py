@@ -93,7 +93,7 @@ def _most(problem: Problem, search: Search, candidate: Candidate) -> float:
     """The rate that no system exceeds on a candidate's cluster; infinite if that cannot be."""
     try:
         work = problem.served(search.costs(candidate).gpus)
-        _, cluster, _ = prepare(as_run_file(problem.run_file(candidate.part)))
+        cluster = prepare(as_run_file(problem.run_file(candidate.part)))
     except JaxinferError:
         return inf  # The search says why it cannot be.
     return bound_of(cluster, work).rate
