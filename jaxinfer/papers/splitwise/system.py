@@ -35,8 +35,8 @@ class SplitwiseOptions(Options):
         return_when: When a machine leaves the mixed pool: after the last request of the other pool
             (the paper), or after all its requests (the paper's simulator).
         repurpose_after_s: Seconds in the mixed pool after which a machine joins the other pool.
-        layerwise_from: Prompt tokens from which KV is sent ``per_segment``, else ``at_end``; null:
-            never.
+        layerwise_from: Length of a prompt, in tokens, from which its KV is sent ``per_segment``,
+            otherwise ``at_end``; null: always ``at_end``.
     """
 
     prompt: Names = ("prompt",)
