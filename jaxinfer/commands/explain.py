@@ -14,9 +14,9 @@ from jaxinfer.commands.common import configure, say, with_model, with_settings
 @with_model
 @with_settings
 def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) -> None:
-    """Say how a model would lie on its devices and what its steps cost.
+    """Show how a model would be placed on its devices, and what its largest steps cost.
 
-    No weights are loaded, but the largest steps are compiled, which may take a minute.
+    No weights are loaded. The largest steps are compiled, which may take a minute.
     """
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.report.progress import LoadProgress
@@ -31,8 +31,8 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
         if group.environment:
             given = ", ".join(f"{key}={value}" for key, value in group.environment.items())
             say(
-                f"group {name}: environment ({given}) is for its process, which does not start: "
-                "steps are compiled for the devices of this one"
+                f"group {name}: explain starts no process, so environment ({given}) has no effect: "
+                "steps are compiled for the devices of this process"
             )
     stages = plan_cluster(checkpoint.config, cluster)
     plans = [(name, plan) for name, of_one in stages.items() for plan in of_one]

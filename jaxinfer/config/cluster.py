@@ -23,11 +23,12 @@ class InstanceConfig(EngineOptions):
 
     Attributes:
         group: Group of an instance with one stage.
-        stages: Pipeline stages in order; tokens then pass the host, and ``launch_ahead`` is off.
+        stages: Pipeline stages, in order; tokens then pass through the host, and ``launch_ahead``
+            is off.
         role: A word that the system reads and may change (``SetRole``). Figures count the seconds
             in each role.
-        segments: Parts in which a stage's layers are compiled, for ``per_segment``. KV leaves as
-            soon as its part is computed.
+        segments: Number of parts in which a stage's layers are compiled, for ``per_segment``. KV is
+            sent as soon as its part is computed.
     """
 
     segments: int = Field(default=1, ge=1)
@@ -94,8 +95,8 @@ class LinkConfig(Options):
 
     Attributes:
         between: Names of two groups.
-        gb_s: 10^9 bytes per second each way, shared by transfers.
-        latency_s: Seconds from the start to the first byte.
+        gb_s: Bandwidth in each direction, in 10^9 bytes per second, shared by transfers.
+        latency_s: Seconds from the start of a transfer to its first byte.
     """
 
     between: tuple[str, str]

@@ -39,20 +39,22 @@ class GroupConfig(Options):
 
     Attributes:
         platform: Kind of devices; by default JAX's choice here.
-        kind: Part of the devices' name, such as ``H100``; in a simulation, a name from
+        kind: Part of the devices' name, such as ``H100``; in a simulation, a name in
             ``configs/gpus.yaml``.
         devices: Number of devices.
         tensor_parallel_size: Devices of one stage; by default all.
-        mesh: Axes of a stage's devices, the outermost first, such as ``{x: 2, y: 4}``; by default
-            one, ``tp``.
-        emulate: ``{slowdown: N}``: a CPU group plays a slower device; its steps end N times their
-            profiled time after their start. Steps that take longer are counted as ``overruns``; a
-            GPU refuses it.
-        process: ``own``: the group has its own process, since JAX drives one kind of GPU in each.
+        mesh: Mesh axes of a stage's devices, outermost first, such as ``{x: 2, y: 4}``; by default
+            one axis, ``tp``.
+        emulate: ``{slowdown: N}``: a CPU group emulates a slower device, on which a step takes N
+            times its profiled time. Steps that take longer are counted as ``overruns``; a GPU
+            refuses it.
+        process: ``own``: the group has its own process, as JAX can use only one kind of GPU per
+            process.
         host: ``HOST:PORT`` of the ``jaxinfer worker`` that starts the process.
-        ray: ``num_cpus`` (1), ``num_gpus`` and ``resources`` by which Ray finds a host, or ``{}``.
-        environment: Variables of that process, set before JAX starts.
-        restart: Times that a lost process is started again.
+        ray: Resources by which Ray chooses a host: ``num_cpus`` (default 1), ``num_gpus`` and
+            ``resources``, or ``{}``.
+        environment: Environment variables of that process, set before JAX starts.
+        restart: How many times a lost process is restarted.
     """
 
     platform: Literal["cpu", "gpu"] | None = None

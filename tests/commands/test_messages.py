@@ -233,7 +233,7 @@ def test_a_list_is_called_a_list(tmp_path: Path, data: dict[str, Any], path: str
         (CRONUS, "workload.arrivals", "gamma", "workload.arrivals: kind gamma needs rate"),
         (CRONUS, "workload.only", "HHHH", "workload.only is 'HHHH', must be 'HPLD', 'HPHD', 'LPH"),
         (CRONUS, "simulate.linear", {}, "simulate.linear: step_s or token_s must be greater"),
-        (CRONUS, "simulate.flops", 0.5, "simulate.flops has no use beside linear"),
+        (CRONUS, "simulate.flops", 0.5, "simulate.flops has no effect with linear"),
         (CRONUS, "simulate.groups.weak.step_s", 1, "simulate.groups.weak.step_s has no use besid"),
         (CRONUS, "simulate.groups.weak", {"step_s": 1.0}, "simulate.groups.weak.step_s has no use"),
         (CRONUS, "simulate.groups.weak.node", "a", "simulate.groups.weak.node is 'a', needs sim"),

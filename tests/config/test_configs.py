@@ -98,7 +98,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"system.cut_shar": 1}, "system.cut_shar: unknown option, did you mean 'cut_share'?"),
     ({"system": "no_module:Thing"}, "No module named 'no_module'"),
     ({"system": "json:loads"}, "loads is no jaxinfer.serving.system.System"),
-    ({"system": "single"}, "system single: needs one instance, there are cpi, ppi"),
+    (
+        {"system": "single"},
+        "system single: needs exactly one instance, but the run file has cpi, ppi",
+    ),
     (
         {"links": [{"between": ["strong", "wek"], "gb_s": 1}]},
         "no group 'wek': did you mean 'weak'?",

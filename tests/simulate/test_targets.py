@@ -338,7 +338,10 @@ def test_what_is_asked_for_by_default() -> None:
         ("ttft:p101=1", "ttft: percentile 101, must be"),
         ("ttft=1,ttft=2", "ttft is given twice, give it once"),
         ("ttft:p9=1,ttft:p9=2", "ttft:p9 is given twice"),
-        ("ttft=1,tbt:p99=2", "limits of percentiles beside limits of requests, give one kind"),
+        (
+            "ttft=1,tbt:p99=2",
+            "has limits of percentiles and limits of requests: give only one kind",
+        ),
     ],
 )
 def test_what_is_no_target(slo: str, message: str) -> None:

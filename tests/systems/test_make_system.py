@@ -229,8 +229,14 @@ def test_a_name_with_replicas(config: dict[str, Any], instances: list[str], mess
         ({"name": "data_parallel", "shares": {"ppi": SHARE | {"max_waiting": 0}}}, "_waiting is 0"),
         ({"name": "data_parallel", "shares": {"ppi": SHARE | {"most": 1}}}, "ppi.most: unknown"),
         ({"name": "data_parallel", "shares": 3}, "system.shares is 3, must be a mapping"),
-        ({"name": "single"}, "system single: needs one instance, there are ppi, cpi"),
-        ({"name": "pipeline_parallel"}, "system pipeline_parallel: needs one instance, there are"),
+        (
+            {"name": "single"},
+            "system single: needs exactly one instance, but the run file has ppi, cpi",
+        ),
+        (
+            {"name": "pipeline_parallel"},
+            "system pipeline_parallel: needs exactly one instance, but",
+        ),
         ({"name": "single", "cut": 1}, "system.cut: unknown option, known: none"),
     ],
 )

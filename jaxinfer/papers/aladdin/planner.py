@@ -43,14 +43,15 @@ class AladdinOptions(Options):
     """Options of ``AladdinPlanner``.
 
     Attributes:
-        file: Run file of one worker, or of one of each kind to mix. Each is an instance on a group
-            of its own; numbers of workers do not count.
-        most: Workers of each size or kind, at most.
-        sizes: Sizes of a worker in GPUs, each with its costs (``{}``: the file's). By default as
-            many as the file has.
-        size: Which of these: eq. 6's choice, or the cheapest by simulation.
-        rates: Rates at which the fewest workers are found, for eq. 7's line through them. The
-            goal's rate then has as many as it tells, or the next number that keeps the targets.
+        file: Run file with one worker, or with one worker of each kind to mix. Each is an instance
+            on a group of its own; numbers of workers are ignored.
+        most: Largest number of workers of each size or kind.
+        sizes: Sizes of a worker in GPUs, each with its step times (``{}``: those of the file). By
+            default the size in the file.
+        size: Which size is used: that of equation 6, or the cheapest by simulation.
+        rates: Rates at which the smallest number of workers is found, for the line of equation 7.
+            The goal's rate then gets the number on that line, or the next one that meets the
+            targets.
     """
 
     file: str

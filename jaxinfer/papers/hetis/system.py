@@ -49,11 +49,12 @@ class HetisOptions(Options):
     """Options of ``Hetis``.
 
     Attributes:
-        theta: Slowdown of a stage, against the ideal, from which a request is placed anew; null:
-            never. Then the request that has no page is preempted (LIFO).
-        placement: Whether KV heads go by attention time, or by free pages alone.
-        attention: Seconds of a layer's attention by group; by default profiled or modelled. Keys
-            are ``per_pair``, ``per_entry``, ``constant``, ``exchange_per_pair``, ``exchange``.
+        theta: Slowdown of a stage, compared with the ideal, from which a request is placed again;
+            null: never. Then the request that has no page is preempted (LIFO).
+        placement: Whether KV heads are placed by attention time, or only by free pages.
+        attention: Coefficients of a layer's attention time, in seconds, by group; by default
+            profiled or modelled. Keys are ``per_pair``, ``per_entry``, ``constant``,
+            ``exchange_per_pair``, ``exchange``.
     """
 
     theta: float | None = Field(default=0.5, gt=0)
