@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from jaxinfer.config.engine import EngineOptions
-from jaxinfer.config.groups import GroupConfig
+from jaxinfer.config.groups import GroupConfig, check_shared
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
@@ -130,6 +130,7 @@ class ClusterConfig(Options):
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse names that are not there and devices that are not enough."""
+        check_shared(self.groups)
         needed: Counter[str] = Counter()
         for name, instance in self.instances.items():
             for number, stage in enumerate(instance.places):
@@ -289,6 +290,10 @@ class ClusterConfig(Options):
     def _check_group(self, where: str, name: str) -> None:
         if name not in self.groups:
             raise JaxinferError(f"{where}: no group {name!r}: {did_you_mean(name, self.groups)}")
+
+    def home(self, group: str) -> str:
+        """The group that has the devices: itself, or the one that it shares them with."""
+        return self.groups[group].shares or group
 
     def link(self, source: str, dest: str) -> LinkConfig | None:
         """The one between two groups, where it is emulated."""

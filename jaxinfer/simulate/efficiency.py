@@ -9,7 +9,7 @@ def modelled_efficiency(site: ModelledSite) -> Efficiency:
     groups, placement = site.groups.values(), site.placement
     return Efficiency(
         model=None if site.model.windowed_layers else model_flops(site.model),
-        peak_flops=sum(group.gpu.bf16_tflops * 1e12 * group.devices for group in groups),
+        peak_flops=sum(group.gpu.bf16_tflops * 1e12 * group.own_devices for group in groups),
         usd_per_hour=placement.usd_per_hour if placement else None,
         watts=total_watts(placement, groups),
     )
