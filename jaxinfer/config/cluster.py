@@ -304,9 +304,11 @@ class ClusterConfig(Options):
     def emulated(self) -> list[str]:
         """Parts that do not take the machine's own time, in words."""
         groups = [
-            f"group {name} {group.slowdown:g} times slower"
+            f"group {name}"
+            + (f" {group.slowdown:g} times slower" if group.emulate else "")
+            + (f" on {group.shares}'s devices" if group.shares else "")
             for name, group in self.groups.items()
-            if group.emulate
+            if group.emulate or group.shares
         ]
         return groups + [
             f"link {' - '.join(link.between)} of {link.gb_s:g} GB/s, {link.latency_s:g} s"

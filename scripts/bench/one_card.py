@@ -5,10 +5,10 @@
     python -m scripts.bench.one_card --out DIR --rehearse      # on a CPU: tiny
     python -m scripts.bench.one_card --predict one_card_predicted.csv    # simulations alone
 
-The run files are those of configs/gpu/one_card/. Twice: ``exact``, a small model in float32 whose
-answers have to be those of ``single``, token by token; ``large``, Llama 3 8B's shape in bfloat16,
-where a step's other rows change the last bits, and answers may part at a tie: where ``single`` held
-both tokens likely within BOUND. Each run keeps a ledger, on which the simulator has to decide
+The run files are those of configs/gpu/one_card/. Twice: ``exact``, four layers of SmolLM2-135M in
+float32, whose answers have to be those of ``single``, token by token; ``large``, Llama 3 8B's shape
+in bfloat16, where a step's other rows change the last bits, and answers may part at a tie: where
+``single`` held both tokens likely within BOUND. Each run keeps a ledger, on which the simulator has to decide
 alike. Makespans stand beside two simulations: by the card's data sheet (``predicted_s``) and by the
 profile of steps measured here (``replayed_s``). What no time is left for is said to be missing.
 """
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import click
@@ -49,7 +50,7 @@ CARDS = ("H100-SXM", "H200")
 BOUND = {"float32": 1e-4, "bfloat16": 0.125}
 SMALL = (
     "engine.max_model_len=512", "engine.page_size=16", "engine.num_pages=161",
-    "engine.max_num_seqs=8", "engine.max_num_batched_tokens=256", "engine.token_buckets=[64, 256]",
+    "engine.max_num_seqs=8", "engine.max_num_batched_tokens=256", "engine.token_buckets=[256]",
     "workload.synthetic={input_len: 120, output_len: 24, range_ratio: 0.8, count: 12, seed: 0}",
 )  # fmt: skip
 # As little as has requests wait, prompts cut, and KV heads leave their own device.
@@ -62,6 +63,7 @@ LEAST = (
 FEW_PAGES = {SMALL: "engine.num_pages=49", LEAST: "engine.num_pages=13"}
 # Systems of the large model in a rehearsal, where it is as tiny as the other.
 REHEARSED = ("cronus", ALONE)
+SMOLLM2 = Path("configs/gpu/smollm2-135m/config.json")
 TINY = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -96,17 +98,17 @@ class Pass:
         return [*found, *more]
 
 
-def passes(rehearsal: Path | None) -> list[Pass]:
-    """Return the two ways; tiny ones with a rehearsal's folder, which gets a model."""
-    if rehearsal:
-        rehearsal.joinpath("config.json").write_text(json.dumps(TINY))
-        tiny = str(rehearsal), LEAST
-        return [Pass("exact", *tiny, "float32", False), Pass("large", *tiny, "bfloat16", True)]
-    small, large = "configs/gpu/smollm2-135m", str(FOLDER / "llama3-8b")
-    return [
-        Pass("exact", small, SMALL, "float32", False),
-        Pass("large", large, (), "bfloat16", True),
-    ]
+def passes(out: Path, is_rehearsal: bool) -> list[Pass]:
+    """Return the two ways, tiny ones in a rehearsal; the folder gets the small model."""
+    folder, size = out / "model", LEAST if is_rehearsal else SMALL
+    folder.mkdir(exist_ok=True)
+    # Few layers compile sooner.
+    widths = TINY if is_rehearsal else json.loads(SMOLLM2.read_text()) | {"num_hidden_layers": 4}
+    folder.joinpath("config.json").write_text(json.dumps(widths))
+    exact = Pass("exact", str(folder), size, "float32", False)
+    if is_rehearsal:
+        return [exact, Pass("large", str(folder), size, "bfloat16", True)]
+    return [exact, Pass("large", str(FOLDER / "llama3-8b"), (), "bfloat16", True)]
 
 
 def own_groups(path: Path) -> list[str]:
@@ -264,12 +266,13 @@ def rows_of(
 
 
 def rows_of_processes(suite: Suite, kinds: Sequence[Pass], seconds: float) -> Iterator[Row]:
-    """Run files with processes by each transport, then the large model by the quicker one."""
+    """Run files with processes by each transport, the large model by the quicker one."""
     end = time.monotonic() + seconds
-    exact, large = kinds
-    for system, transports in PROCESSES.items():
-        jobs = [(exact, f"{system}_{name}", f"transport={name}") for name in transports]
-        for kind, label, setting in [*jobs, (large, system, "transport=auto")]:
+    for system, kind in product(PROCESSES, kinds):
+        jobs = [(system, "transport=auto")]
+        if not kind.is_large:
+            jobs = [(f"{system}_{name}", f"transport={name}") for name in PROCESSES[system]]
+        for label, setting in jobs:
             if time.monotonic() > end:
                 late = {"pass": kind.name, "system": label, "card": suite.card}
                 yield {**late, "result": "not run: no time left"}
@@ -297,6 +300,7 @@ def card_here() -> str:
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the results.")
 @click.option("--processes", is_flag=True, help="Groups in processes; after a run without, there.")
 @click.option("--systems", default=",".join(SYSTEMS), help="Files' names; all by default.")
+@click.option("--passes", "wanted", default="exact,large", help="Of both; both by default.")
 @click.option("--seconds", default=300.0, help="Time after which no more is begun.")
 @click.option("--rehearse", is_flag=True, help="Tiny, on a CPU, as if it were an H100.")
 @click.option("--predict", "predicted", type=click.Path(path_type=Path), help="CSV; runs nothing.")
@@ -304,6 +308,7 @@ def main(
     out: Path | None,
     processes: bool,
     systems: str,
+    wanted: str,
     seconds: float,
     rehearse: bool,
     predicted: Path | None,
@@ -319,7 +324,7 @@ def main(
     if not processes:
         card = CARDS[0] if rehearse else card_here()
         known.write_text(json.dumps(card))
-    kinds = passes(out if rehearse else None)
+    kinds = [kind for kind in passes(out, rehearse) if kind.name in wanted.split(",")]
     suite = Suite(out, json.loads(known.read_text()), rehearse)
     rows = []
     names = systems.split(",")

@@ -314,7 +314,8 @@ def sharing(**changes: Any) -> ClusterConfig:
 
 def test_groups_that_share_devices_need_none_of_their_own() -> None:
     """Each one's instances have room on what it uses, however many others use it."""
-    made = sharing()
+    made = sharing(c={"emulate": {"slowdown": 3}})
+    assert made.emulated == ["group b on a's devices", "group c 3 times slower on a's devices"]
     assert [made.home(name) for name in "abc"] == ["a", "a", "a"]
     assert [made.process_of(name) for name in "wyz"] == [None, None, None]
     with pytest.raises(JaxinferError, match=r"^groups\.a\.devices is 1, its instances need 2$"):

@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 # Others than run files: test_nodes.py, test_targets.py and test_shipped_tables.py have them.
 OTHERS = ("clusters", "targets", "plan", "sweep", "operators")
 CONFIGS = ROOT / "configs"
-FILES = sorted(p for p in CONFIGS.rglob("*/*.yaml") if p.relative_to(CONFIGS).parts[0] not in OTHERS)
+FILES = sorted(
+    p for p in CONFIGS.rglob("*/*.yaml") if p.relative_to(CONFIGS).parts[0] not in OTHERS
+)
 DEAR = ("hexgen2", "splitwise", "splitwise_power")  # Their planners search for seconds.
 PLANS = [
     pytest.param(path, marks=pytest.mark.slow if path.stem in DEAR else [], id=path.stem)

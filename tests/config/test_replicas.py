@@ -382,5 +382,7 @@ def test_replicas_share_the_devices_of_as_many() -> None:
     one = as_run_file({"groups": {"g": {"kind": "A10"}, "h": {"shares": "g", "replicas": 2}}})
     assert [one.groups[name].shares for name in ("h0", "h1")] == ["g", "g"]
     groups["h"]["replicas"] = 3
-    with pytest.raises(JaxinferError, match=r"^groups\.h\.replicas is 3, its group g has 2: give bo"):
+    with pytest.raises(
+        JaxinferError, match=r"^groups\.h\.replicas is 3, its group g has 2: give bo"
+    ):
         as_run_file({"groups": groups})

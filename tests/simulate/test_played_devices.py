@@ -109,7 +109,9 @@ def test_what_stands_on_one_card_fits_together() -> None:
         return cluster(PAIR, instances=instances)
 
     assert pools(most - 9, 9).instances["H"].num_pages == [9]
-    with pytest.raises(JaxinferError, match=r"^groups\.g: instances take 0\.0 GB of a device's 0\.0"):
+    with pytest.raises(
+        JaxinferError, match=r"^groups\.g: instances take 0\.0 GB of a device's 0\.0"
+    ):
         pools(most - 8, 9)
 
 
@@ -129,7 +131,9 @@ def test_pages_of_a_card_s_instances_by_default() -> None:
 def test_groups_that_would_take_turns_are_not_modelled() -> None:
     for name in "gh":
         groups = {n: g | ({"emulate": None} if n == name else {}) for n, g in PAIR.items()}
-        with pytest.raises(JaxinferError, match=rf"^groups\.{name}\.emulate is missing: groups that"):
+        with pytest.raises(
+            JaxinferError, match=rf"^groups\.{name}\.emulate is missing: groups that"
+        ):
             cluster(groups)
 
 
@@ -138,5 +142,7 @@ def test_attention_that_is_played_is_not_modelled(more: dict[str, Any]) -> None:
     stages = [{"group": "g", "attention": [{"group": "h", "num_pages": 9}]}]
     instances = {"X": {"stages": stages, "enable_prefix_caching": False} | ONE}
     played = file({"g": {}, "h": more}, "hetis", instances=instances)
-    with pytest.raises(JaxinferError, match=r"^groups\.h: instances\.X has attention groups, which"):
+    with pytest.raises(
+        JaxinferError, match=r"^groups\.h: instances\.X has attention groups, which"
+    ):
         model_site(resolve(played))

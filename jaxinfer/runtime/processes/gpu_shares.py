@@ -65,9 +65,7 @@ def _given(group: str, environment: Mapping[str, str]) -> float | None:
     return None
 
 
-def divide(
-    processes: Mapping[str, GpuProcess], free: Mapping[str, float]
-) -> dict[str, float]:
+def divide(processes: Mapping[str, GpuProcess], free: Mapping[str, float]) -> dict[str, float]:
     """Return the share of each GPU's memory for each process that sees one with another.
 
     Of ``SHARE`` of what is free, the shares that are set come off; the rest is divided evenly. A

@@ -149,9 +149,7 @@ def _plan_segments(
 
     def plan(asked: InstanceConfig, layers: Layers) -> StagePlan:
         before = taken.of(devices[0])
-        return make_plan(
-            model, asked, devices, layers, before, axes=axes, there=taken.parameters
-        )
+        return make_plan(model, asked, devices, layers, before, axes=axes, there=taken.parameters)
 
     plans = [plan(instance, layers)]
     if instance.segments > 1:

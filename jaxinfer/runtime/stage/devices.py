@@ -59,9 +59,7 @@ def open_groups(
             )
         opened[name] = found[: group.devices]
         taken.update(opened[name])
-    return {
-        name: opened[group.shares or name][: group.devices] for name, group in groups.items()
-    }
+    return {name: opened[group.shares or name][: group.devices] for name, group in groups.items()}
 
 
 def count_cpu_devices(clusters: Iterable[ClusterConfig]) -> None:

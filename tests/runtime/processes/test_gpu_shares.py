@@ -22,7 +22,11 @@ def seen(*gpus: str, given: float | None = None) -> GpuProcess:
     [
         # 95 % of what is free, in two and in three, down to whole percents.
         ({"a": seen("0"), "b": seen("0")}, {"0": 1.0}, {"a": 0.47, "b": 0.47}),
-        ({"a": seen("0"), "b": seen("0"), "": seen("0")}, {"0": 0.8}, dict.fromkeys(["a", "b", ""], 0.25)),
+        (
+            {"a": seen("0"), "b": seen("0"), "": seen("0")},
+            {"0": 0.8},
+            dict.fromkeys(["a", "b", ""], 0.25),
+        ),
         # Each alone: they choose by themselves.
         ({"a": seen("0"), "b": seen("1")}, {"0": 1.0, "1": 1.0}, {}),
         # One that sees all, of which the fullest has 0.95 x 0.6 for two.
@@ -48,7 +52,9 @@ def test_division(
 
 
 def test_nothing_left() -> None:
-    with pytest.raises(JaxinferError, match=r"^group b's process: nothing is left of its GPUs' mem"):
+    with pytest.raises(
+        JaxinferError, match=r"^group b's process: nothing is left of its GPUs' mem"
+    ):
         divide({"a": seen("0", given=0.95), "b": seen("0")}, {"0": 1.0})
 
 
@@ -100,7 +106,9 @@ def test_what_has_no_gpu_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     given = GpuShares(cluster(here="cpu", a=ZERO | {FRACTION: ".2"}, b=ZERO))
     assert given.of == {"b": 0.75}
     assert given.environment("a") == {}
-    with pytest.raises(JaxinferError, match=r"^groups\.a\.environment\.XLA.* is 'x', must be a num"):
+    with pytest.raises(
+        JaxinferError, match=r"^groups\.a\.environment\.XLA.* is 'x', must be a num"
+    ):
         GpuShares(cluster(a=ZERO | {FRACTION: "x"}))
     monkeypatch.setattr(gpu_shares, "free_shares", dict)
     groups = {name: {"process": "own"} for name in "ab"}

@@ -290,7 +290,9 @@ def test_weights_on_one_device_are_there_once(free: Any) -> None:
     assert (first.memory_bytes, second.memory_bytes) == (WEIGHTS + 10 * PAGE, 5 * PAGE)
     assert first.weight_bytes == second.weight_bytes == WEIGHTS
     free(WEIGHTS + 2 * 5 * PAGE - 1)
-    with pytest.raises(JaxinferError, match=r"^instances\.y: num_pages 5 .* beside 0\.000 GiB of w"):
+    with pytest.raises(
+        JaxinferError, match=r"^instances\.y: num_pages 5 .* beside 0\.000 GiB of w"
+    ):
         on_one_device(num_pages=5)
 
 
