@@ -8,13 +8,15 @@
 The run files are those of configs/gpu/one_card/. Twice: ``exact``, four layers of SmolLM2-135M in
 float32, whose answers have to be those of ``single``, token by token; ``large``, Llama 3 8B's shape
 in bfloat16, where a step's other rows change the last bits, and answers may part at a tie: where
-``single`` held both tokens likely within BOUND. Each run keeps a ledger, on which the simulator has to decide
-alike. Makespans stand beside two simulations: by the card's data sheet (``predicted_s``) and by the
-profile of steps measured here (``replayed_s``). What no time is left for is said to be missing.
+``single`` held both tokens likely within BOUND. Each run keeps a ledger, on which the simulator has
+to decide alike. Makespans stand beside two simulations: by the card's data sheet (``predicted_s``)
+and by the profile of steps measured here (``replayed_s``). What no time is left for is said to be
+missing.
 """
 
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -59,14 +61,20 @@ LEAST = (
     "engine.max_num_seqs=4", "engine.max_num_batched_tokens=128", "engine.token_buckets=[128]",
     "workload.synthetic={input_len: 60, output_len: 12, range_ratio: 0.8, count: 8, seed: 0}",
 )  # fmt: skip
-# Of small runs, so that KV heads leave their own device.
-FEW_PAGES = {SMALL: "engine.num_pages=49", LEAST: "engine.num_pages=13"}
+# Of some systems' small runs: KV heads leave their own device, and layers are as many as segments.
+OF_SYSTEM = {
+    (SMALL, "hetis"): "engine.num_pages=49",
+    (LEAST, "hetis"): "engine.num_pages=13",
+    (LEAST, "splitwise"): "instances.prompt.segments=2",
+}
+# Of a rehearsal, most of whose time goes into compilation.
+XLA_FLAGS = "--xla_backend_optimization_level=0"
 # Systems of the large model in a rehearsal, where it is as tiny as the other.
 REHEARSED = ("cronus", ALONE)
 SMOLLM2 = Path("configs/gpu/smollm2-135m/config.json")
 TINY = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64,
-    "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0,
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -93,8 +101,8 @@ class Pass:
         found = [f"model={self.model}", f"engine.dtype={self.dtype}", *self.size]
         if self.size:
             found.append("engine.kernels=plain")
-        if self.size in FEW_PAGES and system == "hetis":
-            found.append(FEW_PAGES[self.size])
+        if setting := OF_SYSTEM.get((self.size, system)):
+            found.append(setting)
         return [*found, *more]
 
 
@@ -319,6 +327,8 @@ def main(
         return
     if not out:
         raise JaxinferError("give --out DIR, or --predict FILE")
+    if rehearse:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}"
     out.mkdir(parents=True, exist_ok=True)
     known = out / "card.json"
     if not processes:

@@ -69,7 +69,7 @@ def test_stages_of_two_groups_are_a_pipeline(shared: LLM) -> None:
 
 @pytest.mark.slow
 def test_all_systems_on_one_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the suite has them: tokens of ``single``, and the simulator's decisions, from one device."""
+    """As the suite has them: tokens of ``single``, and the simulator decides alike."""
     monkeypatch.chdir(Path(one_card.__file__).parents[2])
     exact, _ = one_card.passes(tmp_path, is_rehearsal=True)
     suite = one_card.Suite(tmp_path, one_card.CARDS[0], is_rehearsal=True)

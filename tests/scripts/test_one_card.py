@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_where_answers_part(tmp_path: Path) -> None:
-    """Equal; parted at a tie of 0.1; where the other token was 0.5 less likely, or none of the top."""
+    """Equal; parted at a tie of 0.1; by a token that was 0.5 less likely, or none of the top."""
     path = tmp_path / "answers.json"
     likely = {7: -1.0, 8: -1.1, 9: -1.5}
     names = ("equal", "tied", "unlikely", "unknown")

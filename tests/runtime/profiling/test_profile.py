@@ -333,5 +333,5 @@ def test_a_link_of_gpus_that_play_others_is_emulated() -> None:
 
     check()
     groups["b"] = {}
-    with pytest.raises(JaxinferError, match="links: a - b is emulated, .*, and b is a GPU: leave"):
+    with pytest.raises(JaxinferError, match=r"links: a - b is emulated, .*, and b is a GPU: leave"):
         check()

@@ -297,7 +297,7 @@ def test_weights_on_one_device_are_there_once(free: Any) -> None:
 
 
 def test_a_plan_of_another_dtype_has_weights_of_its_own(free: Any) -> None:
-    """Half as large: matrices in bfloat16 beside those in float32; norms, in float32, are shared."""
+    """Matrices in bfloat16 beside those in float32; norms, in float32 both times, as well."""
     free(10**9)
     taken = TakenMemory()
     wide, narrow = (planned(dtype=dtype, num_pages=3) for dtype in ("float32", "bfloat16"))
