@@ -121,7 +121,7 @@ stage() {
     local name=$1 limit=$2 start=$SECONDS status result
     shift 2
     [[ ,$only, == *,$name,* ]] || return 0
-    [[ -n $rehearse ]] && limit=600
+    [[ -n $rehearse ]] && limit=1800  # Of a machine that others use, too.
     echo "$name: at most $limit s"
     timeout --kill-after=5 "$limit" "$@" >"$results/$name.log" 2>&1 </dev/null
     status=$?
@@ -194,9 +194,9 @@ stage device 30 "$python" -m scripts.bench.describe_machine "$results/device.jso
 
 # Part systems. The second one's processes have the card to themselves: this one has none of it.
 card=("$python" -m scripts.bench.one_card --out "$results/one_card" $rehearse)
-stage systems 360 "${card[@]}" --seconds "$([[ -n $rehearse ]] && echo 570 || echo 300)"
+stage systems 360 "${card[@]}" --seconds "$([[ -n $rehearse ]] && echo 1700 || echo 300)"
 stage card_processes 90 "${card[@]}" --processes \
-    --seconds "$([[ -n $rehearse ]] && echo 400 || echo 40)"
+    --seconds "$([[ -n $rehearse ]] && echo 1700 || echo 40)"
 
 # Part 1. A fault of the GPU ends a process: with several, it costs one test; so does a hang in C.
 tests=(tests/pallas_kernels tests/runtime/test_kernels.py tests/runtime/spread/test_spread.py)
