@@ -300,8 +300,10 @@ def card_here() -> str:
     import jax
 
     from jaxinfer.hardware.catalogue import name_of_device
+    from jaxinfer.runtime.stage.gpu_memory import share_chosen
 
-    return name_of_device(jax.devices()[0].device_kind)[0]
+    with share_chosen():
+        return name_of_device(jax.devices()[0].device_kind)[0]
 
 
 @click.command()
@@ -331,6 +333,8 @@ def main(
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}"
     out.mkdir(parents=True, exist_ok=True)
     known = out / "card.json"
+    if processes and not known.is_file():
+        raise JaxinferError(f"{out}: no run without --processes has been made there")
     if not processes:
         card = CARDS[0] if rehearse else card_here()
         known.write_text(json.dumps(card))

@@ -10,7 +10,7 @@ from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.config.site import model_site, total_watts
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
-from jaxinfer.simulate.run import simulate
+from jaxinfer.simulate.run import describe_run, simulate
 from jaxinfer.workload.lengths import BenchRequest
 
 # 8 x 2 x 12 + 3 x 8 x 16 = 576 parameters in each of six layers, 800 in each table of the
@@ -93,6 +93,8 @@ def test_kv_within_one_card_is_read_twice_and_written_twice() -> None:
 def test_a_card_that_is_shared_is_one() -> None:
     site = model_site(resolve(file(PAIR, HAND_OFF)))
     assert total_watts(None, site.groups.values()) == 1.0
+    told = describe_run(site.resolved, model_cluster(site), [])["emulated"]
+    assert told == ["simulated on g (card, 2 times slower), h (card, 4 times slower)"]
     assert model_cluster(site).efficiency.peak_flops == 1e12
 
 
