@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from jaxinfer.config.resolve import Resolved, resolve
 from jaxinfer.config.groups import GroupConfig
+from jaxinfer.config.resolve import Resolved, resolve
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.config.site import SiteGroup, model_site
 from jaxinfer.errors import JaxinferError
