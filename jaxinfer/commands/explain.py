@@ -22,6 +22,7 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.explain import step_costs
     from jaxinfer.runtime.layout_table import plan_tables
+    from jaxinfer.runtime.processes.gpu_shares import GpuShares
     from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 
     config = configure(run_file, settings, model)
@@ -34,6 +35,8 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
                 f"group {name}: explain starts no process, so environment ({given}) has no effect: "
                 "steps are compiled for the devices of this process"
             )
+    for line in GpuShares(cluster).lines():
+        say(line)
     stages = plan_cluster(checkpoint.config, cluster)
     plans = [(name, plan) for name, of_one in stages.items() for plan in of_one]
     costs = []

@@ -34,10 +34,12 @@ from jaxinfer.simulate.costs.model import (
     CostModel,
     Padded,
     Pipeline,
+    SlowedStage,
     StageCost,
     make_stage,
 )
 from jaxinfer.simulate.kv_capacity import count_pages
+from jaxinfer.simulate.one_device import check_together, with_shares
 from jaxinfer.simulate.spread import Visit
 from jaxinfer.simulate.stage_path import StagePath
 
@@ -190,11 +192,13 @@ def model_cluster(site: ModelledSite) -> ModelledCluster:
         JaxinferError: the model does not fit, or costs have nothing for a stage.
     """
     instances = {}
+    options = with_shares(site)
     for name, stages in site.stages.items():
         try:
-            instances[name] = _model_instance(site.resolved.instances[name], stages)
+            instances[name] = _model_instance(options[name], stages)
         except JaxinferError as error:
             raise within(f"instances.{name}", error) from None
+    check_together(site, {name: each.num_pages for name, each in instances.items()})
     lanes = {
         (source, dest): lanes_between(instances[source], instances[dest], site.paths)
         for source, dest in site.resolved.pairs
@@ -252,7 +256,7 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
     model = parts[0].model
     hops = [place.hop for place in places if place.hop]
     cost: CostModel = Pipeline(
-        tuple(stages),
+        tuple(map(_at_its_speed, stages, places)),
         places[0].costs.hop_s,
         tuple(hop.latency_s for hop in hops),
         tuple(1 / hop.rate for hop in hops),
@@ -277,6 +281,11 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
     )
 
 
+def _at_its_speed(stage: StageCost, place: SiteStage) -> StageCost:
+    slowdown = place.group.slowdown
+    return SlowedStage(stage, slowdown) if slowdown != 1 else stage
+
+
 def lanes_between(
     source: ModelledInstance,
     dest: ModelledInstance,
@@ -296,7 +305,7 @@ def modelled_efficiency(site: ModelledSite) -> Efficiency:
     groups, placement = site.groups.values(), site.placement
     return Efficiency(
         model=None if site.model.windowed_layers else model_flops(site.model),
-        peak_flops=sum(group.gpu.bf16_tflops * 1e12 * group.devices for group in groups),
+        peak_flops=sum(group.gpu.bf16_tflops * 1e12 * group.own_devices for group in groups),
         usd_per_hour=placement.usd_per_hour if placement else None,
         watts=total_watts(placement, groups),
     )

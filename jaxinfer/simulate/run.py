@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.config.site import model_site
+from jaxinfer.config.site import SiteGroup, model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.recorder import Recorder
@@ -135,6 +136,11 @@ def serve(
         )
 
 
+def _played(group: SiteGroup | GroupConfig) -> str:
+    slower = f", {group.slowdown:g} times slower" if group.slowdown != 1 else ""
+    return f"{group.kind}{slower}"
+
+
 def describe_run(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> dict[str, object]:
     """Describe what runs where, as JSON values."""
     from jaxinfer.report.origin import FACTS, asked_for  # Of what is kept alone.
@@ -146,7 +152,7 @@ def describe_run(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> dict
     costs = config.simulate.model_dump(
         exclude=None if placement else {"hardware": True, "groups": {"__all__": {"node"}}}
     )
-    gpus = ", ".join(f"{name} ({group.kind})" for name, group in groups.items())
+    gpus = ", ".join(f"{name} ({_played(group)})" for name, group in groups.items())
     return {
         "model": config.model,
         "system": dict(config.system),

@@ -196,7 +196,7 @@ def test_a_list_is_called_a_list(tmp_path: Path, data: dict[str, Any], path: str
             3,
             "groups.strong.tensor_parallel_size is 3",
         ),
-        (CRONUS, "groups.strong.platform", "gpu", "groups.strong.emulate: a GPU is not slowed"),
+        (CRONUS, "groups.weak.shares", "strong", "groups.weak.kind: leave it out, the devices are"),
         (CRONUS, "groups.1", {"devices": 0}, "groups.1.devices is 0, must be"),
         (CRONUS, "groups.weak.host", "there", "groups.weak.host: must be HOST:PORT, not 'there'"),
         (CRONUS, "groups.weak.host", "a:70000", "groups.weak.host: 'a:70000': the port must be at"),

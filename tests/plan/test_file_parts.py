@@ -156,7 +156,10 @@ def test_models_of_their_own(tmp_path: Path) -> None:
             {"axes": {"workload.synthetic.seed": [1]}, "seeds": [5]},
             "axes: sets seeds of the workload",
         ),
-        ({"axes": {"workload.predictor": [{"seed": 1}]}, "seeds": 2}, "axes: sets seeds of the work"),
+        (
+            {"axes": {"workload.predictor": [{"seed": 1}]}, "seeds": 2},
+            "axes: sets seeds of the work",
+        ),
         (
             {"points": [{"workload.arrivals.seed": 1}], "seeds": 2},
             "points: sets seeds of the workload",

@@ -16,6 +16,7 @@ from jaxinfer.config.layer_split import shared_layers
 from jaxinfer.config.nodes import NetworkPath
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site_checks import check_played
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.network import Link
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
@@ -88,6 +89,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
             f"{folder}: instance {spread[0]} has attention groups, of whose parts in a step its "
             "profile does not tell: such runs are not replayed"
         )
+    check_played(cluster)
     read = {
         name: _instance(
             cluster, cluster.instances[name], described, profile_of(folder, name, described)
