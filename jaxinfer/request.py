@@ -67,30 +67,31 @@ class SamplingParams(Options):
     """Parameters by which a request's tokens are drawn. Names and defaults are those of vLLM.
 
     Attributes:
-        n: Continuations, each with its own seed; alike at temperature 0.
-        temperature: Divisor of the logits; 0 is greedy. At 100, hardly a token is likelier than
-            another.
-        top_k: Likeliest tokens to keep; 0 or -1 keeps all.
-        top_p: Probability that the tokens kept must reach.
-        min_p: Least probability kept, as a share of the likeliest token's. It comes before top_k
-            and top_p.
-        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in
+        n: Number of continuations, each with its own seed; all are the same at temperature 0.
+        temperature: Divisor of the logits; 0 is greedy. At 100, all tokens are almost equally
+            likely.
+        top_k: Sample from this many of the most likely tokens; 0 or -1 keeps all.
+        top_p: Sample from the most likely tokens whose probabilities add up to this value.
+        min_p: Drop tokens whose probability is below this share of the most likely one's. It is
+            applied before top_k and top_p.
+        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens in the
             prompt or output.
-        presence_penalty: Taken off the logits of tokens in the output.
-        frequency_penalty: The same, as often as the token occurs there.
-        logit_bias: Added to logits, by token id.
-        seed: Seed of the draws; by default from the engine's seed and the id. A repeated run
-            repeats its tokens.
-        max_tokens: Output tokens at most; 256 by default in lines of a batch.
-        min_tokens: Output tokens before anything ends the output. Until then EOS and stop tokens
-            are not drawn; a stop string has to end later.
-        logprobs: Likeliest tokens whose log probabilities are reported per position. The drawn
-            one's is reported, too; 0 reports it alone.
-        prompt_logprobs: The same for the prompt. All of it is computed then, whatever the prefix
-            cache has.
-        stop: Strings that end the output, and are left out.
-        stop_token_ids: Tokens that end it, besides EOS.
-        ignore_eos: Go on after EOS.
+        presence_penalty: Subtracted from the logits of tokens in the output.
+        frequency_penalty: Subtracted from the logit of a token for each time that it occurs in the
+            output.
+        logit_bias: Values added to logits, by token id.
+        seed: Seed of the sampling; by default derived from the engine's seed and the request's id.
+            A repeated run repeats its tokens.
+        max_tokens: Largest number of output tokens; 256 by default in lines of a batch.
+        min_tokens: Smallest number of output tokens. Until then EOS and stop tokens are not drawn;
+            a stop string has to end later.
+        logprobs: Number of the most likely tokens whose log probabilities are reported at each
+            position. That of the drawn token is always reported; 0 reports only that one.
+        prompt_logprobs: Like ``logprobs``, for the prompt. All of the prompt is then computed, even
+            what the prefix cache has.
+        stop: Strings that end the output; they are not part of it.
+        stop_token_ids: Tokens that end the output, in addition to EOS.
+        ignore_eos: Continue after EOS.
     """
 
     n: int = Field(default=1, ge=1, le=128)

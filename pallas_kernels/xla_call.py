@@ -83,7 +83,7 @@ def ffi_version() -> tuple[int, int]:
     parts = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in PARTS]
     major, minor = (int(found[1]) if found else -1 for found in parts)
     if min(major, minor) < 0:
-        raise ValueError(f"{header} does not name it")
+        raise ValueError(f"{header} does not define XLA_FFI_API_MAJOR and XLA_FFI_API_MINOR")
     return major, minor
 
 

@@ -43,7 +43,7 @@ def test_each_part_ends_before_its_command_is_cut_off() -> None:
     limits = dict(re.findall(r"^(?:stage|watched) (\w+) (\d+) ", text, re.M))
     (environment,) = re.findall(r"^environment_limit=(\d+)$", text, re.M)
     (kill,) = re.findall(r"timeout --kill-after=(\d+) ", text)
-    assert list(parts) == ["1", "2", "3", "extra"]
+    assert list(parts) == ["systems", "1", "2", "3", "extra"]
     for stages in parts.values():
         names = stages.split(",")
         longest = sum(int(limits[name]) + int(kill) for name in names)
@@ -99,7 +99,7 @@ def test_tools_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--fast", "--out", "new"], "unknown option --fast"),
         (["--out", "new", "--only", "device,engin"], "--only: no stage engin"),
         (["--out", "new", "--only", "1"], "--only: no stage 1"),
-        (["--out", "new", "--part", "4"], "--part: must be 1, 2, 3 or extra"),
+        (["--out", "new", "--part", "4"], "--part: must be systems, 1, 2, 3 or extra"),
         (["--out", "new", "--wheels", "."], "not made by --collect-wheels"),
     ],
 )
@@ -120,8 +120,8 @@ def test_rehearsal_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     stages = re.findall(
         r"^\| (\w+) \| (ok|skipped: no test has)", (out / "summary.md").read_text(), re.M
     )
-    names = "device tests pools memory kernels engine counters flex operators"
-    assert [name for name, _ in stages] == names.split()
+    names = "device systems card_processes tests pools memory kernels engine counters flex"
+    assert [name for name, _ in stages] == [*names.split(), "operators"]
     for name in ("kernels", "memory", "counters", "flex"):
         for case in json.loads((found / f"{name}.json").read_text()).values():
             assert case["runs"]["generic"]["error"] < 0.02

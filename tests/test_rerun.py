@@ -19,7 +19,7 @@ from jaxinfer.lab.rerun import OF_THE_MOMENT, differing
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
-SAME = "the same, byte for byte, but for times of day and the machine in run.json\n"
+SAME = "all files are the same, apart from times of day and the machine in run.json\n"
 TRACE = "num_prefill_tokens,num_decode_tokens,arrived_at\n70,9,0.0\n400,20,0.25\n33,5,0.5\n"
 SYSTEM = """
 from jaxinfer.systems.single import Single
@@ -119,7 +119,7 @@ def test_what_has_changed_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch
         whole = path.read_text()
         path.write_text(whole.replace("prefill_tokens", "tokens").replace('"n": 1', '"n": 2'))
         done = call("rerun", "runs/1")
-        assert (done.output, done.exit_code) == (f"not the same: {name}\n", 1)
+        assert (done.output, done.exit_code) == (f"these files differ: {name}\n", 1)
         path.write_text(whole)
     run = f"{here}/runs/1"
     Path("t.csv").write_text(TRACE + "5,5,1.0\n")
@@ -206,4 +206,4 @@ def test_what_else_lies_in_the_folder_does_not_count(here: Path) -> None:
         assert (done.output, done.exit_code) == (SAME, 0)
     Path("runs/1/steps.jsonl").unlink()
     done = call("rerun", "runs/1")
-    assert (done.output, done.exit_code) == ("not the same: steps.jsonl\n", 1)
+    assert (done.output, done.exit_code) == ("these files differ: steps.jsonl\n", 1)

@@ -29,7 +29,7 @@ from jaxinfer.report.table import metrics_table
 @with_workload
 @with_figures
 @with_limit
-@click.option("--repeat", default=1, type=click.IntRange(min=1), help="Runs to measure.")
+@click.option("--repeat", default=1, type=click.IntRange(min=1), help="Number of runs.")
 @with_settings
 @with_ledger
 @with_force
@@ -44,9 +44,11 @@ def bench(
     ledger: bool,
     force: bool,
 ) -> None:
-    """Measure throughput on a workload: greedy, EOS ignored; all at once, or as the file has it.
+    """Measure the offline throughput of a model on a workload.
 
-    Times exclude loading and compiling ahead. The figures are a list, one entry per run.
+    Sampling is greedy, and EOS is ignored, so each request gets the workload's number of output
+    tokens. All requests arrive at once, unless the run file has other arrivals. Times exclude
+    loading and compilation. The JSON file holds a list with one entry per run.
     """
     from jaxinfer.lab.measure import measure
     from jaxinfer.llm import LLM

@@ -11,11 +11,14 @@ from jaxinfer.config.run_file import load_run_file
 
 @click.command()
 @click.argument("run_file")
-@click.option("--group", required=True, help="Of the run file; its GPU is calibrated.")
-@click.option("--points", required=True, help="CSV of measured steps.")
+@click.option("--group", required=True, help="Group of the run file whose GPU is calibrated.")
+@click.option("--points", required=True, help="CSV file of measured steps.")
 @with_settings
 def calibrate(run_file: str, group: str, points: str, settings: tuple[str, ...]) -> None:
-    """Fit a modelled GPU's efficiencies to measured steps; print the run file's new `simulate`."""
+    """Fit the efficiencies of a modelled GPU to measured steps.
+
+    Prints the section `simulate` for the run file.
+    """
     from jaxinfer.lab.validate.calibrate import as_yaml, calibrate_group
 
     config = load_run_file(run_file, settings)

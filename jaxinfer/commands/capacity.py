@@ -30,24 +30,28 @@ if TYPE_CHECKING:
 @click.option(
     "--slo",
     required=True,
-    help="Seconds of each request, ttft=1,tpot=0.1 (and tbt, e2e, delay, normalised); of "
-    "percentiles, ttft:p90=2,tbt:p99=0.2; or a YAML file of slowdowns.",
+    help="Targets in seconds: for each request, as ttft=1,tpot=0.1 (also tbt, e2e, delay, "
+    "normalised); for percentiles, as ttft:p90=2,tbt:p99=0.2; or a YAML file of slowdowns.",
 )
-@click.option("--attainment", type=float, help="Share of the requests that must meet them; 0.9.")
+@click.option(
+    "--attainment", type=float, help="Share of requests that must meet the targets (default: 0.9)."
+)
 @click.option(
     "--criterion",
     type=click.Choice(["both", "each"]),
-    help="That share meets all of them (both), or each of them (each); both.",
+    help="The share must meet all targets together (both, the default), or each one (each).",
 )
-@click.option("--requests-per-gpu", type=click.IntRange(min=1), help="Take N for each GPU.")
+@click.option("--requests-per-gpu", type=click.IntRange(min=1), help="Use N requests for each GPU.")
 @click.option(
     "--precision",
     type=click.FloatRange(1e-6, 1, max_open=True),
     default=0.02,
-    help="Share by which the rate may be too low; 0.02.",
+    help="Share by which the rate found may be too low (default: 0.02).",
 )
-@click.option("--seed", "seed", type=int, multiple=True, help="Of the arrivals; may be repeated.")
-@click.option("--seeds", type=click.IntRange(min=1), help="Take the seeds 0 to N - 1.")
+@click.option(
+    "--seed", "seed", type=int, multiple=True, help="Seed of the arrivals; may be repeated."
+)
+@click.option("--seeds", type=click.IntRange(min=1), help="Use the seeds 0 to N - 1.")
 @with_bound
 @with_ray
 @with_settings
@@ -66,12 +70,12 @@ def capacity(
     ray_address: str | None,
     settings: tuple[str, ...],
 ) -> None:
-    """Find the largest rate of requests at which a modelled cluster meets its targets."""
+    """Find the largest request rate at which a modelled cluster meets latency targets."""
     from jaxinfer.simulate.capacity import capacity, met_above, num_gpus, requests_for
     from jaxinfer.simulate.read_targets import read_targets
 
     if seeds:
-        refuse("beside --seeds: give one of them", {"--seed": seed})
+        refuse("not for use with --seeds: give one of them", {"--seed": seed})
     refuse("given twice with one value", {"--seed": len(set(seed)) < len(seed)})
     config = load_run_file(run_file, [*settings, *workload_settings(workload, limit)])
     work = config.requests(say, searched=True)

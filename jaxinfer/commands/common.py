@@ -19,18 +19,20 @@ if TYPE_CHECKING:
     from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
 
 with_model = click.option(
-    "--model", help="Demo model's name, .gguf file, folder (converted or Hugging Face), or hub id."
+    "--model",
+    help="Model: name of the demo model, .gguf file, folder (converted or from Hugging Face), or "
+    "hub id.",
 )
 
 
 def settings_of(what: str, example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``--set`` of a command that takes such a file."""
+    """Add ``--set`` to a command that takes a file of this kind."""
     return click.option(
         "--set",
         "settings",
         multiple=True,
         metavar="A.B=C",
-        help=f"Override a {what} file's value, e.g. {example}; may be repeated.",
+        help=f"Override a value of the {what} file, e.g. {example}; may be repeated.",
     )
 
 
@@ -39,25 +41,24 @@ with_ray_hosts = click.option(
     "--ray",
     "ray_address",
     metavar="ADDRESS",
-    help="Ray cluster that places the groups which ask for it: HOST:PORT of its head, or auto.",
+    help="Ray cluster for groups with `ray`: HOST:PORT of its head node, or auto.",
 )
-TRACES = "Trace: CSV, JSONL or JSON, known by its columns."
+TRACES = "Trace file (CSV, JSONL or JSON); its columns tell the format."
 with_workload = click.option("--workload", help=TRACES)
-with_figures = click.option("--json", "json_path", required=True, help="File for the figures.")
+with_figures = click.option("--json", "json_path", required=True, help="JSON file for the figures.")
 with_limit = click.option(
-    "--limit", type=click.IntRange(min=1), help="Take the first N requests only."
+    "--limit", type=click.IntRange(min=1), help="Use only the first N requests."
 )
 with_pictures = click.option(
-    "--pictures", type=click.Choice(list(FORMATS)), help="Format of the pictures; png."
+    "--pictures", type=click.Choice(list(FORMATS)), help="Format of pictures (default: png)."
 )
 with_ledger = click.option(
-    "--ledger", is_flag=True, help="Keep a ledger of all decisions beside the run's other files."
+    "--ledger", is_flag=True, help="Record all scheduling decisions in the run folder."
 )
-with_force = click.option("--force", is_flag=True, help="Overwrite the file of figures.")
-
+with_force = click.option("--force", is_flag=True, help="Overwrite an existing JSON file.")
 
 with_ray = click.option(
-    "--ray", "ray_address", help="Simulate on a Ray cluster's cores: HOST:PORT, or auto."
+    "--ray", "ray_address", help="Simulate on a Ray cluster: HOST:PORT of its head node, or auto."
 )
 
 
@@ -65,7 +66,7 @@ with_ray = click.option(
 def cores(ray_address: str | None, jobs: int | None = None) -> Iterator[tuple[Any, int]]:
     """Yield a ``map`` over the cores of this machine or of a cluster, and their number."""
     if ray_address:
-        refuse("for this machine's: --ray takes the cluster's cores", {"--jobs": jobs})
+        refuse("for this machine; --ray uses the cluster's cores", {"--jobs": jobs})
         from jaxinfer.ray.tasks import RayMap
 
         cluster = RayMap(ray_address)
@@ -89,7 +90,7 @@ def ledger_settings(ledger: bool) -> list[str]:
 
 
 def say(text: str) -> None:
-    """Tell something that is no result."""
+    """Print a message on standard error."""
     click.echo(text, err=True)
 
 
@@ -173,10 +174,14 @@ def own_folder(folder: Path, name: str, text: str) -> Path:
     try:
         if path.exists():
             if path.read_bytes() != text.encode():
-                raise JaxinferError(f"{folder}: {name} there is of something else; give a new one")
+                raise JaxinferError(
+                    f"{folder}: {name} holds another task; choose another --out folder"
+                )
             return folder
         if folder.exists() and any(folder.iterdir()):
-            raise JaxinferError(f"{folder}: is there and has other files; give a new folder")
+            raise JaxinferError(
+                f"{folder}: has files of something else; choose another --out folder"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -216,8 +221,8 @@ def kept_results(
         kept = EvaluationCache(keeps, version)
         if kept.of_others:
             print(
-                f"{keeps}: {kept.of_others} results are of another version of jaxinfer or of its "
-                "data, or of another machine, and are found anew",
+                f"{keeps}: {kept.of_others} results come from another version of jaxinfer, its "
+                "data or the machine, and are computed again",
                 file=sys.stderr,
             )
         try:

@@ -37,20 +37,27 @@ from jaxinfer.errors import JaxinferError
 @click.command()
 @click.argument("files", nargs=-1, required=True)
 @click.option(
-    "--systems", help="More run files of FILE's folder: data_parallel,...; FILE itself runs, too."
+    "--systems",
+    help="Further run files in the folder of the first one: data_parallel,... (without .yaml).",
 )
-@click.option("--out", help="New folder for tables, pictures and traces of systems.")
-@click.option("--config", "run_file", help="Of layouts: run file with the model and its options.")
+@click.option("--out", help="For systems: new folder for tables, pictures and traces.")
+@click.option(
+    "--config", "run_file", help="For layouts: run file that names the model and its options."
+)
 @with_pictures
 @with_model
 @with_workload
-@click.option("--json", "json_path", help="Of layouts: file for the figures.")
+@click.option("--json", "json_path", help="For layouts: JSON file for the figures.")
 @with_limit
-@click.option("--rounds", type=click.IntRange(min=1), help="Runs of each, in turns; 3.")
 @click.option(
-    "--one-by-one", is_flag=True, help="Load one system at a time; rounds do not interleave."
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="Runs of each system or layout, interleaved (default: 3).",
 )
-@click.option("--simulate", is_flag=True, help="On modelled clusters, in virtual time.")
+@click.option(
+    "--one-by-one", is_flag=True, help="Load one system at a time; runs are not interleaved."
+)
+@click.option("--simulate", is_flag=True, help="Simulate modelled clusters instead of running.")
 @with_bound
 @with_settings
 @with_ray_hosts
@@ -75,8 +82,8 @@ def compare(
 ) -> None:
     """Run one workload under several systems, or several layouts, side by side.
 
-    FILES are run files (.yaml), whose first one has the workload; or layouts: names and
-    Python files ("default" is megatron).
+    FILES are run files (.yaml), of which the first one has the workload; or they are layouts,
+    given by name or as Python files ("default" is megatron).
     """
     if not any(Path(file).suffix in (".yaml", ".yml") for file in files):
         only: dict[str, object] = {
@@ -105,7 +112,7 @@ def compare(
     names = systems.split(",") if systems else []
     if simulate:
         real: dict[str, object] = {"--rounds": rounds, "--one-by-one": one_by_one}
-        refuse("for real runs: a simulation is the same each time", real)
+        refuse("for real runs; a simulation has the same result each time", real)
     else:
         refuse("for modelled clusters: add --simulate", {"--bound": bound})
     from jaxinfer.lab.compare import load_systems

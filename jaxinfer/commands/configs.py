@@ -14,10 +14,10 @@ from jaxinfer.files.shipped import SHIPPED, shipped_files
 @click.group(invoke_without_command=True)
 @click.pass_context
 def configs(context: click.Context) -> None:
-    """List the run files, clusters, prompts and traces that ship.
+    """List or copy the run files, clusters, prompts and traces that ship.
 
-    Each can be given to any command by its name, such as cronus/cronus.yaml, from any folder; a
-    file of one's own by that name comes first.
+    Every command accepts these files by name, such as cronus/cronus.yaml, from any folder. Your
+    own file with the same path takes precedence.
     """
     if context.invoked_subcommand:
         return
@@ -31,10 +31,10 @@ def configs(context: click.Context) -> None:
 @click.argument("name")
 @click.argument("destination")
 def copy(name: str, destination: str) -> None:
-    """Copy a file that ships, or a folder of them, to where it can be edited.
+    """Copy a shipped file or folder, for you to edit.
 
-    NAME is as in the list, or a folder of it, such as cronus, or configs for all; DESTINATION must
-    be new, or an empty folder, or, for a file, a folder without one by its name.
+    NAME is a file or folder in the list, such as cronus, or configs for all of them. DESTINATION
+    must be new or an empty folder; for a file, it may be any folder that has no file of that name.
     """
     inner = name.strip("/").removeprefix("configs").lstrip("/")
     source, dest = SHIPPED / inner, Path(destination)

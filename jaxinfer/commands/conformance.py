@@ -18,24 +18,29 @@ from jaxinfer.errors import JaxinferError
     "--values",
     multiple=True,
     metavar="NAME=A,B",
-    help="Of a setting, what to try, e.g. page_size=8,48; may be repeated.",
+    help="Values to try for a setting, e.g. page_size=8,48; may be repeated.",
 )
 @click.option(
-    "--tokens", default=300, show_default=True, type=click.IntRange(min=1), help="Prompt."
+    "--tokens", default=300, show_default=True, type=click.IntRange(min=1), help="Prompt tokens."
 )
 @click.option(
-    "--outputs", default=16, show_default=True, type=click.IntRange(min=1), help="Tokens to draw."
+    "--outputs",
+    default=16,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Output tokens to compare.",
 )
 @click.option("--out", help="New folder for conformance.md and conformance.csv.")
 def conformance(
     model: str | None, values: tuple[str, ...], tokens: int, outputs: int, out: str | None
 ) -> None:
-    """Hand a prompt's KV from each of several unlike sides to each, and see what arrives.
+    """Check KV hand-offs between all pairs of differently configured instances.
 
-    The sides differ in dtype, KV dtype, page size, layout (kernels), tensor parallelism and
-    pipeline stages, such that any two values stand together in one of them. All are instances on
-    this machine's devices. Without --model, it is a small one with random weights. Golden entries
-    go first, which show by their values what was done to them: a fault is called by its name.
+    The instances ("sides") differ in dtype, KV dtype, page size, kernels, tensor parallelism and
+    pipeline stages, chosen so that every pair of values occurs together in at least one of them.
+    All of them run on this machine's devices. Without --model, a small model with random weights
+    is used. Golden KV entries are sent first: each value encodes where it belongs, so a fault can
+    be named.
     """
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.checkpoints.small_model import small_checkpoint

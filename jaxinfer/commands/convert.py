@@ -8,11 +8,16 @@ from rich.console import Console
 @click.argument("source")
 @click.argument("destination")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of the weights; else as stored."
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Format of the weights (default: as stored).",
 )
 @click.option("--force", is_flag=True, help="Overwrite a converted folder.")
 def convert(source: str, destination: str, dtype: str | None, force: bool) -> None:
-    """Write model SOURCE to folder DESTINATION, from which each device reads its shards only."""
+    """Convert a model to a folder from which each device reads only its shards.
+
+    SOURCE is a model as for --model; DESTINATION is the folder to write.
+    """
     from jaxinfer.convert import convert
 
     folder = convert(source, destination, dtype, force)

@@ -14,14 +14,15 @@ from jaxinfer.commands.common import configure, say, with_model, with_settings
 @with_model
 @with_settings
 def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) -> None:
-    """Say how a model would lie on its devices and what its steps cost.
+    """Show how a model would be placed on its devices, and what its largest steps cost.
 
-    No weights are loaded, but the largest steps are compiled, which may take a minute.
+    No weights are loaded. The largest steps are compiled, which may take a minute.
     """
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.explain import step_costs
     from jaxinfer.runtime.layout_table import plan_tables
+    from jaxinfer.runtime.processes.gpu_shares import GpuShares
     from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 
     config = configure(run_file, settings, model)
@@ -31,9 +32,11 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
         if group.environment:
             given = ", ".join(f"{key}={value}" for key, value in group.environment.items())
             say(
-                f"group {name}: environment ({given}) is for its process, which does not start: "
-                "steps are compiled for the devices of this one"
+                f"group {name}: explain starts no process, so environment ({given}) has no effect: "
+                "steps are compiled for the devices of this process"
             )
+    for line in GpuShares(cluster).lines():
+        say(line)
     stages = plan_cluster(checkpoint.config, cluster)
     plans = [(name, plan) for name, of_one in stages.items() for plan in of_one]
     costs = []

@@ -29,13 +29,13 @@ SHOWN = 8
 
 @click.command()
 @click.argument("plan_file")
-@click.option("--out", required=True, help="Folder of the results; the same command goes on there.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
+@click.option("--out", required=True, help="Folder for results; a killed search continues there.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Number of processes (default: one per core)."
+)
 @with_ray
 @with_pictures
-@click.option(
-    "--force", is_flag=True, help="Overwrite run files that were edited since they were found."
-)
+@click.option("--force", is_flag=True, help="Overwrite run files that you have edited.")
 @settings_of("plan", "goal.seeds=3")
 def plan(
     plan_file: str,
@@ -46,10 +46,11 @@ def plan(
     force: bool,
     settings: tuple[str, ...],
 ) -> None:
-    """Search for the best placement of a model, and write a run file of it.
+    """Search for the best placement of a model, and write it as a run file.
 
-    PLAN_FILE has a planner, a goal, and what the run files of all candidates have in common. With a
-    section replan, plans are made as the load shifts, and compared with one that stays.
+    PLAN_FILE names a planner, a goal, and the options that all candidates share. With a section
+    `replan`, the command plans again whenever the load shifts, and compares the result with one
+    fixed plan.
     """
     from jaxinfer.lab.plan.problem import load_problem
     from jaxinfer.lab.plan.registry import make_planner
@@ -121,7 +122,7 @@ def _search(
     refused = refusals(search)
     return [
         best_few(search, max(SHOWN, problem.goal.top)),
-        "<: given up, since it misses the targets there; *: none carries more for less.",
+        "<: misses the targets at this rate; *: on the Pareto front of rate and cost.",
         *([refused] if refused else []),
         f"best: {choice.candidate}",
         value_in_words(problem.goal, search.value(choice.score)),

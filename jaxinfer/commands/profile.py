@@ -35,13 +35,18 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
 @click.command()
 @click.argument("run_file")
 @with_model
-@click.option("--out", required=True, help="New folder for the pictures, or the tables.")
+@click.option("--out", required=True, help="New folder for pictures or tables.")
 @click.option("--operators", is_flag=True, help="Measure the parts of steps, for simulate.tables.")
 @click.option(
-    "--tensor-parallel", type=Numbers(), help="With --operators: degrees, such as 1,2,4; 1."
+    "--tensor-parallel",
+    type=Numbers(),
+    help="With --operators: degrees, such as 1,2,4 (default: 1).",
 )
 @click.option(
-    "--layers", type=Numbers(), help="With --operators: of two models, such as 2,6; a third, all."
+    "--layers",
+    type=Numbers(),
+    help="With --operators: layers of the two models that are measured, such as 2,6 (default: a "
+    "third of the layers, and all).",
 )
 @with_pictures
 @with_settings
@@ -55,15 +60,15 @@ def profile(
     pictures: str | None,
     settings: tuple[str, ...],
 ) -> None:
-    """Measure the steps of each instance, and keep them, with fits to them, for later runs.
+    """Measure the step times of each instance, and store them for later runs.
 
-    Fitted are equations 2 and 3 of Cronus. Where KV heads lie on several groups, attention there is
-    measured too, and equations 3 and 4 of Hetis are fitted.
+    The command also fits equations 2 and 3 of Cronus. Where KV heads are spread over several
+    groups, it measures their attention too, and fits equations 3 and 4 of Hetis.
 
-    With --operators, measure layers, attention, head and host time of one instance instead, by
-    random weights, and write tables and a run file with which `simulate` serves any workload.
+    With --operators, it measures layers, attention, head and host time of one instance instead,
+    with random weights, and writes tables and run files for `jaxinfer simulate`.
 
-    Nothing else should run on the machine meanwhile.
+    Run nothing else on the machine meanwhile.
     """
     config = configure(run_file, settings, model)
     if operators:

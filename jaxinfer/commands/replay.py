@@ -13,14 +13,15 @@ from jaxinfer.errors import JaxinferError
 
 @click.command()
 @click.argument("run_dir")
-@click.option("--check", is_flag=True, help="Compare decisions, by the times that were measured.")
+@click.option("--check", is_flag=True, help="Check that the simulator makes the same decisions.")
 @click.option("--out", help="New folder for tables, pictures and traces of both runs.")
 @with_pictures
 def replay(run_dir: str, check: bool, out: str | None, pictures: str | None) -> None:
-    """Serve a finished real run again in virtual time.
+    """Repeat a finished real run in the simulator.
 
-    With --check, the run has a ledger (--ledger): the simulator is told what the run was told, when
-    it was told, and must decide alike. Exits with 1 and the first difference if it does not.
+    With --check, the run must have a ledger (see --ledger of the other commands). The simulator
+    gets the events of the run at their recorded times, and must make the same decisions. If it
+    does not, the command prints the first difference and exits with 1.
     """
     if check:
         refuse("for a replay without --check", {"--out": out, "--pictures": pictures})
@@ -38,7 +39,9 @@ def _check(run_dir: str) -> None:
     if found.difference:
         click.echo(f"{run_dir}: the simulator decides differently: {found.difference}")
         sys.exit(1)
-    said = f"{run_dir}: the same {found.entries:,} entries in both worlds, hash {found.hash}"
+    said = (
+        f"{run_dir}: run and simulator have the same {found.entries:,} entries, hash {found.hash}"
+    )
     click.echo(said if found.finished else f"{said}; the run had not finished")
 
 

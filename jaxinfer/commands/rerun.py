@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("folder")
-@click.option("--out", help="New folder for the same files; a simulation is only checked without.")
+@click.option("--out", help="New folder for the files of the new run; optional for simulations.")
 def rerun(folder: str, out: str | None) -> None:
-    """Make a run again from what its folder records, and say whether it comes to the same.
+    """Repeat a run from its folder, and compare the results.
 
-    FOLDER has run.json in it, or is one of simulate --out or compare --simulate. A simulation comes
-    to the same files, byte for byte, but for times of day and the machine; a real run, to the same
-    tokens, as far as it has recorded them.
+    FOLDER holds run.json, or was written by simulate --out or compare --simulate. A simulation is
+    expected to give the same files, byte for byte, apart from times of day and the machine; a real
+    run is expected to give the same tokens, as far as they were recorded.
 
-    Exits with 0 if it does or nothing could be compared, which is said; 1 if it does not, 2 if it
-    cannot be run.
+    Exits with 0 if the results are the same, or if nothing could be compared (which is printed);
+    1 if they differ; 2 if the run cannot be repeated.
     """
     before = Path(folder).absolute()
     recorded = Recorded.read(before) if (before / "run.json").exists() else None
@@ -54,9 +54,9 @@ def rerun(folder: str, out: str | None) -> None:
 def _tell(names: list[str]) -> bool:
     """Print which files differ; whether none does."""
     if names:
-        click.echo(f"not the same: {', '.join(names)}")
+        click.echo(f"these files differ: {', '.join(names)}")
     else:
-        click.echo("the same, byte for byte, but for times of day and the machine in run.json")
+        click.echo("all files are the same, apart from times of day and the machine in run.json")
     return not names
 
 
@@ -86,7 +86,7 @@ def _run(recorded: Recorded, out: Path) -> bool:
         before = set(lines.read_bytes().splitlines()) if there else set()
         after = set(answers.read_bytes().splitlines())
     if not there:
-        click.echo(f"{lines} is gone, with which they would be compared")
+        click.echo(f"cannot compare answers: {lines} no longer exists")
         return _tell_tokens(recorded.folder, Path(f"{answers}.runs"))
     click.echo(f"{len(after & before)} of {len(after)} answers are the same as in {lines}")
     return after == before

@@ -28,16 +28,16 @@ from jaxinfer.report.table import metrics_table
 @click.command()
 @click.argument("run_file", required=False)
 @with_model
+@click.option("--input", "input_path", help="File of requests: JSONL (also .gz) or Parquet.")
 @click.option(
-    "--input", "input_path", help="JSONL (or .gz) or Parquet of requests: OpenAI batch or plain."
-)
-@click.option(
-    "--output", "output_path", help="JSONL of results, appended as requests finish; or Parquet."
+    "--output",
+    "output_path",
+    help="File for results: JSONL, appended as requests finish, or Parquet.",
 )
 @with_settings
 @with_ray_hosts
 @with_ledger
-@click.option("--force", is_flag=True, help="Start over where the output exists.")
+@click.option("--force", is_flag=True, help="Overwrite an existing output and start over.")
 @click.option(
     "--show",
     default=0,
@@ -107,11 +107,13 @@ def _print_results(console: Console, job: BatchJob) -> None:
         console.print(Text(prompt, style="bold"))
         console.print(Text(answer))
     if job.num_failed:
-        console.print(f"{job.num_failed} of {job.num_lines} lines failed; see their error")
+        console.print(
+            f"{job.num_failed} of {job.num_lines} lines failed; the output has their errors"
+        )
     if job.lost:
         console.print(
-            f"{job.num_missing} of {job.num_lines} lines have no result, the same command goes on "
-            f"with them: {job.lost}",
+            f"{job.num_missing} of {job.num_lines} lines have no result; the same command adds "
+            f"them: {job.lost}",
             markup=False,
             soft_wrap=True,
         )
@@ -119,11 +121,11 @@ def _print_results(console: Console, job: BatchJob) -> None:
 
 def _print_restarts(console: Console, run_folder: Path) -> None:
     for restart in read_json(run_folder / "run.json")["restarts"]:
-        ended = f"was started again in {restart['seconds']:.1f} s"
+        ended = f"was restarted in {restart['seconds']:.1f} s"
         if error := restart["error"]:
-            ended = f"could not be started again: {error}"
+            ended = f"could not be restarted: {error}"
         elif restart["without"]:
-            ended = f"is done without by instance {restart['instances'][0]}"
+            ended = f"is no longer used by instance {restart['instances'][0]}"
         line = f"group {restart['group']}: {restart['why']}; it {ended}"
         console.print(line, markup=False, soft_wrap=True)
 
@@ -132,8 +134,8 @@ def _print_defaults(console: Console, run_folder: Path) -> None:
     if defaults := read_json(run_folder / "run.json").get("default_sampling"):
         said = ", ".join(f"{name} {value}" for name, value in defaults.items())
         console.print(
-            f"where a line gave none, generation_config.json's: {said} (engine.generation_config: "
-            "vllm leaves them out)",
+            f"default sampling options of generation_config.json: {said} "
+            "(engine.generation_config: vllm turns them off)",
             markup=False,
             soft_wrap=True,
         )

@@ -26,20 +26,58 @@ MOST = 65536
 
 
 @click.command()
-@click.option("--model", required=True, help="Name in configs/models.yaml, or folder or file.")
-@click.option("--mesh", required=True, metavar="X=4,Y=2", help="Axes and devices, outermost first.")
-@click.option("--layouts", help="Names or Python files, by commas; all that ship.")
-@click.option("--for", "target", help="Whose compiler: cpu:8, h100:8, v5e:2x4; the CPU's.")
-@click.option("--card", help="Name in configs/gpus.yaml; that of --for, or H100-SXM.")
-@click.option("--domain", type=click.IntRange(min=1), help="GPUs that its link joins; the card's.")
-@click.option("--network", metavar="GB_S", help="Of a GPU to other domains; the card's.")
-@click.option("--link", "links", multiple=True, metavar="AXIS=GB_S", help="Of one axis.")
+@click.option(
+    "--model", required=True, help="Model: name in configs/models.yaml, folder, or config.json."
+)
+@click.option(
+    "--mesh",
+    required=True,
+    metavar="X=4,Y=2",
+    help="Axes of the mesh and their sizes, outermost first.",
+)
+@click.option(
+    "--layouts", help="Layouts: names or Python files, with commas (default: all that ship)."
+)
+@click.option(
+    "--for", "target", help="Target to compile for: cpu:8, h100:8, v5e:2x4 (default: cpu)."
+)
+@click.option(
+    "--card", help="GPU: name in configs/gpus.yaml (default: that of --for, else H100-SXM)."
+)
+@click.option(
+    "--domain",
+    type=click.IntRange(min=1),
+    help="GPUs joined by the GPU's own link (default: those of --card).",
+)
+@click.option(
+    "--network",
+    metavar="GB_S",
+    help="Bandwidth of a GPU to other domains (default: that of --card).",
+)
+@click.option(
+    "--link", "links", multiple=True, metavar="AXIS=GB_S", help="Bandwidth along one axis."
+)
 @click.option("--phase", type=click.Choice(["prefill", "decode", "both"]), default="both")
-@click.option("--tokens", type=click.IntRange(min=1), default=2048, help="Of a prompt; 2048.")
-@click.option("--sequences", type=click.IntRange(min=1), default=64, help="That decode; 64.")
-@click.option("--context", type=click.IntRange(min=1), default=2048, help="Of each; 2048.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=2048,
+    help="Tokens of the prompt (default: 2048).",
+)
+@click.option(
+    "--sequences",
+    type=click.IntRange(min=1),
+    default=64,
+    help="Sequences that decode (default: 64).",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    default=2048,
+    help="Tokens in the KV cache of each sequence (default: 2048).",
+)
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16")
-@click.option("--search", is_flag=True, help="Also try all ways to cut by the mesh's axes.")
+@click.option("--search", is_flag=True, help="Also search all assignments of weights to mesh axes.")
 @click.option("--out", help="New folder for tables, a picture and parts of run files.")
 @with_pictures
 def shard(
@@ -60,9 +98,9 @@ def shard(
     out: str | None,
     pictures: str | None,
 ) -> None:
-    """Say what each layout of a model on a mesh costs: bytes, collectives and seconds.
+    """Compare layouts of a model on a mesh: bytes, collectives and estimated seconds.
 
-    One layer is compiled for each, without weights; seconds are a roofline's, by closed forms.
+    For each layout, one layer is compiled, without weights. Seconds come from a roofline model.
     """
     from jaxinfer.lab.sharding.compiling import PHASES
     from jaxinfer.lab.sharding.search import layout_file

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 @click.argument("run_file")
 @with_workload
 @with_limit
-@click.option("--out", help="New folder for tables, pictures and traces; else figures alone.")
+@click.option(
+    "--out",
+    help="New folder for tables, pictures and traces; without it, figures are only printed.",
+)
 @with_pictures
 @with_bound
 @with_settings
@@ -50,7 +53,10 @@ def simulate(
     settings: tuple[str, ...],
     ledger: bool,
 ) -> None:
-    """Serve a workload on a modelled cluster, in virtual time: groups name GPUs by their kind."""
+    """Simulate a modelled cluster that serves a workload.
+
+    The run file's groups name GPUs by their kind.
+    """
     changes = [*settings, *workload_settings(workload, limit), *ledger_settings(ledger)]
     from jaxinfer.lab.compare import load_systems
     from jaxinfer.simulate.run import simulate
@@ -81,8 +87,8 @@ def _print_figures(config: RunFile, found: "RunMetrics") -> None:
     console.print(metrics_table(found))
     if config.workload.arrivals.kind == "at_once" and found.requests > 1:
         console.print(
-            "all requests arrive at once, so TTFT has the wait for those before: "
-            "workload.arrivals has other ways",
+            "all requests arrive at once, so TTFT includes queueing: workload.arrivals sets other "
+            "arrivals",
             soft_wrap=True,
             highlight=False,
         )
@@ -103,6 +109,6 @@ def _prices(found: "RunMetrics") -> Iterator[str]:
         )
     if found.wh_per_request is not None and found.wh_per_million_output_tokens is not None:
         yield (
-            f"at the GPUs' limits: {found.wh_per_request:.3g} Wh per request, "
+            f"at the GPUs' power limits: {found.wh_per_request:.3g} Wh per request, "
             f"{found.wh_per_million_output_tokens / 1000:.3g} kWh per million output tokens"
         )

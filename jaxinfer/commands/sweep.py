@@ -32,10 +32,14 @@ MANY = 1000
 
 @click.command()
 @click.argument("sweep_file")
-@click.option("--out", required=True, help="Folder of the results; the same command goes on there.")
-@click.option("--real", is_flag=True, help="Run the points, in turns, not simulate them.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
-@click.option("--folders", is_flag=True, help="Keep a run folder of each point, as compare does.")
+@click.option("--out", required=True, help="Folder for results; a killed sweep continues there.")
+@click.option(
+    "--real", is_flag=True, help="Run the points, one after the other, instead of simulating."
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Number of processes (default: one per core)."
+)
+@click.option("--folders", is_flag=True, help="Keep a run folder for each point, as compare does.")
 @with_ray
 @with_pictures
 @settings_of("sweep", "run.workload.limit=100")
@@ -49,10 +53,10 @@ def sweep(
     pictures: str | None,
     settings: tuple[str, ...],
 ) -> None:
-    """Run or simulate all points of a grid, or a list of them, over run files.
+    """Simulate (or run) a grid or list of configurations, and tabulate the results.
 
-    SWEEP_FILE has files, their axes (dotted keys and lists of values) or a list of points, and what
-    all have in common.
+    SWEEP_FILE names run files, axes (dotted keys with lists of values) or a list of points, and the
+    options that all points share.
     """
     from jaxinfer.lab.plan.search_progress import PointBar
     from jaxinfer.lab.plan.sweep.sweep import clusters, run_point, simulate_point, sweep_rows
@@ -79,7 +83,7 @@ def sweep(
             rows = sweep_rows(asked, kept, map_points, run, bar.update, runs)
         if all(row.get("refused") for row in rows):
             raise JaxinferError(
-                f"sweep file {sweep_file}: none of {len(rows)} points can be, such as: "
+                f"sweep file {sweep_file}: none of {len(rows)} points is valid; for example: "
                 f"{one_line(rows[0]['refused'])}"
             )
         written = _write(folder, asked, rows, pictures)
@@ -107,16 +111,16 @@ def _load(sweep_file: str, settings: tuple[str, ...], pictures: str | None, real
 def _doubts(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Say which points cannot be, and of which little is known."""
     if refused := [one_line(row["refused"]) for row in rows if row.get("refused")]:
-        yield f"{len(refused)} of {len(rows)} points cannot be, such as: {refused[0]}"
+        yield f"{len(refused)} of {len(rows)} points are not valid; for example: {refused[0]}"
     if few := [row["enough_requests"] for row in rows if row.get("enough_requests")]:
         yield (
-            f"warning: {len(few)} of {len(rows)} points have too few requests to tell a load that "
-            f"lasts from a queue that grows: enough_requests has how many do, up to {max(few)}"
+            f"warning: {len(few)} of {len(rows)} points have too few requests to show whether "
+            f"the queue keeps growing: enough_requests has the number needed, up to {max(few)}"
         )
     if beyond := sum(bool(row.get("beyond_measured")) for row in rows):
         yield (
-            f"warning: {beyond} of {len(rows)} points have steps beyond what was measured, whose "
-            "times are extrapolated: beyond_measured says which, simulate says how far"
+            f"warning: {beyond} of {len(rows)} points have steps larger than any measured one; "
+            "their times are extrapolated (column beyond_measured)"
         )
 
 

@@ -78,7 +78,7 @@ def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
 def with_bound(command: Callable[..., None]) -> Callable[..., None]:
     """Add the option of the commands that ``print_share``."""
     return click.option(
-        "--bound", is_flag=True, help="Say what share this is of the rate that no system exceeds."
+        "--bound", is_flag=True, help="Also print an upper bound on the rate of any system."
     )(command)
 
 
@@ -91,10 +91,10 @@ def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name
     from jaxinfer.lab.plan.bound import bound_of
     from jaxinfer.simulate.run import prepare
 
-    bound = bound_of(prepare(config)[1], work).rate
-    what = f"{rate / bound:.3f} of {bound:.3g}, which no system exceeds on this cluster"
+    bound = bound_of(prepare(config), work).rate
+    what = f"{rate / bound:.3f} of {bound:.3g}, the upper bound for any system on this cluster"
     if rate > bound:
-        what = f"more than the {bound:.3g} that any system could keep up on this cluster"
+        what = f"above {bound:.3g}, the upper bound for a sustained rate: use more requests"
     Console().print(
         f"{name}{': ' if name else ''}{rate:.3g} requests/s, {what}",
         soft_wrap=True,

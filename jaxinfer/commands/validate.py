@@ -37,20 +37,30 @@ FOUND = "found.jsonl"
 
 @click.command()
 @click.argument("points")
-@click.option("--operators", help="Folder of measured operators.")
-@click.option("--out", required=True, help="Folder of the results; the same command goes on there.")
-@click.option("--run", "run_file", metavar="RUNFILE", help="Of the engine that wrote a log.")
-@click.option("--campaigns", help="How the points were measured; by default campaigns.yaml.")
-@click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; repeatable.")
-@click.option("--known", metavar="FOLDER", help="Results whose run files are the same count, too.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes; by default all cores.")
+@click.option("--operators", help="Folder of measured operator times, such as configs/operators.")
+@click.option("--out", required=True, help="Folder for results; a killed run continues there.")
+@click.option(
+    "--run", "run_file", metavar="RUNFILE", help="Run file of the engine that wrote the log."
+)
+@click.option(
+    "--campaigns", help="File with rules on how points were measured (default: campaigns.yaml)."
+)
+@click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be repeated.")
+@click.option(
+    "--known",
+    metavar="FOLDER",
+    help="Reuse results from this folder where run files are identical.",
+)
+@click.option(
+    "--jobs", type=click.IntRange(min=1), help="Number of processes (default: one per core)."
+)
 @with_pictures
 @click.option(
     "--set",
     "settings",
     multiple=True,
     metavar="A.B=C",
-    help="Override a value of all run files, e.g. simulate.sequence_s=2.0e-5; may be repeated.",
+    help="Override a value of every run file, e.g. simulate.sequence_s=2.0e-5; may be repeated.",
 )
 def validate(
     points: str,
@@ -64,10 +74,10 @@ def validate(
     pictures: str | None,
     settings: tuple[str, ...],
 ) -> None:
-    """Simulate measured points of real engines, and say how far off the predictions are.
+    """Simulate points measured on real engines, and report the errors of the predictions.
 
-    POINTS is a CSV with aiconfigurator's columns, or a log of vLLM's requests (.jsonl), which takes
-    --run.
+    POINTS is a CSV file with aiconfigurator's columns, or a log of vLLM's requests (.jsonl). A log
+    needs --run.
     """
     if points.endswith(".jsonl"):
         if unused := [
@@ -80,11 +90,13 @@ def validate(
             )
             if value
         ]:
-            raise JaxinferError(f"{unused[0]} has no use beside a log of requests: leave it out")
+            raise JaxinferError(f"{unused[0]} has no effect on a log of requests: leave it out")
         _validate_log(Path(points), run_file, operators, out, settings, pictures or "png")
         return
     if run_file:
-        raise JaxinferError(f"--run has no use beside {points}: campaigns make its run files")
+        raise JaxinferError(
+            f"--run is only for a log (.jsonl); run files for {points} come from --campaigns"
+        )
     folder_of_tables = _tables_folder(operators)
     from jaxinfer.files.contents import contents
     from jaxinfer.lab.plan.evaluation_cache import EvaluationCache

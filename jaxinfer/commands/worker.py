@@ -13,13 +13,14 @@ from jaxinfer.runtime.processes.worker_server import WorkerServer
     "--listen",
     required=True,
     metavar="HOST:PORT",
-    help="This host's address as others reach it; port 0 is any that is free, and printed.",
+    help="Address at which other hosts reach this one; port 0 chooses a free port.",
 )
 def worker(listen: str) -> None:
-    """Start a process for each job that connects, with the key in JAXINFER_KEY, until it is ended.
+    """Lend this host's devices to jobs on other hosts, until the command is stopped.
 
-    A run file's groups.x.host names it. Whoever has the key may run anything here, and what is said
-    can be overheard: for networks that are trusted.
+    A run file names the worker in groups.x.host. Both sides need the same key in JAXINFER_KEY.
+    A job with the key can run any code here, and traffic is not encrypted: use it only in networks
+    that you trust.
     """
     try:
         host, port = split_address(listen)

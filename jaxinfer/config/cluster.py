@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from jaxinfer.config.engine import EngineOptions
-from jaxinfer.config.groups import GroupConfig
+from jaxinfer.config.groups import GroupConfig, check_shared
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
@@ -23,11 +23,12 @@ class InstanceConfig(EngineOptions):
 
     Attributes:
         group: Group of an instance with one stage.
-        stages: Pipeline stages in order; tokens then pass the host, and ``launch_ahead`` is off.
+        stages: Pipeline stages, in order; tokens then pass through the host, and ``launch_ahead``
+            is off.
         role: A word that the system reads and may change (``SetRole``). Figures count the seconds
             in each role.
-        segments: Parts in which a stage's layers are compiled, for ``per_segment``. KV leaves as
-            soon as its part is computed.
+        segments: Number of parts in which a stage's layers are compiled, for ``per_segment``. KV is
+            sent as soon as its part is computed.
     """
 
     segments: int = Field(default=1, ge=1)
@@ -94,8 +95,8 @@ class LinkConfig(Options):
 
     Attributes:
         between: Names of two groups.
-        gb_s: 10^9 bytes per second each way, shared by transfers.
-        latency_s: Seconds from the start to the first byte.
+        gb_s: Bandwidth in each direction, in 10^9 bytes per second, shared by transfers.
+        latency_s: Seconds from the start of a transfer to its first byte.
     """
 
     between: tuple[str, str]
@@ -130,6 +131,7 @@ class ClusterConfig(Options):
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse names that are not there and devices that are not enough."""
+        check_shared(self.groups)
         needed: Counter[str] = Counter()
         for name, instance in self.instances.items():
             for number, stage in enumerate(instance.places):
@@ -290,6 +292,10 @@ class ClusterConfig(Options):
         if name not in self.groups:
             raise JaxinferError(f"{where}: no group {name!r}: {did_you_mean(name, self.groups)}")
 
+    def home(self, group: str) -> str:
+        """The group that has the devices: itself, or the one that it shares them with."""
+        return self.groups[group].shares or group
+
     def link(self, source: str, dest: str) -> LinkConfig | None:
         """The one between two groups, where it is emulated."""
         ends = {source, dest}
@@ -299,9 +305,11 @@ class ClusterConfig(Options):
     def emulated(self) -> list[str]:
         """Parts that do not take the machine's own time, in words."""
         groups = [
-            f"group {name} {group.slowdown:g} times slower"
+            f"group {name}"
+            + (f" {group.slowdown:g} times slower" if group.emulate else "")
+            + (f" on {group.shares}'s devices" if group.shares else "")
             for name, group in self.groups.items()
-            if group.emulate
+            if group.emulate or group.shares
         ]
         return groups + [
             f"link {' - '.join(link.between)} of {link.gb_s:g} GB/s, {link.latency_s:g} s"

@@ -171,4 +171,4 @@ def _one_kind(costs: GroupCosts | SimulateOptions) -> None:
 def _refuse_unused(where: str, costs: GroupCosts | SimulateOptions, kind: str) -> None:
     for name in MEASURED[kind]:
         if name in costs.model_fields_set and getattr(costs, name) is not None:
-            raise OptionError(f"{where}{name} has no use beside {kind}: give one of them")
+            raise OptionError(f"{where}{name} has no effect with {kind}: give one of them")

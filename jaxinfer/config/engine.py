@@ -30,58 +30,62 @@ class EngineOptions(Options):
     """Options that decide how a model is run. Names follow vLLM where it has the option.
 
     Attributes:
-        like: Engine whose options hold where none is given, by its name in
-            ``configs/engines.yaml``.
-        load_format: ``auto`` reads the model's weights; ``dummy`` draws them from ``seed``. Then
-            ``config.json`` alone will do to measure speed; without a tokenizer, prompts are
+        like: Name of an engine in ``configs/engines.yaml``, whose options are used where you give
+            none.
+        load_format: ``auto`` reads the model's weights; ``dummy`` draws random ones from ``seed``,
+            to measure speed. Then ``config.json`` is enough; without a tokenizer, prompts must be
             ``prompt_token_ids``.
-        generation_config: Where defaults of sampling come from: ``auto``, the model's
-            ``generation_config.json``; ``vllm``, nowhere; or a folder with that file, whose ends of
-            a text are taken, too, and whose ``max_new_tokens`` no line of a batch may exceed.
+        generation_config: Source of the default sampling options: the model's
+            ``generation_config.json`` (``auto``), none (``vllm``), or a folder with that file. A
+            folder's file also adds its end-of-text tokens, and its ``max_new_tokens`` limits every
+            line of a batch.
         dtype: Format of weights and computation; ``auto`` is float32 on CPUs, bfloat16 on GPUs.
-        weight_dtype: Format of linear layers' weights; ``auto``: the checkpoint's 8 bits, else
-            ``dtype``. ``int8`` and ``fp8`` have a scale per output channel, and are multiplied in
-            ``dtype``; embeddings, heads, norms and biases stay in it.
-        kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``, ``int8`` and ``fp8`` halve
-            it, on CPUs with the slower ``kernels: plain`` alone. Both keep a scale per page and
-            head; fp8 is e4m3, on GPUs from sm_89 on.
+        weight_dtype: Format of the weights of linear layers; ``auto`` keeps 8 bits of the
+            checkpoint, else it is ``dtype``. ``int8`` and ``fp8`` have a scale per output channel,
+            and are multiplied in ``dtype``; embeddings, heads, norms and biases stay in ``dtype``.
+        kv_cache_dtype: Format of the KV cache; ``auto`` is ``dtype``, while ``int8`` and ``fp8``
+            need half the memory of 16 bits; on CPUs they need the slower ``kernels: plain``. Both
+            keep a scale per page and head; fp8 is e4m3, on GPUs from sm_89 on.
         tensor_parallel_size: Devices that share each layer.
-        layout: Placement of parameters, activations and KV on those devices: a name of
-            ``models/layouts.py``, or a Python file. The file has a ``LAYOUT``, or ``RULES`` of
-            parameters alone. By default ``megatron``; modelled devices then have equal parts of
+        layout: Placement of parameters, activations and KV on those devices: a name in
+            ``models/layouts.py``, or a Python file. The file has a ``LAYOUT``, or only ``RULES``
+            for parameters. By default ``megatron``; modelled devices then have equal parts of
             everything.
         page_size: Tokens per KV page.
-        num_pages: Pages of the KV pool, one for padding; by default what ``memory_fraction``
-            allows. Pages that can be of no use are left out.
-        memory_fraction: Share of a GPU's memory for weights and KV (0.9), or of a CPU's free memory
-            for KV (0.2). A GPU's memory is what JAX may take: 95 % of what is free, unless
-            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
-        max_num_seqs: Requests that run at once, at most; 256 by default with GPUs.
-        max_num_batched_tokens: Tokens of one step, at most; 8,192 by default with GPUs.
-        token_buckets: Sizes for which steps with prefill are compiled; a step costs as much as its
+        num_pages: Pages of the KV pool, including one for padding; by default as many as
+            ``memory_fraction`` allows. Pages that can never be used are left out.
+        memory_fraction: Share of a GPU's memory for weights and KV (default 0.9), or of a CPU's
+            free memory for KV (default 0.2). A GPU's memory is what JAX may use: 95 % of what is
+            free, unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` sets another share.
+        max_num_seqs: Largest number of requests that run at once; 256 by default on GPUs.
+        max_num_batched_tokens: Largest number of tokens in one step; 8,192 by default on GPUs.
+        token_buckets: Sizes for which steps with prefill are compiled; a step takes as long as its
             bucket. The largest is ``max_num_batched_tokens``; by default down to 64, each a quarter
             of the next.
-        max_model_len: Prompt and output tokens of a request, at most; by default the model's.
-        enable_prefix_caching: Keep full pages after a request's end, for prompts that begin alike.
+        max_model_len: Largest number of prompt and output tokens of a request; by default the
+            model's.
+        enable_prefix_caching: Keep full pages after a request ends, for prompts that begin with the
+            same tokens.
         kernels: Attention kernels (docs/kernels.md). ``hopper`` runs on sm_90, ``generic`` on other
             NVIDIA GPUs, ``numba`` on CPUs with the extra ``cpu``, ``plain`` JAX anywhere;
             ``interpret`` checks results. ``auto`` takes the first of these that the device can run,
             but ``plain`` on a GPU where entries are float32. ``numba`` computes products of
             float32, too.
-        max_in_flight: Launched steps that have not ended, at most; by default 2 with
+        max_in_flight: Largest number of launched steps that have not ended; by default 2 with
             ``launch_ahead``, else one per stage. Only a modelled instance that launches ahead may
             have more than 2.
-        launch_ahead: Launch a decode before the token it follows has reached the host.
-        chunks_in_flight: ``1``: a prompt's next chunk waits for the last one's end, as in Vidur and
-            in vLLM before version 1; ``all``: a long prompt fills all stages.
+        launch_ahead: Launch a decode step before the previous token has reached the host.
+        chunks_in_flight: With ``all``, chunks of a long prompt fill all pipeline stages; with
+            ``1``, a chunk waits until the one before it has ended, as in Vidur and in vLLM before
+            version 1.
         watermark: Share of the pages that admission leaves free for the growth of running requests.
-        half_batches: Compute steps with attention groups as two halves of their rows in turn:
-            ``by_time`` where that is quicker. One half's exchange with the groups hides behind the
-            other's dense layers.
-        max_transfers_in_flight: Requests whose KV an instance fetches at once, at most.
-        policies: Order, admission, batches and victims, by name.
-        strict_shapes: Make a step that was not compiled ahead an error.
-        seed: Seed of random weights, and with their ids of requests without one.
+        half_batches: Compute steps with attention groups as two halves, one after the other:
+            ``always``, or where that is faster (``by_time``). The exchange of one half with the
+            groups then overlaps with the dense layers of the other.
+        max_transfers_in_flight: Largest number of requests whose KV an instance fetches at once.
+        policies: Names of the policies for order, admission, batches and victims.
+        strict_shapes: Report an error when a step was not compiled ahead.
+        seed: Seed of random weights; together with its id, seed of a request that has none.
     """
 
     like: str | None = None

@@ -1,16 +1,17 @@
 """The run file's groups: equal devices, and the process that has them."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.options.validation import OptionError, Options, split_address
+from jaxinfer.options.validation import OptionError, Options, did_you_mean, split_address
 
 
 class Emulate(Options):
-    """A slower device, played by a CPU.
+    """A slower device, played by the group's own.
 
     Attributes:
         slowdown: Factor by which a step takes longer than in its profile.
@@ -39,20 +40,22 @@ class GroupConfig(Options):
 
     Attributes:
         platform: Kind of devices; by default JAX's choice here.
-        kind: Part of the devices' name, such as ``H100``; in a simulation, a name from
+        kind: Part of the devices' name, such as ``H100``; in a simulation, a name in
             ``configs/gpus.yaml``.
         devices: Number of devices.
         tensor_parallel_size: Devices of one stage; by default all.
-        mesh: Axes of a stage's devices, the outermost first, such as ``{x: 2, y: 4}``; by default
-            one, ``tp``.
-        emulate: ``{slowdown: N}``: a CPU group plays a slower device; its steps end N times their
-            profiled time after their start. Steps that take longer are counted as ``overruns``; a
-            GPU refuses it.
-        process: ``own``: the group has its own process, since JAX drives one kind of GPU in each.
+        mesh: Mesh axes of a stage's devices, outermost first, such as ``{x: 2, y: 4}``; by default
+            one axis, ``tp``.
+        emulate: ``{slowdown: N}``: the group emulates slower devices; its steps end N times their
+            profiled time after their start. Steps that take longer are counted as ``overruns``.
+        shares: Group whose devices this one uses, its first ``devices``; it has none of its own.
+        process: ``own``: the group has its own process, as JAX can use only one kind of GPU per
+            process.
         host: ``HOST:PORT`` of the ``jaxinfer worker`` that starts the process.
-        ray: ``num_cpus`` (1), ``num_gpus`` and ``resources`` by which Ray finds a host, or ``{}``.
-        environment: Variables of that process, set before JAX starts.
-        restart: Times that a lost process is started again.
+        ray: Resources by which Ray chooses a host: ``num_cpus`` (default 1), ``num_gpus`` and
+            ``resources``, or ``{}``.
+        environment: Environment variables of that process, set before JAX starts.
+        restart: How many times a lost process is restarted.
     """
 
     platform: Literal["cpu", "gpu"] | None = None
@@ -61,6 +64,7 @@ class GroupConfig(Options):
     tensor_parallel_size: int | None = Field(default=None, ge=1)
     mesh: dict[str, Annotated[int, Field(ge=1)]] | None = None
     emulate: Emulate | None = None
+    shares: str | None = None
     process: Literal["own"] | None = None
     host: str | None = None
     ray: RayDemands | None = None
@@ -78,8 +82,8 @@ class GroupConfig(Options):
                 f"restart is {self.restart}, must be 0 without process: own, host or ray: what "
                 "fails in the loop's process is not started again"
             )
-        if self.emulate and self.platform == "gpu":
-            raise OptionError("emulate: a GPU is not slowed down; leave it to platform: cpu")
+        if self.shares:
+            self._check_sharing()
         if self.stage_devices > self.devices:
             raise OptionError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}, "
@@ -90,6 +94,17 @@ class GroupConfig(Options):
                 f"mesh is {self.mesh}, {math.prod(self.mesh.values())} devices, must be of the "
                 f"{self.stage_devices} of a stage"
             )
+
+    def _check_sharing(self) -> None:
+        """Refuse what is the other group's to say."""
+        if self.is_apart:
+            raise OptionError(
+                f"shares is {self.shares}: groups that share devices are in the loop's process: "
+                "leave out process, host and ray"
+            )
+        for name in ("platform", "kind"):
+            if getattr(self, name) is not None:
+                raise OptionError(f"{name}: leave it out, the devices are those of {self.shares}")
 
     @field_validator("host")
     @classmethod
@@ -115,3 +130,31 @@ class GroupConfig(Options):
     def stage_devices(self) -> int:
         """Devices of one stage."""
         return self.tensor_parallel_size or self.devices
+
+
+def check_shared(groups: Mapping[str, GroupConfig]) -> None:
+    """Refuse groups that share what is not there, or is not a group's own.
+
+    Raises:
+        JaxinferError: naming the group.
+    """
+    for name, group in groups.items():
+        if not group.shares:
+            continue
+        where, lender = f"groups.{name}.shares", groups.get(group.shares)
+        if lender is None:
+            near = did_you_mean(group.shares, groups)
+            raise JaxinferError(f"{where}: no group {group.shares!r}: {near}")
+        if group.shares == name or lender.shares:
+            raise JaxinferError(
+                f"{where} is {group.shares}, which has no devices of its own: name a group that has"
+            )
+        if lender.is_apart:
+            raise JaxinferError(
+                f"{where} is {group.shares}, which has a process of its own: groups that share "
+                "devices are in the loop's process"
+            )
+        if group.devices > lender.devices:
+            raise JaxinferError(
+                f"groups.{name}.devices is {group.devices}, {group.shares} has {lender.devices}"
+            )

@@ -279,6 +279,12 @@ def place_groups(
     if file is None:
         return None
     hardware = read_hardware(file, known)
+    for name, group in cluster.groups.items():
+        if group.shares:
+            raise JaxinferError(
+                f"groups.{name}.shares is {group.shares}: groups on nodes of {file} have GPUs of "
+                "their own; leave out shares or hardware"
+            )
     if cluster.links:
         raise JaxinferError(f"links: follow from the nodes of {file}; leave out links or hardware")
     node_of = {group: _node_of(group, options, hardware) for group in cluster.groups}

@@ -12,30 +12,32 @@ from jaxinfer.options.validation import Options
 
 
 class PublishedTables(Options):
-    """A folder of measured operators as NVIDIA's aiconfigurator has it, read as it lies.
+    """A folder of measured operators in the format of NVIDIA's aiconfigurator.
 
-    Products and KV are of the instance's ``weight_dtype`` and ``kv_cache_dtype``. Each correction
-    may be switched off.
+    Products and KV have the instance's ``weight_dtype`` and ``kv_cache_dtype``. Each correction may
+    be switched off.
 
     Attributes:
-        folder: Folder with a card's tables.
+        folder: Folder with the tables of a GPU.
         backend: Engine that was measured: ``vllm``, ``sglang`` or ``trtllm``.
-        version: Its version. No other is taken, but for all-reduces, of which the newest that is
-            not newer counts.
-        card: Card whose tables count; by default the group's ``kind``.
-        fp8: Scales of fp8 products: one per tensor, or per block of 128.
-        static_scales: Whether the checkpoint has the activations' scales. Then the quantization
-            that was measured within products is taken off.
-        quickest_all_reduce: Take the quickest all-reduce of all the folder's cards with links of
-            one speed.
-        possible_attention: Take another card's prefill attention where the peak FLOPs forbid the
-            card's own. The other card of the folder has the same peak.
-        small_operators: Count operators on vectors by their bytes.
-        experts: Format of experts, in the tables' words, where it is another one.
-        expert_parallel: Ways that experts are shared whole; other devices divide each.
-        routing: Spread of tokens over experts, in the tables' words.
-        expert_blocks: Compute a block of 128 rows for each expert, as vLLM 0.12 does. Filled or
-            not, they take as long as dense products of as many rows.
+        version: Version of that engine. Only all-reduces may come from another version: the newest
+            one that is not newer.
+        card: GPU whose tables are used; by default the group's ``kind``.
+        fp8: Scales of fp8 weights: one per tensor, or one per block of 128.
+        static_scales: The checkpoint has scales for activations. The time to quantize activations
+            is then subtracted from products.
+        quickest_all_reduce: Use the fastest all-reduce of all GPUs in the folder whose links are
+            equally fast.
+        possible_attention: Where measured attention of prompts exceeds the GPU's peak FLOPs, use
+            that of another GPU in the folder with the same peak.
+        small_operators: Include norms, activations and other small operators, by their bytes.
+        experts: Format of the experts' weights, by its name in the tables; by default that of the
+            other weights.
+        expert_parallel: Degree of expert parallelism: this many parts of the devices hold different
+            experts; within a part, the devices split each expert.
+        routing: Distribution of tokens over experts, by its name in the tables.
+        expert_blocks: Compute a full block of 128 rows for each expert, as vLLM 0.12 does. A block
+            takes as long as a dense product with as many rows.
     """
 
     folder: str = Field(min_length=1)

@@ -45,7 +45,8 @@ def names_of(name: str, counts: Counts) -> list[str]:
 def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
     """A run file with all replicas by name, and with what refers to them.
 
-    Instance i stands on group i where the group has replicas, too; what ``simulate.groups`` has of
+    Instance i stands on group i where the group has replicas, too, and group i shares the devices
+    of group i; what ``simulate.groups`` has of
     such a group holds for each, with its number for ``*`` in ``node``; a link is between all
     replicas of its ends; and in lists and as a key of mappings of ``system``, the name of such an
     instance, or group, is that of all, as in ``simulate.shared_experts``.
@@ -59,6 +60,12 @@ def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
     instances: Counts = {}
     if isinstance(data.get("groups"), dict):
         found["groups"], groups = replicate("groups", data["groups"])
+        for name, count in groups.items():
+            for number, replica in enumerate(names_of(name, groups)):
+                own = found["groups"][replica]
+                if (lender := str(own.get("shares"))) in groups:
+                    _as_many(f"groups.{name}", count, lender, groups)
+                    own["shares"] = names_of(lender, groups)[number]
     if isinstance(given := data.get("instances"), dict):
         found["instances"], instances = replicate("instances", given)
         for name, count in instances.items():
@@ -89,17 +96,20 @@ def _standing(
         group = str(at.get("group"))
         if group not in groups:
             return dict(at)
-        if groups[group] != count:
-            raise OptionError(
-                f"{where}.replicas is {count}, its group {group} has {groups[group]}: give both "
-                "as many"
-            )
+        _as_many(where, count, group, groups)
         return {**at, "group": names_of(group, groups)[number]}
 
     found = place(instance)
     if isinstance(stages := instance.get("stages"), list):
         found["stages"] = [place(at) if isinstance(at, dict) else at for at in stages]
     return found
+
+
+def _as_many(where: str, count: int, group: str, groups: Counts) -> None:
+    if groups[group] != count:
+        raise OptionError(
+            f"{where}.replicas is {count}, its group {group} has {groups[group]}: give both as many"
+        )
 
 
 def _as_mapping(attention: Any) -> Mapping[str, Any]:

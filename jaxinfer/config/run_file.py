@@ -54,22 +54,25 @@ class RunFile(Options):
 
     Attributes:
         model: A name, a file, a folder or a hub id.
-        engine: Options that all instances have in common, or those of the only one.
-        groups, instances, links: The cluster, by names of your choice. See ``ClusterConfig``;
-            groups and instances may have ``replicas`` (see ``replicas.py``).
-        system: Its name, with options, or ``my_module:MySystem``; by default ``single``.
-        workload: Requests, and when they come.
-        watchdog_s: Seconds of silence after which an instance with work is given up.
+        engine: Options that all instances share.
+        groups, instances, links: Parts of the cluster, under names of your choice. See
+            ``ClusterConfig``; groups and instances may have ``replicas`` (see ``replicas.py``).
+        system: Name of the serving system, with its options, or ``my_module:MySystem``; by default
+            ``single``.
+        workload: Requests, and when they arrive.
+        watchdog_s: Seconds without an answer after which an instance with work is declared lost.
         verify_transfers: Compare checksums of all KV that is handed over. A difference ends the run
             and names the request, layer and page; needs ``kv_cache_dtype: auto``.
-        transport: Way of KV between processes: the ``host``'s memory, JAX's ``transfer_server``, or
-            ``auto``: the quicker one between GPUs, else the host's.
-        ray: Head of a Ray cluster, ``HOST:PORT``; by default that of this host.
-        ledger: Keep a ledger of all decisions, which a replay checks (docs/proof.md).
+        transport: How KV is sent between processes: through the memory of the ``host``, by JAX's
+            ``transfer_server``, or (``auto``) by the faster of the two between GPUs, else through
+            the host.
+        ray: Address of a Ray cluster's head node, ``HOST:PORT``; by default that of this host.
+        ledger: Record all scheduling decisions in a ledger, which a replay can check
+            (docs/proof.md).
         metrics: ``ttft_counts_transfer``: whether a first token counts only once its KV has
             arrived.
-        simulate: Costs of a modelled cluster.
-        gpus, models: GPUs and models of a simulation that do not ship, by name.
+        simulate: Step times and other costs of a modelled cluster.
+        gpus, models: GPUs and models for simulations that do not ship, by name.
     """
 
     model: str | None = None

@@ -16,6 +16,7 @@ from jaxinfer.config.layer_split import count_layers, shared_layers
 from jaxinfer.config.nodes import NetworkPath, Placement, place_groups
 from jaxinfer.config.published import PublishedTables
 from jaxinfer.config.resolve import Resolved
+from jaxinfer.config.site_checks import check_played, check_sharing
 from jaxinfer.config.stage_part import EXPERT_SIZES, StagePart, stored_sizes
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
@@ -23,7 +24,7 @@ from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
 from jaxinfer.models.layout_checks import check_pages
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import DEFAULT_AXIS
-from jaxinfer.options.validation import OptionError, did_you_mean, within
+from jaxinfer.options.validation import OptionError, within
 from jaxinfer.sharding.costs import LayoutFlow
 from jaxinfer.sharding.shapes import check_layout
 from jaxinfer.steps.shapes import StepLimits
@@ -37,6 +38,8 @@ class SiteGroup:
         kind: the GPU's name; ``devices``: how many; ``stage_devices``: of one stage, or 1 of a
             group for attention, each of whose devices has KV heads of its own.
         mesh: axes of a stage's devices and their sizes, where they are given.
+        slowdown: how many times longer a step takes than on the GPU.
+        shares: the group whose devices these are; None where they are its own.
     """
 
     name: str
@@ -45,6 +48,13 @@ class SiteGroup:
     devices: int
     stage_devices: int
     mesh: Mapping[str, int] | None = None
+    slowdown: float = 1.0
+    shares: str | None = None
+
+    @property
+    def own_devices(self) -> int:
+        """Devices that no other group has lent it."""
+        return 0 if self.shares else self.devices
 
 
 # The path from group to group of what is named, as in "KV".
@@ -123,17 +133,19 @@ def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGr
     groups = {}
     for name, group in (placement.cluster if placement else cluster).groups.items():
         try:
-            if group.emulate or group.platform == "cpu":
-                raise JaxinferError(
-                    "a modelled group is a GPU: platform cpu and emulate do not apply"
-                )
-            if group.kind is None:
+            home = cluster.groups[cluster.home(name)]
+            if home.platform == "cpu":
+                raise JaxinferError("a modelled group is a GPU: platform cpu does not apply")
+            kind = group.kind or home.kind
+            if kind is None:
                 raise OptionError("kind is missing, must name the GPU that is modelled")
-            gpu = placement.gpu(name) if placement else own.gpu(group.kind)
+            gpu = placement.gpu(name) if placement else own.gpu(kind)
         except JaxinferError as error:
             raise within(f"groups.{name}", error) from None
         stage_devices = 1 if name in for_attention else group.stage_devices
-        groups[name] = SiteGroup(name, gpu, group.kind, group.devices, stage_devices, group.mesh)
+        groups[name] = SiteGroup(
+            name, gpu, kind, group.devices, stage_devices, group.mesh, group.slowdown, group.shares
+        )
     return placement, groups
 
 
@@ -141,7 +153,7 @@ def total_watts(placement: Placement | None, groups: Iterable[SiteGroup]) -> flo
     """Add up the GPUs' watts, of whole nodes where groups stand on some; None if not known."""
     if placement:
         return placement.watts
-    return sum_known(group.gpu.watts for group in groups for _ in range(group.devices))
+    return sum_known(group.gpu.watts for group in groups for _ in range(group.own_devices))
 
 
 def model_site(resolved: Resolved) -> ModelledSite:
@@ -168,7 +180,8 @@ def model_site(resolved: Resolved) -> ModelledSite:
     path = partial(_path, resolved.cluster, placement)
     stages = {}
     sharing = run_file.simulate.shared_experts
-    _check_sharing(sharing, resolved.cluster, model)
+    check_sharing(sharing, resolved.cluster, model)
+    check_played(resolved.cluster)
     for name, instance in resolved.cluster.instances.items():
         sharers = len(sharing) if name in sharing else 1
         try:
@@ -180,29 +193,6 @@ def model_site(resolved: Resolved) -> ModelledSite:
         for source, dest in _ends(stages, resolved.pairs)
     }
     return ModelledSite(resolved, placement, groups, model, stages, paths, sharing)
-
-
-def _check_sharing(names: Sequence[str], cluster: ClusterConfig, model: ModelShape) -> None:
-    """Refuse to share experts among instances that cannot step together."""
-    where = "simulate.shared_experts"
-    if names and not model.num_experts:
-        raise OptionError(f"{where}: the model has no experts: leave it out")
-    if len(names) == 1 or len(set(names)) < len(names):
-        raise OptionError(f"{where} must name two instances or more, each once")
-    devices = {}
-    for name in names:
-        if name not in cluster.instances:
-            near = did_you_mean(name, cluster.instances)
-            raise OptionError(f"{where}: no instance {name!r}: {near}")
-        places = cluster.instances[name].places
-        if len(places) > 1 or places[0].attention:
-            raise OptionError(f"{where}: {name} must be one stage, without attention groups")
-        group = cluster.groups[places[0].group]
-        if group.mesh is not None or cluster.instances[name].layout is not None:
-            raise OptionError(f"{where}: {name} must have neither mesh nor layout")
-        devices[name] = group.stage_devices
-    if len(set(devices.values())) > 1:
-        raise OptionError(f"{where}: {devices} devices, must be as many of each")
 
 
 def _stages(
@@ -367,6 +357,9 @@ def _path(
     if source == dest:
         return NetworkPath({(source, dest): pairs * here.gpu.link_gb_s * 1e9}, 0.0)
     link = cluster.link(source, dest)
+    if link is None and cluster.home(source) == cluster.home(dest):
+        # Out of pages into a slab, and out of that into pages: read twice, and written twice.
+        return NetworkPath({(source, dest): pairs * here.gpu.memory_gb_s * 1e9 / 4}, 0.0)
     if link is None:
         raise JaxinferError(f"links: none between {source} and {dest}, where {what} must go")
     return NetworkPath({(source, dest): link.gb_s * 1e9}, link.latency_s)

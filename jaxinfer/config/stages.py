@@ -25,9 +25,10 @@ class StageConfig(Options):
 
     Attributes:
         group: Group that computes the stage.
-        layers: Number of layers; without it and ``share``, groups' measured speeds split them.
-        share: Share of the layers, against the other stages' shares.
-        attention: Groups that may keep the stage's KV heads, by name or as ``{group: x, num_pages:
+        layers: Number of layers; without ``layers`` and ``share``, they are split by the measured
+            speeds of the groups.
+        share: Share of the layers, relative to the shares of the other stages.
+        attention: Groups that may store the stage's KV heads, by name or as ``{group: x, num_pages:
             n}``. They have no weights; attention is computed where the heads lie. A group may be
             there for several stages of one instance. In the instance's KV, each stage's own group
             is a shard, then each device of these, in this order; then comes the next stage.

@@ -21,16 +21,17 @@ class Workload(Options):
     """The requests to serve.
 
     Attributes:
-        input, output: Files of ``run``'s prompts and results.
+        input, output: Files of prompts and results of ``jaxinfer run``.
         trace: A file of requests.
-        tokenizer: Model, or folder with ``tokenizer.json``, for traces of texts; by default the
-            run's.
-        synthetic: Lengths that are drawn, in place of a trace.
-        only: Class of requests: heavy prefill has more than 512 tokens, heavy decode more than 128.
-        limit: Requests to take, from the first on.
-        arrivals: When requests come.
-        max_tokens: Limit that users of a modelled run give; by default the true length. Systems and
-            policies see this limit alone; the request ends earlier, at its true length.
+        tokenizer: Model, or folder with ``tokenizer.json``, for traces that contain text; by
+            default the run's model.
+        synthetic: Requests with random lengths, in place of a trace.
+        only: Use only one class of requests: heavy prefill (HP) has more than 512 tokens, heavy
+            decode (HD) more than 128; LP and LD are light.
+        limit: Use only this many requests, from the first on.
+        arrivals: When requests arrive.
+        max_tokens: Output limit that users give in a modelled run; by default the true length.
+            Systems and policies see only this limit; the request ends earlier, at its true length.
         predictor: Predictor of output tokens. It is ``my_module:MyPredictor``, or ``{name: ...,
             ...options}``, or in a modelled run ``{granularity: 200, accuracy: 0.85, seed: 0}``.
     """

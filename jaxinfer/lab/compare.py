@@ -31,7 +31,9 @@ def load_systems(
     first = Path(run_files[0])
     paths = [Path(path) for path in run_files]
     if systems and len(run_files) > 1:
-        raise JaxinferError(f"--systems are run files beside {run_files[0]}: give only that one")
+        raise JaxinferError(
+            f"--systems names files in the folder of {run_files[0]}: give only this run file"
+        )
     if systems:
         names = systems if first.stem in systems else [first.stem, *systems]
         paths = [first if name == first.stem else first.with_name(f"{name}.yaml") for name in names]

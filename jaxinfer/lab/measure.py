@@ -32,6 +32,7 @@ def measure(
     on_step: Callable[[StepDone], None] = lambda done: None,
     progress: bool = True,
     sampling: SamplingParams = GREEDY,
+    on_output: Callable[[RequestOutput], None] = lambda output: None,
 ) -> RunMetrics:
     """A run: EOS ignored, nothing in the prefix cache.
 
@@ -39,6 +40,7 @@ def measure(
         source: the file that the work comes from, for errors.
         on_step: called with each step as it ends.
         sampling: of all requests; lengths are those of ``work``.
+        on_output: called with each answer.
 
     Raises:
         JaxinferError: a request cannot be run, named by its index.
@@ -57,19 +59,20 @@ def measure(
             request.after_ends = item.after_ends
         requests += made
     llm.reset_prefix_cache()
+
+    def take(output: RequestOutput) -> None:
+        if output.error:
+            raise JaxinferError(output.error)
+        on_output(output)
+
     return llm.run(
         requests,
-        _raise_error,
+        take,
         run_dir=run_dir,
         on_step=on_step,
         progress=progress,
         about=asked_for(llm.config, work) if run_dir else None,
     )
-
-
-def _raise_error(output: RequestOutput) -> None:
-    if output.error:
-        raise JaxinferError(output.error)
 
 
 def compare_layouts(

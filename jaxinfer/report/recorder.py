@@ -145,10 +145,10 @@ class Recorder:
             return None
         hand_offs = loop.assignments.hand_offs
         return SliceMoveCounts(
-            begun=hand_offs.num_slice_moves,
+            begun=hand_offs.slices.num_begun,
             num_bytes=self.totals.slice_bytes,
-            without_room=hand_offs.num_without_room,
-            at_once=hand_offs.num_at_once,
+            without_room=hand_offs.slices.num_without_room,
+            at_once=hand_offs.slices.num_at_once,
         )
 
     def __enter__(self) -> Self:

@@ -24,14 +24,14 @@ def beyond_measured(beyond: Mapping[str, Mapping[str, Sequence[float]]]) -> str 
         beyond: see ``RunMetrics``.
     """
     each = [
-        f"{name}'s to {had:,.0f} {what}, measured up to {last:,.0f}"
+        f"{name}: {had:,.0f} {what} (measured up to {last:,.0f})"
         for name, held in beyond.items()
         for what, (had, last) in held.items()
     ]
     if not each:
         return None
     return (
-        "warning: steps went beyond what was measured, their times are extrapolated: "
+        "warning: some steps are larger than any measured one; their times are extrapolated: "
         + "; ".join(each)
     )
 

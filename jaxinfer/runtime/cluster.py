@@ -6,13 +6,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from jaxinfer.checkpoints.open_tensors import Checkpoint
-from jaxinfer.config.cluster import ClusterConfig, TransportChoice, instance_options
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, TransportChoice, instance_options
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.kv_endpoint import KVProcess, ThisProcess
 from jaxinfer.runtime.kv.kv_messages import TransportName
 from jaxinfer.runtime.kv.stage_pair import StagePair
+from jaxinfer.runtime.processes.gpu_shares import HERE
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.process_group import OtherProcesses, Progress
 from jaxinfer.runtime.processes.remote_worker import RemoteStage
@@ -25,7 +26,7 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan, weight_dtype_name
 from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.worker import Worker
-from jaxinfer.serving.half_batches import by_fits, choice
+from jaxinfer.serving.features.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
@@ -246,7 +247,8 @@ def load_cluster(
         divided = divided_layers(config, checkpoint.config.num_hidden_layers)
         others = OtherProcesses.start(config, checkpoint.source, divided)
         opened.callback(others.close)
-        plans = plan_cluster(checkpoint.config, config.part(None), layers)
+        share = others.gpu_shares.of.get(HERE)
+        plans = plan_cluster(checkpoint.config, config.part(None), layers, share)
         for name, worker in _load_workers(checkpoint, config, plans, progress):
             opened.callback(worker.close)
             engines[name] = _engine(config, name, worker, plans[name])
@@ -310,7 +312,8 @@ def _load_workers(
     parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
     progress(what, 0)
     for name, stages in plans.items():
-        yield name, Worker([_stage(plan, next(parameters)) for plan in stages])
+        loaded = [_stage(plan, next(parameters)) for plan in stages]
+        yield name, Worker(loaded, stage_groups(config.instances[name]))
 
 
 def _stage(plan: StagePlan, parameters: Parameters) -> Stage:
@@ -321,11 +324,16 @@ def _engine(
     config: ClusterConfig, name: str, worker: Worker | AnyRemote, plans: Sequence[StageFacts]
 ) -> Engine:
     instance = config.instances[name]
-    groups = [place.group for place in instance.places for _ in range(instance.segments)]
+    groups = stage_groups(instance)
     engine = Engine(name, worker, plans, groups, instance.role)
     for stage, before, here in zip(engine.stages[1:], groups, groups[1:], strict=False):
         stage.link = config.link(before, here)
     return engine
+
+
+def stage_groups(instance: InstanceConfig) -> list[str]:
+    """Return the groups that an instance's stages stand on, or its segments where it has some."""
+    return [place.group for place in instance.places for _ in range(instance.segments)]
 
 
 def _transports(

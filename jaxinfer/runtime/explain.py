@@ -12,7 +12,7 @@ from jaxinfer.runtime.stage.kv_cache import shard_bytes
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import CompiledStep, Key
-from jaxinfer.serving.kv_shards import most_pages
+from jaxinfer.serving.features.head_slices import most_pages
 from jaxinfer.steps.shapes import StepShape
 
 _COLLECTIVE = re.compile(

@@ -55,8 +55,12 @@ class Worker:
     Each mesh has a thread that waits for it, so that whoever launches never does, unless hidden
     states have to come from another process.
 
+    Args:
+        groups: names of those that the stages stand on, where several may share a mesh.
+
     Attributes:
-        parts: numbers of the stages, those that follow one another on one mesh together.
+        parts: numbers of the stages, those that follow one another on one mesh of one group
+            together.
         hidden: the ways to and from the processes that have the stages before and after these.
         moves: copies KV heads between the stages' pools, where these are several.
         without: numbers of the shards of KV that are lost: none, but see ``PipelineWorker``.
@@ -64,7 +68,7 @@ class Worker:
 
     without: Sequence[int] = ()
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[Stage], groups: Sequence[str] = ()) -> None:
         self.stages = stages
         self.hidden: HiddenStates | None = None
         # Of each stage, the number of its first shard.
@@ -74,9 +78,9 @@ class Worker:
         self._ended: list[Future[None]] = []
         is_spread = any(isinstance(stage, SpreadStage) for stage in stages)
         self.moves = SliceMoves(stages) if is_spread else None
-        numbers = range(len(stages))
-        on_one_mesh = groupby(numbers, lambda number: stages[number].plan.mesh)
-        self.parts = [list(part) for _, part in on_one_mesh]
+        of = groups or [""] * len(stages)
+        together = groupby(range(len(stages)), lambda i: (stages[i].plan.mesh, of[i]))
+        self.parts = [list(part) for _, part in together]
         self._queues: list[SimpleQueue[_Step | threading.Event | None]]
         self._queues = [SimpleQueue() for _ in self.parts]
         self._threads = [

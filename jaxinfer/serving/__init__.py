@@ -5,7 +5,7 @@ Read the files in this order. Each answers one question:
 1. ``loop.py``: what happens when a request arrives, a step ends or a transfer ends?
 2. ``request_state.py``: what does the loop keep for each request?
 3. ``system.py``: what can a system see, and what can it decide? ``hooks.py`` checks its answers.
-4. ``assignments.py``: how does a decision take effect? ``loss.py``: and if an instance is lost?
+4. ``assignments.py``: how does a decision take effect?
 5. ``instance.py``: which requests wait, run or are preempted? (``waiting.py``, ``running.py``)
 6. ``batching.py``: what goes into the next step? ``batch_builder.py`` makes room for it, and
    ``admission.py`` decides which requests come in. ``policies.py`` finds policies by name.
@@ -13,6 +13,7 @@ Read the files in this order. Each answers one question:
 8. ``transfer.py``: how does KV get from one instance to the next, and what frees it?
 9. ``world.py``: what must a world provide? ``batch.py`` is what it receives.
 
-Leave for later: ``decode_group.py`` (speed of simulations), ``half_batches.py`` and ``step_fit.py``
-(for certain papers), ``releases.py`` (closed loops).
+Leave for later: ``features/`` (lost instances, slices of KV heads, half batches, and the grouped
+decodes that make simulations fast), ``step_fit.py`` (for certain papers), ``releases.py`` (closed
+loops).
 """

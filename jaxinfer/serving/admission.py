@@ -20,27 +20,27 @@ Bound = Literal["low", "high"]
 
 
 def first_come_first_served(waiting: Sequence[RequestState]) -> RequestState:
-    """The head of the queue: a preempted request, else the one that has waited longest."""
+    """First come, first served, but a preempted request goes first."""
     return waiting[0]
 
 
 def shortest_prompt_first(waiting: Sequence[RequestState]) -> RequestState:
-    """The shortest prompt; of equal ones, the one nearest to the head."""
+    """Shortest prompt first; of equal prompts, the one nearest to the head of the queue."""
     return min(waiting, key=lambda request: request.prompt_len)
 
 
 def longest_prompt_first(waiting: Sequence[RequestState]) -> RequestState:
-    """The longest prompt; of equal ones, the one nearest to the head."""
+    """Longest prompt first; of equal prompts, the one nearest to the head of the queue."""
     return max(waiting, key=lambda request: request.prompt_len)
 
 
 def latest(candidates: Sequence[RequestState]) -> RequestState:
-    """Preempt the request admitted last, so that the oldest always gets to its end."""
+    """Preempt the request admitted last, so that the oldest one always finishes."""
     return candidates[-1]
 
 
 def greedy(instance: Instance, request: RequestState, leg: Leg) -> bool:
-    """Admit where the leg's tokens known so far fit and the watermark stays free.
+    """Admit if the tokens known so far fit and the watermark stays free.
 
     Without a watermark, the growth of the running requests would evict what has just come in,
     for ever. An instance that runs nothing ignores it.
@@ -50,9 +50,9 @@ def greedy(instance: Instance, request: RequestState, leg: Leg) -> bool:
 
 
 def whole_request(instance: Instance, request: RequestState, leg: Leg) -> bool:
-    """Admit where all KV that the request may ever have here fits beside all of the others'.
+    """Admit if the request fits at its largest, together with all others at their largest.
 
-    By limits, never by predictions: nobody is preempted.
+    Sizes are limits, not predictions, so no request is ever preempted.
     """
     ends = [_end(other, other.legs[0]) for other in _admitted(instance)]
     return _fits(instance, [*ends, _end(request, leg)])
@@ -69,7 +69,7 @@ class ReserveLongestOptions(Options):
 
 
 class ReserveLongest:
-    """Admit where each request could have the longest sequence, as Orca reserves it."""
+    """Reserve memory for the longest possible sequence of each request, as Orca does."""
 
     Options = ReserveLongestOptions
 
@@ -93,7 +93,7 @@ class PredictedOptions(Options):
 
 
 class ReserveStatic:
-    """Admit where the predicted memory of all fits at once: TetriInfer's reserve-static.
+    """Admit if the predicted memory of all requests fits at once: TetriInfer's reserve-static.
 
     A request that has outgrown its prediction counts with what it has.
     """
@@ -113,7 +113,7 @@ class ReserveStatic:
 
 
 class ReserveDynamic:
-    """Admit where there is room until the next one is predicted to end: TetriInfer's
+    """Admit if there is room until the next request is predicted to end: TetriInfer's
     reserve-dynamic.
     """
 
@@ -136,7 +136,7 @@ class ReserveDynamic:
 
 
 class Peak:
-    """Admit where the predicted memory fits in each step to come, as requests grow and end.
+    """Admit if the predicted memory fits in every future step, as requests grow and end.
 
     LightLLM's rule, and Aladdin's (its constraint e). The sum is of requests that go on in step;
     where prompts are cut, or steps launched ahead of the end of others, it may be exceeded.

@@ -7,9 +7,9 @@ from functools import partial
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import did_you_mean
 from jaxinfer.request import FinishReason
+from jaxinfer.serving.features.losses import AliveInstances, Loss, Losses, LostInstance
 from jaxinfer.serving.hooks import Hooks, check_budget, check_hand_off, check_legs
 from jaxinfer.serving.instance import Instance
-from jaxinfer.serving.loss import AliveInstances, LostInstance, detach
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,
@@ -24,7 +24,7 @@ from jaxinfer.serving.system import (
     SetRole,
 )
 from jaxinfer.serving.transfer import HandOffs
-from jaxinfer.serving.world import GoesWithout, InstanceLost, World
+from jaxinfer.serving.world import GoesWithout, InstanceBack, InstanceLost, World
 
 
 class Assignments:
@@ -34,11 +34,11 @@ class Assignments:
         hooks: what the system is asked.
         on_leg_end: called with each request whose leg has ended, and that leg.
         on_finish: called once per request that has ended.
+        renew: makes a fresh instance of the name of one that is back.
 
     Attributes:
         instances: those that are not lost.
-        lost: of each lost instance, why; ``returning``: those of them that are being started again.
-        regaining: instances that are there, and to which shards of their KV are to return.
+        losses: what is lost, and what of it is to return.
         live: what has come in and not ended, by id, in the order of arrival.
         unrouted: what the system has yet to route.
         changed: instances whose state has changed since they were last asked for a batch.
@@ -54,11 +54,9 @@ class Assignments:
         hooks: Hooks,
         on_leg_end: Callable[[RequestState, Leg], None],
         on_finish: Callable[[RequestState], None],
+        renew: Callable[[str], Instance] | None = None,
     ) -> None:
         self.instances: dict[str, Instance] = {i.name: i for i in instances}
-        self.lost: dict[str, str] = {}
-        self.returning: set[str] = set()
-        self.regaining: set[str] = set()
         self.live: dict[str, RequestState] = {}
         self.unrouted: dict[str, RequestState] = {}
         self.changed: dict[str, None] = {}
@@ -67,11 +65,11 @@ class Assignments:
         self.on_preempt: Callable[[str, RequestState], None] = lambda name, request: None
         self.on_role: Callable[[str, str], None] = lambda name, role: None
         self.hand_offs = HandOffs(world, self.instances)
+        self.losses = Losses(self.instances, self.hand_offs, self._finish_lost, renew)
         self._world = world
         self._hooks, self._system = hooks, hooks.name
         self._on_leg_end, self._on_finish = on_leg_end, on_finish
         self._draining: dict[str, None] = {}
-        self._order = list(self.instances)
         # What systems see of the instances, until one is lost or back, or shards of it.
         self._there: AliveInstances | None = None
         self._view: ClusterView | None = None
@@ -101,7 +99,7 @@ class Assignments:
     def view(self) -> ClusterView:
         """Return the cluster as the system sees it now."""
         if self._there is None:
-            self._there, self._view = AliveInstances(self.instances, self.lost), None
+            self._there, self._view = AliveInstances(self.instances, self.losses.lost), None
         now = self._world.now()
         if self._view is None or self._view.now != now:
             self._view = ClusterView(now, self._there, self._world.kv_token_s)
@@ -113,6 +111,9 @@ class Assignments:
             raise ValueError(f"two requests at once have the id {request.id!r}")
         self.live[request.id] = request
         self.unrouted[request.id] = request
+
+    def _finish_lost(self, request: RequestState) -> None:
+        self.finish(request, "lost", None)
 
     def runs(self, request: RequestState) -> bool:
         """Tell whether a request takes part in its instance's steps."""
@@ -147,84 +148,51 @@ class Assignments:
         del self.live[request.id]
         self._on_finish(request)
 
-    def lose(self, event: InstanceLost) -> int:
-        """Route anew what the lost instance had, before all else.
+    def apply_loss(self, event: Loss) -> int:
+        """Apply a loss or a return; what a lost instance had is routed again, before all else.
 
         Returns:
-            How many of its steps were in flight.
+            How many steps in flight are lost.
         """
-        name = event.instance
-        self.regaining.discard(name)
-        self.lost.pop(name, None)  # The last is the one lost last.
-        self.lost[name] = event.reason
-        if event.returns:
-            self.returning.add(name)
-        else:
-            self.returning.discard(name)
-        if name not in self.instances:
-            return 0  # It was to return.
-        lost = self.instances[name]
-        adrift = detach(lost, self.instances, self.live.values(), self.hand_offs)
-        del self.instances[lost.name]
+        steps, name = 0, event.instance
         self._there = None
-        self._draining.pop(lost.name, None)
-        self.changed = dict.fromkeys(self.instances)
-        waiting = self.unrouted.copy()
-        self.unrouted.clear()
-        self.unrouted.update({request.id: request for request in adrift} | waiting)
-        return lost.in_flight
-
-    def take_back(self, instance: Instance) -> None:
-        """Take back an instance that was lost: as at the start, in its old place."""
-        del self.lost[instance.name]
-        self.returning.discard(instance.name)
-        instances = self.instances | {instance.name: instance}
-        self.instances.clear()
-        self.instances.update({name: instances[name] for name in self._order if name in instances})
-        self._there = None
-        self._watch(instance)
-
-    def go_without(self, event: GoesWithout) -> None:
-        """Have an instance's shards be those that are there."""
-        instance = self.instances[event.instance]
-        instance.go_without(event.without)
-        if event.returns:
-            self.regaining.add(instance.name)
-        else:
-            self.regaining.discard(instance.name)
-        self._there = None
-        self.changed[instance.name] = None
-
-    def fail_all(self, requests: Iterable[RequestState], lost: str) -> None:
-        """End requests that only the instance ``lost`` could have served."""
-        for request in list(requests):
-            request.error = (
-                f"request {request.id!r}: instance {lost!r} was lost, and the system has no other "
-                f"for it: {self.lost[lost]}"
-            )
-            self.finish(request, "lost", None)
+        match event:
+            case InstanceLost():
+                lost = self.instances.get(name)
+                adrift = self.losses.lose(event, self.live.values())
+                if lost:
+                    steps = lost.in_flight
+                    self._draining.pop(name, None)
+                    self.changed = dict.fromkeys(self.instances)
+                    waiting = self.unrouted.copy()
+                    self.unrouted.clear()
+                    self.unrouted.update({request.id: request for request in adrift} | waiting)
+            case InstanceBack():
+                self._watch(self.losses.take_back(event))
+            case GoesWithout():
+                self.losses.go_without(event)
+                self.changed[name] = None
+        return steps
 
     def route(self, ask: Callable[[], Iterable[Assignment]]) -> None:
         """Ask the system where to go with what is unrouted, and send it there.
 
-        Who is to go to a lost instance has failed, or waits while one is being started again.
+        A request for which the system wants a lost instance fails, or waits while one returns.
         """
+        losses, lost = self.losses, self.losses.lost
         if not self.instances:
-            if not self.returning:
-                self.fail_all(self.unrouted.values(), next(reversed(self.lost)))
+            losses.fail_unless_returning(self.unrouted.values(), next(reversed(lost)))
             return
         try:
             assignments = ask()
         except LostInstance as error:
-            if not self.returning:
-                self.fail_all(self.unrouted.values(), error.args[0])
+            losses.fail_unless_returning(self.unrouted.values(), error.args[0])
             return
         for assignment in assignments:
             try:
                 self._assign(assignment)
             except LostInstance as error:
-                if not self.returning:
-                    self.fail_all([self.unrouted[assignment.request]], error.args[0])
+                losses.fail_unless_returning([self.unrouted[assignment.request]], error.args[0])
 
     def _assign(self, assignment: Assignment) -> None:
         request = self.unrouted.get(assignment.request)
@@ -239,7 +207,7 @@ class Assignments:
                 f"{self._system} gives {request.id!r} no leg past {request.computed}"
             )
         if refusal := self._refusal(request, legs):
-            if self.regaining & {leg.instance for leg in legs}:
+            if self.losses.regaining & {leg.instance for leg in legs}:
                 return  # There may be room again.
             request.error = refusal
             self.finish(request, "error", None)
@@ -251,7 +219,7 @@ class Assignments:
         self.changed[legs[0].instance] = None
 
     def _instance(self, name: str) -> Instance:
-        if name in self.lost:
+        if name in self.losses.lost:
             raise LostInstance(name)
         if name not in self.instances:
             known = did_you_mean(name, self.instances)
@@ -308,7 +276,7 @@ class Assignments:
                 check_hand_off(self._system, request.id, action.hand_off)
                 self._reassign(request, action)
             case MoveSlices() if self.runs(request):
-                self.hand_offs.ask_slice_move(request, action)
+                self.hand_offs.slices.ask(request, action)
             case _:
                 return
         if request.legs:

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 
 from jaxinfer.serving.batch import Batch, Row, shard_work
-from jaxinfer.serving.decode_group import DecodeGroup
-from jaxinfer.serving.half_batches import halve
+from jaxinfer.serving.features.decode_group import DecodeGroup
+from jaxinfer.serving.features.half_batches import halve
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 

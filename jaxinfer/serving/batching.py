@@ -10,7 +10,7 @@ from jaxinfer.serving.request_state import RequestState
 
 
 def mixed(batch: BatchBuilder) -> None:
-    """Decodes first, then prefill chunks of what runs, then of what is admitted.
+    """Decodes first, then chunks of running prompts, then of newly admitted ones.
 
     All under the instance's token budget: chunked prefill as in Sarathi-Serve.
     """
@@ -43,7 +43,7 @@ class MixedOptions(Options):
 
 
 class Mixed:
-    """Decodes first, then prefill chunks of what runs, then of what is admitted.
+    """Decodes first, then chunks of running prompts, then of newly admitted ones.
 
     All under the instance's token budget: chunked prefill as in Sarathi-Serve and vLLM. With
     ``whole_prompts`` as TensorRT-LLM forms batches without chunks, with ``enough_tokens`` as SGLang
@@ -107,10 +107,10 @@ class Mixed:
 
 
 def even_decodes(batch: BatchBuilder) -> None:
-    """The same as ``mixed``, but no step of a pipeline takes more than its share of the requests.
+    """Like ``mixed``, but no step of a pipeline takes more than its share of the requests.
 
-    Else the steps in flight drift apart: where two are formed at once, the first one takes all that
-    is ready, and a pipeline is as slow as its largest step.
+    Otherwise the steps in flight drift apart: if two are formed at once, the first one takes all
+    requests that are ready, and a pipeline is as slow as its largest step.
     """
     instance = batch.instance
     steps = 1 if instance.options.launch_ahead else instance.options.max_in_flight
@@ -120,7 +120,7 @@ def even_decodes(batch: BatchBuilder) -> None:
 
 
 def one_batch(batch: BatchBuilder) -> None:
-    """Admit only where nobody runs: a batch stays together until all of it has ended.
+    """Admit requests only when none runs: a batch stays together until all of it has ended.
 
     As FasterTransformer serves, but that pages come free as each request ends.
     """
@@ -143,7 +143,7 @@ class PrefillFirstOptions(Options):
 
 
 class PrefillFirst:
-    """Whole prompts where some can be computed, else all decodes; never both in one step.
+    """Whole prompts if there are any to compute, else all decodes; never both in one step.
 
     As in vLLM before it chunked prompts, and with ``cut_last`` in SGLang. A prompt above the limit
     runs alone, cut by the token budget. A preempted request catches up like a prompt. While a
@@ -200,7 +200,7 @@ class WholePromptsOptions(Options):
 
 
 class WholePrompts:
-    """Whole prompts before decodes, as many as a step's tokens allow; decodes fill the rest.
+    """Whole prompts first, as many as fit into a step; decodes fill the rest.
 
     A longer prompt runs alone. A decode that was left out too often goes before all. Splitwise's
     machine-level scheduler (section IV-B).

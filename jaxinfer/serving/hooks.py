@@ -6,9 +6,9 @@ from typing import Any, TypeVar, get_args
 
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.options.validation import shown
+from jaxinfer.serving.features.head_slices import Placement
+from jaxinfer.serving.features.losses import LostInstance
 from jaxinfer.serving.instance import Instance
-from jaxinfer.serving.kv_shards import Placement
-from jaxinfer.serving.loss import LostInstance
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (
     Action,

@@ -7,8 +7,9 @@ from operator import attrgetter
 from typing import Literal, Protocol
 
 from jaxinfer.serving.batch import Batch
-from jaxinfer.serving.half_batches import ChooseHalves
-from jaxinfer.serving.kv_shards import HeldPages, KVShards, Placement
+from jaxinfer.serving.features.half_batches import ChooseHalves
+from jaxinfer.serving.features.head_slices import Placement
+from jaxinfer.serving.kv_shards import HeldPages, KVShards
 from jaxinfer.serving.page_pool import Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState

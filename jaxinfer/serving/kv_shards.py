@@ -1,23 +1,17 @@
 """Holders of the pages of KV cache in all shards of an instance."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
+from jaxinfer.serving.features.head_slices import HeldSlices, PlacedSlices, Placement
 from jaxinfer.serving.page_pool import Shard
 from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
 
-# For each shard of an instance, the slices of KV heads that a request has there.
-Placement = Sequence[Collection[int]]
-# From one shard to another, which slices.
-SliceMove = tuple[int, int, tuple[int, ...]]
 
-
-class HeldPages:
+class HeldPages(HeldSlices):
     """The pages that one request has in all the shards of one instance.
 
     Attributes:
         kv: where the pages are.
-        tables: for each shard, slice -> page numbers in token order.
-        copies: likewise, where slices are on their way to; no step uses those. Empty if none is.
         num_pages: pages per slice, the same for all.
         capacity: KV entries that they hold.
         cached: those of the pages, by their index, that the prefix cache has, and others may
@@ -27,22 +21,12 @@ class HeldPages:
         released: the request has given them up; they come free with the last user.
     """
 
-    __slots__ = (
-        "cached",
-        "capacity",
-        "copies",
-        "kv",
-        "num_hashed",
-        "num_pages",
-        "released",
-        "tables",
-        "users",
-    )
+    __slots__ = ("cached", "capacity", "num_hashed", "users")
 
     def __init__(
         self, kv: "KVShards", placement: Placement, cached: Sequence[CachedPage] = ()
     ) -> None:
-        self.kv = kv
+        self.kv: KVShards = kv
         self.cached = dict(enumerate(cached))
         self.tables: list[dict[int, list[int]]] = [
             {piece: [page.pages[number][piece] for page in cached] for piece in pieces}
@@ -120,7 +104,7 @@ class HeldPages:
             shard.pool.num_pinned += by * self.num_pages * self._num_slices(number)
 
     def _free(self) -> None:
-        self._free_copies()
+        self.free_copies()
         for shard, table in zip(self.kv.shards, self.tables, strict=True):
             shard.num_pairs -= len(table)
             for pages in table.values():
@@ -140,68 +124,8 @@ class HeldPages:
                 self.cached[index] = page
         self.num_hashed = max(self.num_hashed, len(digests))
 
-    def can_move(self, moves: Iterable[SliceMove]) -> bool:
-        """Tell whether sources have the slices, and no other shard of a stage gets or has them."""
-        shards, coming = range(len(self.tables)), set()
-        for source, dest, slices in moves:
-            if source not in shards or dest not in shards:
-                return False
-            if self.kv.shards[source].stage != self.kv.shards[dest].stage:
-                return False
-            for piece in slices:
-                if piece not in self.tables[source] or piece in self.tables[dest]:
-                    return False
-                if (source, piece) in coming:
-                    return False
-                coming.add((source, piece))
-        return True
 
-    def copy_slices(self, moves: Sequence[SliceMove]) -> bool:
-        """Reserve room where slices are to go; False, and no change, without room for all.
-
-        Until they are there, ``tables`` have them where they were, and both places grow.
-        """
-        assert self.can_move(moves)
-        assert not self.copies, "other slices of the request are on their way"
-        shards = self.kv.shards
-        wanted = [0] * len(shards)
-        for _, dest, slices in moves:
-            wanted[dest] += self.num_pages * len(slices)
-        if any(shard.pool.num_free < count for shard, count in zip(shards, wanted, strict=True)):
-            return False
-        self.copies = [{} for _ in shards]
-        for _, dest, slices in moves:
-            for piece in slices:
-                self.copies[dest][piece] = shards[dest].pool.take(self.num_pages)
-            shards[dest].num_pairs += len(slices)
-        return True
-
-    def take_copies(self, moves: Iterable[SliceMove]) -> None:
-        """Have slices be where their copies are, and free what they leave behind."""
-        for source, dest, slices in moves:
-            shard = self.kv.shards[source]
-            for piece in slices:
-                shard.pool.give(self.tables[source].pop(piece))
-                self.tables[dest][piece] = self.copies[dest].pop(piece)
-            shard.num_pairs -= len(slices)
-        self.copies = []
-        self.kv.on_free()
-
-    def drop_copies(self) -> None:
-        """Have slices stay where they are; pages that were given up come free with the others."""
-        if self.copies and not self.released:
-            self._free_copies()
-            self.kv.on_free()
-
-    def _free_copies(self) -> None:
-        for shard, table in zip(self.kv.shards, self.copies, strict=False):
-            shard.num_pairs -= len(table)
-            for pages in table.values():
-                shard.pool.give(pages)
-        self.copies = []
-
-
-class KVShards:
+class KVShards(PlacedSlices):
     """The shards of one instance; a request needs room in every one of them.
 
     Args:
@@ -209,22 +133,18 @@ class KVShards:
 
     Attributes:
         cache: the pages kept, or None.
-        is_spread: whether a stage has its slices in several shards.
         on_free: called when pages have come free.
         reserved: holds of requests that are still elsewhere -> how to have one given back.
     """
 
     def __init__(self, shards: list[Shard], caching: bool = False) -> None:
-        self.shards = shards
-        self.cache = PrefixCache(shards) if caching else None
         self.page_size = shards[0].pool.page_size
         if any(shard.pool.page_size != self.page_size for shard in shards):
             raise ValueError("the shards of one instance must have one page size")
+        super().__init__(shards)
+        self.cache = PrefixCache(shards) if caching else None
         self.on_free: Callable[[], None] = lambda: None
         self.reserved: dict[HeldPages, Callable[[], None]] = {}
-        self._own = [shard.slices for shard in shards]
-        self._stages = _stages(shards)
-        self.is_spread = any(len(stage) > 1 for stage in self._stages)
         if caching and self.is_spread:
             raise ValueError("requests share pages only where all slices of a stage lie together")
 
@@ -252,7 +172,7 @@ class KVShards:
         """
         extra = self.pages_to_take(num_tokens, cached)
         if placement is None:
-            placement = self._placement(extra) if self.is_spread else self._own
+            placement = self.spread_placement(extra) if self.is_spread else self.own
         for shard, pieces in zip(self.shards, placement, strict=True):
             if shard.pool.num_free < extra * len(pieces):
                 return None
@@ -263,40 +183,6 @@ class KVShards:
         grown = hold.grow(num_tokens)
         assert grown, "the room was counted above"
         return hold
-
-    def _placement(self, extra: int) -> Placement:
-        """Slices of so many pages where they belong, or where there is room."""
-        found: list[list[int]] = [[] for _ in self.shards]
-        for stage in self._stages:
-            room = [self.shards[number].pool.num_free // max(extra, 1) for number in stage]
-            homeless: list[int] = []
-            for number, most in zip(stage, room, strict=True):
-                own = self.shards[number].slices
-                found[number] += own[:most]
-                homeless += own[most:]
-            for number, most in zip(stage, room, strict=True):
-                while homeless and len(found[number]) < most:
-                    found[number].append(homeless.pop(0))
-            found[stage[0]] += homeless  # Without room anywhere, which the caller finds.
-        return found
-
-    def is_placement(self, placement: Placement) -> bool:
-        """Tell whether each slice of a stage lies in one shard of that stage, and no others do."""
-        if len(placement) != len(self.shards):
-            return False
-        return all(
-            sorted(piece for number in stage for piece in placement[number])
-            == sorted(piece for number in stage for piece in self._own[number])
-            for stage in self._stages
-        )
-
-    def describe_slices(self) -> str:
-        """Say which slices the shards of each stage have."""
-        stages = [
-            f"shards {stage} have {[piece for n in stage for piece in self._own[n]]}"
-            for stage in self._stages
-        ]
-        return ", ".join(stages)
 
     def clear(self) -> None:
         """Have all pages free and none cached, as at the start; no hold is to be used any more.
@@ -323,7 +209,7 @@ class KVShards:
         if len(self.shards) == 1:  # Asked for each leg.
             shard = self.shards[0]
             return shard.pool.num_usable // len(shard.slices)
-        return self._most([shard.pool.num_usable for shard in self.shards])
+        return self.most_pages([shard.pool.num_usable for shard in self.shards])
 
     @property
     def num_free(self) -> int:
@@ -331,15 +217,7 @@ class KVShards:
         if len(self.shards) == 1:  # Asked at each step.
             shard = self.shards[0]
             return shard.pool.num_free // len(shard.slices)
-        return self._most([shard.pool.num_free for shard in self.shards])
-
-    def _most(self, pages: Sequence[int]) -> int:
-        if not self.is_spread:
-            return min(p // len(pieces) for p, pieces in zip(pages, self._own, strict=True))
-        return min(
-            most_pages([pages[n] for n in stage], sum(len(self._own[n]) for n in stage))
-            for stage in self._stages
-        )
+        return self.most_pages([shard.pool.num_free for shard in self.shards])
 
     @property
     def num_pinned(self) -> int:
@@ -350,35 +228,3 @@ class KVShards:
     def num_in_use(self) -> int:
         """Pages that are not free, over all shards."""
         return sum(s.pool.num_usable - s.pool.num_free for s in self.shards)
-
-
-def most_pages(pages: Sequence[int], num_slices: int) -> int:
-    """Most pages that each of ``num_slices`` can have, each slice all of its own in one pool.
-
-    Args:
-        pages: of each pool.
-    """
-    low, high = 0, sum(pages) // num_slices
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(count // middle for count in pages) >= num_slices:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _stages(shards: Sequence[Shard]) -> list[list[int]]:
-    """Numbers of the shards of each stage.
-
-    Raises:
-        ValueError: a stage has no slices, or one of them twice.
-    """
-    stages: dict[int, list[int]] = {}
-    for number, shard in enumerate(shards):
-        stages.setdefault(shard.stage, []).append(number)
-    for stage, numbers in stages.items():
-        pieces = [piece for number in numbers for piece in shards[number].slices]
-        if not pieces or len(set(pieces)) < len(pieces):
-            raise ValueError(f"the shards of stage {stage} have the slices {pieces}")
-    return list(stages.values())

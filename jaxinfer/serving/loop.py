@@ -59,12 +59,14 @@ class ServingLoop:
         self.world = world
         self.system = system
         self._hooks = hooks = Hooks(system)
-        self.assignments = Assignments(world, instances, hooks, self._leg_ended, self._finished)
+        self.assignments = Assignments(
+            world, instances, hooks, self._leg_ended, self._finished, renew
+        )
         self._on_finish = on_finish
         self._moving = self.assignments.hand_offs.moving
         self._check_stop = check_stop
         self._on_event = on_event
-        self._predict, self._renew = predict, renew
+        self._predict = predict
         self._steps_in_flight = 0
 
     def run(self) -> None:
@@ -89,7 +91,7 @@ class ServingLoop:
             if not self._in_flight and not self._more_to_come:
                 waits = self.system.tick_interval is not None
                 gives_up = not waits or idle_ticks >= MAX_IDLE_TICKS_AFTER_LOSS
-                if self.assignments.live and self.assignments.lost and gives_up:
+                if self.assignments.live and self.assignments.losses.lost and gives_up:
                     self._give_up()
                     if self._in_flight or self.world.arrivals_left():
                         continue
@@ -134,7 +136,8 @@ class ServingLoop:
     @property
     def _more_to_come(self) -> bool:
         """True if something is to come that nothing in flight brings."""
-        waits_for = self.assignments.returning | self.assignments.regaining
+        losses = self.assignments.losses
+        waits_for = losses.returning | losses.regaining
         return self.world.arrivals_left() or bool(waits_for)
 
     # Events: the only places where time moves a request on.
@@ -157,15 +160,8 @@ class ServingLoop:
                 self.assignments.add(event.request)
             case Tick():
                 self.assignments.act(lambda: self._hooks.ticked(self.assignments.view()))
-            case InstanceLost():
-                self._steps_in_flight -= self.assignments.lose(event)
-                self._on_event(event)
-            case InstanceBack():
-                assert self._renew
-                self.assignments.take_back(self._renew(event.instance))
-                self._on_event(event)
-            case GoesWithout():
-                self.assignments.go_without(event)
+            case InstanceLost() | InstanceBack() | GoesWithout():
+                self._steps_in_flight -= self.assignments.apply_loss(event)
                 self._on_event(event)
 
     def _commit_step(self, done: StepDone) -> None:
@@ -230,7 +226,7 @@ class ServingLoop:
                 return
             self.assignments.hand_offs.send_chunk(request)
         if request.slice_move:
-            self.assignments.hand_offs.start_slice_move(request)
+            self.assignments.hand_offs.slices.send_rest(request)
 
     def _commit_transfer(self, done: TransferDone) -> None:
         transfer, request = done.transfer, done.transfer.request
@@ -241,11 +237,11 @@ class ServingLoop:
 
     def _give_up(self) -> None:
         """Fail what the system does not route, or else all: it has stalled after a loss."""
-        lost = next(reversed(self.assignments.lost))
-        self.assignments.fail_all(self.assignments.unrouted.values(), lost)
+        assignments = self.assignments
+        assignments.losses.fail(assignments.unrouted.values())
         self._decide()
         if not self._in_flight:
-            self.assignments.fail_all(self.assignments.live.values(), lost)
+            assignments.losses.fail(assignments.live.values())
 
     def _launch(self) -> None:
         assignments = self.assignments

@@ -6,7 +6,7 @@ from itertools import chain, count
 from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Batch, Row
-from jaxinfer.serving.decode_group import DecodeGroup, Member
+from jaxinfer.serving.features.decode_group import DecodeGroup, Member
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Counts

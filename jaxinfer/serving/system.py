@@ -6,7 +6,7 @@ from itertools import permutations
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from jaxinfer.options.validation import Options
-from jaxinfer.serving.kv_shards import Placement, SliceMove
+from jaxinfer.serving.features.head_slices import Placement, SliceMove
 from jaxinfer.serving.step_fit import AttentionFit, StepFit
 
 HandOffRule = Literal["on_demand", "at_end", "when_room", "per_chunk", "per_segment"]

@@ -21,14 +21,13 @@ whose transfer here has started, ``transfers`` those that have not landed. Who f
 
 All of them stay pinned until the last step or transfer that uses them is done.
 
-Slices of KV heads move within an instance in two transfers: of the pages that are full, while the
-request goes on (``slice_copy``), and of the rest once nothing uses its pages (``slice_move``).
+Moves of slices of KV heads within an instance stand apart (``features/slice_moves.py``).
 """
 
 from collections.abc import Mapping
 
-from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Batch, Transfer
+from jaxinfer.serving.features.slice_moves import SliceMoves
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
@@ -45,13 +44,12 @@ class HandOffs:
 
     Attributes:
         moving: transfers started and not yet done.
-        num_slice_moves: moves of slices that have begun; ``num_without_room``: that had no room to;
-            ``num_at_once``: that were asked for while another one of their request was under way.
+        slices: moves of slices of KV heads within an instance.
     """
 
     def __init__(self, world: World, instances: Mapping[str, Instance]) -> None:
         self.moving: list[Transfer] = []
-        self.num_slice_moves = self.num_without_room = self.num_at_once = 0
+        self.slices = SliceMoves(self._send_slices)
         self._world = world
         self._instances = instances
 
@@ -155,46 +153,6 @@ class HandOffs:
         fits = request.incoming and request.incoming.grow(num_tokens)
         return request.incoming if fits else None
 
-    def ask_slice_move(self, request: RequestState, move: MoveSlices) -> None:
-        """Begin to move slices of KV heads, with their full pages; given up without room."""
-        hold = request.hold
-        assert hold
-        if request.slice_move or hold.copies:
-            self.num_at_once += 1
-            return
-        if hold.kv.cache:
-            raise JaxinferError(f"system asks for {move}, not possible with prefix caching")
-        if not move.moves or not hold.can_move(move.moves):
-            raise JaxinferError(f"system asks for {move}, but the slices are not there to move")
-        if not hold.copy_slices(move.moves):
-            self.num_without_room += 1
-            return
-        self.num_slice_moves += 1
-        full = request.computed // hold.kv.page_size * hold.kv.page_size
-        if full:
-            request.slice_copy = move
-            self._send_slices(request, 0, full, move)
-        else:
-            self._pause_for(request, move, 0)
-
-    def _pause_for(self, request: RequestState, move: MoveSlices, copied: int) -> None:
-        """Send the rest, past ``copied`` KV entries, as soon as nothing uses the pages."""
-        request.slice_copy, request.slice_move = None, move
-        request.slices_copied = copied
-        self.start_slice_move(request)
-
-    def start_slice_move(self, request: RequestState) -> None:
-        """Send the rest of slices that move, if nothing uses the pages."""
-        move, hold = request.slice_move, request.hold
-        assert move
-        assert hold
-        if hold.users:
-            return
-        if request.slices_copied < request.computed:
-            self._send_slices(request, request.slices_copied, request.computed, move)
-        else:
-            self._take_copies(request, move)
-
     def _send_slices(self, request: RequestState, start: int, stop: int, move: MoveSlices) -> None:
         assert request.hold
         here = request.legs[0].instance, request.hold
@@ -206,29 +164,14 @@ class HandOffs:
         if not self._end(transfer):
             return
         if transfer.slice_move:
-            self._slices_there(transfer, transfer.slice_move)
+            self.slices.arrived(transfer, transfer.slice_move)
             return
         if len(request.output_token_ids) == 1:
             request.metrics.received = end
         if request.slice_move:
-            self.start_slice_move(request)
+            self.slices.send_rest(request)
         elif request.exported and request.hold:
             self.pull(request)
-
-    def _slices_there(self, transfer: Transfer, move: MoveSlices) -> None:
-        """The first part of a move has ended, or the second."""
-        request, here = transfer.request, transfer.dest_hold is transfer.request.hold
-        if here and request.slice_copy:
-            self._pause_for(request, move, transfer.stop)
-        elif here and request.slice_move:
-            self._take_copies(request, move)
-        else:
-            transfer.dest_hold.drop_copies()  # The leg has ended meanwhile.
-
-    def _take_copies(self, request: RequestState, move: MoveSlices) -> None:
-        assert request.hold
-        request.hold.take_copies(move.moves)
-        request.slice_move = None
 
     def forget(self, instance: str) -> None:
         """Give up all transfers from or to an instance that is lost."""
@@ -236,7 +179,7 @@ class HandOffs:
             if instance not in (transfer.source, transfer.dest) or not self._end(transfer):
                 continue
             if transfer.source != instance and transfer.request.slice_move:
-                self.start_slice_move(transfer.request)  # It has waited for this one.
+                self.slices.send_rest(transfer.request)  # It has waited for this one.
 
     def _end(self, transfer: Transfer) -> bool:
         """End a transfer, and tell whether it was still wanted."""

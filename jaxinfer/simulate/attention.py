@@ -16,7 +16,7 @@ from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost
 from jaxinfer.simulate.kv_capacity import AttentionGroup, count_attention_pages
 from jaxinfer.simulate.spread import ModelledSpreadStage, ShardCost, Visit
-from jaxinfer.simulate.world import StagePath
+from jaxinfer.simulate.stage_path import StagePath
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,8 @@ def enough_requests(in_cluster: float, runs: int = 1) -> int:
 def too_few(rate: float, enough: int) -> str:
     """The warning that a rate is of too few requests, with the number that would do."""
     return (
-        f"warning: too few requests to tell whether {rate:.3g} requests/s last: the rate may be "
-        f"far too high, give {enough} requests or more"
+        f"warning: too few requests to show whether the cluster can sustain {rate:.3g} requests/s: "
+        f"the rate may be far too high; use {enough} requests or more"
     )
 
 
@@ -154,7 +154,7 @@ def load(
     try:
         for seed in seeds:
             arrivals = Arrivals(kind="poisson", rate=rate, seed=seed)
-            run = serve(*prepared, with_arrivals(work, arrivals), None, on_request)
+            run = serve(prepared, with_arrivals(work, arrivals), None, on_request)
             seconds += run.wall_s
     except _HopelessError:
         return TriedRate(rate, num_gpus(config), watch.verdict(), None)

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 from jaxinfer.config.cluster import InstanceConfig, instance_options
 from jaxinfer.config.layer_split import shared_layers
 from jaxinfer.config.nodes import NetworkPath
+from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.site import ModelledSite, SiteStage, total_watts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.hardware.network import Link
 from jaxinfer.options.validation import within
 from jaxinfer.serving.batch import Work
-from jaxinfer.serving.half_batches import choice
+from jaxinfer.serving.features.half_batches import choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
@@ -33,12 +34,14 @@ from jaxinfer.simulate.costs.model import (
     CostModel,
     Padded,
     Pipeline,
+    SlowedStage,
     StageCost,
     make_stage,
 )
 from jaxinfer.simulate.kv_capacity import count_pages
+from jaxinfer.simulate.one_device import check_together, with_shares
 from jaxinfer.simulate.spread import Visit
-from jaxinfer.simulate.world import StagePath
+from jaxinfer.simulate.stage_path import StagePath
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,9 @@ class ModelledCluster:
     """Instances by name, and what lies between them.
 
     Attributes:
+        resolved: the run file that it is of; None where each step is given, and none is modelled.
         site: where it stands; None of a replay, whose times are not a model's.
+        fits: by instance, what the system may predict steps with; empty where it does not.
         slice_lanes: by instance that has attention groups, from shard to shard.
         joint: times of instances that share experts, if some do.
     """
@@ -158,6 +163,8 @@ class ModelledCluster:
     instances: Mapping[str, ModelledInstance]
     lanes: Mapping[tuple[str, str], Sequence[StagePath]]
     capacities: Mapping[Link, float]
+    resolved: Resolved | None = None
+    fits: Mapping[str, StepFit] = field(default_factory=dict)
     site: ModelledSite | None = None
     slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePath]] = field(default_factory=dict)
     joint: JointSteps | None = None
@@ -166,18 +173,6 @@ class ModelledCluster:
     def efficiency(self) -> Efficiency:
         """The efficiency that figures go by; an empty one where the model is not known."""
         return modelled_efficiency(self.site) if self.site else Efficiency()
-
-    def fit(self, name: str, relative: bool) -> StepFit:
-        """Fit an instance's steps as profiling would, with all KV heads on the stages' own groups.
-
-        See ``fit_costs``.
-        """
-        modelled = self.instances[name]
-        options = modelled.config
-        pool = (min(modelled.num_pages) - 1) * options.page_size
-        longest = min(options.max_model_len or 4096, pool)
-        limits = options.max_num_batched_tokens, options.max_num_seqs
-        return fit_costs(modelled.cost, *limits, longest, pool, relative)
 
     def describe(self) -> dict[str, object]:
         """Describe what stands where, as JSON values."""
@@ -197,11 +192,13 @@ def model_cluster(site: ModelledSite) -> ModelledCluster:
         JaxinferError: the model does not fit, or costs have nothing for a stage.
     """
     instances = {}
+    options = with_shares(site)
     for name, stages in site.stages.items():
         try:
-            instances[name] = _model_instance(site.resolved.instances[name], stages)
+            instances[name] = _model_instance(options[name], stages)
         except JaxinferError as error:
             raise within(f"instances.{name}", error) from None
+    check_together(site, {name: each.num_pages for name, each in instances.items()})
     lanes = {
         (source, dest): lanes_between(instances[source], instances[dest], site.paths)
         for source, dest in site.resolved.pairs
@@ -215,7 +212,23 @@ def model_cluster(site: ModelledSite) -> ModelledCluster:
     capacities = {link: rate for path in site.paths.values() for link, rate in path.links.items()}
     sharing = {name: instances[name] for name in site.sharing}
     joint = _joint_steps(sharing) if sharing else None
-    return ModelledCluster(instances, lanes, capacities, site, slices, joint)
+    fits = {}
+    if site.resolved.needs_fits:
+        relative = site.resolved.run_file.simulate.fit == "relative"
+        fits = {name: fit_instance(each, relative) for name, each in instances.items()}
+    return ModelledCluster(instances, lanes, capacities, site.resolved, fits, site, slices, joint)
+
+
+def fit_instance(modelled: ModelledInstance, relative: bool) -> StepFit:
+    """Fit an instance's steps as profiling would, with all KV heads on the stages' own groups.
+
+    See ``fit_costs``.
+    """
+    options = modelled.config
+    pool = (min(modelled.num_pages) - 1) * options.page_size
+    longest = min(options.max_model_len or 4096, pool)
+    limits = options.max_num_batched_tokens, options.max_num_seqs
+    return fit_costs(modelled.cost, *limits, longest, pool, relative)
 
 
 def _joint_steps(members: Mapping[str, ModelledInstance]) -> JointSteps:
@@ -243,7 +256,7 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
     model = parts[0].model
     hops = [place.hop for place in places if place.hop]
     cost: CostModel = Pipeline(
-        tuple(stages),
+        tuple(map(_at_its_speed, stages, places)),
         places[0].costs.hop_s,
         tuple(hop.latency_s for hop in hops),
         tuple(1 / hop.rate for hop in hops),
@@ -268,6 +281,11 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
     )
 
 
+def _at_its_speed(stage: StageCost, place: SiteStage) -> StageCost:
+    slowdown = place.group.slowdown
+    return SlowedStage(stage, slowdown) if slowdown != 1 else stage
+
+
 def lanes_between(
     source: ModelledInstance,
     dest: ModelledInstance,
@@ -287,7 +305,7 @@ def modelled_efficiency(site: ModelledSite) -> Efficiency:
     groups, placement = site.groups.values(), site.placement
     return Efficiency(
         model=None if site.model.windowed_layers else model_flops(site.model),
-        peak_flops=sum(group.gpu.bf16_tflops * 1e12 * group.devices for group in groups),
+        peak_flops=sum(group.gpu.bf16_tflops * 1e12 * group.own_devices for group in groups),
         usd_per_hour=placement.usd_per_hour if placement else None,
         watts=total_watts(placement, groups),
     )

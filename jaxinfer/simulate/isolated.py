@@ -19,9 +19,9 @@ def serve_alone(config: RunFile, work: Iterable[BenchRequest], on_request: OnReq
     Raises:
         JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
     """
-    site, cluster, fits = prepare(config)
+    cluster = prepare(config)
     for item in work:
-        serve(site, cluster, fits, [replace(item, arrival=0.0, after_ends=0)], None, on_request)
+        serve(cluster, [replace(item, arrival=0.0, after_ends=0)], None, on_request)
 
 
 def reference_latencies(config: RunFile, work: Sequence[BenchRequest]) -> Reference:

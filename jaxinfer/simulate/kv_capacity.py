@@ -22,17 +22,10 @@ def count_pages(
     Raises:
         JaxinferError: the GPU's memory holds fewer than are asked for, or than two.
     """
-    gpu, model = part.gpu, part.model
-    weights = part.weight_bytes
-    each = _page_bytes(instance, part) / part.kv_ways
+    gpu, weights = part.gpu, part.weight_bytes
+    each = page_bytes(instance, part) / part.kv_ways
     memory = _memory(instance, gpu, instance.num_pages is not None)
-    reserve = (reserve_gb or 0.0) * 1e9
-    if reserve_gb is None:
-        numbers = 2 * model.hidden_size + 3 * model.intermediate_size
-        reserve = instance.max_num_batched_tokens * numbers * ITEMSIZE
-        reserve += 4 * instance.max_num_seqs * model.vocab_size
-        if part.flow:
-            reserve += part.flow.gathered_weights * part.mean_weight_size
+    reserve = reserved_bytes(instance, reserve_gb, part)
     fits = int((memory - weights - reserve) // each)
     wanted = instance.num_pages or fits
     if wanted < 2 or wanted > fits:
@@ -45,7 +38,20 @@ def count_pages(
     return wanted
 
 
-def _page_bytes(instance: InstanceConfig, part: StagePart) -> int:
+def reserved_bytes(instance: InstanceConfig, reserve_gb: float | None, part: StagePart) -> float:
+    """Return the bytes of a GPU that are neither for weights nor for KV."""
+    if reserve_gb is not None:
+        return reserve_gb * 1e9
+    model = part.model
+    numbers = 2 * model.hidden_size + 3 * model.intermediate_size
+    reserve: float = instance.max_num_batched_tokens * numbers * ITEMSIZE
+    reserve += 4 * instance.max_num_seqs * model.vocab_size
+    if part.flow:
+        reserve += part.flow.gathered_weights * part.mean_weight_size
+    return reserve
+
+
+def page_bytes(instance: InstanceConfig, part: StagePart) -> int:
     """Return the bytes of a page, of all KV heads and layers of a stage."""
     model = part.model
     scales = _SCALES * part.layers * model.num_key_value_heads if part.kv_size == 1 else 0
@@ -94,7 +100,7 @@ def count_attention_pages(
     Raises:
         JaxinferError: a group's memory holds fewer than are given, or than one for each stage.
     """
-    bytes_of = [_page_bytes(instance, part) for part in parts]
+    bytes_of = [page_bytes(instance, part) for part in parts]
     counted = list(own)
     for asked in groups:
         for stage, pages in asked.given.items():

@@ -82,7 +82,7 @@ def _read_text(text: str, attainment: float | None, criterion: Criterion | None)
         of_requests = {name: limit for (name, _), limit in limits.items()}
         return _request_targets(of_requests, attainment, criterion)
     if len(percentiles) < len(limits):
-        raise JaxinferError("limits of percentiles beside limits of requests, give one kind")
+        raise JaxinferError("has limits of percentiles and limits of requests: give only one kind")
     return _percentile_targets(percentiles, attainment, criterion)
 
 

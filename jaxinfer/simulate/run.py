@@ -4,15 +4,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from jaxinfer.config.resolve import Resolved, resolve
+from jaxinfer.config.groups import GroupConfig
+from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.config.site import model_site
+from jaxinfer.config.site import SiteGroup, model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.recorder import Recorder
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.serving.world import Event, StepDone
 from jaxinfer.simulate.beyond import BeyondMeasured
 from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
@@ -40,31 +40,23 @@ def simulate(
     Raises:
         JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
     """
-    site, cluster, fits = prepare(config)
-    return serve(site, cluster, fits, work, run_dir, on_request, about=about)
+    cluster = prepare(config)
+    return serve(cluster, work, run_dir, on_request, about=about)
 
 
-def prepare(config: RunFile) -> tuple[Resolved, ModelledCluster, dict[str, StepFit]]:
+def prepare(config: RunFile) -> ModelledCluster:
     """Return all that ``serve`` needs besides requests.
 
     Raises:
         JaxinferError: the cluster cannot be what the run file says.
     """
-    resolved = resolve(config)
-    cluster = model_cluster(model_site(resolved))
-    fits = {}
-    if resolved.needs_fits:
-        relative = config.simulate.fit == "relative"
-        fits = {name: cluster.fit(name, relative) for name in cluster.instances}
-    return resolved, cluster, fits
+    return model_cluster(model_site(resolve(config)))
 
 
 def serve(
-    site: Resolved,
     cluster: ModelledCluster,
-    fits: Mapping[str, StepFit],
     work: Sequence[BenchRequest],
-    run_dir: str | Path | None,
+    run_dir: str | Path | None = None,
     on_request: OnRequest = lambda request, times: None,
     start: float = 0.0,
     about: Mapping[str, object] | None = None,
@@ -73,29 +65,21 @@ def serve(
     """The same on a cluster that has been modelled; ``compiles`` and the like are 0.
 
     Args:
-        fits: by instance, what the system may predict with.
         start: seconds, see ``SimulatedWorld``; ``wall_s`` counts from 0 all the same.
         about: see ``simulate``.
         on_step: called with each step that has ended; what it looks at has to hold for decodes
             that are advanced together.
     """
-    system, modelled = site.new_system(), cluster.instances
+    site, modelled = cluster.resolved, cluster.instances
+    assert site
+    system = site.new_system()
     longest = cluster.site.model.max_position_embeddings if cluster.site else None
     requests = ModelledRequests(work, site.run_file.workload, site.instances, longest)
     alike = not system.needs_decode_rows, requests.has_tokens, requests.num_output
-    instances = [each.new_instance(name, fits.get(name), *alike) for name, each in modelled.items()]
-    world = SimulatedWorld(
-        {name: each.cost for name, each in modelled.items()},
-        {name: each.segments for name, each in modelled.items()},
-        {name: each.devices for name, each in modelled.items()},
-        cluster.lanes,
-        cluster.capacities,
-        requests.by_arrival(),
-        start,
-        cluster.slice_lanes,
-        {name: each.visits for name, each in modelled.items()},
-        cluster.joint,
-    )
+    instances = [
+        each.new_instance(name, cluster.fits.get(name), *alike) for name, each in modelled.items()
+    ]
+    world = SimulatedWorld(cluster, requests.by_arrival(), start)
     waiting, beyond = requests.by_ends(), BeyondMeasured(modelled)
 
     def on_finish(request: RequestState) -> None:
@@ -118,7 +102,7 @@ def serve(
                 on_step(event)
 
     def describe() -> dict[str, object]:
-        return describe_run(site, cluster, work) | dict(about or {})
+        return describe_run(cluster, work) | dict(about or {})
 
     keeps, counts = site.run_file.ledger, site.counts_transfer
     with Recorder(run_dir, describe, counts, keeps_ledger=keeps, hears=False) as recorder:
@@ -152,18 +136,23 @@ def serve(
         )
 
 
-def describe_run(
-    site: Resolved, cluster: ModelledCluster, work: Sequence[BenchRequest]
-) -> dict[str, object]:
+def _played(group: SiteGroup | GroupConfig) -> str:
+    slower = f", {group.slowdown:g} times slower" if group.slowdown != 1 else ""
+    return f"{group.kind}{slower}"
+
+
+def describe_run(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> dict[str, object]:
     """Describe what runs where, as JSON values."""
     from jaxinfer.report.origin import FACTS, asked_for  # Of what is kept alone.
 
-    config, modelled = site.run_file, cluster.site
+    site, modelled = cluster.resolved, cluster.site
+    assert site
+    config = site.run_file
     placement, groups = modelled and modelled.placement, (modelled or site.cluster).groups
     costs = config.simulate.model_dump(
         exclude=None if placement else {"hardware": True, "groups": {"__all__": {"node"}}}
     )
-    gpus = ", ".join(f"{name} ({group.kind})" for name, group in groups.items())
+    gpus = ", ".join(f"{name} ({_played(group)})" for name, group in groups.items())
     return {
         "model": config.model,
         "system": dict(config.system),

@@ -9,7 +9,7 @@ from typing import Self
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.serving.batch import ShardWork, Work
-from jaxinfer.serving.half_batches import LayerTimes, as_a_whole, in_turn
+from jaxinfer.serving.features.half_batches import LayerTimes, as_a_whole, in_turn
 from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.simulate.costs.roofline import RooflineStage
 

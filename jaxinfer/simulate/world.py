@@ -4,36 +4,19 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.network import Link, Network
+from jaxinfer.hardware.network import Network
 from jaxinfer.serving.batch import Batch, Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone
-from jaxinfer.simulate.costs.joint import JointRounds, JointSteps
-from jaxinfer.simulate.costs.model import CostModel
+from jaxinfer.simulate.cluster import ModelledCluster
+from jaxinfer.simulate.costs.joint import JointRounds
 from jaxinfer.simulate.shared_device import SharedDevice
-from jaxinfer.simulate.spread import Visit
-
-
-@dataclass(frozen=True)
-class StagePath:
-    """A source stage's part in a transfer, and its way to the destination.
-
-    Attributes:
-        stage: number of the source stage.
-        token_bytes: KV bytes per token.
-        path: the links.
-        latency_s: seconds until the first byte lands.
-    """
-
-    stage: int
-    token_bytes: int
-    path: Sequence[Link]
-    latency_s: float
+from jaxinfer.simulate.stage_path import StagePath
 
 
 @dataclass
@@ -50,47 +33,31 @@ class SimulatedWorld:
     """Implements ``jaxinfer.serving.world.World``.
 
     Args:
-        costs: by instance.
-        segments: by instance, pieces that each stage's layers are computed in.
-        devices: by instance, a number for what each stage runs on; those with one take turns.
-        lanes: by names of source and destination.
-        capacities: of the links, in bytes per second.
+        cluster: its instances' step times, and what lies between them.
         requests: by time of arrival.
         start: the time at which the cluster is there; requests that come before wait for it.
-        slice_lanes: by instance, from shard to shard, of one KV head; where heads move.
-        visits: by instance, what each stage has done by devices that work for several of them.
-        joint: times of instances that step together, if some do.
     """
 
     def __init__(
-        self,
-        costs: Mapping[str, CostModel],
-        segments: Mapping[str, int],
-        devices: Mapping[str, Sequence[int]],
-        lanes: Mapping[tuple[str, str], Sequence[StagePath]],
-        capacities: Mapping[Link, float],
-        requests: Iterable[RequestState],
-        start: float = 0.0,
-        slice_lanes: Mapping[str, Mapping[tuple[int, int], StagePath]] | None = None,
-        visits: Mapping[str, Sequence[Sequence[Visit]]] | None = None,
-        joint: JointSteps | None = None,
+        self, cluster: ModelledCluster, requests: Iterable[RequestState], start: float = 0.0
     ) -> None:
-        self._costs, self._segments, self._lanes = costs, segments, lanes
-        self._devices, self._slice_lanes = devices, slice_lanes or {}
+        self._instances = cluster.instances
+        self._lanes, self._slice_lanes = cluster.lanes, cluster.slice_lanes
+        visits = {name: each.visits for name, each in self._instances.items()}
         # Of those alone that have any: this is looked at in each step.
-        self._visits = {name: each for name, each in (visits or {}).items() if any(each)}
+        self._visits = {name: each for name, each in visits.items() if any(each)}
         self._turns: defaultdict[tuple[str, int], SharedDevice] = defaultdict(SharedDevice)
-        self._network: Network[tuple[_Moving, StagePath]] = Network(capacities)
+        self._network: Network[tuple[_Moving, StagePath]] = Network(cluster.capacities)
         self._requests = iter(requests)
         self._next = next(self._requests, None)
         self._num_added = 0
         self._now = start
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
-        self._joint = joint.own if joint else {}
-        self._rounds = JointRounds(joint) if joint else None
+        self._joint = cluster.joint.own if cluster.joint else {}
+        self._rounds = JointRounds(cluster.joint) if cluster.joint else None
         # When each device of an instance is done with what it has been given.
-        self._free = {name: dict.fromkeys(numbers, 0.0) for name, numbers in devices.items()}
+        self._free = {n: dict.fromkeys(each.devices, 0.0) for n, each in self._instances.items()}
 
     def now(self) -> float:
         """Seconds of virtual time."""
@@ -124,9 +91,9 @@ class SimulatedWorld:
             assert not batch.transfers
             self._rounds.add(batch)
             return
-        work, cost = batch.work, self._costs[batch.instance]
-        seconds, hops = cost.stages(work), cost.hops(work)
-        devices = self._devices[batch.instance]
+        work, instance = batch.work, self._instances[batch.instance]
+        seconds, hops = instance.cost.stages(work), instance.cost.hops(work)
+        devices = instance.devices
         free, visits = self._free[batch.instance], self._visits.get(batch.instance)
         ready = self._now
         stages: list[tuple[float, float]] = []
@@ -145,7 +112,7 @@ class SimulatedWorld:
         done = StepDone(batch, tokens, stages[0][0], stages[-1][1], stages=stages)
         self._at(done.end, done)
         for transfer in batch.transfers:
-            self._send(transfer, stages, self._segments[batch.instance])
+            self._send(transfer, stages, instance.segments)
 
     def start_transfer(self, transfer: Transfer) -> None:
         """Send what exists."""

@@ -22,11 +22,12 @@ class Share(Options):
 
 
 class DataParallelOptions(Options):
-    """Options of ``DataParallel``. The paper has strong: 3 and 3, weak: 1 and 1.
+    """Options of ``DataParallel``.
 
     Attributes:
-        shares: Each instance's ``weight`` (requests per turn) and ``max_waiting`` (queue at which
-            it is skipped). The paper has strong: 3 and 3, weak: 1 and 1.
+        shares: For each instance, its ``weight`` (requests per turn) and ``max_waiting`` (length of
+            the queue at which it is skipped). The paper uses 3 and 3 for the strong instance, 1 and
+            1 for the weak one.
     """
 
     shares: dict[str, Share]

@@ -33,9 +33,9 @@ class DisaggregatedOptions(Options):
     High-low and low-high are the same system with the instances on the other group.
 
     Attributes:
-        prefill, decode: Names of instances; a request goes to the one with the fewest.
-        hand_off: When KV goes on.
-        max_in_prefill: Requests in one prefill instance, at most.
+        prefill, decode: Names of the instances; a request goes to the one with the fewest requests.
+        hand_off: When KV is sent.
+        max_in_prefill: Largest number of requests in one prefill instance.
     """
 
     prefill: Names = ("prefill",)

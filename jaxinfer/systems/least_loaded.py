@@ -21,9 +21,11 @@ class LeastLoadedOptions(Options):
     """Options of ``LeastLoaded``.
 
     Attributes:
-        choose: Choice among all, of two drawn at random, or in turns.
-        load: Requests, or prompt tokens to compute and KV entries.
-        seed: Seed of the draws.
+        choose: How an instance is chosen: the least loaded of all, the less loaded of two random
+            ones, or each in turn.
+        load: Load of an instance: its number of requests, or of its prompt tokens to compute and KV
+            entries.
+        seed: Seed of the random choices.
     """
 
     choose: Literal["join_shortest_queue", "power_of_two", "round_robin"] = "join_shortest_queue"

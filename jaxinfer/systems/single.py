@@ -12,7 +12,8 @@ class Single(System):
     def check(self, instances: Collection[str]) -> None:
         """Check that there is one instance alone."""
         if len(instances) != 1:
-            raise JaxinferError(f"needs one instance, there are {', '.join(instances)}")
+            found = ", ".join(instances)
+            raise JaxinferError(f"needs exactly one instance, but the run file has {found}")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
         """An empty sequence: there is one instance."""

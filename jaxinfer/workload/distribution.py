@@ -34,11 +34,13 @@ class Lengths(Options):
     Attributes:
         kind: Shape of the distribution.
         min, max: Limits, to which lengths are clipped.
-        median, sigma: Parameters of ``lognormal``; sigma is of the logarithm.
-        mean, std: The same, before clipping, in place of these.
-        values: Percentiles and lengths, as ``{50: 400, 99: 4000}``; log-normal between them. Beyond
-            the first and the last, likewise up to ``min`` and ``max``; 0 or 100, where given, is
-            the end, towards which the logarithm is uniformly distributed (see ``Percentiles``).
+        median, sigma: Parameters of ``lognormal``: its median, and the standard deviation of the
+            logarithm.
+        mean, std: Mean and standard deviation before clipping, in place of ``median`` and
+            ``sigma``.
+        values: Percentiles and their lengths, as ``{50: 400, 99: 4000}``, with log-normal pieces
+            between them. The outer pieces go on to ``min`` and ``max``, unless 0 or 100 is given,
+            towards which the logarithm is uniformly distributed (see ``Percentiles``).
     """
 
     kind: Literal["uniform", "lognormal", "percentiles"]

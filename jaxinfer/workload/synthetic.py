@@ -31,13 +31,15 @@ class Synthetic(Options):
     prompts and outputs rarer: the upper percentiles fall short of the published ones by up to 11 %.
 
     Attributes:
-        lengths: A name in ``configs/lengths.yaml``: published percentiles of both. Means come out
-            within 13 %.
-        input_len, output_len: Tokens: a number, or a distribution; drawn independently.
-        range_ratio: Makes each number n a range of n times ``1 - range_ratio`` to ``1 +
-            range_ratio``, as in vLLM.
+        lengths: A name in ``configs/lengths.yaml``, which has published percentiles of prompt and
+            output lengths. Means are within 13 % of the published ones.
+        input_len, output_len: Prompt and output tokens, drawn independently: a number, or a
+            distribution.
+        range_ratio: Turns each number n into the range from ``n * (1 - range_ratio)`` to ``n * (1 +
+            range_ratio)``, as in vLLM.
         count: Number of requests.
-        seed: Seed of the draws. Prompts do not depend on how outputs are drawn, nor these on those.
+        seed: Seed of the random lengths. Prompts do not depend on how outputs are drawn, nor
+            outputs on prompts.
     """
 
     lengths: str | None = None

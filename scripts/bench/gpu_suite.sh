@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# All that is measured on a machine with an NVIDIA GPU, in three parts of less than ten minutes,
-# each of which stands alone.
+# All that is measured on a machine with an NVIDIA GPU, in four parts of less than ten minutes, each
+# of which stands alone.
 #
 #   scripts/bench/gpu_suite.sh --collect-wheels DIR            # on a machine with a network
-#   scripts/bench/gpu_suite.sh --part 1 --wheels DIR --out docs/results/gpu/NAME
+#   scripts/bench/gpu_suite.sh --part systems --wheels DIR --out docs/results/gpu/NAME
+#   scripts/bench/gpu_suite.sh --part 1 --wheels DIR --out OTHER
 #   scripts/bench/gpu_suite.sh --part 2 --wheels DIR --trace CSV --out OTHER
 #   scripts/bench/gpu_suite.sh --rehearse --out DIR            # on a CPU: tiny, kernels interpreted
 #
-# Part 1: tests, a memory checker, kernels beside peers. 2: the engine. 3: counters of kernels,
-# torch's flex_attention, tables of operators. extra: experts; Cronus over the GPU and the host's
-# CPU, in one process and in two. Without --part: 1, 2 and 3; --only STAGE,... runs some stages.
+# Part systems: all systems on one card that plays several, in one process and in two. 1: tests, a
+# memory checker, kernels beside peers. 2: the engine. 3: counters of kernels, torch's
+# flex_attention, tables of operators. extra: experts; Cronus over the GPU and the host's CPU, in one
+# process and in two. Without --part: systems, 1, 2 and 3; --only STAGE,... runs some stages.
 #
 # The machine with the GPU has Python 3.12 ($PYTHON, by default python3) with JAX for CUDA, flax and
 # transformers; what else the project needs comes as wheels. Without --wheels, that Python must have
@@ -23,6 +25,7 @@ set -uo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
 declare -A parts=(
+    [systems]=device,systems,card_processes
     [1]=device,tests,pools,memory,kernels
     [2]=device,engine
     [3]=device,counters,flex,operators
@@ -51,7 +54,7 @@ while (($#)); do
         --wheels) wheels=$(realpath "$2") ;;
         --trace) trace=$(realpath "$2") ;;
         --out) out=$(realpath -m "$2") ;;
-        --part) only=${parts[$2]:-} && [[ -n $only ]] || fail "--part: must be 1, 2, 3 or extra" ;;
+        --part) only=${parts[$2]:-} && [[ -n $only ]] || fail "--part: must be systems, 1, 2, 3 or extra" ;;
         --only) only=$2 ;;
         --kernels) kernels=$2 ;;
     esac
@@ -118,7 +121,7 @@ stage() {
     local name=$1 limit=$2 start=$SECONDS status result
     shift 2
     [[ ,$only, == *,$name,* ]] || return 0
-    [[ -n $rehearse ]] && limit=600
+    [[ -n $rehearse ]] && limit=1800  # Of a machine that others use, too.
     echo "$name: at most $limit s"
     timeout --kill-after=5 "$limit" "$@" >"$results/$name.log" 2>&1 </dev/null
     status=$?
@@ -155,7 +158,7 @@ fi
 [[ -n $out ]] || fail "no --out: give a new folder for the results"
 [[ -e $out ]] && fail "$out exists: give a new folder for the results"
 [[ -z $wheels || -f $wheels/requirements.txt ]] || fail "$wheels: not made by --collect-wheels"
-only=${only:-${parts[1]},${parts[2]},${parts[3]}}
+only=${only:-${parts[systems]},${parts[1]},${parts[2]},${parts[3]}}
 for name in ${only//,/ }; do
     [[ " ${parts[*]//,/ } " == *" $name "* ]] || fail "--only: no stage $name"
 done
@@ -188,6 +191,12 @@ if [[ -n $wheels ]]; then
 fi
 
 stage device 30 "$python" -m scripts.bench.describe_machine "$results/device.json" $rehearse
+
+# Part systems. The second one's processes have the card to themselves: this one has none of it.
+card=("$python" -m scripts.bench.one_card --out "$results/one_card" $rehearse)
+stage systems 360 "${card[@]}" --seconds "$([[ -n $rehearse ]] && echo 1700 || echo 300)"
+stage card_processes 90 "${card[@]}" --processes \
+    --seconds "$([[ -n $rehearse ]] && echo 1700 || echo 40)"
 
 # Part 1. A fault of the GPU ends a process: with several, it costs one test; so does a hang in C.
 tests=(tests/pallas_kernels tests/runtime/test_kernels.py tests/runtime/spread/test_spread.py)

@@ -62,7 +62,7 @@ class Steps:
     """Seconds of one real run's steps, and of the same by the tables, by kind."""
 
     def __init__(self, tables: str) -> None:
-        _, cluster, _ = prepare(load_run_file(tables))
+        cluster = prepare(load_run_file(tables))
         (self._modelled,) = cluster.instances.values()
         self._limits = limits_of(tables)
         self.seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)

@@ -319,7 +319,7 @@ def test_what_is_said_at_the_end(chats: tuple[Path, Path], tmp_path: Path) -> No
     result = CliRunner().invoke(cli, [*asked, *options, "--ledger"], catch_exceptions=False)
     said = f"run.json, steps.jsonl, requests.jsonl and ledger.jsonl: {tmp_path / 'o.runs' / '1'}"
     assert said in result.output
-    assert "where a line gave none, generation_config.json's: top_k 1 (engine." in result.output
+    assert "default sampling options of generation_config.json: top_k 1 (engine." in result.output
     closing = [line for line in result.output.splitlines() if line.startswith("requests: 4 of 4")]
     assert not any("tok/s" in line for line in closing)
 

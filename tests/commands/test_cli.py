@@ -363,9 +363,9 @@ def test_processes_that_were_started_again_are_told(tmp_path: Path) -> None:
     out = io.StringIO()
     _print_restarts(Console(file=out, width=20), tmp_path)
     assert out.getvalue() == (
-        "group b: killed; it was started again in 12.3 s\n"
-        "group b: killed; it could not be started again: no [room]\n"
-        "group b: killed; it is done without by instance b\n"
+        "group b: killed; it was restarted in 12.3 s\n"
+        "group b: killed; it could not be restarted: no [room]\n"
+        "group b: killed; it is no longer used by instance b\n"
     )
 
 

@@ -297,3 +297,44 @@ def test_attention_groups_stand_in_one_process_with_their_stage() -> None:
             groups={"a": GroupConfig(), "b": GroupConfig(process="own")},
             instances={"x": InstanceConfig(stages=(stage,), enable_prefix_caching=False)},
         )
+
+
+def sharing(**changes: Any) -> ClusterConfig:
+    """A cluster of three groups: ``b`` and ``c`` share the devices of ``a``, which has two."""
+    groups: dict[str, Any] = {
+        "a": {"devices": 2, "tensor_parallel_size": 1},
+        "b": {"shares": "a", "devices": 2},
+        "c": {"shares": "a"},
+    }
+    for key, value in changes.items():
+        groups[key] = groups.get(key, {}) | value
+    instances = {"w": {"group": "a"}, "x": {"group": "a"}, "y": {"group": "b"}, "z": {"group": "c"}}
+    return ClusterConfig.model_validate({"groups": groups, "instances": instances})
+
+
+def test_groups_that_share_devices_need_none_of_their_own() -> None:
+    """Each one's instances have room on what it uses, however many others use it."""
+    made = sharing(c={"emulate": {"slowdown": 3}})
+    assert made.emulated == ["group b on a's devices", "group c 3 times slower on a's devices"]
+    assert [made.home(name) for name in "abc"] == ["a", "a", "a"]
+    assert [made.process_of(name) for name in "wyz"] == [None, None, None]
+    with pytest.raises(JaxinferError, match=r"^groups\.a\.devices is 1, its instances need 2$"):
+        sharing(a={"devices": 1}, b={"devices": 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"b": {"shares": "d"}}, r"^groups\.b\.shares: no group 'd': known: a, b, c$"),
+        ({"b": {"shares": "b"}}, r"^groups\.b\.shares is b, which has no devices of its own: name"),
+        ({"c": {"shares": "b"}}, r"^groups\.c\.shares is b, which has no devices of its own: name"),
+        ({"b": {"devices": 3}}, r"^groups\.b\.devices is 3, a has 2$"),
+        ({"b": {"platform": "gpu"}}, r"^groups\.b\.platform: leave it out, the devices are those"),
+        ({"b": {"kind": "H100"}}, r"^groups\.b\.kind: leave it out, the devices are those of a$"),
+        ({"b": {"process": "own"}}, r"^groups\.b\.shares is a: groups that share devices are in "),
+        ({"a": {"process": "own"}}, r"^groups\.b\.shares is a, which has a process of its own: "),
+    ],
+)
+def test_groups_that_cannot_share(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(JaxinferError, match=message):
+        sharing(**changes)

@@ -22,14 +22,17 @@ from jaxinfer.lab.plan.sweep.sweep import Sweep, clusters
 ROOT = Path(__file__).parents[2]
 # Others than run files: test_nodes.py, test_targets.py and test_shipped_tables.py have them.
 OTHERS = ("clusters", "targets", "plan", "sweep", "operators")
-FILES = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name not in OTHERS)
+CONFIGS = ROOT / "configs"
+FILES = sorted(
+    p for p in CONFIGS.rglob("*/*.yaml") if p.relative_to(CONFIGS).parts[0] not in OTHERS
+)
 DEAR = ("hexgen2", "splitwise", "splitwise_power")  # Their planners search for seconds.
 PLANS = [
     pytest.param(path, marks=pytest.mark.slow if path.stem in DEAR else [], id=path.stem)
-    for path in sorted((ROOT / "configs" / "plan").glob("*.yaml"))
+    for path in sorted((CONFIGS / "plan").glob("*.yaml"))
 ]
-SWEEPS = sorted((ROOT / "configs" / "sweep").glob("*.yaml"))
-CRONUS = ROOT / "configs" / "cpu" / "cronus.yaml"
+SWEEPS = sorted((CONFIGS / "sweep").glob("*.yaml"))
+CRONUS = CONFIGS / "cpu" / "cronus.yaml"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
@@ -77,6 +80,10 @@ def test_there_is_one_for_each_system() -> None:
     for platform, more in (("cpu", of_cpu), ("gpu", of_cpu)):
         here = [path for path in FILES if path.parent.name == platform]
         assert {load_run_file(path).system["name"] for path in here} == systems | more
+    papers = {"cronus", "distserve", "splitwise", "tetriinfer", "disaggregated", "hetis"}
+    here = [path for path in FILES if path.parent.name == "one_card"]
+    found = {load_run_file(path).system["name"] for path in here}
+    assert found == papers | {"hexgen2", "aladdin", "takeover", "single"}
 
 
 # (what is set, what the error says)
@@ -89,7 +96,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"groups.strong.tensor_parallel_size": 2}, "groups.strong.tensor_parallel_size is 2, the g"),
     ({"groups.third": {"platform": "cpu"}}, "groups.third: no instance stands on it"),
     ({"groups.strong.emulate.slowdown": 0.5}, "slowdown is 0.5"),
-    ({"groups.strong.platform": "gpu"}, "groups.strong.emulate: a GPU is not slowed down"),
+    (
+        {"groups.weak.shares": "strong"},
+        "groups.weak.platform: leave it out, the devices are those of strong",
+    ),
+    ({"groups.weak": {"shares": "strnog"}}, "groups.weak.shares: no group 'strnog': did you mean"),
     ({"groups.strong.platform": "tpu"}, "groups.strong.platform is 'tpu'"),
     ({"system": "cronos"}, "system 'cronos': did you mean 'cronus'?"),
     ({"system.name": None}, "system.name is missing, must be one of single, "),
@@ -98,7 +109,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"system.cut_shar": 1}, "system.cut_shar: unknown option, did you mean 'cut_share'?"),
     ({"system": "no_module:Thing"}, "No module named 'no_module'"),
     ({"system": "json:loads"}, "loads is no jaxinfer.serving.system.System"),
-    ({"system": "single"}, "system single: needs one instance, there are cpi, ppi"),
+    (
+        {"system": "single"},
+        "system single: needs exactly one instance, but the run file has cpi, ppi",
+    ),
     (
         {"links": [{"between": ["strong", "wek"], "gb_s": 1}]},
         "no group 'wek': did you mean 'weak'?",

@@ -59,7 +59,7 @@ def test_what_has_no_use_beside_another_kind(
     for name in ("flops", "bandwidth", "step_s", "sequence_s"):
         if name in names:
             with pytest.raises(
-                JaxinferError, match=f"^{name} has no use beside {next(iter(kind))}"
+                JaxinferError, match=f"^{name} has no effect with {next(iter(kind))}"
             ):
                 options(**kind, **{name: 0.5})
         else:
@@ -119,5 +119,5 @@ def test_mistakes_in_published_tables_are_named(tables: object, message: str) ->
 
 
 def test_skew_has_no_use_beside_coefficients() -> None:
-    with pytest.raises(JaxinferError, match=r"^skew has no use beside linear"):
+    with pytest.raises(JaxinferError, match=r"^skew has no effect with linear"):
         SimulateOptions(linear={"step_s": 1.0}, skew=True)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from modelled_world import modelled_world
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.costs import SimulateOptions
@@ -25,7 +26,6 @@ from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs.linear import LinearCosts
 from jaxinfer.simulate.costs.model import Pipeline
 from jaxinfer.simulate.run import simulate
-from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.workload.lengths import BenchRequest
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -165,7 +165,7 @@ def test_transfers_share_the_cards_of_their_nodes(moves: list[str], seconds: lis
     nodes = {"p": "node1", "q": "node1", "r": "node2", "t": "node2", "s": "node3"}
     pairs = [(move[0], move[1]) for move in moves]
     cluster = model_cluster(model_site(replace(resolve(on_nodes("distserve", nodes)), pairs=pairs)))
-    world = SimulatedWorld({}, {}, {}, cluster.lanes, cluster.capacities, [])
+    world = modelled_world({}, {}, {}, cluster.lanes, cluster.capacities, [])
     for source, dest in pairs:
         request, hold = RequestState(source + dest, 1000, 1, 0.0, ()), cast(Any, None)
         world.start_transfer(Transfer(request, 0, source, dest, hold, hold, 0, 1000, 0.0))

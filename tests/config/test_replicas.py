@@ -373,3 +373,16 @@ def test_replicas_of_nodes_that_cannot_be_are_refused(tmp_path: Path) -> None:
     file = hardware(tmp_path, nodes={"n": node})
     with pytest.raises(JaxinferError, match=r"nodes\.n\.replicas is -1, must be an integer from"):
         read_hardware(file)
+
+
+def test_replicas_share_the_devices_of_as_many() -> None:
+    groups = {"g": {"kind": "A10", "replicas": 2}, "h": {"shares": "g", "replicas": 2}}
+    made = as_run_file({"groups": groups})
+    assert [made.groups[name].shares for name in ("h0", "h1")] == ["g0", "g1"]
+    one = as_run_file({"groups": {"g": {"kind": "A10"}, "h": {"shares": "g", "replicas": 2}}})
+    assert [one.groups[name].shares for name in ("h0", "h1")] == ["g", "g"]
+    groups["h"]["replicas"] = 3
+    with pytest.raises(
+        JaxinferError, match=r"^groups\.h\.replicas is 3, its group g has 2: give bo"
+    ):
+        as_run_file({"groups": groups})

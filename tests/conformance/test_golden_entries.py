@@ -96,7 +96,9 @@ import sys, importlib, importlib.abc
 class Only(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        ours = name == "jaxinfer" or name.startswith("jaxinfer.lab.conformance")
+        ours = name in ("jaxinfer", "jaxinfer.lab") or name.startswith("jaxinfer.lab.conformance")
+        made = ("scripts", "scripts.validate")
+        ours |= name in made or name.startswith("scripts.validate.faults")
         if not (ours or top == "numpy" or top in sys.stdlib_module_names):
             raise ImportError(f"blocked: {name}")
 sys.meta_path.insert(0, Only())

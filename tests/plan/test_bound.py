@@ -256,7 +256,7 @@ def test_a_cluster_by_hand() -> None:
     )
     work = [BenchRequest(None, 40, 6, 0.0)]
     seconds = 0.25 * 6 / 10 + 0.001 * 45 + 0.002 * 6 + 0.00001 * sum(range(41, 46))
-    assert bound_of(prepare(config)[1], work).rate == pytest.approx(2 / seconds, rel=1e-6)
+    assert bound_of(prepare(config), work).rate == pytest.approx(2 / seconds, rel=1e-6)
 
 
 # What any system does.
@@ -293,9 +293,9 @@ def test_no_run_of_any_system_is_faster(
     ]
     config = load_run_file(data_path(f"configs/cronus/{system}.yaml"), settings)
     work = [BenchRequest(None, p, o, 0.0) for p, o in lengths]
-    site, cluster, fits = prepare(config)
+    cluster = prepare(config)
     bound = bound_of(cluster, work)
-    made = serve(site, cluster, fits, work, None)
+    made = serve(cluster, work, None)
     assert len(work) / made.wall_s <= bound.rate * (1 + 1e-6)
 
 
@@ -305,8 +305,8 @@ def test_what_has_no_bound_says_so() -> None:
     config = load_run_file(path, [f"simulate.phases={phases}"])
     work = [BenchRequest(None, 5, 5, 0.0)]
     with pytest.raises(JaxinferError, match=r"no bound: instances\.\w+: the least times"):
-        bound_of(prepare(config)[1], work)
+        bound_of(prepare(config), work)
     config = load_run_file(path, ["engine.enable_prefix_caching=true"])
     known = [BenchRequest([1, 2, 3], 3, 5, 0.0)]
     with pytest.raises(JaxinferError, match=r"prefix cache: engine\.enable_prefix_caching=false"):
-        bound_of(prepare(config)[1], known)
+        bound_of(prepare(config), known)

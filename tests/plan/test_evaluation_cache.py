@@ -87,7 +87,7 @@ def test_keys_may_be_numbers_beside_names() -> None:
 def test_lines_of_something_else_are_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "kept.jsonl"
     path.write_bytes(b'{"key": "b", "value": {}}\n' + line.encode("latin-1") + b"\n")
-    with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is none that was kept"):
+    with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is not a valid entry"):
         EvaluationCache(path)
 
 
@@ -102,9 +102,7 @@ def test_a_line_that_was_changed_is_not_believed(tmp_path: Path, old: str, new: 
     kept.close()
     first, second = path.read_text().splitlines()
     path.write_text(f"{first}\n{second.replace(old, new)}\n")
-    with pytest.raises(
-        JaxinferError, match=r"kept\.jsonl, line 2: .* was changed since: remove it"
-    ):
+    with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is not a valid entry: delete"):
         EvaluationCache(path)
     path.write_text(f"{first}\n")
     assert EvaluationCache(path).get("k0") == {"rate": math.inf}
@@ -273,7 +271,7 @@ def test_a_search_that_finds_nothing_to_simulate_leaves_no_folder(tmp_path: Path
     }
     path = write(tmp_path / "plan.yaml", file)
     asked = [path, "--jobs", "1", "--out"]
-    with pytest.raises(JaxinferError, match=r"none of 1 candidates can be.*B1"):
+    with pytest.raises(JaxinferError, match=r"none of 1 candidates is valid.*B1"):
         CliRunner().invoke(plan, [*asked, str(tmp_path / "out")], catch_exceptions=False)
     assert not (tmp_path / "out").exists()
     (tmp_path / "mine").mkdir()

@@ -148,12 +148,21 @@ def test_models_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"axes": {"workload.arrivals.seed": [1, 2]}, "seeds": 2}, "axes: has seeds of a workload"),
-        ({"axes": {"workload.synthetic.seed": [1]}, "seeds": [5]}, "axes: has seeds of a workload"),
-        ({"axes": {"workload.predictor": [{"seed": 1}]}, "seeds": 2}, "axes: has seeds of a work"),
+        (
+            {"axes": {"workload.arrivals.seed": [1, 2]}, "seeds": 2},
+            "axes: sets seeds of the workload",
+        ),
+        (
+            {"axes": {"workload.synthetic.seed": [1]}, "seeds": [5]},
+            "axes: sets seeds of the workload",
+        ),
+        (
+            {"axes": {"workload.predictor": [{"seed": 1}]}, "seeds": 2},
+            "axes: sets seeds of the work",
+        ),
         (
             {"points": [{"workload.arrivals.seed": 1}], "seeds": 2},
-            "points: has seeds of a workload",
+            "points: sets seeds of the workload",
         ),
         ({"axes": {"engine.max_num_seqs": [1, 1]}}, "axes: engine.max_num_seqs has 1 twice"),
         ({"axes": {"engine.max_num_seqs": [1, 1.0]}}, "axes: engine.max_num_seqs has 1.0 twice"),

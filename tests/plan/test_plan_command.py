@@ -125,7 +125,7 @@ def test_two_processes_find_the_same_files(tmp_path: Path) -> None:
         ({"goal": {"slo": "ttft=1", "minimise": "usd"}}, "goal.rate is missing"),
         ({"goal": {"slo": "ttft=1", "maximise": "gpu", "rate": 1}}, "goal.rate is 1, and is for"),
         ({"goal": {"slo": "ttf=1", "maximise": "gpu"}}, "did you mean 'ttft'"),
-        ({"goal": {"slo": "ttft=1", "maximise": "usd"}}, "nobody says what they are"),
+        ({"goal": {"slo": "ttft=1", "maximise": "usd"}}, "are needed, but not known"),
         ({"prices": {"A10": 0}}, "prices.A10 is 0, must be above 0"),
         ({"run": {"model": "llama-3-8b"}}, "run.workload: needs a trace"),
         ({"run": RUN | {"workload": {"synthetic": "nowhere"}}}, "run.workload.synthetic"),
@@ -142,10 +142,10 @@ def test_a_plan_file_that_is_none(change: dict[str, Any], says: str, tmp_path: P
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(JaxinferError, match="out: is there and has other files"):
+    with pytest.raises(JaxinferError, match="out: has files of something else"):
         run(tmp_path, FILE)
     (tmp_path / "out" / "plan.json").write_text("{}")
-    with pytest.raises(JaxinferError, match=r"out: plan\.json there is of something else"):
+    with pytest.raises(JaxinferError, match=r"out: plan\.json holds another task"):
         run(tmp_path, FILE)
 
 

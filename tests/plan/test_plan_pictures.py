@@ -119,7 +119,7 @@ def test_cost_against_rate(drawn: list[Any]) -> None:
     assert legend_of(drawn[0]) == [
         "largest rate",
         "misses the targets at this rate",
-        "Pareto front: none carries more for less",
+        "Pareto front of rate and cost",
         "chosen",
         "1: gpus 1",
         "2: gpus 2",

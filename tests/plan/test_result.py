@@ -97,7 +97,7 @@ def test_who_cannot_be_is_named() -> None:
     assert refusals(search) is None
     search.tried[()] = Candidate({"a": -5}, {}), Score(0.0, refused="a is -5,\n must be above 0")
     assert refusals(search) == (
-        "1 of 3 candidates cannot be, such as a -5: a is -5, must be above 0"
+        "1 of 3 candidates are not valid; for example a -5: a is -5, must be above 0"
     )
 
 

@@ -272,7 +272,7 @@ def test_candidates_that_cannot_be_keep_their_reason(carries: Carries) -> None:
     search = DrivenSearch(problem({"maximise": "gpu"}))
     assert search.best([wrong, cluster("A10", 1, 8)]).axes["kind"] == "A10"
     assert "B1" in str(search.tried[wrong.key][1].refused)
-    with pytest.raises(JaxinferError, match=r"none of 1 candidates can be, such as: .*B1"):
+    with pytest.raises(JaxinferError, match=r"none of 1 candidates is valid; for example: .*B1"):
         DrivenSearch(problem({"maximise": "gpu"})).best([wrong])
 
 

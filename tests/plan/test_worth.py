@@ -20,10 +20,10 @@ def run(
     """Return the work done, the bound, and the seconds."""
     config = load_run_file(data_path(f"configs/{system}.yaml"), list(settings))
     work = [BenchRequest(None, p, o, 0.0) for p, o in lengths]
-    site, cluster, fits = prepare(config)
+    cluster = prepare(config)
     bound = bound_of(cluster, work)
     done = WorthDone(bound)
-    made = serve(site, cluster, fits, work, None, done.add_request, on_step=done.add_step)
+    made = serve(cluster, work, None, done.add_request, on_step=done.add_step)
     return done, bound, made.wall_s
 
 

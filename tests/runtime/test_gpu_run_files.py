@@ -20,6 +20,8 @@ from jaxinfer.systems.registry import SYSTEMS
 
 GPU = Path(__file__).parents[2] / "configs/gpu"
 FILES = {path.stem: path for path in sorted(GPU.glob("*.yaml"))}
+# All on one GPU; those with a process for each group see the same one.
+ONE_CARD = {f"one_card/{path.stem}": path for path in sorted(GPU.glob("one_card/*.yaml"))}
 # Of every so many layers of Llama 3.1 8B one is planned, which takes a second as against many.
 FEWER = 8
 LLAMA = json.loads((GPU / "smollm2-135m/config.json").read_text()) | {
@@ -48,7 +50,7 @@ def with_fewer_layers(path: Path, folder: Path) -> Path:
     return written
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, *ONE_CARD])
 def test_each_can_be_explained_without_a_gpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,12 +60,16 @@ def test_each_can_be_explained_without_a_gpu(
     monkeypatch.setattr(stage_plan, "available_memory", lambda: 2**40)
     monkeypatch.setattr(cluster_plan, "measure_speed", lambda *args: 1.0)
     monkeypatch.setattr(explain, "step_costs", lambda plan: plans.append(plan) or [])
-    path = with_fewer_layers(FILES[name], tmp_path)
+    path = with_fewer_layers((FILES | ONE_CARD)[name], tmp_path)
     resolved = resolve(load_run_file(path))
     cluster = resolved.cluster
     assert all({*pair} <= cluster.instances.keys() for pair in resolved.pairs)
     told = CliRunner().invoke(cli, ["explain", str(path)], catch_exceptions=False)
     assert told.exit_code == 0, told.output
+    see_one = (
+        sum(bool(group.process) for group in cluster.groups.values()) == 2 and name in ONE_CARD
+    )
+    assert ("the memory of GPUs that several processes see" in told.output) == see_one
     divided = divided_layers(cluster, LLAMA["num_hidden_layers"])
     planned = iter(plans)
     for instance, options in cluster.instances.items():

@@ -3,9 +3,9 @@
 import pytest
 from serving_checks import make_kv
 
-from jaxinfer.serving import decode_group
 from jaxinfer.serving.batch import Row
-from jaxinfer.serving.decode_group import DecodeGroup
+from jaxinfer.serving.features import decode_group
+from jaxinfer.serving.features.decode_group import DecodeGroup
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Leg, MoveSlices
 

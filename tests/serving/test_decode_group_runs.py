@@ -21,7 +21,8 @@ from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Action, ClusterView, Leg, RequestView, System
 from jaxinfer.serving.world import Event, StepDone
-from jaxinfer.simulate.world import SimulatedWorld, StagePath
+from jaxinfer.simulate.stage_path import StagePath
+from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.systems.single import Single
 
 

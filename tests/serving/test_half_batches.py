@@ -11,7 +11,7 @@ from properties import examples
 from serving_checks import make_requests
 
 from jaxinfer.serving.batch import Batch, Row, ShardWork, Work, shard_work
-from jaxinfer.serving.half_batches import (
+from jaxinfer.serving.features.half_batches import (
     FittedStage,
     LayerTimes,
     as_a_whole,

@@ -35,7 +35,10 @@ def test_who_has_nowhere_else_to_go_waits() -> None:
         "7.5-8.5 A r0:5+1 r1:3+1",
     ]
     assert (times(outcome), times(outcome, "r1")) == ([1, 7.5, 8.5], [8.5])
-    assert (outcome.loop.assignments.lost, outcome.loop.assignments.returning) == ({}, set())
+    assert (outcome.loop.assignments.losses.lost, outcome.loop.assignments.losses.returning) == (
+        {},
+        set(),
+    )
 
 
 def without(seconds: int | None, *requests: tuple[int, int]) -> tuple[Outcome, list[Instance]]:
@@ -73,7 +76,7 @@ def test_who_has_no_room_without_a_shard_waits_where_that_is_to_return(seconds: 
     assert outcome.finished["r1"].error is None
     assert [shard.num_pages for shard in instances[1].kv.shards] == [20, 20, 20]
     assert (instances[1].watermark_pages, instances[1].num_pages) == (2, 20)
-    assert outcome.loop.assignments.regaining == set()
+    assert outcome.loop.assignments.losses.regaining == set()
 
 
 def test_one_that_cannot_be_started_fails_who_has_waited() -> None:
@@ -99,7 +102,7 @@ def test_who_names_an_instance_that_is_lost_for_good_waits_while_another_is_star
 def test_a_run_does_not_wait_for_whom_nobody_needs() -> None:
     timing = unit(lost={"B": (1.5, 99)})
     outcome = follow([TO_A], [pool("A"), pool("B")], [(4, 4)], timing=timing, renew=again)
-    assert (outcome.world.now(), list(outcome.loop.assignments.lost)) == (4, ["B"])
+    assert (outcome.world.now(), list(outcome.loop.assignments.losses.lost)) == (4, ["B"])
 
 
 def test_kv_that_was_to_be_fetched_is_kept_meanwhile() -> None:
@@ -136,7 +139,7 @@ def test_it_may_be_lost_again_and_again() -> None:
         [("A", 4), ("B", 4)],
         [("B", 4)],
     ]
-    assert outcome.loop.assignments.lost == {"A": "killed"}
+    assert outcome.loop.assignments.losses.lost == {"A": "killed"}
 
 
 class Drains(System):

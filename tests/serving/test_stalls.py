@@ -334,7 +334,7 @@ def test_the_last_loss_is_what_the_rest_is_told() -> None:
         assert outcome.finished[name].error == (
             f"request {name!r}: instance 'B' was lost, and the system has no other for it: killed"
         )
-    assert outcome.loop.assignments.lost == {"A": "killed", "B": "killed"}
+    assert outcome.loop.assignments.losses.lost == {"A": "killed", "B": "killed"}
     assert outcome.loop.assignments.instances == {}
 
 

@@ -21,7 +21,7 @@ def outcome(
     data: dict[str, Any], work: Sequence[BenchRequest], folder: Path
 ) -> tuple[dict[str, list[Any]], int]:
     """Return what a run came to, in order, and how many of its decodes had no row."""
-    site, cluster, fits = prepare(as_run_file(data | {"ledger": True}))
+    cluster = prepare(as_run_file(data | {"ledger": True}))
     requests: list[Any] = []
     steps: list[Any] = []
     grouped = 0
@@ -40,7 +40,7 @@ def outcome(
 
     error = None
     try:
-        serve(site, cluster, fits, work, folder, on_request, on_step=on_step)
+        serve(cluster, work, folder, on_request, on_step=on_step)
     except JaxinferError as found:  # One that no pool holds, in both alike.
         error = str(found)
     (ledger,) = folder.rglob(NAME)
@@ -53,7 +53,7 @@ def compare(data: dict[str, Any], work: Sequence[BenchRequest], folder: Path, sa
     """Run with decodes in groups and as rows; return how many decodes were in groups."""
     one, grouped = outcome(data, work, folder / "groups")
     with pytest.MonkeyPatch.context() as patch:
-        kind = type(prepare(as_run_file(data))[0].new_system())
+        kind = type(prepare(as_run_file(data)).resolved.new_system())
         patch.setattr(kind, "needs_decode_rows", True)
         other, rows = outcome(data, work, folder / "rows")
     assert rows == 0

@@ -23,7 +23,8 @@ class Served:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int, rows: bool = False) -> None:
         data, self.work = random_run(seed)
-        self.site, self.cluster, fits = run.prepare(as_run_file(data))
+        self.cluster = run.prepare(as_run_file(data))
+        self.site = self.cluster.resolved
         self.steps: list[StepDone] = []
         self.times: dict[str, tuple[float, list[float]]] = {}
         loops: list[ServingLoop] = []
@@ -41,7 +42,7 @@ class Served:
             patch.setattr(run, "ServingLoop", Loop)
             if rows:
                 patch.setattr(type(self.site.new_system()), "needs_decode_rows", True)
-            given = self.site, self.cluster, fits, self.work, None, ended
+            given = self.cluster, self.work, None, ended
             self.metrics: RunMetrics = run.serve(*given, on_step=self.steps.append)
         (self.loop,) = loops
 

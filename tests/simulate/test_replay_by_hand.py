@@ -16,7 +16,7 @@ from jaxinfer.lab.validate.replay import fidelity, furthest_apart, replay
 from jaxinfer.report.records import RequestRecord, RunRecord, TransferRecord
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.cluster import ModelledCluster
-from jaxinfer.simulate.world import StagePath
+from jaxinfer.simulate.stage_path import StagePath
 from jaxinfer.steps import profile as stored
 from jaxinfer.steps.profile import Profile, store_profile
 from jaxinfer.steps.times import Part, StepPoint
@@ -215,8 +215,8 @@ class _EnoughError(Exception):
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
     found: list[Served] = []
 
-    def note(site: Any, cluster: Any, fits: Any, work: Any, out: object) -> None:
-        found.append(Served(site, cluster, fits, work))
+    def note(cluster: Any, work: Any, out: object) -> None:
+        found.append(Served(cluster.resolved, cluster, cluster.fits, work))
         raise _EnoughError
 
     monkeypatch.setattr(module, "serve", note)

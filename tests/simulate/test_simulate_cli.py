@@ -125,7 +125,7 @@ def test_capacity_of_nothing(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--seeds", "2", "--seed", "1"], "--seed is beside --seeds: give one of them"),
+        (["--seeds", "2", "--seed", "1"], "--seed is not for use with --seeds: give one of them"),
         (["--requests-per-gpu", "7"], "which for 2 GPUs is 14 requests: the workload has 12"),
         (["--slo", "ttft:p9=1", "--attainment", "0.9"], "attainment is 0.9, but a percentile's"),
     ],
@@ -171,7 +171,7 @@ def test_figures_alone_and_their_price(tmp_path: Path) -> None:
     assert lines["requests"] == "12"
     price = float(re.search(r"\$(\S+) per 1,000 requests", ran.output)[1])  # type: ignore[index]
     assert "$76.00 per hour" in ran.output
-    assert "all requests arrive at once, so TTFT has the wait" in ran.output
+    assert "all requests arrive at once, so TTFT includes queueing" in ran.output
     assert price == pytest.approx(1000 / 12 * 76 / 3600 * seconds, rel=0.02)
     # 16 GPUs of 700 W.
     energy = re.search(r"limits: (\S+) Wh per request, (\S+) kWh per million", ran.output)
@@ -246,11 +246,11 @@ def test_a_workload_given_replaces_the_files(trace: Path, tmp_path: Path) -> Non
         ("simulate: {step_s: 1.0}\nsimulate: {hop_s: 1.0}", "'simulate' stands 2 times"),
         ("simulate: {step_s: 1e-3}", "is '1e-3', must be a number: YAML wants a dot, 1.0e-03"),
         ("simulate: {groups: {g: [1]}}", "simulate.groups.g is [1], must be a mapping"),
-        ("simulate: {linear: {step_s: 0.1}, flops: 0.5}", "flops has no use beside linear"),
-        ("simulate: {tables: x, bandwidth: 0.5}", "bandwidth has no use beside tables"),
+        ("simulate: {linear: {step_s: 0.1}, flops: 0.5}", "flops has no effect with linear"),
+        ("simulate: {tables: x, bandwidth: 0.5}", "bandwidth has no effect with tables"),
         (
             "simulate: {linear: {step_s: 0.1}, groups: {g: {sequence_s: 0.1}}}",
-            "simulate.groups.g.sequence_s has no use beside linear",
+            "simulate.groups.g.sequence_s has no effect with linear",
         ),
         ("workload: {arrivals: trace}", "has no times: take at_once"),
     ],

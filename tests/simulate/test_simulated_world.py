@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from modelled_world import modelled_world
 
 from jaxinfer import JaxinferError
 from jaxinfer.hardware.network import Link
@@ -14,7 +15,8 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.world import Arrival, StepDone, Tick, TransferDone
 from jaxinfer.simulate.spread import ShardCost, Visit
-from jaxinfer.simulate.world import SimulatedWorld, StagePath
+from jaxinfer.simulate.stage_path import StagePath
+from jaxinfer.simulate.world import SimulatedWorld
 
 
 @dataclass
@@ -55,7 +57,7 @@ def world(
     segments: int = 1,
     requests: Sequence[RequestState] = (),
 ) -> SimulatedWorld:
-    return SimulatedWorld(
+    return modelled_world(
         {"i": cost},
         {"i": segments},
         {"i": devices},
@@ -186,7 +188,7 @@ def test_kv_that_cannot_go_is_refused() -> None:
 def test_kv_heads_have_moved_with_the_last_of_them() -> None:
     """Ten tokens: two heads of 5 B each over x, one of 20 B over y, both at 100 B/s."""
     between = {(0, 1): StagePath(0, 5, ["x"], 0.5), (1, 0): StagePath(0, 20, ["y"], 0.25)}
-    modelled = SimulatedWorld(
+    modelled = modelled_world(
         {}, {}, {}, {}, {"x": 100.0, "y": 100.0}, [], slice_lanes={"i": between}
     )
     modelled.wake_at(3.0)
@@ -214,7 +216,7 @@ def test_stages_take_turns_with_what_they_share(
     cost = ShardCost(0, 1, 0.0, 0.5)
     visits = [[Visit(("w", 0), 1, cost, 2)], [Visit(("w", 0), 3, cost, 2)]]
     stages = Given((4.0, 4.0), (0.0,))
-    modelled = SimulatedWorld(
+    modelled = modelled_world(
         {"i": stages}, {"i": 1}, {"i": (0, 1)}, {}, {}, [], visits={"i": visits}
     )
     for _ in steps:

@@ -11,7 +11,7 @@ from spread_cases import LINK, ROWS, modelled, run_file, served, work_with
 
 from jaxinfer import JaxinferError
 from jaxinfer.serving.batch import Work
-from jaxinfer.serving.half_batches import LayerTimes, in_turn
+from jaxinfer.serving.features.half_batches import LayerTimes, in_turn
 from jaxinfer.simulate.spread import ModelledSpreadStage
 
 

@@ -266,9 +266,9 @@ def test_the_reference_serves_each_request_alone(slowdowns: Any) -> None:
 def test_each_pair_of_lengths_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[tuple[int, int]] = []
 
-    def count(site: Any, cluster: Any, fits: Any, work: Any, *rest: Any) -> Any:
+    def count(cluster: Any, work: Any, *rest: Any) -> Any:
         served.extend((item.prompt_len, item.max_tokens) for item in work)
-        return serve(site, cluster, fits, work, *rest)
+        return serve(cluster, work, *rest)
 
     monkeypatch.setattr("jaxinfer.simulate.isolated.serve", count)
     lengths = [(90, 2), (90, 1), (90, 2), (9, 2), (90, 2)]
@@ -338,7 +338,10 @@ def test_what_is_asked_for_by_default() -> None:
         ("ttft:p101=1", "ttft: percentile 101, must be"),
         ("ttft=1,ttft=2", "ttft is given twice, give it once"),
         ("ttft:p9=1,ttft:p9=2", "ttft:p9 is given twice"),
-        ("ttft=1,tbt:p99=2", "limits of percentiles beside limits of requests, give one kind"),
+        (
+            "ttft=1,tbt:p99=2",
+            "has limits of percentiles and limits of requests: give only one kind",
+        ),
     ],
 )
 def test_what_is_no_target(slo: str, message: str) -> None:

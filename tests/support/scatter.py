@@ -4,7 +4,7 @@ import random
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxinfer.serving.kv_shards import Placement
+from jaxinfer.serving.features.head_slices import Placement
 from jaxinfer.serving.system import (
     Action,
     Assignment,

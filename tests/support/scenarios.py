@@ -10,8 +10,9 @@ from fake_world import Timing
 from hypothesis import strategies as st
 from serving_checks import Outcome, Run, make_kv, make_requests
 
+from jaxinfer.serving.features.head_slices import Placement
 from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.kv_shards import KVShards, Placement
+from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.policies import Policies, PolicyOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import (

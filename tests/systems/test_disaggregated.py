@@ -232,7 +232,7 @@ def test_two_of_each(
     """Prompts on p and q, decodes on d and e, and all of it somewhere while one is left."""
 
     def watch(loop: ServingLoop) -> None:
-        if not loop.assignments.lost:
+        if not loop.assignments.losses.lost:
             assert all(loop.assignments.instances[name].num_requests <= most for name in "pq")
 
     system = make(prefill=["p", "q"], decode=["d", "e"], max_in_prefill=most)

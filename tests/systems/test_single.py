@@ -26,5 +26,7 @@ def test_everything_goes_there_at_once(kind: type[Single]) -> None:
 
 @pytest.mark.parametrize(("names", "there"), [(["x", "y"], "x, y"), ([], "")])
 def test_one_instance_alone(names: list[str], there: str) -> None:
-    with pytest.raises(JaxinferError, match=f"^needs one instance, there are {there}$"):
+    with pytest.raises(
+        JaxinferError, match=f"^needs exactly one instance, but the run file has {there}$"
+    ):
         Single().check(names)

@@ -38,7 +38,7 @@ def served(
             steps.append(step.batch)
 
     run = cases.Run(cases.Cell("A100+A10", 1024, 128), "takeover/pair", settings, 0)
-    figures = serve(*prepare(run.config()), work, None, on_step=on_step)
+    figures = serve(prepare(run.config()), work, None, on_step=on_step)
     return figures, steps, dict(made[-1].report())
 
 
@@ -135,7 +135,7 @@ def test_no_decode_is_left_on_a_slow_kind_at_the_end(tmp_path: Path) -> None:
         def on_step(step: StepDone) -> None:
             ends[step.instance] = step.end
 
-        serve(*prepare(as_run_file(data)), work, None, on_step=on_step)
+        serve(prepare(as_run_file(data)), work, None, on_step=on_step)
         return ends
 
     two, four = end(2), end(4)

@@ -96,8 +96,8 @@ def test_a_preempted_prompt_finds_its_own_pages(folder: Path) -> None:
     ("more", "message"),
     [
         ([], "--run is missing, must be a run file of the engine that wrote the log"),
-        (["--run", "run.yaml", "--jobs", "2"], "--jobs has no use beside a log of requests"),
-        (["--run", "run.yaml", "--without", "a"], "--without has no use beside a log"),
+        (["--run", "run.yaml", "--jobs", "2"], "--jobs has no effect on a log of requests"),
+        (["--run", "run.yaml", "--without", "a"], "--without has no effect on a log"),
     ],
 )
 def test_mistakes_are_one_line(folder: Path, more: list[str], message: str) -> None:
@@ -159,7 +159,7 @@ def test_given_fields_stay_beside_ours(folder: Path) -> None:
 def test_a_csv_takes_no_run_file(folder: Path) -> None:
     (folder / "points.csv").write_text("id\n")
     done = run(folder, "--run", "run.yaml", log="points.csv")
-    assert "--run has no use beside" in str(done.exception or "") + done.output
+    assert "--run is only for a log" in str(done.exception or "") + done.output
     done = run(folder, log="points.csv")
     assert "--operators is missing" in str(done.exception or "") + done.output
 

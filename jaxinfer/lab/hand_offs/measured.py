@@ -110,7 +110,9 @@ class Conformance:
         count_cpu_devices([self._config(self._able)])
         self._check(lambda side: plan_cluster(checkpoint.config, self._config(side)))
         if not self._able:
-            raise JaxinferError(f"no side can be loaded: {next(iter(self.refused.values()))}")
+            raise JaxinferError(
+                f"none of the configurations can be loaded: {next(iter(self.refused.values()))}"
+            )
         self._all = self._config(self._able)
         self._cluster: Cluster = load_cluster(checkpoint, self._all, progress)
         self._kv = {name: engine.new_kv() for name, engine in self._cluster.engines.items()}

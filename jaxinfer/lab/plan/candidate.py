@@ -72,7 +72,7 @@ class Costs:
         amount: float | None = getattr(self, of)
         if amount is None:
             raise JaxinferError(
-                f"{of} are asked for, and nobody says what they are: give prices, or a hardware "
+                f"{of} are needed, but not known: give prices, or a hardware "
                 "file whose nodes have usd_per_hour"
             )
         return float(amount)

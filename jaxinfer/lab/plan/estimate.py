@@ -21,7 +21,7 @@ def guess_rate(config: RunFile, work: Sequence[BenchRequest], targets: Targets) 
     Raises:
         JaxinferError: the cluster cannot be what the run file says.
     """
-    _, cluster, _ = prepare(config)
+    cluster = prepare(config)
     prompt = fmean(item.prompt_len for item in work)
     output = fmean(item.max_tokens for item in work)
     limit = next((limit.seconds for limit in gap_limits(targets)), None)

@@ -97,10 +97,10 @@ class Evaluator:
                 raise JaxinferError(f"prices: none of {min(missing)}, the list has others")
             usd = None
             if not missing:
-                usd = sum(self.prices[group.kind] * group.devices for group in groups)
+                usd = sum(self.prices[group.kind] * group.own_devices for group in groups)
         else:
             usd = placement.usd_per_hour if placement else None
-        gpus = sum(group.devices for group in groups)
+        gpus = sum(group.own_devices for group in groups)
         return Costs(gpus, total_watts(placement, groups), usd)
 
     def __call__(self, asked: Simulation) -> TriedRate | str:

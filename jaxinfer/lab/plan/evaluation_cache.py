@@ -75,8 +75,8 @@ class EvaluationCache:
                     raise ValueError
             except (ValueError, KeyError, TypeError):
                 raise JaxinferError(
-                    f"{path}, line {number}: is none that was kept here, or was changed since: "
-                    "remove it, or give a new folder"
+                    f"{path}, line {number}: is not a valid entry: delete this line, or choose "
+                    "another folder"
                 ) from None
             self._values[key] = value
 

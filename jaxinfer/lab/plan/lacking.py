@@ -11,14 +11,14 @@ from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
 def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> str:
     """Names the candidate that comes nearest, and its figures beside what they have to be."""
     if not tried:
-        return "the planner finds no candidates: nothing fits on what there is"
+        return "the planner finds no candidates: no placement fits on the GPUs given"
     missed = [(c, s) for c, s in tried if s.figures]
     if not missed:
         first = next((s.refused for _, s in tried if s.refused), None)
         if first is None:
             rate = problem.goal.rate
-            return f"none of {len(tried)} candidates carries {rate} requests/s, by their bounds"
-        return f"none of {len(tried)} candidates can be, such as: {first}"
+            return f"none of {len(tried)} candidates can serve {rate} requests/s, by their bounds"
+        return f"none of {len(tried)} candidates is valid; for example: {first}"
     targets = problem.targets
     nearest, score = min(missed, key=lambda each: _lack(each[1], targets))
     figures = ", ".join(
@@ -26,7 +26,7 @@ def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> s
         for (name, value), must in zip(score.figures.items(), _asked_for(targets), strict=True)
     )
     return (
-        f"none of {len(tried)} candidates keeps the targets; nearest is {nearest}, with "
+        f"none of {len(tried)} candidates meets the targets; nearest is {nearest}, with "
         f"{figures} at {score.rate:.3g} requests/s"
     )
 

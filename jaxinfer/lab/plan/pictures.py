@@ -91,7 +91,7 @@ def _draw_costs(
     if given_up := [at[c.key] for c, s in scored if s.given_up]:
         axes.scatter(*zip(*given_up, strict=True), **GIVEN_UP)
     front = front_of(search)
-    _draw_front(axes, [at[c.key] for c in front], "Pareto front: none carries more for less")
+    _draw_front(axes, [at[c.key] for c in front], "Pareto front of rate and cost")
     axes.scatter(*zip(at[chosen.key], strict=True), **RING)
     axes.xaxis.set_major_locator(MaxNLocator(integer=of == "gpus"))
     most = [1.1 * max(values) for values in zip(*at.values(), strict=True)]

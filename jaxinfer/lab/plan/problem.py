@@ -28,18 +28,20 @@ class Goal(Options):
     """The goal that decides which candidate is best.
 
     Attributes:
-        maximise: Largest rate that keeps the targets: in all, or by GPUs, dollars per hour or
-            watts.
-        minimise: Cost of the cheapest cluster that keeps them at ``rate``, instead.
-        rate: Requests per second of ``minimise``. They come as Poisson arrivals.
-        slo, attainment, criterion: Targets, as ``jaxinfer capacity`` takes them.
-        seeds: Seeds of arrivals, the same for all candidates. They are 0 to one less.
-        fresh_seeds: Further seeds that check the choice. The best of many is better by luck, too.
-        requests_per_gpu: Requests for each GPU of a candidate; by default all.
-        precision: Share by which a rate may be too low.
-        top: Candidates that are found in full, with ``maximise``.
-        at_once: Candidates compared at a time. More of them keep more cores busy, and leave less to
-            be given up early.
+        maximise: Find the largest rate that meets the targets: of the whole ``cluster``, or per
+            GPU, per dollar per hour, or per watt.
+        minimise: Instead, find the cheapest cluster that meets the targets at ``rate``, by GPUs,
+            dollars per hour or watts.
+        rate: Requests per second for ``minimise``. They arrive as a Poisson process.
+        slo, attainment, criterion: Targets, as for ``jaxinfer capacity``.
+        seeds: Number of seeds for arrivals, the same for all candidates. They count from 0.
+        fresh_seeds: Number of further seeds that check the best candidate. The best of many is in
+            part lucky.
+        requests_per_gpu: Requests for each GPU of a candidate; by default all requests.
+        precision: Share by which a rate found may be too low.
+        top: With ``maximise``, number of best candidates whose rate is searched in full.
+        at_once: Number of candidates that are compared at a time. More of them keep more cores
+            busy, but fewer are abandoned early.
     """
 
     maximise: Per | None = None
@@ -69,12 +71,12 @@ class Replan(Options):
     """Options for a placement that follows its load.
 
     Attributes:
-        window_s: Seconds in which the load is measured.
-        shift: Share by which a window's rate, mean prompt or mean output differs where it is
-            planned for.
-        reload_gb_s, reload_s: 10^9 bytes per second at which each GPU loads weights, or the seconds
-            that it takes.
-        beside: Run files to compare with, by name.
+        window_s: Length of the windows in which the load is measured, in seconds.
+        shift: Plan again when a window's rate, mean prompt or mean output differs by more than this
+            share from the load planned for.
+        reload_gb_s, reload_s: How fast each GPU loads weights, in 10^9 bytes per second, or the
+            seconds that loading takes.
+        beside: Further run files to compare with, by name.
     """
 
     window_s: float = Field(gt=0)
@@ -89,7 +91,7 @@ class Replan(Options):
             raise JaxinferError("give either reload_gb_s or reload_s")
         for name in ("replanned", "static", "oracle"):
             if name in self.beside:
-                raise OptionError(f"beside.{name}: is there already, take another name")
+                raise OptionError(f"beside.{name}: this name is taken, choose another one")
 
 
 class Problem(Options):

@@ -122,7 +122,7 @@ def refusals(search: DrivenSearch) -> str | None:
         return None
     candidate, why = refused[0]
     return (
-        f"{len(refused)} of {len(search.tried)} candidates cannot be, such as {candidate}: "
+        f"{len(refused)} of {len(search.tried)} candidates are not valid; for example {candidate}: "
         f"{' '.join(str(why).split())}"
     )
 
@@ -153,7 +153,7 @@ def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
     price = "" if costs.usd is None else f", {costs.usd:g} dollars an hour"
     lines = [
         f"Found by jaxinfer plan with {search.problem.planner['name']}: the best of "
-        f"{len(search.tried)} candidates, {refused} of which cannot be.",
+        f"{len(search.tried)} candidates, {refused} of which are not valid.",
         f"{value_in_words(goal, search.value(choice.score))}: "
         f"{choice.score.rate:.4g} requests/s on {costs.gpus} GPUs{price}; seeds 0 to "
         f"{goal.seeds - 1}.",
@@ -163,8 +163,8 @@ def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
     wanted = choice.candidate.wanted
     if wanted and choice.score.rate * (1 + goal.precision) < wanted:
         lines.append(
-            f"It carries {choice.score.rate:.4g} of the {wanted:g} requests/s that planner.rate "
-            "asks for: simulated as a whole, it keeps fewer than its parts promise. Ask for more."
+            f"It serves {choice.score.rate:.4g} of the {wanted:g} requests/s in planner.rate: "
+            "as a whole, the cluster serves less than its parts do alone. Raise planner.rate."
         )
     if choice.interval:
         mean, low, high = choice.interval
@@ -176,7 +176,7 @@ def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
     elif choice.fresh:
         lines.append(f"With the seed {goal.seeds}: {choice.fresh[0]:.4g} requests/s.")
     if not goal.minimise:
-        lines.append("The same by: " + capacity_command(search.problem, name))
+        lines.append("Check it with: " + capacity_command(search.problem, name))
     return lines
 
 

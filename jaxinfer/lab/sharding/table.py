@@ -94,8 +94,8 @@ def megabytes(size: float) -> str:
 
 
 UNITS = (
-    "MB are what one device sends in a layer, by kind of collective (once a step for the head); a "
-    "step is all layers and the head"
+    "MB: what one device sends in one layer, by kind of collective (for the head: in one step). "
+    "Step: all layers and the head"
 )
 
 
@@ -103,7 +103,7 @@ def link_line(question: LayoutQuestion) -> str:
     """Say which links the seconds are of."""
     each_s = max(link.each_s for link in question.links.values())
     said = described(question.links, question.card, question.mesh)
-    return f"what a device sends at once: {said}; {each_s * 1e6:g} us for each collective besides"
+    return f"bandwidth of a device: {said}; each collective adds {each_s * 1e6:g} us"
 
 
 def fastest_lines(fastest: Mapping[str, Sequence[tuple[int, str]]]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from jaxinfer.serving.world import (
     Tick,
     TransferDone,
 )
+from jaxinfer.simulate.cluster import ModelledCluster
 from jaxinfer.simulate.world import SimulatedWorld
 
 # When something reached the loop: the time of its round, and its place among all that was heard.
@@ -127,7 +128,7 @@ class MeasuredWorld(SimulatedWorld):
     """
 
     def __init__(self, given: Measured) -> None:
-        super().__init__({}, {}, {}, {}, {}, (), given.start)
+        super().__init__(ModelledCluster({}, {}, {}), (), given.start)
         self._given, self._is_over = given, False
         self._lives: dict[str, int] = defaultdict(int)
         for when, request in given.arrivals:

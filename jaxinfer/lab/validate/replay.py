@@ -16,6 +16,7 @@ from jaxinfer.config.layer_split import shared_layers
 from jaxinfer.config.nodes import NetworkPath
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.config.site_checks import check_played
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.network import Link
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
@@ -25,7 +26,7 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.serving.step_fit import StepFit
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance, lanes_between
 from jaxinfer.simulate.run import serve
-from jaxinfer.simulate.world import StagePath
+from jaxinfer.simulate.stage_path import StagePath
 from jaxinfer.steps.profile import Profile, profile_folder, read_profile
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import StepTimes
@@ -88,6 +89,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
             f"{folder}: instance {spread[0]} has attention groups, of whose parts in a step its "
             "profile does not tell: such runs are not replayed"
         )
+    check_played(cluster)
     read = {
         name: _instance(
             cluster, cluster.instances[name], described, profile_of(folder, name, described)
@@ -107,7 +109,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         for request in sorted(real.requests, key=_order)
     ]
     fits = {name: fit for name, (_, fit) in read.items() if fit}
-    serve(site, ModelledCluster(instances, lanes, capacities), fits, work, out)
+    serve(ModelledCluster(instances, lanes, capacities, site, fits), work, out)
     return real, read_run(run_folders(out)[-1], "simulated")
 
 

@@ -15,7 +15,7 @@ from jaxinfer.ledger.ledger_file import NAME, Entries, Entry, ledger_hash, read_
 from jaxinfer.ledger.observer import Ledger
 from jaxinfer.report.origin import made_by_another
 from jaxinfer.report.records import read_run_json, reporting_damage
-from jaxinfer.serving.half_batches import by_fits, choice
+from jaxinfer.serving.features.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState

@@ -31,7 +31,7 @@ from jaxinfer.papers.aladdin.sizing import (
     fit_workers,
     most_tokens,
 )
-from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.simulate.cluster import fit_instance, model_cluster
 from jaxinfer.simulate.targets import Targets, limits
 
 # What a run file has, and the group that each instance in it stands on.
@@ -43,14 +43,15 @@ class AladdinOptions(Options):
     """Options of ``AladdinPlanner``.
 
     Attributes:
-        file: Run file of one worker, or of one of each kind to mix. Each is an instance on a group
-            of its own; numbers of workers do not count.
-        most: Workers of each size or kind, at most.
-        sizes: Sizes of a worker in GPUs, each with its costs (``{}``: the file's). By default as
-            many as the file has.
-        size: Which of these: eq. 6's choice, or the cheapest by simulation.
-        rates: Rates at which the fewest workers are found, for eq. 7's line through them. The
-            goal's rate then has as many as it tells, or the next number that keeps the targets.
+        file: Run file with one worker, or with one worker of each kind to mix. Each is an instance
+            on a group of its own; numbers of workers are ignored.
+        most: Largest number of workers of each size or kind.
+        sizes: Sizes of a worker in GPUs, each with its step times (``{}``: those of the file). By
+            default the size in the file.
+        size: Which size is used: that of equation 6, or the cheapest by simulation.
+        rates: Rates at which the smallest number of workers is found, for the line of equation 7.
+            The goal's rate then gets the number on that line, or the next one that meets the
+            targets.
     """
 
     file: str
@@ -196,8 +197,8 @@ class Size:
         self.gpus, self.cost = costs.gpus, costs.amount(goal.minimise or "gpus")
         config = as_run_file(problem.run_file(self.candidate(1).part))
         cluster = model_cluster(model_site(resolve(config)))
-        ((name, modelled),) = cluster.instances.items()
-        fit = cluster.fit(name, config.simulate.fit == "relative").decode
+        (modelled,) = cluster.instances.values()
+        fit = fit_instance(modelled, config.simulate.fit == "relative").decode
         if fit is None:
             raise JaxinferError("eq. 6: max_num_seqs must be 2 or more")
         mean, atgt_s = MeanRequest.of(problem.work), _between_tokens(problem.targets)

@@ -32,18 +32,20 @@ class AladdinOptions(Options):
     """Options of ``Aladdin``.
 
     Attributes:
-        ttft_s, atgt_s: Targets in seconds: a request's first token, and its mean time between
-            tokens.
-        theta: Share of the targets that is used. See ``Limits``; the paper gives none.
-        gamma: Share of an answer's tokens that counts. See ``Limits``; the paper has 0.5.
-        grant_gap: Whether a prompt may use the gap under way. See ``WorkerLedger``.
-        prefill: Instances that compute prompts alone; without any, workers have whole requests.
-        heartbeat_s: Seconds between openings of instances with role ``off``, and moves of waiting
-            requests; null: neither.
-        off_after_s: Idle seconds after which an instance is off again; null: never.
-        usd_per_hour: Dollars of each worker; the next idle one is the cheapest for the request. Of
-            workers that have nothing, or are off, it is the one whose share for the request costs
-            the least.
+        ttft_s, atgt_s: Targets in seconds for a request's first token, and for its mean time
+            between tokens.
+        theta: Share of the targets that plans may use. See ``Limits``; the paper gives no value.
+        gamma: Point of an answer at which its time per token must meet the target: 0 is the first
+            token, 1 the last. See ``Limits``; the paper uses 0.5.
+        grant_gap: Whether a prompt may use the gap between tokens that has already begun. See
+            ``WorkerLedger``.
+        prefill: Instances that only compute prompts; without any, workers run whole requests.
+        heartbeat_s: Interval in seconds at which instances with role ``off`` are switched on, and
+            waiting requests are moved; null: never.
+        off_after_s: Idle seconds after which an instance is switched off; null: never.
+        usd_per_hour: Dollars per hour of each worker; an idle worker is then chosen by its cost for
+            the request. Of workers that have nothing, or are off, it is the one whose share for the
+            request costs the least.
     """
 
     ttft_s: float = Field(gt=0)

@@ -36,13 +36,13 @@ class CronusOptions(Options):
 
     Attributes:
         partial, chunked: Names of the two instances.
-        max_in_partial: Requests in the partial instance, at most. Few, so that each is cut by fresh
-            statistics.
-        candidates: Prompt lengths that the Balancer tries.
-        refine: Fit the Balancer's coefficients during the run.
+        max_in_partial: Largest number of requests in the partial instance. If it is small, each
+            request is cut by recent statistics.
+        candidates: Number of split points of a prompt that the Balancer tries.
+        refine: Fit the Balancer's coefficients again during the run.
         cut_share, cut_tokens: Share or tokens of each prompt for the partial instance, in place of
-            the Balancer's cut.
-        hand_off: When KV goes on; the paper has ``on_demand``.
+            the Balancer's choice.
+        hand_off: When KV is sent; the paper uses ``on_demand``.
     """
 
     partial: str = "ppi"

@@ -58,11 +58,11 @@ class DistServeOptions(Options):
 
     Attributes:
         kind: Kind of all GPUs.
-        gpus_per_node: GPUs of a node.
-        nodes: Nodes that an instance may span.
+        gpus_per_node: Number of GPUs in a node.
+        nodes: Largest number of nodes that an instance may span.
         nic_gb_s: Bandwidth between nodes, in 10^9 bytes per second.
-        costs: Step costs by tensor parallelism; other degrees are not looked at. By default those
-            of the plan file's ``run``.
+        costs: Step times by degree of tensor parallelism; other degrees are not tried. By default
+            those of the plan file's ``run``.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class HighOptions(DistServeOptions):
     """Options of ``DistServeHigh``.
 
     Attributes:
-        rate: Requests per second of all instances.
+        rate: Requests per second that all instances together must serve.
     """
 
     rate: float = Field(gt=0)
@@ -92,7 +92,7 @@ class LowOptions(DistServeOptions):
     """Options of ``DistServeLow``.
 
     Attributes:
-        rate: Requests per second of all units; by default there is one.
+        rate: Requests per second that all units together must serve; by default, there is one unit.
     """
 
     rate: float | None = Field(default=None, gt=0)

@@ -32,8 +32,8 @@ class DistServeOptions(Options):
     """Options of ``DistServe``.
 
     Attributes:
-        units: List of ``{prefill: ..., decode: ...}``, each a name or names. Prompts go to the
-            shortest queue of all, decodes to the least loaded of the same unit.
+        units: List of ``{prefill: ..., decode: ...}``, each with one or more instances. Prompts go
+            to the shortest queue of all, decodes to the least loaded of the same unit.
     """
 
     units: list[Unit] = Field(min_length=1)

@@ -32,11 +32,11 @@ class HetisOptions(Options):
     """Options of ``HetisPlanner``.
 
     Attributes:
-        seconds: Seconds of a prefill by one GPU of each kind; by default the simulator's.
-        most_slower: Share by which the largest stage may slow down as GPUs lose layers. The paper
-            has 5 %, whose symbol is lost.
-        rule: Reference: the time with all GPUs, or of the step before.
-        simulated: Quickest candidates that are simulated.
+        seconds: Seconds of a prefill on one GPU of each kind; by default the simulator's.
+        most_slower: Share by which the slowest stage may slow down when a GPU gives up its layers.
+            The paper has 5 %, whose symbol is lost.
+        rule: Reference of that share: the time with all GPUs, or that of the step before.
+        simulated: Number of the fastest candidates that are simulated.
     """
 
     seconds: Named[float] = Field(default_factory=dict)

@@ -18,7 +18,7 @@ from jaxinfer.papers.hetis.head_dispatch import (
     dispatch,
     dispatch_by_memory,
 )
-from jaxinfer.serving.kv_shards import Placement, SliceMove
+from jaxinfer.serving.features.head_slices import Placement, SliceMove
 from jaxinfer.serving.step_fit import AttentionFit
 from jaxinfer.serving.system import (
     Action,
@@ -49,11 +49,12 @@ class HetisOptions(Options):
     """Options of ``Hetis``.
 
     Attributes:
-        theta: Slowdown of a stage, against the ideal, from which a request is placed anew; null:
-            never. Then the request that has no page is preempted (LIFO).
-        placement: Whether KV heads go by attention time, or by free pages alone.
-        attention: Seconds of a layer's attention by group; by default profiled or modelled. Keys
-            are ``per_pair``, ``per_entry``, ``constant``, ``exchange_per_pair``, ``exchange``.
+        theta: Slowdown of a stage, compared with the ideal, from which a request is placed again;
+            null: never. Then the request that has no page is preempted (LIFO).
+        placement: Whether KV heads are placed by attention time, or only by free pages.
+        attention: Coefficients of a layer's attention time, in seconds, by group; by default
+            profiled or modelled. Keys are ``per_pair``, ``per_entry``, ``constant``,
+            ``exchange_per_pair``, ``exchange``.
     """
 
     theta: float | None = Field(default=0.5, gt=0)

@@ -39,19 +39,22 @@ class HexGen2Options(Options):
     """Options of ``HexGen2Planner``.
 
     Attributes:
-        prefill, decode: Engine options of each role's instances.
-        tensor_parallel: Degrees of a stage, which is within a node.
-        measured: Costs by GPU, such as ``phases`` from a profile; each stage is then one GPU.
-        most_gpus: GPUs of an instance, at most.
-        budget: Dollars per hour to rent the file's GPUs by, each by its share of its node's price.
-        method: Search: small changes of two integer programs' plans; the paper's partition and
-            guided swaps; or two baselines.
-        costs: Costs that guide the paper's search: the simulator's, or its Table 1.
-        network: The same: shared by a node's instances, or links of each pair's own. Statements
-            about the plan are by modelled costs and a shared network.
-        restarts: Searches from random changes of the best plan (``programs``).
-        seed: Seed of the draws; ``hexgen2`` draws nothing.
-        scored, flows: Changes looked at, by sums of capacities and by flows.
+        prefill, decode: Engine options of the instances of each role.
+        tensor_parallel: Degrees to try for a stage, all within one node.
+        measured: Step times by GPU, such as ``phases`` from a profile; each stage is then one GPU.
+        most_gpus: Largest number of GPUs of an instance.
+        budget: Dollars per hour for renting GPUs of the file; a GPU costs its share of its node's
+            price.
+        method: Search method: two integer programs, improved by small changes (``programs``); the
+            paper's partition with guided swaps; or one of two baselines.
+        costs: Step times that guide the paper's search: the simulator's, or those of its Table 1.
+        network: Network model that guides the paper's search: cards shared by the instances of a
+            node, or a separate link for each pair. Statements about the plan use modelled costs and
+            a shared network.
+        restarts: Number of further searches, from random changes of the best plan (``programs``).
+        seed: Seed of the random changes; ``hexgen2`` has none.
+        scored, flows: How many changes are rated at most: quickly, by sums of capacities, and
+            exactly, by flows.
     """
 
     prefill: dict[str, Any] = Field(default_factory=dict)

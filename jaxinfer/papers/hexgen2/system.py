@@ -23,10 +23,11 @@ class HexGen2Options(Options):
     """Options of ``HexGen2``.
 
     Attributes:
-        flows: Requests per second from each prefill instance to its decode instances; ratios count.
-            Each request goes to a pair by these shares, to within one.
-        hand_off: When KV goes on.
-        max_in_prefill: Requests in a prefill instance, at most: a number, or by instance.
+        flows: Requests per second from each prefill instance to its decode instances; only their
+            ratios matter. Each pair gets its share of the requests, to within one.
+        hand_off: When KV is sent.
+        max_in_prefill: Largest number of requests in a prefill instance: a number, or one for each
+            instance.
     """
 
     flows: Named[Named[float]] = Field(min_length=1)

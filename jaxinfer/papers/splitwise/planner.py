@@ -54,11 +54,12 @@ class SplitwisePoolsOptions(Options):
     """Options of ``SplitwisePools``.
 
     Attributes:
-        files: A run file per design, with the most machines of ``prompt`` and ``token``. Their
-            model and requests count where ``run`` has none, and all have the same; their numbers of
-            replicas do not.
-        at_most: ``gpus``, ``usd``, ``watts`` of any cluster; required with ``maximise``.
-        step: Step of the numbers of token machines.
+        files: One run file per design, each with the largest numbers of ``prompt`` and ``token``
+            machines. Their model and requests are used where ``run`` has none, and all must be the
+            same; their numbers of replicas are ignored.
+        at_most: Limits of ``gpus``, ``usd`` per hour or ``watts`` of a cluster; required with
+            ``maximise``.
+        step: Step between the numbers of token machines that are tried.
     """
 
     files: Named[Most] = Field(min_length=1)

@@ -26,15 +26,17 @@ class SplitwiseOptions(Options):
     """Options of ``Splitwise``. What the paper leaves open is as in the authors' simulator.
 
     Attributes:
-        prompt, token: Instances of each pool; ``token: []``: requests run whole by the shortest
-            queue, the paper's baseline.
-        max_pending_tokens: Prompt tokens that a machine with a queue takes, at most.
-        token_queue: Machine for decodes: least KV promised, or fewest pending tokens.
-        return_when: When a machine leaves the mixed pool: done with the other pool's requests (the
-            paper), or with all (its simulator).
-        repurpose_after_s: Seconds in the mixed pool after which a machine changes sides.
-        layerwise_from: Prompt tokens from which KV is sent ``per_segment``, else ``at_end``; null:
-            never.
+        prompt, token: Instances of each pool; with ``token: []`` there is only one, and a request
+            runs on the instance with the shortest queue (the paper's baseline).
+        max_pending_tokens: Largest number of pending prompt tokens on a machine; beyond it, a
+            machine of another pool is used.
+        token_queue: How the machine for decodes is chosen: least KV promised, or fewest pending
+            tokens.
+        return_when: When a machine leaves the mixed pool: after the last request of the other pool
+            (the paper), or after all its requests (the paper's simulator).
+        repurpose_after_s: Seconds in the mixed pool after which a machine joins the other pool.
+        layerwise_from: Length of a prompt, in tokens, from which its KV is sent ``per_segment``,
+            otherwise ``at_end``; null: always ``at_end``.
     """
 
     prompt: Names = ("prompt",)

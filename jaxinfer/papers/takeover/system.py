@@ -46,15 +46,18 @@ class TakeoverOptions(Options):
     """Options of ``Takeover``.
 
     Attributes:
-        spared: Share of a pool that takes leave free, besides room for its decodes' growth.
-        most_moves: Takes of one request while others wait, at most; with 0, no decode is taken.
-            While few wait, decodes that were taken as often go on to faster kinds alone.
-        narrow: Share of a step's tokens that there are, decodes included, while few requests wait,
-            or half of an instance's seats or of its pool is taken.
-        keeps_room: Begin prompts elsewhere while an instance's room is for others' decodes.
-        slo: Targets in seconds, ``ttft`` and ``tbt``: steps have fewer prompt tokens beside decodes
-            with TBT at risk, more with TTFT at risk; with ``ttft``, prompts under way are taken
-            over only if some are late where they are. ``ttft`` alone counts while few wait.
+        spared: Share of a KV pool that is kept free of requests taken over, on top of room for the
+            growth of its decodes.
+        most_moves: How often one request may be taken over while others wait; with 0, decodes are
+            never taken over. While few wait, decodes that reached this number move only to faster
+            kinds of instances.
+        narrow: Share of a step's token budget that is used (decodes included) while few requests
+            wait, or while half of an instance's seats or KV pool is taken.
+        keeps_room: Start prompts on other instances while this one keeps room for decodes that it
+            takes over.
+        slo: Targets in seconds for ``ttft`` and ``tbt``: prompts get fewer tokens per step when TBT
+            is at risk, and more when TTFT is at risk; with ``ttft``, running prompts are taken over
+            only if some would be late. ``ttft`` alone counts while few wait.
     """
 
     spared: float = Field(default=0.01, ge=0, lt=1)

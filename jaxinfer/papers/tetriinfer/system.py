@@ -30,16 +30,16 @@ class TetriInferOptions(Options):
     """Options of ``TetriInfer``.
 
     Attributes:
-        prefill, decode: Instances that begin in these roles.
-        prefill_batch: Prompts sorted at a time.
-        order: Their order.
-        dispatch: Choice of the decode instance. See ``length_aware.choose``.
-        heavy_decode: Predicted output tokens above which a request is heavy.
-        report_s: Seconds between reports of loads.
-        flip_after_s: Seconds of idleness, the other role being busy, after which an instance takes
-            that role; null: never.
-        flip_below: Share of that time at which either may have been otherwise.
-        seed: Seed of the draws.
+        prefill, decode: Instances that start in these roles.
+        prefill_batch: Number of prompts that are sorted together.
+        order: Order of these prompts: shortest first, longest first, or first come, first served.
+        dispatch: How the decode instance is chosen. See ``length_aware.choose``.
+        heavy_decode: Predicted output tokens above which a request counts as heavy.
+        report_s: Seconds between load reports of the instances.
+        flip_after_s: Seconds for which an instance must be idle, and the other role busy, before
+            the instance takes that role; null: never.
+        flip_below: Share of that time in which this condition may have been violated.
+        seed: Seed of the random choices.
     """
 
     prefill: Names = ("prefill",)

@@ -1,5 +1,6 @@
 """The processes of a cluster besides the loop's own: those of groups that have one."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from jaxinfer.runtime.kv.kv_endpoint import Hear
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 from jaxinfer.runtime.kv.outcome import ProcessLost
 from jaxinfer.runtime.kv.sockets import LOOPBACK
+from jaxinfer.runtime.processes.gpu_shares import GpuShares
 from jaxinfer.runtime.processes.messages import (
     Borrow,
     Left,
@@ -89,8 +91,13 @@ def _open_end(process: Process, message: OpenEnd, hear: Hear) -> None:
     next(process.ask(message))
 
 
-def reach(config: ClusterConfig, names: Collection[str]) -> Iterator[tuple[str, Peer]]:
+def reach(
+    config: ClusterConfig, names: Collection[str], shares: GpuShares
+) -> Iterator[tuple[str, Peer]]:
     """The processes that these groups have of their own, one after the other as they are got at.
+
+    Args:
+        shares: of GPUs' memory, for those of this host.
 
     Raises:
         JaxinferError: one is not.
@@ -104,7 +111,7 @@ def reach(config: ClusterConfig, names: Collection[str]) -> Iterator[tuple[str, 
         yield from place(config.ray, by_ray)
     for name, group in groups.items():
         if group.process:
-            yield name, Child(group.environment)
+            yield name, Child({**group.environment, **shares.environment(name)})
         if group.host:
             try:
                 yield name, Elsewhere(group.host, shared_key(), group.environment)
@@ -118,12 +125,16 @@ class OtherProcesses:
     Args:
         model: what each opens.
         layers: of each stage, for instances with stages in several processes.
+
+    Attributes:
+        gpu_shares: what they, and this one, take of GPUs that several of them see.
     """
 
     def __init__(
         self, config: ClusterConfig, model: str, layers: Mapping[str, Sequence[Layers]]
     ) -> None:
         self._config, self._model, self._layers = config, model, layers
+        self.gpu_shares = GpuShares(config)
         self._processes: dict[str, Process] = {}
         self._there: dict[str, AnotherProcess] = {}
         self._pipelines: dict[str, PipelineSide] = {}
@@ -143,7 +154,9 @@ class OtherProcesses:
         others = cls(config, model, layers)
         try:
             names = [name for name, group in config.groups.items() if group.is_apart]
-            for name, peer in reach(config, names):
+            for line in others.gpu_shares.lines():
+                print(f"jaxinfer: {line}", file=sys.stderr, flush=True)
+            for name, peer in reach(config, names, others.gpu_shares):
                 others._processes[name] = Process(name, peer)
             for name in names:
                 others._load(name, config.part(name))
@@ -158,7 +171,7 @@ class OtherProcesses:
         Raises:
             JaxinferError: it cannot be got at.
         """
-        ((_, peer),) = reach(self._config, [group])
+        ((_, peer),) = reach(self._config, [group], self.gpu_shares)
         process = self._processes[group] = Process(group, peer)
         self._load(group, part)
         return process

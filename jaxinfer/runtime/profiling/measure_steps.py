@@ -9,7 +9,8 @@ from jaxinfer.runtime.kv.outcome import Failed
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Row
-from jaxinfer.serving.kv_shards import KVShards, Placement
+from jaxinfer.serving.features.head_slices import Placement
+from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 from jaxinfer.steps.shapes import StepLimits

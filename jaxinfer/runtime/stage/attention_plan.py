@@ -15,6 +15,7 @@ from jaxinfer.models.layouts import DEFAULT_AXIS
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, memory_of
 from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StageFacts, StagePlan, free_memory
+from jaxinfer.runtime.stage.taken import TakenMemory
 
 
 def plan_attention(
@@ -22,13 +23,13 @@ def plan_attention(
     stage: StageConfig,
     config: ClusterConfig,
     devices: Mapping[str, Sequence[jax.Device]],
-    taken: int,
+    taken: TakenMemory,
 ) -> StagePlan:
     """The stage's plan with its attention groups, those in other processes as they are asked for.
 
     Args:
         devices: by group.
-        taken: bytes of the host's memory that all plans so far will take, this one included.
+        taken: by all plans so far, this one included; gets what the groups take here.
 
     Raises:
         JaxinferError: a group or its link is what cannot be run, or its memory is too small.
@@ -45,8 +46,9 @@ def plan_attention(
             each = replace(asked, number=number)
             if is_here:
                 device = devices[place.group][number]
-                each = plan_pool(plan, each, device, config.groups[place.group], taken)
-                taken += each.kv_bytes if device.platform == "cpu" else 0
+                group = config.groups[place.group]
+                each = plan_pool(plan, each, device, group, taken.of(device))
+                taken.add_pool(device, each.kv_bytes)
             found.append(each)
     return replace(plan, attention=tuple(found))
 
@@ -73,7 +75,7 @@ def plan_pool(
     """The pool of one device of an attention group, as it is asked for.
 
     Args:
-        taken: see ``plan_attention``.
+        taken: bytes of its memory that other plans will take.
 
     Raises:
         JaxinferError: the memory is too small.

@@ -1,6 +1,7 @@
 """Plans of a cluster's instances on the devices of this process, before they are loaded."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
@@ -12,7 +13,8 @@ from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.stage.attention_plan import plan_attention
 from jaxinfer.runtime.stage.devices import configure_jax, open_groups
 from jaxinfer.runtime.stage.machine_speed import measure_speed
-from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
+from jaxinfer.runtime.stage.stage_plan import GPU_SHARE, StagePlan, choose_dtype, make_plan
+from jaxinfer.runtime.stage.taken import TakenMemory
 
 
 def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]:
@@ -37,86 +39,102 @@ def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]
 
 
 def plan_cluster(
-    model: ModelConfig, config: ClusterConfig, layers: Mapping[str, Sequence[Layers]] | None = None
+    model: ModelConfig,
+    config: ClusterConfig,
+    layers: Mapping[str, Sequence[Layers]] | None = None,
+    gpu_share: float | None = None,
 ) -> dict[str, list[StagePlan]]:
     """Plans of each instance's stages, before anything is loaded.
 
     Args:
         layers: of each stage, for instances that have others in other processes.
+        gpu_share: see ``open_groups``.
 
     Raises:
         JaxinferError: as ``make_plan``, with the instance's name where there are several.
     """
     configure_jax()
-    groups = open_groups(config.groups)
-    for link in config.links:
-        for end in link.between:
-            if groups[end][0].platform != "cpu":
-                raise JaxinferError(
-                    f"links: {' - '.join(link.between)} is emulated, on CPU only, and {end} is a "
-                    "GPU: leave links to `simulate`"
-                )
-    free = {name: iter(devices) for name, devices in groups.items()}
+    groups = open_groups(config.groups, gpu_share)
+    _check_links(config, groups)
+    devices = _devices_of_stages(config, groups)
+    users = Counter(device for stages in devices.values() for stage in stages for device in stage)
     plans: dict[str, list[StagePlan]] = {}
-    taken = 0
+    taken = TakenMemory()
     for name, instance in config.instances.items():
         try:
-            if any(groups[stage.group][0].platform == "gpu" for stage in instance.places):
+            on_gpus = [device for stage in devices[name] for device in stage]
+            if any(device.platform == "gpu" for device in on_gpus):
                 instance = instance.on_gpu()
+                most = max(users[device] for device in on_gpus)
+                if most > 1 and not instance.memory_fraction:
+                    instance = instance.model_copy(update={"memory_fraction": GPU_SHARE / most})
             given = (layers or {}).get(name, ())
-            stages = _plan_stages(model, config, instance, groups, free, taken, given)
+            stages = _plan_stages(model, config, instance, groups, devices[name], taken, given)
             plans[name] = list(stages)
-            taken += _host_bytes(plans[name])
         except JaxinferError as error:
             of = f"instances.{name}: " if len(config.instances) > 1 else ""
             raise JaxinferError(f"{of}{error}") from None
     return plans
 
 
+def _check_links(config: ClusterConfig, groups: Mapping[str, Sequence[jax.Device]]) -> None:
+    """Refuse to emulate links of GPUs that are themselves."""
+    for link in config.links:
+        for end in link.between:
+            if groups[end][0].platform != "cpu" and not config.groups[end].emulate:
+                raise JaxinferError(
+                    f"links: {' - '.join(link.between)} is emulated, between CPUs and groups with "
+                    f"emulate only, and {end} is a GPU: leave links to `simulate`"
+                )
+
+
+def _devices_of_stages(
+    config: ClusterConfig, groups: Mapping[str, Sequence[jax.Device]]
+) -> dict[str, list[list[jax.Device]]]:
+    """Devices of each instance's stages: the next ones of their groups."""
+    free = {name: iter(devices) for name, devices in groups.items()}
+    return {
+        name: [
+            [next(free[stage.group]) for _ in range(config.groups[stage.group].stage_devices)]
+            for stage in instance.places
+        ]
+        for name, instance in config.instances.items()
+    }
+
+
 def _plan_stages(
     model: ModelConfig,
     config: ClusterConfig,
     instance: InstanceConfig,
-    devices_of: Mapping[str, Sequence[jax.Device]],
-    free: Mapping[str, Iterator[jax.Device]],
-    taken: int,
+    groups: Mapping[str, Sequence[jax.Device]],
+    devices: Sequence[Sequence[jax.Device]],
+    taken: TakenMemory,
     given: Sequence[Layers],
 ) -> Iterator[StagePlan]:
-    groups = [config.groups[stage.group] for stage in instance.places]
-    devices = [
-        [next(free[stage.group]) for _ in range(group.stage_devices)]
-        for stage, group in zip(instance.places, groups, strict=True)
-    ]
+    places = instance.places
+    own = [config.groups[stage.group] for stage in places]
 
     def speed(number: int) -> float:
         dtype = choose_dtype(instance, devices[number][0])
-        return measure_speed(model, dtype, devices[number]) / groups[number].slowdown
+        return measure_speed(model, dtype, devices[number]) / own[number].slowdown
 
     counts = [model.num_hidden_layers]
     if instance.stages and not given:
-        counts = count_layers(model.num_hidden_layers, instance.places, speed)
+        counts = count_layers(model.num_hidden_layers, places, speed)
     parts = given or split(model.num_hidden_layers, counts)
-    for stage, here, layers in zip(instance.places, devices, parts, strict=True):
-        axes = config.groups[stage.group].mesh
+    for stage, group, here, layers in zip(places, own, devices, parts, strict=True):
         if stage.attention:
-            whole = make_plan(model, instance, here, layers, taken, is_spread=True, axes=axes)
-            own = _host_bytes([whole])
-            plans = [plan_attention(whole, stage, config, devices_of, taken + own)]
+            plan = make_plan(
+                model, instance, here, layers, taken.of(here[0]), True, group.mesh, taken.parameters
+            )
+            _count(plan, taken)
+            yield plan_attention(plan, stage, config, groups, taken)
         else:
-            plans = _plan_segments(model, instance, here, axes, layers, taken)
-        taken += _host_bytes(plans)
-        yield from plans
+            yield from _plan_segments(model, instance, here, group.mesh, layers, taken)
 
 
-def _host_bytes(plans: Iterable[StagePlan]) -> int:
-    """Count the bytes that the plans will take of the host's memory."""
-    total = 0
-    for plan in plans:
-        if plan.devices[0].platform == "cpu":
-            total += plan.weight_bytes + plan.kv_bytes
-        devices = ((place, place.device) for place in plan.attention)
-        total += sum(place.kv_bytes for place, on in devices if on and on.platform == "cpu")
-    return total
+def _count(plan: StagePlan, taken: TakenMemory) -> None:
+    taken.add(plan.devices, plan.parameters, plan.dtype, plan.kv_bytes)
 
 
 def _plan_segments(
@@ -125,15 +143,21 @@ def _plan_segments(
     devices: Sequence[jax.Device],
     axes: Mapping[str, int] | None,
     layers: Layers,
-    taken: int,
+    taken: TakenMemory,
 ) -> list[StagePlan]:
     """Plan one stage's segments, which share its devices' memory."""
-    whole = make_plan(model, instance, devices, layers, taken, axes=axes)
-    if instance.segments == 1:
-        return [whole]
-    count = layers.stop - layers.start
-    if instance.segments > count:
-        raise JaxinferError(f"segments is {instance.segments}, a stage has {count} layers")
-    sized = instance.model_copy(update={"num_pages": whole.num_pages})
-    pieces = layers.pieces(instance.segments)
-    return [make_plan(model, sized, devices, piece, taken, axes=axes) for piece in pieces]
+
+    def plan(asked: InstanceConfig, layers: Layers) -> StagePlan:
+        before = taken.of(devices[0])
+        return make_plan(model, asked, devices, layers, before, axes=axes, there=taken.parameters)
+
+    plans = [plan(instance, layers)]
+    if instance.segments > 1:
+        count = layers.stop - layers.start
+        if instance.segments > count:
+            raise JaxinferError(f"segments is {instance.segments}, a stage has {count} layers")
+        sized = instance.model_copy(update={"num_pages": plans[0].num_pages})
+        plans = [plan(sized, piece) for piece in layers.pieces(instance.segments)]
+    for each in plans:
+        _count(each, taken)
+    return plans

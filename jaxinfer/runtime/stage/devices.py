@@ -26,22 +26,29 @@ def configure_jax() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def open_groups(groups: Mapping[str, GroupConfig]) -> dict[str, list[jax.Device]]:
-    """Devices of each group; no two groups share one.
+def open_groups(
+    groups: Mapping[str, GroupConfig], gpu_share: float | None = None
+) -> dict[str, list[jax.Device]]:
+    """Devices of each group; no two groups share one, unless one says so.
 
     A CPU has as many devices as are asked for, if JAX has not yet counted them.
 
+    Args:
+        gpu_share: of each GPU's memory, if JAX has not started; see ``share_chosen``.
+
     Raises:
-        JaxinferError: there are fewer, or none of the kind, or one is to play a slower GPU.
+        JaxinferError: there are fewer, or none of the kind.
     """
     if not groups:
         return {}  # JAX would take the GPUs' memory from the processes whose groups these are.
     _count(groups)
-    with share_chosen():
+    with share_chosen(gpu_share):
         jax.devices()
     taken: set[jax.Device] = set()
     opened = {}
     for name, group in groups.items():
+        if group.shares:
+            continue
         found = [device for device in _devices(name, group) if device not in taken]
         if len(found) < group.devices:
             platform = found[0].platform if found else group.platform or "such"
@@ -52,9 +59,7 @@ def open_groups(groups: Mapping[str, GroupConfig]) -> dict[str, list[jax.Device]
             )
         opened[name] = found[: group.devices]
         taken.update(opened[name])
-        if group.emulate and opened[name][0].platform != "cpu":
-            raise JaxinferError(f"group {name}: emulate works on CPU only, set platform: cpu")
-    return opened
+    return {name: opened[group.shares or name][: group.devices] for name, group in groups.items()}
 
 
 def count_cpu_devices(clusters: Iterable[ClusterConfig]) -> None:
@@ -64,7 +69,8 @@ def count_cpu_devices(clusters: Iterable[ClusterConfig]) -> None:
 
 
 def _count(groups: Mapping[str, GroupConfig]) -> None:
-    wanted = sum(group.devices for group in groups.values() if group.platform != "gpu")
+    own = [group for group in groups.values() if not group.shares]
+    wanted = sum(group.devices for group in own if group.platform != "gpu")
     if wanted > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]
         # JAX refuses once it has counted.
         with contextlib.suppress(RuntimeError):

@@ -25,23 +25,34 @@ class _Memory(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
 
 
+def has_started() -> bool:
+    """Return whether JAX has taken its memory in this process."""
+    from jax._src.xla_bridge import backends_are_initialized
+
+    return backends_are_initialized()
+
+
 @contextmanager
-def share_chosen() -> Iterator[None]:
+def share_chosen(fraction: float | None = None) -> Iterator[None]:
     """Let JAX start within, with ``SHARE`` of what the fullest visible GPU has free.
 
     What the user has set stays, and so does JAX's own share where NVML knows no GPU; processes that
     are started later choose for themselves.
-    """
-    from jax._src.xla_bridge import backends_are_initialized
 
-    if any(os.environ.get(name) for name in SETTINGS) or backends_are_initialized():
+    Args:
+        fraction: of each GPU's memory, where others take some of it at the same time.
+    """
+    if any(os.environ.get(name) for name in SETTINGS) or has_started():
         yield
         return
-    shares = _free_shares()
+    shares = _visible_shares() if fraction is None else []
     said = "its own share of each GPU's memory, since NVML does not tell what is free"
-    if shares:
+    if fraction is not None:
+        said = f"{fraction:.0%} of each GPU's memory, beside other processes"
+    elif shares:
         fraction = math.floor(100 * SHARE * min(shares)) / 100
         said = f"{fraction:.0%} of each GPU's memory, {SHARE:.0%} of what is free"
+    if fraction is not None:
         os.environ[SETTINGS[0]] = f"{fraction:.2f}"
     try:
         yield
@@ -52,23 +63,28 @@ def share_chosen() -> Iterator[None]:
         print(line, file=sys.stderr, flush=True)
 
 
-def _free_shares() -> list[float]:
-    """The free share of each visible GPU's memory; none where NVML is not there."""
+def free_shares() -> dict[str, float]:
+    """The free share of each GPU's memory by its number; none where NVML is not there."""
     try:
         library: Any = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return []
+        return {}
     if library.nvmlInit_v2():
-        return []
+        return {}
     try:
         count = ctypes.c_uint()
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        found = {number: _free_share(library, number) for number in range(count.value)}
+        found = {str(number): _free_share(library, number) for number in range(count.value)}
     finally:
         library.nvmlShutdown()
+    return {number: share for number, share in found.items() if share is not None}
+
+
+def _visible_shares() -> list[float]:
+    found = free_shares()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     # Those named otherwise than by number may be any.
-    chosen = [int(name) for name in visible if name.strip().isdecimal()] or list(found)
+    chosen = [name.strip() for name in visible if name.strip().isdecimal()] or list(found)
     return [share for number in chosen if (share := found.get(number)) is not None]
 
 

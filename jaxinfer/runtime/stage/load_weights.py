@@ -33,6 +33,8 @@ from jaxinfer.runtime.stage.stage_plan import StagePlan, parameter_shapes
 from jaxinfer.runtime.stage.step import Parameters
 
 T = TypeVar("T")
+# Arrays of parameters by path and goal; stages on the same devices share them.
+Loaded = dict[tuple[str, Goal], Sequence[jax.Array]]
 # Bytes of a parameter's tensors from which the device has them to convert.
 ON_DEVICE = 2**23
 # Parameters whose tensors are read at once, each by a thread.
@@ -51,7 +53,8 @@ def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[
     if plans[0].options.load_format == "dummy":
         return random_parameters(checkpoint.config, plans)
     if checkpoint.converted is not None:
-        return [_restore(checkpoint, checkpoint.converted, plan) for plan in plans]
+        there: Loaded = {}
+        return [_restore(checkpoint, checkpoint.converted, plan, there) for plan in plans]
     specs = ARCHITECTURES[checkpoint.config.architecture].hf_weights(checkpoint.config)
     check_tensors(checkpoint, specs)
     # Segments of one stage share a tied embedding.
@@ -144,8 +147,12 @@ def _dequantised(blocks: jax.Array) -> jax.Array:
     return x.reshape(len(blocks), -1)
 
 
-def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan) -> Parameters:
-    """Restore a converted checkpoint; refuse it if a parameter would silently be padded or cut."""
+def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan, there: Loaded) -> Parameters:
+    """Restore a converted checkpoint; refuse it if a parameter would silently be padded or cut.
+
+    Args:
+        there: what other plans have restored; gets what this one does.
+    """
     wanted = parameter_shapes(checkpoint.config)
     for path in sorted(wanted.keys() | stored.keys()):
         if stored.get(path) != wanted.get(path):
@@ -154,17 +161,17 @@ def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan) -> Paramet
                 f"configuration wants {wanted.get(path)}; convert the model again"
             )
     paths = [path for path in wanted if path in plan.parameters]
-    found: dict[str, Sequence[jax.Array]] = {}
-    for batch in _batches(plan, paths):
+    missing = [path for path in paths if (path, goal_of(plan, path)) not in there]
+    for batch in _batches(plan, missing):
         goals = {path: goal_of(plan, path) for path in batch}
         arrays = restore(checkpoint.path, {path: goal.wide for path, goal in goals.items()})
-        found |= {
-            path: _program(as_it_is, True, goal)([arrays.pop(path)])
+        there |= {
+            (path, goal): _program(as_it_is, True, goal)([arrays.pop(path)])
             if goal.scale
             else (arrays[path],)
             for path, goal in goals.items()
         }
-    return parameters_of(plan, lambda path, goal: found[path])
+    return parameters_of(plan, lambda path, goal: there[path, goal])
 
 
 def _batches(plan: StagePlan, paths: Sequence[str]) -> list[list[str]]:

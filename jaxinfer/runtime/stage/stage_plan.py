@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
@@ -24,7 +24,11 @@ from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, memory_of
 from jaxinfer.runtime.stage.lay_out import DTYPES_OF_8_BITS, dtype_of, lay_out, with_bits
+from jaxinfer.runtime.stage.taken import Wanted, new_bytes
 from jaxinfer.steps.shapes import StepLimits
+
+# Of a GPU's memory, for weights and KV.
+GPU_SHARE = 0.9
 
 
 class Device(Protocol):
@@ -182,14 +186,16 @@ def make_plan(
     taken: int,
     is_spread: bool = False,
     axes: Mapping[str, int] | None = None,
+    there: Set[Wanted] = frozenset(),
 ) -> StagePlan:
     """Decide shardings, buckets and the size of the KV pool.
 
     Args:
         devices, layers: of the stage.
-        taken: bytes of a CPU's memory that other plans will take.
+        taken: bytes of their memory that other plans will take.
         is_spread: KV heads may lie elsewhere; those that lie here do so on the first device.
         axes: sizes of the mesh's axes; one of all devices by default.
+        there: parameters that are among what is taken.
 
     Raises:
         JaxinferError: the options ask for more than the model, the devices or their memory can
@@ -219,13 +225,13 @@ def make_plan(
         given_buckets=options.token_buckets,
         multiple=multiple,
     )
-    weights = memory_of(parameters.values())
+    weights, new = memory_of(parameters.values()), new_bytes(parameters, dtype, there)
     held, on = (
         (wide, mesh) if not is_spread else (config, Mesh(np.array(devices[:1]), (DEFAULT_AXIS,)))
     )
     page = abstract_pages(held, layers, 1, options.page_size, kv_dtype, on)
     each = memory_of(jax.tree.leaves(page))
-    fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else 0.9)
+    fraction = options.memory_fraction or (0.2 if devices[0].platform == "cpu" else GPU_SHARE)
     free, budget = _memory(devices[0], fraction, weights, taken)
     if free is None and not options.num_pages:
         raise JaxinferError(
@@ -240,13 +246,13 @@ def make_plan(
             f"num_pages is {num_pages}, kernels {kernels} address {addressed} pages of "
             f"{options.page_size} tokens in 8 bits"
         )
-    if free is not None and (num_pages < 2 or weights + num_pages * each > free):
+    if free is not None and (num_pages < 2 or new + num_pages * each > free):
         what = f"num_pages {num_pages} of {options.page_size} tokens takes"
         if not options.num_pages:
             what = f"memory_fraction {fraction} leaves room for {max(num_pages, 0)} KV pages of"
         raise JaxinferError(
             f"{what} {max(num_pages, 1) * each / 2**30:.3f} GiB, beside "
-            f"{weights / 2**30:.3f} GiB of weights; {free / 2**30:.1f} GiB are free"
+            f"{new / 2**30:.3f} GiB of weights; {free / 2**30:.1f} GiB are free"
         )
     return StagePlan(
         options, wide, config.num_key_value_heads, layers, dtype, kv_dtype, limits, num_pages,
@@ -322,14 +328,14 @@ def _abstract_model(
 
 
 def free_memory(device: jax.Device, taken: int) -> int | None:
-    """Bytes that can be taken of a device's memory, or of the host's where ``taken`` are.
+    """Bytes that can be taken of a device's memory, where plans will take some.
 
     None of a device that does not say.
     """
     if device.platform == "cpu":
         return available_memory() - taken
     stats = device.memory_stats()
-    return int(stats["bytes_limit"] - stats["bytes_in_use"]) if stats else None
+    return int(stats["bytes_limit"] - stats["bytes_in_use"]) - taken if stats else None
 
 
 def _memory(
@@ -343,7 +349,9 @@ def _memory(
         # Shared with the rest of the machine: a share of what is left, the weights apart.
         return free, math.floor(min(free * fraction, free - weights))
     stats = device.memory_stats()
-    return free, math.floor(stats["bytes_limit"] * fraction) - stats["bytes_in_use"] - weights
+    own = math.floor(stats["bytes_limit"] * fraction) - stats["bytes_in_use"]
+    # The share of one of several plans for the device is its own, but no more than is left.
+    return free, min(own, free) - weights
 
 
 def _max_model_len(config: ModelConfig, options: EngineOptions) -> int:

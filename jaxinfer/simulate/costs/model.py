@@ -31,6 +31,18 @@ class StageCost(Protocol):
     def seconds(self, work: Work) -> float: ...  # noqa: D102
 
 
+@dataclass(frozen=True)
+class SlowedStage:
+    """A stage on a device that plays one ``slowdown`` times slower."""
+
+    cost: StageCost
+    slowdown: float
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of a step."""
+        return self.slowdown * self.cost.seconds(work)
+
+
 # By kind of costs. Each is read when it is asked for: that of tables loads scipy.
 STAGES = {
     "roofline": "jaxinfer.simulate.costs.roofline:RooflineStage",

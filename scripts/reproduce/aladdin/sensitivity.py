@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.papers.aladdin.sizing import MeanRequest, most_tokens
+from jaxinfer.simulate.cluster import fit_instance
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
@@ -183,8 +184,8 @@ def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]
 
 def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: Search) -> float:
     """Return the rate that eight workers carry by eq. 6, in requests per second."""
-    _, cluster, _ = prepare(worker(model, gpu, gpus, **OVERHEADS))
-    fit, modelled = cluster.fit("w", relative=True), cluster.instances["w"]
+    cluster = prepare(worker(model, gpu, gpus, **OVERHEADS))
+    fit, modelled = fit_instance(cluster.instances["w"], relative=True), cluster.instances["w"]
     assert fit.decode
     mean = MeanRequest.of(draw(search.trace, SEED))
     most = most_tokens(fit.decode, gpus, modelled.num_tokens, mean, atgt_s)

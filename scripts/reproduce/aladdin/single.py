@@ -13,6 +13,7 @@ from jaxinfer.report.records import read_lines
 from jaxinfer.serving.admission import peak_entries
 from jaxinfer.serving.batch import Work as StepWork
 from jaxinfer.serving.system import Assignment, ClusterView, RequestView
+from jaxinfer.simulate.cluster import fit_instance
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
@@ -120,8 +121,8 @@ def models(tables: Path) -> tuple[list[Row], list[Target]]:
         ("llama-2-7b, tables", worker("llama-2-7b", A100, 1, tables=str(tables), **OVERHEADS))
     )
     for name, config in cases:
-        _, cluster, _ = prepare(config)
-        cost, fit = cluster.instances["w"].cost, cluster.fit("w", relative=True)
+        cluster = prepare(config)
+        cost, fit = cluster.instances["w"].cost, fit_instance(cluster.instances["w"], relative=True)
         assert fit.decode
         of_prefill = [
             abs(fit.prefill.seconds(n) / sum(cost.stages(StepWork(n, 0, 1, 1, 0, [(0, n)]))) - 1)
@@ -157,8 +158,11 @@ def equation_6(tables: Path, work: Work, atgt_s: float) -> tuple[list[Row], list
     for name, costs in (("tables", {"tables": str(tables), **OVERHEADS}), ("roofline", {})):
         found = {}
         for gpus in (1, 2, 4):
-            _, cluster, _ = prepare(worker("llama-2-7b", A100, gpus, **costs))
-            fit, modelled = cluster.fit("w", relative=True), cluster.instances["w"]
+            cluster = prepare(worker("llama-2-7b", A100, gpus, **costs))
+            fit, modelled = (
+                fit_instance(cluster.instances["w"], relative=True),
+                cluster.instances["w"],
+            )
             room = (min(modelled.num_pages) - 1) * modelled.config.page_size
             assert fit.decode
             found[gpus] = most_tokens(fit.decode, gpus, room, mean, atgt_s)

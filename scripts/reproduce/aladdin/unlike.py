@@ -15,6 +15,7 @@ from jaxinfer.lab.plan.problem import load_problem
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.aladdin.best_fit import Job, Limits, WorkerAccount
 from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner
+from jaxinfer.simulate.cluster import fit_instance
 from jaxinfer.simulate.run import prepare
 from scripts.reproduce.aladdin.packing import by_rule, in_order, least_usd
 from scripts.reproduce.aladdin.runs import draw
@@ -149,10 +150,10 @@ def workers(level: tuple[float, float]) -> list[WorkerAccount]:
     """Workers, one of each kind, with its price and the limits that a run gives it."""
     prices = load_problem(PLAN).prices
     config = load_run_file(FILE)
-    _, cluster, _ = prepare(config)
+    cluster = prepare(config)
     theta, found = config.system["theta"], []
     for name, modelled in cluster.instances.items():
-        fit = cluster.fit(name, relative=True)
+        fit = fit_instance(modelled, relative=True)
         assert fit.decode
         limits = Limits(fit.prefill, fit.decode, *level, theta, 0.5, modelled.num_tokens, 16)
         kind = str(config.groups[modelled.groups[0]].kind)

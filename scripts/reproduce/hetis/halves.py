@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.report.records import read_lines
 from jaxinfer.serving.batch import ShardWork, Work
-from jaxinfer.serving.half_batches import as_a_whole, in_turn
+from jaxinfer.serving.features.half_batches import as_a_whole, in_turn
 from jaxinfer.simulate.cluster import ModelledInstance
 from scripts.reproduce.claims import Target, by_share
 from scripts.reproduce.hetis.cases import (

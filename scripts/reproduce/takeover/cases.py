@@ -157,7 +157,7 @@ def pools(cluster: str) -> list[int]:
     if cluster not in OTHERS:
         return [POOLS[kind] for kind in gpus(cluster)]
     run = Run(Cell(cluster, 1, 1), *systems(cluster)[OURS][""], 0)
-    return [instance.num_tokens for instance in prepare(run.config())[1].instances.values()]
+    return [instance.num_tokens for instance in prepare(run.config()).instances.values()]
 
 
 def systems(cluster: str) -> Mapping[str, Variants]:
@@ -283,9 +283,9 @@ def beside_bound(config: RunFile, ours: RunFile, work: Work) -> tuple[float, flo
 
     Rates are the run's requests per second, and the bound's.
     """
-    bound = bound_of(prepare(ours)[1], work)
+    bound = bound_of(prepare(ours), work)
     done = WorthDone(bound)
-    made = serve(*prepare(config), work, None, done.add_request, on_step=done.add_step)
+    made = serve(prepare(config), work, None, done.add_request, on_step=done.add_step)
     return done.share(), len(work) / made.wall_s, bound.rate
 
 

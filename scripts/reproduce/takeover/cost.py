@@ -121,7 +121,7 @@ def _seconds(config: RunFile, work: Work) -> float:
     """Seconds of the processor of a run."""
     prepared = prepare(config)
     start = time.process_time()
-    serve(*prepared, work, None)
+    serve(prepared, work, None)
     return time.process_time() - start
 
 

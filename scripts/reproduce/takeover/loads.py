@@ -77,7 +77,7 @@ def _rows(wanted: Sequence[Cell], pool: ProcessPoolExecutor) -> list[Row]:
 def _cronus_rate(cell: Cell) -> float:
     """The steady rate of Cronus, by its relative fits."""
     config = Run(cell, *_first(cell, "Cronus"), 0).config()
-    made = serve(*prepare(config), cell.work(0, cell.count), None)
+    made = serve(prepare(config), cell.work(0, cell.count), None)
     assert made.steady_requests_s
     return LOAD * made.steady_requests_s
 
@@ -103,7 +103,7 @@ def _latency(asked: Asked) -> tuple[float, float]:
     if slo:
         changes = (*changes, f"system.slo={{ttft: {slo[0]}, tbt: {slo[1]}}}")
     work = arriving(cell.work(seed, COUNT), kind, rate, seed)
-    made = serve(*prepare(Run(cell, file, changes, 0).config()), work, None)
+    made = serve(prepare(Run(cell, file, changes, 0).config()), work, None)
     assert made.ttft_p99 is not None
     assert made.tbt_p99 is not None
     return made.ttft_p99, made.tbt_p99

@@ -81,7 +81,7 @@ def test_a_worker_is_sized_by_the_fit_that_its_file_asks_for(file: str, kind: st
     path.write_text(yaml.safe_dump(data))
     (size,) = sizes_of(str(path), here, "1")
     config = as_run_file(here.problem.run_file(size.candidate(1).part))
-    _, cluster, _ = prepare(config)
+    cluster = prepare(config)
     mean, room = MeanRequest.of(here.problem.work), cluster.instances["w0"].num_tokens
     lines = [cluster.fit("w0", relative=kind == each).decode for each in ("relative", "absolute")]
     found = [most_tokens(line, 1, room, mean, 0.05) for line in lines if line]

@@ -45,7 +45,7 @@ def serve(config: RunFile, count: int) -> tuple[float, float]:
 
 def eq6(config: RunFile, atgt_s: float) -> tuple[float, float]:
     """Return the worker's output tokens per second, as limited by memory and by the target."""
-    _, cluster, _ = prepare(config)
+    cluster = prepare(config)
     room = cluster.instances["w"].num_tokens
     fit = cluster.fit("w", relative=True).decode
     assert fit

@@ -234,7 +234,7 @@ def test_a_whole_that_carries_too_little_says_so(
     choice = choose(make_planner({"name": planner, "rate": 12.0, **NODE}), search)
     assert choice.candidate.axes["prefill_instances"] == 4
     said = [line for line in head(search, choice, "run.yaml") if line.startswith("It carries")]
-    short = f"It carries {ladder(3.5):.4g} of the 12 requests/s that planner.rate asks for: "
+    short = f"It serves {ladder(3.5):.4g} of the 12 requests/s in planner.rate: "
     assert [line.partition("simulated")[0] for line in said] == [short] * (carried < 11)
 
 
@@ -302,7 +302,7 @@ def test_requests_that_are_too_few_to_tell() -> None:
 
 def test_a_phase_alone_has_no_latency_by_output_token() -> None:
     search = DrivenSearch(asked(slo="ttft=1,normalised=0.1"))
-    with pytest.raises(JaxinferError, match=r"such as: goal\.slo: normalised is over a whole"):
+    with pytest.raises(JaxinferError, match=r"for example: goal\.slo: normalised is over a whole"):
         search.best([space(NODE).alone("prefill", InstanceShape(1, (1,)))])
     (score,) = search.scores([space(NODE).units(InstanceShape(1, (1,)), InstanceShape(1, (1,)))])
     assert score.refused is None
@@ -322,7 +322,9 @@ def test_what_cannot_be_says_why(
     search = DrivenSearch(asked(model))
     given = Space(DistServeOptions.model_validate(options), search.problem)
     candidate: Candidate = given.alone("prefill", shape)
-    with pytest.raises(JaxinferError, match=f"none of 1 candidates can be, such as: .*{says}"):
+    with pytest.raises(
+        JaxinferError, match=f"none of 1 candidates is valid; for example: .*{says}"
+    ):
         search.best([candidate])
     (score,) = search.scores([candidate])
     assert score.refused

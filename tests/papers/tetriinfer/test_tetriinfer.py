@@ -383,7 +383,7 @@ def test_everyone_is_served_whatever_flips_and_whoever_is_lost(
         each.predicted = None if low is None else (low, low + 4)
 
     def watch(loop: ServingLoop) -> None:
-        if not loop.assignments.lost:
+        if not loop.assignments.losses.lost:
             began = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode"}
             roles = [i.role or began[i.name] for i in pool if not i.draining]
             assert {"prefill", "decode"} <= set(roles)

@@ -53,7 +53,7 @@ def test_who_comes_before_the_cluster_is_there_waits() -> None:
     times = {}
     for start in (0.0, 10.0):
         serve(
-            *prepared,
+            prepared,
             work,
             None,
             lambda r, t, s=start: times.update({(s, r.id): (r.arrival, list(t))}),
@@ -140,7 +140,7 @@ def test_each_gpu_loads_its_own_weights(devices: int, stages: str, share: float)
     place = {"stages": [{"group": name} for name in stages]}
     links = [{"between": list(stages), "gb_s": 10}] if len(stages) > 1 else []
     data = RUN | {"groups": groups, "instances": {"i": place}, "links": links, "system": "single"}
-    _, cluster, _ = prepare(as_run_file(data))
+    cluster = prepare(as_run_file(data))
     server = Server([], TARGETS, Replan(window_s=1.0, reload_gb_s=2.0))
     assert server.reload_s(cluster) == pytest.approx(share * 8.03, rel=1e-3)
 

@@ -74,7 +74,7 @@ def test_a_table_of_what_each_point_comes_to(tmp_path: Path, file: dict[str, Any
     ]
     refused = [row for row in rows if row["refused"]]
     assert {(r["file"], r["engine.max_num_batched_tokens"]) for r in refused} == {("split", "64")}
-    assert "2 of 6 points cannot be, such as: " in said
+    assert "2 of 6 points are not valid; for example: " in said
     for row in rows:
         if row["refused"]:
             continue
@@ -113,7 +113,7 @@ def test_what_there_is_is_not_run_again(tmp_path: Path, file: dict[str, Any]) ->
     assert table(tmp_path) == [
         row if row["refused"] else row | {"requests_s": "-1"} for row in before
     ]
-    with pytest.raises(JaxinferError, match=r"out: sweep\.json there is of something else"):
+    with pytest.raises(JaxinferError, match=r"out: sweep\.json holds another task"):
         run(tmp_path, file, "--real")
 
 
@@ -242,13 +242,19 @@ def test_rates_beyond_all_pictures(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"axes": {"model": ["llama-9-8b"]}}, "none of 3 points can be, such as: .*llama-9-8b"),
+        (
+            {"axes": {"model": ["llama-9-8b"]}},
+            "none of 3 points is valid; for example: .*llama-9-8b",
+        ),
         (
             {"axes": {"workload.synthetic.count": [0, -1]}},
             "none of 6 points .*synthetic.count is 0",
         ),
-        ({"axes": {"engine.no_such": [1]}}, "none of 3 points can be, such as: .*engine.no_such"),
-        ({"run": {}}, "none of 6 points can be, such as: "),
+        (
+            {"axes": {"engine.no_such": [1]}},
+            "none of 3 points is valid; for example: .*engine.no_such",
+        ),
+        ({"run": {}}, "none of 6 points is valid; for example: "),
     ],
 )
 def test_what_keeps_all_points_from_being_run_is_refused_first(
@@ -264,7 +270,9 @@ def test_what_keeps_all_points_from_being_run_is_refused_first(
 def test_a_sweep_none_of_whose_points_can_be_fails(tmp_path: Path, file: dict[str, Any]) -> None:
     """A request that never fits is found only when it comes."""
     file["run"]["engine"]["max_model_len"] = 256
-    with pytest.raises(JaxinferError, match=r"sweep\.yaml: none of 6 points can be, such as: "):
+    with pytest.raises(
+        JaxinferError, match=r"sweep\.yaml: none of 6 points is valid; for example: "
+    ):
         run(tmp_path, file, "--jobs", "1")
     assert not (tmp_path / "out").exists()
 
@@ -277,7 +285,7 @@ def test_a_real_sweep_without_a_model_is_refused_first(tmp_path: Path) -> None:
         "axes": {"workload.limit": [1]},
         "run": {"workload": {"trace": str(tmp_path / "work.csv")}},
     }
-    with pytest.raises(JaxinferError, match=r"none of 1 points can be, such as: .*model"):
+    with pytest.raises(JaxinferError, match=r"none of 1 points is valid; for example: .*model"):
         run(tmp_path, file, "--real")
     assert not (tmp_path / "out").exists()
 

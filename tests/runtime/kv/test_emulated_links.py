@@ -7,6 +7,7 @@ import pytest
 from channel_cases import LINK, Hold, between, transfer
 from hypothesis import given
 from hypothesis import strategies as st
+from modelled_world import modelled_world
 from properties import examples
 
 from jaxinfer.config.cluster import LinkConfig
@@ -15,7 +16,7 @@ from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.stage_pair import Slab, StagePair
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.world import TransferDone
-from jaxinfer.simulate.world import SimulatedWorld, StagePath
+from jaxinfer.simulate.stage_path import StagePath
 
 
 def landed(moving: Transfer, pair: StagePair, part: tuple[int, int], start: float) -> Landed:
@@ -47,7 +48,7 @@ def on_emulated_links(sent: list[Sent]) -> list[float]:
 
 def simulated(sent: list[Sent]) -> list[float]:
     lanes = {(name, "b"): [StagePath(0, 1000, ["link"], 0.05)] for _, name, _ in sent}
-    world = SimulatedWorld({}, {}, {}, lanes, {"link": 2e6}, [])
+    world = modelled_world({}, {}, {}, lanes, {"link": 2e6}, [])
     moving = [transfer(name, "b", 0, tokens) for _, name, tokens in sent]
     ends: dict[int, float] = {}
     for start, *_ in sent:

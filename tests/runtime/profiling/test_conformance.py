@@ -366,5 +366,7 @@ def test_models_without_golden_entries() -> None:
 
 
 def test_without_any_side() -> None:
-    with pytest.raises(JaxinferError, match=r"^no side can be loaded: instances\.F\.dtype: int8"):
+    with pytest.raises(
+        JaxinferError, match=r"^none of the configurations can be loaded: instances\.F\.dtype: int8"
+    ):
         Conformance(small_checkpoint(), {"F": SIDES["F"]}, PROMPT, 4, lambda part, left: None)

@@ -16,7 +16,7 @@ from properties import examples
 
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
-from jaxinfer.config.cluster import InstanceConfig, LinkConfig
+from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, LinkConfig
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.groups import Emulate, GroupConfig
 from jaxinfer.config.run_file import RunFile
@@ -26,6 +26,7 @@ from jaxinfer.report.records import read_run
 from jaxinfer.runtime.cluster import Engine
 from jaxinfer.runtime.profiling import profile as profiles
 from jaxinfer.runtime.profiling.profile import Grid, profile_engines
+from jaxinfer.runtime.stage.cluster_plan import _check_links
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.steps import profile as stored
@@ -312,12 +313,25 @@ def test_a_link_of_a_gpu_is_not_emulated(
 ) -> None:
     gpu = SimpleNamespace(platform="gpu")
     opened = {"a": [gpu], "b": [gpu]}
-    monkeypatch.setattr("jaxinfer.runtime.stage.cluster_plan.open_groups", lambda groups: opened)
+    monkeypatch.setattr(
+        "jaxinfer.runtime.stage.cluster_plan.open_groups", lambda groups, share: opened
+    )
     link = LinkConfig(between=("a", "b"), gb_s=1)
-    with pytest.raises(JaxinferError, match="links: a - b is emulated, on CPU only, and a is a"):
+    with pytest.raises(JaxinferError, match="links: a - b is emulated, between CPUs and groups wi"):
         cluster(tiny_folder, 1.0, links=(link,))
 
 
-def test_a_gpu_is_not_slowed_down() -> None:
-    with pytest.raises(JaxinferError, match="a GPU is not slowed down"):
-        GroupConfig(platform="gpu", emulate=Emulate(slowdown=2))
+def test_a_link_of_gpus_that_play_others_is_emulated() -> None:
+    gpus: Any = {"a": [SimpleNamespace(platform="gpu")], "b": [SimpleNamespace(platform="gpu")]}
+    groups: dict[str, Any] = {name: {"emulate": {"slowdown": 2}} for name in "ab"}
+    instances = {name: {"group": name} for name in "ab"}
+    links = [{"between": ["a", "b"], "gb_s": 1}]
+
+    def check() -> None:
+        sections = {"groups": groups, "instances": instances, "links": links}
+        _check_links(ClusterConfig.model_validate(sections), gpus)
+
+    check()
+    groups["b"] = {}
+    with pytest.raises(JaxinferError, match=r"links: a - b is emulated, .*, and b is a GPU: leave"):
+        check()

@@ -47,8 +47,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *free_of: tuple[int, int]) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
-def chosen() -> str | None:
-    with gpu_memory.share_chosen():
+def chosen(fraction: float | None = None) -> str | None:
+    with gpu_memory.share_chosen(fraction):
         return os.environ.get(NAME)
 
 
@@ -67,6 +67,17 @@ def test_what_is_free(
     assert chosen() == "0.47"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert chosen() == "0.95"
+
+
+def test_a_share_beside_other_processes(
+    before_jax: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, (79, 80))
+    assert chosen(0.31) == "0.31"
+    assert capsys.readouterr().err == (
+        "jaxinfer: JAX takes 31% of each GPU's memory, beside other processes; "
+        f"{NAME} sets another share\n"
+    )
 
 
 @pytest.mark.parametrize("name", [NAME, "XLA_CLIENT_MEM_FRACTION"])

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from properties import examples
 
 from jaxinfer import JaxinferError
-from jaxinfer.config.cluster import one_engine
+from jaxinfer.config.cluster import ClusterConfig, one_engine
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.stage import Layers
@@ -23,6 +23,7 @@ from jaxinfer.runtime.stage import stage_plan as plans
 from jaxinfer.runtime.stage.devices import open_groups
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, allocate, available_memory, memory_of
 from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
+from jaxinfer.runtime.stage.taken import TakenMemory
 
 # Vocabulary 20, D 16, F 32, two layers, 4 query and 2 KV heads of 8.
 MODEL = ModelConfig(
@@ -100,10 +101,12 @@ def test_pages_of_8_bits_that_kernels_address(free: Any) -> None:
 
 
 def test_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share of all of it, less what is in use and the weights; what others take is not here."""
+    """A share of all of it, less what is in use and the weights, as far as others leave it."""
     stats = {"bytes_limit": 1000, "bytes_in_use": 100}
     gpu: Any = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-    assert plans._memory(gpu, 0.75, 50, taken=10**9) == (900, 750 - 100 - 50)
+    assert plans._memory(gpu, 0.75, 50, taken=0) == (900, 750 - 100 - 50)
+    assert plans._memory(gpu, 0.45, 50, taken=350) == (550, 450 - 100 - 50)
+    assert plans._memory(gpu, 0.75, 50, taken=350) == (550, 550 - 50)
     fractions: list[float] = []
     monkeypatch.setattr(
         plans,
@@ -140,9 +143,14 @@ def test_a_gpus_sizes_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append((instance.max_num_seqs, instance.max_num_batched_tokens))
         return []
 
-    device: Any = SimpleNamespace(platform="gpu")
+    class Stand:
+        """A device, which may be counted."""
+
+        platform = "gpu"
+
+    device: Any = Stand()
     monkeypatch.setattr(cluster_plan, "_plan_stages", plan_stages)
-    monkeypatch.setattr(cluster_plan, "open_groups", lambda groups: {"engine": [device]})
+    monkeypatch.setattr(cluster_plan, "open_groups", lambda groups, share: {"engine": [device]})
     for platform in ("gpu", "cpu"):
         device.platform = platform
         for options in ({}, {"max_num_seqs": 32}, {"max_num_batched_tokens": 128}):
@@ -260,3 +268,63 @@ def test_pages(kernels: str, dtype: str, keys: tuple[int, ...]) -> None:
 def test_no_groups_open_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda *args: pytest.fail("JAX was asked for devices"))
     assert open_groups({}) == {}
+
+
+def on_one_device(**options: Any) -> list[StagePlan]:
+    """Plans of two instances whose groups share a device."""
+    own = {"page_size": 16, "max_num_seqs": 4} | options
+    made = ClusterConfig.model_validate(
+        {
+            "groups": {"g": {}, "h": {"shares": "g"}},
+            "instances": {"x": {"group": "g", **own}, "y": {"group": "h", **own}},
+        }
+    )
+    return [plan for stages in cluster_plan.plan_cluster(MODEL, made).values() for plan in stages]
+
+
+def test_weights_on_one_device_are_there_once(free: Any) -> None:
+    """Each of two plans has pages of its own; to the byte."""
+    free(WEIGHTS + 2 * 5 * PAGE)
+    first, second = on_one_device(num_pages=5)
+    assert first.devices == second.devices
+    assert (first.memory_bytes, second.memory_bytes) == (WEIGHTS + 10 * PAGE, 5 * PAGE)
+    assert first.weight_bytes == second.weight_bytes == WEIGHTS
+    free(WEIGHTS + 2 * 5 * PAGE - 1)
+    with pytest.raises(
+        JaxinferError, match=r"^instances\.y: num_pages 5 .* beside 0\.000 GiB of w"
+    ):
+        on_one_device(num_pages=5)
+
+
+def test_a_plan_of_another_dtype_has_weights_of_its_own(free: Any) -> None:
+    """Matrices in bfloat16 beside those in float32; norms, in float32 both times, as well."""
+    free(10**9)
+    taken = TakenMemory()
+    wide, narrow = (planned(dtype=dtype, num_pages=3) for dtype in ("float32", "bfloat16"))
+    for plan, size in ((wide, WEIGHTS), (wide, 0), (narrow, 2 * MATRICES + 4 * NORMS)):
+        before = taken.of(plan.devices[0])
+        taken.add(plan.devices, plan.parameters, plan.dtype, 7)
+        assert taken.of(plan.devices[0]) - before == size + 7
+
+
+def test_a_gpu_is_divided_among_its_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evenly, where none says what it takes."""
+
+    class Stand:
+        """A GPU that may be counted."""
+
+        platform = "gpu"
+
+    gpu: Any = Stand()
+    shares = []
+
+    def plan_stages(model: ModelConfig, config: Any, instance: Any, *rest: Any) -> list[Any]:
+        shares.append(instance.memory_fraction)
+        return []
+
+    monkeypatch.setattr(cluster_plan, "_plan_stages", plan_stages)
+    groups = {"g": [gpu], "h": [gpu]}
+    monkeypatch.setattr(cluster_plan, "open_groups", lambda *asked: groups)
+    on_one_device()
+    on_one_device(memory_fraction=0.3)
+    assert shares == [0.45, 0.45, 0.3, 0.3]

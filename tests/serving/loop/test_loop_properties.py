@@ -63,7 +63,7 @@ def test_systems_that_know_nothing_of_losses_come_to_an_end(
     outcome = scenario.run(Chaos(scenario.by_id, seed, actions, scenario.caching)).verify()
     for request in outcome.finished.values():
         assert request.error is None or "was lost" in request.error
-        assert request.error is None or outcome.loop.assignments.lost
+        assert request.error is None or outcome.loop.assignments.losses.lost
 
 
 @st.composite
@@ -98,7 +98,7 @@ def test_losses_and_returns_at_any_time(scenario: Scenario, seed: int, actions: 
         return Chaos(scenario.by_id, seed, actions, scenario.caching)
 
     outcome = scenario.run(system()).verify()
-    lost = outcome.loop.assignments.lost.keys() - outcome.loop.assignments.returning
+    lost = outcome.loop.assignments.losses.lost.keys() - outcome.loop.assignments.losses.returning
     for request in outcome.finished.values():
         assert request.error is None or any(f"{name!r} was lost" in request.error for name in lost)
     again = scenario.run(system()).verify()

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from properties import examples
 from serving_checks import make_kv, pages_of
 
-from jaxinfer.serving.kv_shards import HeldPages, KVShards, SliceMove, most_pages
+from jaxinfer.serving.features.head_slices import SliceMove, most_pages
+from jaxinfer.serving.kv_shards import HeldPages, KVShards
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 
 

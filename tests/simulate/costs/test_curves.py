@@ -204,8 +204,8 @@ def test_a_run_says_how_far_beyond_the_points_it_went(tmp_path: Path) -> None:
     # 20 prompts of 100 tokens in the first step, then 20 decodes beside the others.
     assert far.beyond == {"i": {"prompt tokens": (2048, 1024), "decodes": (40, 16)}}
     assert beyond_measured(far.beyond) == (
-        "warning: steps went beyond what was measured, their times are extrapolated: "
-        "i's to 2,048 prompt tokens, measured up to 1,024; i's to 40 decodes, measured up to 16"
+        "warning: some steps are larger than any measured one; their times are extrapolated: "
+        "i: 2,048 prompt tokens (measured up to 1,024); i: 40 decodes (measured up to 16)"
     )
     near = simulate(config, [BenchRequest(None, 100, 5, 0.0)] * 8)
     assert near.beyond == {}

@@ -273,13 +273,13 @@ def test_a_system_gets_decode_s_coefficients() -> None:
         ),
         (
             {"curves": {"file": "x"}, "bandwidth": 0.5},
-            "bandwidth has no use beside curves: give one of them",
+            "bandwidth has no effect with curves: give one of them",
         ),
-        ({"phases": PLAIN, "flops": 0.5}, "flops has no use beside phases: give one of them"),
-        ({"phases": PLAIN, "step_s": 0.5}, "step_s has no use beside phases: give one of them"),
+        ({"phases": PLAIN, "flops": 0.5}, "flops has no effect with phases: give one of them"),
+        ({"phases": PLAIN, "step_s": 0.5}, "step_s has no effect with phases: give one of them"),
         (
             {"phases": PLAIN, "groups": {"g": {"sequence_s": 0.5}}},
-            "groups.g.sequence_s has no use beside phases: give one of them",
+            "groups.g.sequence_s has no effect with phases: give one of them",
         ),
         (
             {"groups": {"g": {"phases": PLAIN, "linear": {"step_s": 1}}}},

@@ -109,7 +109,7 @@ def spans_of(lengths: list[tuple[int, int]], seats: int, rows: bool) -> list[Any
         BenchRequest([number] * prompt if rows else None, prompt, output, 0.0)
         for number, (prompt, output) in enumerate(lengths)
     ]
-    site, cluster, fits = prepare(config)
+    cluster = prepare(config)
     (instance,) = cluster.instances.values()
     seen: list[Any] = []
 
@@ -123,5 +123,5 @@ def spans_of(lengths: list[tuple[int, int]], seats: int, rows: bool) -> list[Any
 
     object.__setattr__(instance, "cost", Watching())
     object.__setattr__(instance, "asks_spans", True)
-    serve(site, cluster, fits, work, None)
+    serve(cluster, work, None)
     return seen

@@ -29,11 +29,11 @@ class AnySystemOptions(Options):
     """Options of ``AnySystem``.
 
     Attributes:
-        files: Run files, each with axes of its own. Their model and requests count where ``run``
-            has none, and all have the same requests.
-        axes: Axes of all: dotted keys, lists of values.
-        by_bound: Leave out candidates that could not keep up the best rate so far, whatever their
-            system. A run of few requests may end before that shows.
+        files: Run files, each with axes of its own. Their model and requests are used where ``run``
+            has none; all must have the same requests.
+        axes: Axes for all files: dotted keys with lists of values.
+        by_bound: Skip candidates whose upper bound for any system is below the best rate so far. A
+            run of few requests may exceed its bound.
     """
 
     files: Named[Axes] = Field(min_length=1)
@@ -93,7 +93,7 @@ def _most(problem: Problem, search: Search, candidate: Candidate) -> float:
     """The rate that no system exceeds on a candidate's cluster; infinite if that cannot be."""
     try:
         work = problem.served(search.costs(candidate).gpus)
-        _, cluster, _ = prepare(as_run_file(problem.run_file(candidate.part)))
+        cluster = prepare(as_run_file(problem.run_file(candidate.part)))
     except JaxinferError:
         return inf  # The search says why it cannot be.
     return bound_of(cluster, work).rate

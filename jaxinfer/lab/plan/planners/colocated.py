@@ -23,15 +23,15 @@ class ColocatedOptions(Options):
     """Options of ``Colocated``.
 
     Attributes:
-        gpus: GPUs by kind; a candidate is of one kind.
-        tensor_parallel, pipeline_parallel: Degrees of an instance.
-        engines: Engine options by a name of yours.
-        seqs_per_stage: Values of ``max_num_seqs`` for each stage. By default ``max_num_seqs`` as
-            the engines have it.
-        costs: Step costs by kind, as under ``simulate``. By default those of the plan file's
+        gpus: Number of GPUs by kind; a candidate uses one kind.
+        tensor_parallel, pipeline_parallel: Degrees to try for an instance.
+        engines: Sets of engine options to try, by names of your choice.
+        seqs_per_stage: Requests per stage to try: ``max_num_seqs`` divided by the stages. By
+            default ``max_num_seqs`` is that of the engine options.
+        costs: Step times by kind, as under ``simulate``. By default those of the plan file's
             ``run``.
-        replicas: As many instances as GPUs allow, or one.
-        system: System of several instances.
+        replicas: As many instances as there are GPUs for (``all``), or one.
+        system: System for several instances.
     """
 
     gpus: Named[int] = Field(min_length=1)

@@ -53,10 +53,10 @@ class PDRatioOptions(Options):
     """Options of ``PDRatio``.
 
     Attributes:
-        prefill, decode: Each side's ``kind``, ``most`` instances, ``tensor_parallel`` degrees and
-            ``engine`` options.
-        gpus: GPUs in all, at most.
-        link_gb_s: 10^9 bytes per second between the sides.
+        prefill, decode: For each phase, the GPUs' ``kind``, the largest number of instances
+            (``most``), ``tensor_parallel`` degrees and ``engine`` options.
+        gpus: Largest number of GPUs in total.
+        link_gb_s: Bandwidth between the two phases, in 10^9 bytes per second.
     """
 
     prefill: Side

@@ -164,12 +164,12 @@ class Server:
     ) -> PeriodCourse:
         """Serve one period; ``drained``: when the one before has ended, if this one waits."""
         config = as_run_file(period.data)
-        prepared = prepare(config)
+        cluster = prepare(config)
         ready, reload_s = period.start, 0.0
         if drained is not None:
-            reload_s = self.reload_s(prepared[1])
+            reload_s = self.reload_s(cluster)
             ready = max(ready, drained) + reload_s
-        end = serve(*prepared, items, None, on_request, ready).wall_s if items else ready
+        end = serve(cluster, items, None, on_request, ready).wall_s if items else ready
         return PeriodCourse(period.start, len(items), reload_s, ready, end, num_gpus(config))
 
     def reload_s(self, cluster: ModelledCluster) -> float:

@@ -66,17 +66,18 @@ class Sweep(Options):
     """A sweep file.
 
     Attributes:
-        files: Run files, each with axes of its own. Their model and workload count, too, as far as
-            ``run`` has no other.
-        axes: Axes of all: dotted keys, lists of values.
-        points: Dotted keys with one value each, where they form no grid; each goes with all axes'
-            values.
-        run: Part of all run files. Its model and workload win over those of the files.
-        seeds: Seeds of all draws in workloads: a list, or a number of them. Each point is run with
-            each, in place of those in its run file.
-        x: Axis of the pictures; by default the last axis of numbers. It is one of all files, or a
-            key of all points. Each file, with its values of the others, is a line.
-        y: Figures of the pictures, one for each.
+        files: Run files, each with axes of its own. Their model and workload are used unless
+            ``run`` has others.
+        axes: Axes for all files: dotted keys with lists of values.
+        points: Combinations of values that form no grid: dotted keys with one value each; each
+            combination is used with all values of the axes.
+        run: Options for all run files. Its model and workload replace those of the files.
+        seeds: Seeds of all random parts of workloads: a list, or how many. Each point is run with
+            each seed, in place of those in its run file.
+        x: Axis that pictures have as their x axis; by default the last axis with numbers. It is an
+            axis of all files, or a key of all points. Each file, with its values of the others, is
+            a line.
+        y: Figures to draw, one picture for each.
     """
 
     files: Named[Axes] = Field(min_length=1)
@@ -109,7 +110,7 @@ class Sweep(Options):
         for where, keyed in self._keyed():
             if self.seeds is not None and any(_has_seed(*each) for each in keyed):
                 raise OptionError(
-                    f"{where}: has seeds of a workload, which seeds has, too: leave out one"
+                    f"{where}: sets seeds of the workload, and so does seeds: leave out one"
                 )
         named = {name for point in self.points for name in point}
         for own in self.files.values():
@@ -262,7 +263,7 @@ def check(sweep: Sweep, real: bool) -> None:
         except JaxinferError as error:
             refused.append(error)
     else:
-        raise JaxinferError(f"none of {len(refused)} points can be, such as: {refused[0]}")
+        raise JaxinferError(f"none of {len(refused)} points is valid; for example: {refused[0]}")
     if sweep.seeds is not None and not any(c.workload.drawn for c in _run_files(sweep)):
         raise OptionError(
             "seeds: no point's workload has anything that is drawn: give synthetic lengths, "

@@ -1,0 +1,145 @@
+"""Memory of GPUs that several processes of a cluster see: divided before the processes start.
+
+Each would else take nearly all of what it finds free, at the same time as the others.
+"""
+
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.stage.gpu_memory import SETTINGS, SHARE, free_shares, has_started
+
+# What the loop's process is called, beside the groups that have their own.
+HERE = ""
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that JAX may give GPUs in.
+
+    Attributes:
+        gpus: names of those that it sees, as CUDA_VISIBLE_DEVICES has them; none: all.
+        given: the share of their memory that the user has set; None where it is to be chosen.
+    """
+
+    gpus: Sequence[str]
+    given: float | None
+
+
+def gpu_processes(config: ClusterConfig, has_gpus: bool) -> dict[str, GpuProcess]:
+    """Return the processes of this host that are to have GPUs, by their group's name.
+
+    Args:
+        has_gpus: what groups that do not say their platform have.
+
+    Raises:
+        JaxinferError: a share that the user has set is no number.
+    """
+    found = {}
+    for name, group in config.groups.items():
+        if group.host or group.ray or not (group.platform == "gpu" or has_gpus):
+            continue
+        process = name if group.process else HERE
+        if group.platform == "cpu" or (process == HERE and has_started()):
+            continue
+        environment = {**os.environ, **group.environment}
+        if environment.get("JAX_PLATFORMS") == "cpu":
+            continue
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+        found[process] = GpuProcess(gpus, _given(name, environment))
+    return found
+
+
+def _given(group: str, environment: Mapping[str, str]) -> float | None:
+    for setting in SETTINGS:
+        if value := environment.get(setting):
+            try:
+                return float(value)
+            except ValueError:
+                where = f"groups.{group}.environment.{setting}"
+                raise JaxinferError(f"{where} is {value!r}, must be a number up to 1") from None
+    return None
+
+
+def divide(processes: Mapping[str, GpuProcess], free: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of each GPU's memory for each process that sees one with another.
+
+    Of ``SHARE`` of what is free, the shares that are set come off; the rest is divided evenly. A
+    process has one share for all the GPUs that it sees: the least of them.
+
+    Args:
+        free: share of each GPU's memory that is free, by name; what is not there is taken as free.
+
+    Raises:
+        JaxinferError: nothing is left for a process.
+    """
+    found = {}
+    for name, process in processes.items():
+        if process.given is not None:
+            continue
+        shares = [
+            _share(gpu, sharers, free)
+            for gpu in _seen(process, free)
+            if len(sharers := _sharers(gpu, processes, free)) > 1
+        ]
+        if not shares:
+            continue
+        # Down to whole percents, as where one process has a GPU alone.
+        found[name] = share = math.floor(100 * min(shares)) / 100
+        if share <= 0:
+            raise JaxinferError(
+                f"{_called(name)}: nothing is left of its GPUs' memory, of which "
+                f"{SETTINGS[0]} gives others all; give them less"
+            )
+    return found
+
+
+def _share(gpu: str, sharers: Collection[GpuProcess], free: Mapping[str, float]) -> float:
+    given = [each.given for each in sharers if each.given is not None]
+    return (SHARE * free.get(gpu, 1.0) - sum(given)) / (len(sharers) - len(given))
+
+
+def _seen(process: GpuProcess, free: Mapping[str, float]) -> Sequence[str]:
+    return process.gpus or [*free] or ["0"]
+
+
+def _sharers(
+    gpu: str, processes: Mapping[str, GpuProcess], free: Mapping[str, float]
+) -> list[GpuProcess]:
+    return [each for each in processes.values() if gpu in _seen(each, free)]
+
+
+def _called(name: str) -> str:
+    return f"group {name}'s process" if name else "this process"
+
+
+class GpuShares:
+    """What the processes of a cluster are told of their GPUs' memory.
+
+    Attributes:
+        of: share by process, ``HERE`` for this one; of those alone that see a GPU with others.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.of: Mapping[str, float] = {}
+        if any(group.process for group in config.groups.values()):
+            free = free_shares()
+            self.of = divide(gpu_processes(config, bool(free)), free)
+
+    def environment(self, group: str) -> dict[str, str]:
+        """Return variables for a group's process besides its own."""
+        share = self.of.get(group)
+        return {} if share is None else {SETTINGS[0]: f"{share:.2f}"}
+
+    def lines(self) -> Iterator[str]:
+        """Yield what to say of it."""
+        if self.of:
+            each = ", ".join(f"{_called(name)} {share:.0%}" for name, share in self.of.items())
+            yield (
+                f"of the memory of GPUs that several processes see, JAX takes: {each}; "
+                f"{SETTINGS[0]} in a group's environment sets another share"
+            )

@@ -1,0 +1,59 @@
+"""Memory that plans of a cluster will take, before anything is loaded."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.runtime.stage.kv_cache import memory_of
+
+# A parameter on its devices: its path in the whole model, what it is there, and the dtype that
+# weights of 8 bits are multiplied in. Stages that want equal ones have one (``load_weights``).
+Wanted = tuple[str, jax.ShapeDtypeStruct, jnp.dtype]
+
+
+class TakenMemory:
+    """Bytes of each GPU's memory, and of the host's, which all of its CPU devices share."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[jax.Device | None] = Counter()
+        self.parameters: set[Wanted] = set()
+
+    def of(self, device: jax.Device) -> int:
+        """Bytes that are taken of a device's memory."""
+        return self._bytes[_memory_of(device)]
+
+    def add(
+        self,
+        devices: Sequence[jax.Device],
+        parameters: Mapping[str, jax.ShapeDtypeStruct],
+        dtype: jnp.dtype,
+        kv_bytes: int,
+    ) -> None:
+        """Count a plan's weights, each once however many plans want it, and its pages.
+
+        Args:
+            kv_bytes: of one device, or of all where these are the host's.
+        """
+        size = new_bytes(parameters, dtype, self.parameters) + kv_bytes
+        self.parameters |= {(path, array, dtype) for path, array in parameters.items()}
+        for memory in dict.fromkeys(map(_memory_of, devices)):
+            self._bytes[memory] += size
+
+    def add_pool(self, device: jax.Device, kv_bytes: int) -> None:
+        """Count pages of a device that has no weights of the plan."""
+        self._bytes[_memory_of(device)] += kv_bytes
+
+
+def new_bytes(
+    parameters: Mapping[str, jax.ShapeDtypeStruct], dtype: jnp.dtype, there: Set[Wanted]
+) -> int:
+    """Bytes of those parameters that are not there yet, as ``memory_of`` counts them."""
+    return memory_of(
+        array for path, array in parameters.items() if (path, array, dtype) not in there
+    )
+
+
+def _memory_of(device: jax.Device) -> jax.Device | None:
+    return None if device.platform == "cpu" else device

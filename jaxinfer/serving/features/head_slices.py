@@ -1,0 +1,187 @@
+"""Slices of KV heads: which of an instance's shards has which, and copies that are on the move."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from jaxinfer.serving.page_pool import Shard
+
+# For each shard of an instance, the slices of KV heads that a request has there.
+Placement = Sequence[Collection[int]]
+# From one shard to another, which slices.
+SliceMove = tuple[int, int, tuple[int, ...]]
+
+
+class _Shards(Protocol):
+    shards: list[Shard]
+    on_free: Callable[[], None]
+
+
+class HeldSlices:
+    """The slices of one request: where each has its pages, and where some are on their way to.
+
+    Attributes:
+        kv: the instance's shards.
+        tables: for each shard, slice -> page numbers in token order.
+        copies: the same, of slices on their way; no step uses those. Empty if none is.
+        num_pages: pages per slice.
+        released: the request has given them up.
+    """
+
+    __slots__ = ("copies", "kv", "num_pages", "released", "tables")
+
+    kv: _Shards
+    tables: list[dict[int, list[int]]]
+    copies: list[dict[int, list[int]]]
+    num_pages: int
+    released: bool
+
+    def can_move(self, moves: Iterable[SliceMove]) -> bool:
+        """Tell whether sources have the slices, and no other shard of a stage gets or has them."""
+        shards, coming = range(len(self.tables)), set()
+        for source, dest, slices in moves:
+            if source not in shards or dest not in shards:
+                return False
+            if self.kv.shards[source].stage != self.kv.shards[dest].stage:
+                return False
+            for piece in slices:
+                if piece not in self.tables[source] or piece in self.tables[dest]:
+                    return False
+                if (source, piece) in coming:
+                    return False
+                coming.add((source, piece))
+        return True
+
+    def copy_slices(self, moves: Sequence[SliceMove]) -> bool:
+        """Reserve room where slices are to go; False, and no change, without room for all.
+
+        Until they are there, ``tables`` have them where they were, and both places grow.
+        """
+        assert self.can_move(moves)
+        assert not self.copies, "other slices of the request are on their way"
+        shards = self.kv.shards
+        wanted = [0] * len(shards)
+        for _, dest, slices in moves:
+            wanted[dest] += self.num_pages * len(slices)
+        if any(shard.pool.num_free < count for shard, count in zip(shards, wanted, strict=True)):
+            return False
+        self.copies = [{} for _ in shards]
+        for _, dest, slices in moves:
+            for piece in slices:
+                self.copies[dest][piece] = shards[dest].pool.take(self.num_pages)
+            shards[dest].num_pairs += len(slices)
+        return True
+
+    def take_copies(self, moves: Iterable[SliceMove]) -> None:
+        """Have slices be where their copies are, and free what they leave behind."""
+        for source, dest, slices in moves:
+            shard = self.kv.shards[source]
+            for piece in slices:
+                shard.pool.give(self.tables[source].pop(piece))
+                self.tables[dest][piece] = self.copies[dest].pop(piece)
+            shard.num_pairs -= len(slices)
+        self.copies = []
+        self.kv.on_free()
+
+    def drop_copies(self) -> None:
+        """Have slices stay where they are; pages that were given up come free with the others."""
+        if self.copies and not self.released:
+            self.free_copies()
+            self.kv.on_free()
+
+    def free_copies(self) -> None:
+        """Give back the pages of slices that are on the move."""
+        for shard, table in zip(self.kv.shards, self.copies, strict=False):
+            shard.num_pairs -= len(table)
+            for pages in table.values():
+                shard.pool.give(pages)
+        self.copies = []
+
+
+class PlacedSlices:
+    """The shards of one instance, and the slices that belong to each.
+
+    Attributes:
+        own: for each shard, the slices that a request has there unless they are placed elsewhere.
+        is_spread: whether a stage has its slices in several shards.
+    """
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self.shards = shards
+        self.own = [shard.slices for shard in shards]
+        self._stages = _stages(shards)
+        self.is_spread = any(len(stage) > 1 for stage in self._stages)
+
+    def spread_placement(self, extra: int) -> Placement:
+        """Slices of so many pages where they belong, or where there is room."""
+        found: list[list[int]] = [[] for _ in self.shards]
+        for stage in self._stages:
+            room = [self.shards[number].pool.num_free // max(extra, 1) for number in stage]
+            homeless: list[int] = []
+            for number, most in zip(stage, room, strict=True):
+                own = self.shards[number].slices
+                found[number] += own[:most]
+                homeless += own[most:]
+            for number, most in zip(stage, room, strict=True):
+                while homeless and len(found[number]) < most:
+                    found[number].append(homeless.pop(0))
+            found[stage[0]] += homeless  # Without room anywhere, which the caller finds.
+        return found
+
+    def is_placement(self, placement: Placement) -> bool:
+        """Tell whether each slice of a stage lies in one shard of that stage, and no others do."""
+        if len(placement) != len(self.shards):
+            return False
+        return all(
+            sorted(piece for number in stage for piece in placement[number])
+            == sorted(piece for number in stage for piece in self.own[number])
+            for stage in self._stages
+        )
+
+    def describe_slices(self) -> str:
+        """Say which slices the shards of each stage have."""
+        stages = [
+            f"shards {stage} have {[piece for n in stage for piece in self.own[n]]}"
+            for stage in self._stages
+        ]
+        return ", ".join(stages)
+
+    def most_pages(self, pages: Sequence[int]) -> int:
+        """Pages per slice of the largest request that fits into so many pages of each shard."""
+        if not self.is_spread:
+            return min(p // len(pieces) for p, pieces in zip(pages, self.own, strict=True))
+        return min(
+            most_pages([pages[n] for n in stage], sum(len(self.own[n]) for n in stage))
+            for stage in self._stages
+        )
+
+
+def most_pages(pages: Sequence[int], num_slices: int) -> int:
+    """Most pages that each of ``num_slices`` can have, each slice all of its own in one pool.
+
+    Args:
+        pages: of each pool.
+    """
+    low, high = 0, sum(pages) // num_slices
+    while low < high:
+        middle = (low + high + 1) // 2
+        if sum(count // middle for count in pages) >= num_slices:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _stages(shards: Sequence[Shard]) -> list[list[int]]:
+    """Numbers of the shards of each stage.
+
+    Raises:
+        ValueError: a stage has no slices, or one of them twice.
+    """
+    stages: dict[int, list[int]] = {}
+    for number, shard in enumerate(shards):
+        stages.setdefault(shard.stage, []).append(number)
+    for stage, numbers in stages.items():
+        pieces = [piece for number in numbers for piece in shards[number].slices]
+        if not pieces or len(set(pieces)) < len(pieces):
+            raise ValueError(f"the shards of stage {stage} have the slices {pieces}")
+    return list(stages.values())

@@ -1,0 +1,146 @@
+"""Losses: instances that are lost, that return, or that go on without some of their shards."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.system import InstanceView
+from jaxinfer.serving.transfer import HandOffs
+from jaxinfer.serving.world import GoesWithout, InstanceBack, InstanceLost
+
+Loss = InstanceLost | InstanceBack | GoesWithout
+
+
+class LostInstance(Exception):
+    """A system has asked for an instance that was lost; ``args[0]`` is its name."""
+
+
+class AliveInstances(dict[str, InstanceView]):
+    """The instances that a system sees; asking for a lost one ends what it was about to do."""
+
+    def __init__(self, instances: Mapping[str, InstanceView], lost: Mapping[str, str]) -> None:
+        super().__init__(instances)
+        self._lost = lost
+
+    def __missing__(self, name: str) -> InstanceView:
+        raise (LostInstance if name in self._lost else KeyError)(name)
+
+
+class Losses:
+    """What is lost of a cluster, and what of it is to return.
+
+    Args:
+        instances: those that serve, by name: lost ones leave it, and return to their places in it.
+        hand_offs: gives up what is on its way from or to a lost instance.
+        finish: ends a request that no instance can serve, its error set.
+        renew: makes a fresh instance of the name of one that is back.
+
+    Attributes:
+        lost: of each lost instance, why; the last is the one that was lost last.
+        returning: those of them that are being started again.
+        regaining: instances that serve, and to which shards of their KV are to return.
+    """
+
+    def __init__(
+        self,
+        instances: dict[str, Instance],
+        hand_offs: HandOffs,
+        finish: Callable[[RequestState], None],
+        renew: Callable[[str], Instance] | None,
+    ) -> None:
+        self.lost: dict[str, str] = {}
+        self.returning: set[str] = set()
+        self.regaining: set[str] = set()
+        self._instances, self._order = instances, list(instances)
+        self._hand_offs, self._finish, self._renew = hand_offs, finish, renew
+
+    def lose(self, event: InstanceLost, live: Iterable[RequestState]) -> list[RequestState]:
+        """Take out an instance; returns its requests, which are to be routed again."""
+        name = event.instance
+        self.regaining.discard(name)
+        self.lost.pop(name, None)
+        self.lost[name] = event.reason
+        (self.returning.add if event.returns else self.returning.discard)(name)
+        if name not in self._instances:
+            return []  # It was to return.
+        adrift = detach(self._instances[name], self._instances, live, self._hand_offs)
+        del self._instances[name]
+        return adrift
+
+    def take_back(self, event: InstanceBack) -> Instance:
+        """Have a lost instance serve again: a fresh one, in its old place."""
+        assert self._renew
+        instance = self._renew(event.instance)
+        del self.lost[instance.name]
+        self.returning.discard(instance.name)
+        instances = self._instances | {instance.name: instance}
+        self._instances.clear()
+        self._instances.update({name: instances[name] for name in self._order if name in instances})
+        return instance
+
+    def go_without(self, event: GoesWithout) -> None:
+        """Close the shards that an instance has lost, and open those that are back."""
+        self._instances[event.instance].go_without(event.without)
+        (self.regaining.add if event.returns else self.regaining.discard)(event.instance)
+
+    def fail_unless_returning(self, requests: Iterable[RequestState], lost: str) -> None:
+        """End requests for which a system wants a lost instance, unless one is to return."""
+        if not self.returning:
+            self.fail(requests, lost)
+
+    def fail(self, requests: Iterable[RequestState], lost: str | None = None) -> None:
+        """End requests that only a lost instance could have served, by default the last one."""
+        lost = next(reversed(self.lost)) if lost is None else lost
+        for request in list(requests):
+            request.error = (
+                f"request {request.id!r}: instance {lost!r} was lost, and the system has no other "
+                f"for it: {self.lost[lost]}"
+            )
+            self._finish(request)
+
+
+def detach(
+    lost: Instance,
+    instances: Mapping[str, Instance],
+    live: Iterable[RequestState],
+    hand_offs: HandOffs,
+) -> list[RequestState]:
+    """Take a lost instance out of all requests; returns those that are to be routed again.
+
+    They keep their tokens, and their KV where it lies elsewhere; other KV is recomputed. The lost
+    instance's pages are all free afterwards: the next run may have them.
+    """
+    hand_offs.forget(lost.name)
+    adrift = []
+    for request in live:
+        if request.incoming and request.incoming.kv is lost.kv:
+            request.drop_incoming()
+        here = instances[request.legs[0].instance] if request.legs else None
+        exported_there = request.exported and request.exported[0] == lost.name
+        if here is lost or exported_there:
+            _leave(request, here, lost, hand_offs)
+            adrift.append(request)
+        # What would have led to the lost instance is routed again when its turn comes.
+        names = [leg.instance for leg in request.legs]
+        if lost.name in names:
+            del request.legs[names.index(lost.name) :]
+    lost.kv.clear()
+    return adrift
+
+
+def _leave(
+    request: RequestState, here: Instance | None, lost: Instance, hand_offs: HandOffs
+) -> None:
+    """Take the request out of its instance, and void its KV unless that lies elsewhere."""
+    if here:
+        here.remove(request)
+    if request.hold:
+        request.hold.release()
+        request.hold = None
+    request.slice_copy = request.slice_move = None
+    request.legs.clear()
+    if request.exported and request.exported[0] != lost.name:
+        request.sent = 0
+    else:
+        hand_offs.release_export(request)
+        request.void_kv()

@@ -1,0 +1,66 @@
+"""Memory of modelled devices on which several stages stand, of groups that share them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.site import ModelledSite, SiteStage
+from jaxinfer.errors import JaxinferError
+from jaxinfer.simulate.kv_capacity import page_bytes, reserved_bytes
+
+# Of a GPU's memory, for weights and KV of all that stands on it.
+SHARE = 0.9
+# The group that has a device, and its number there.
+Device = tuple[str, int]
+
+
+def _standing(site: ModelledSite) -> Iterator[tuple[str, int, SiteStage, Device]]:
+    """Yield each instance's stages, by number, with each device of theirs."""
+    used: Counter[str] = Counter()
+    for name, stages in site.stages.items():
+        for number, stage in enumerate(stages):
+            group = stage.group
+            for _ in range(group.stage_devices):
+                yield name, number, stage, (group.shares or group.name, used[group.name])
+                used[group.name] += 1
+
+
+def with_shares(site: ModelledSite) -> dict[str, InstanceConfig]:
+    """Instances' options, with even parts of the memory where devices are shared and none says."""
+    users = Counter(device for *_, device in _standing(site))
+    most: dict[str, int] = defaultdict(int)
+    for name, _, _, device in _standing(site):
+        most[name] = max(most[name], users[device])
+    return {
+        name: each.model_copy(update={"memory_fraction": SHARE / most[name]})
+        if most[name] > 1 and not each.memory_fraction
+        else each
+        for name, each in site.resolved.instances.items()
+    }
+
+
+def check_together(site: ModelledSite, pages: Mapping[str, Sequence[int]]) -> None:
+    """Refuse stages that each have room on a device alone, but not together.
+
+    Each has its own weights here, though in one process they are there once.
+
+    Args:
+        pages: of each instance's stages.
+    """
+    standing: dict[Device, dict[str, float]] = defaultdict(dict)
+    memory: dict[Device, float] = {}
+    for name, number, stage, device in _standing(site):
+        options, part = site.resolved.instances[name], stage.part
+        size = part.weight_bytes + reserved_bytes(options, stage.costs.reserve_gb, part)
+        size += pages[name][number] * page_bytes(options, part) / part.kv_ways
+        standing[device][name] = standing[device].get(name, 0.0) + size
+        memory[device] = part.gpu.memory_gb * 1e9
+    for device, sizes in standing.items():
+        total = sum(sizes.values())
+        if len(sizes) > 1 and total > memory[device]:
+            each = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes.items())
+            raise JaxinferError(
+                f"groups.{device[0]}: instances take {total / 1e9:.1f} GB of a device's "
+                f"{memory[device] / 1e9:.1f} ({each}): give them fewer num_pages or less "
+                "memory_fraction"
+            )

@@ -1,0 +1,23 @@
+"""The way of KV entries from one stage of an instance to another instance's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxinfer.hardware.network import Link
+
+
+@dataclass(frozen=True)
+class StagePath:
+    """A source stage's part in a transfer, and its way to the destination.
+
+    Attributes:
+        stage: number of the source stage.
+        token_bytes: KV bytes per token.
+        path: the links.
+        latency_s: seconds until the first byte lands.
+    """
+
+    stage: int
+    token_bytes: int
+    path: Sequence[Link]
+    latency_s: float

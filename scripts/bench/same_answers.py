@@ -1,0 +1,98 @@
+"""Answers of two runs of the same greedy requests: how many are equal, and where others part."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.request import RequestOutput
+
+# Likeliest tokens whose log probabilities the first run keeps at each position.
+TOP = 5
+
+
+@dataclass
+class Answers:
+    """A run's tokens by request, and what it held likely at each position.
+
+    Attributes:
+        likely: by request and position, log probabilities by token; empty where not asked for.
+    """
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    likely: dict[str, list[dict[int, float]]] = field(default_factory=dict)
+
+    def add(self, output: RequestOutput) -> None:
+        """Take a request's answer."""
+        (answer,) = output.outputs
+        self.tokens[output.request_id] = list(answer.token_ids)
+        if answer.logprobs:
+            self.likely[output.request_id] = [
+                {token: each.logprob for token, each in here.items()} for here in answer.logprobs
+            ]
+
+    def write(self, path: Path) -> None:
+        """Write a file that ``read`` reads."""
+        path.write_text(json.dumps({"tokens": self.tokens, "likely": self.likely}) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Answers":
+        """Read what ``write`` has written."""
+        data: Any = json.loads(path.read_text())
+        likely = {
+            name: [{int(token): found for token, found in here.items()} for here in positions]
+            for name, positions in data["likely"].items()
+        }
+        return cls(data["tokens"], likely)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Requests of a run beside those of another.
+
+    Attributes:
+        equal: with the same tokens; ``tied``: that part where the first run held both tokens about
+            as likely, after which the two answer different texts; ``apart``: all others.
+        tokens: compared: those up to where requests part.
+        largest_gap: between the log probabilities of the two tokens where tied requests part.
+    """
+
+    equal: int
+    tied: int
+    apart: Sequence[str]
+    tokens: int
+    largest_gap: float
+
+
+def compare(first: Answers, second: Answers, bound: float) -> Comparison:
+    """Compare a run's answers with those that another gave before.
+
+    Args:
+        bound: the largest difference of log probabilities that is a tie.
+    """
+    equal, tied, tokens, largest = 0, 0, 0, 0.0
+    apart = sorted(first.tokens.keys() ^ second.tokens.keys())
+    for name in first.tokens.keys() & second.tokens.keys():
+        ours, theirs = first.tokens[name], second.tokens[name]
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        at = next((position for position, (a, b) in pairs if a != b), None)
+        tokens += min(len(ours), len(theirs)) if at is None else at
+        if at is None and len(ours) == len(theirs):
+            equal += 1
+            continue
+        gap = _gap(first, name, at, theirs)
+        if gap is None or gap > bound:
+            apart.append(name)
+            continue
+        tied, largest = tied + 1, max(largest, gap)
+    return Comparison(equal, tied, sorted(apart), tokens, largest)
+
+
+def _gap(first: Answers, name: str, at: int | None, theirs: Sequence[int]) -> float | None:
+    """By how much the first run held the other's token less likely; None where it is not known."""
+    if at is None or name not in first.likely:
+        return None
+    here = first.likely[name][at]
+    found = here.get(theirs[at])
+    return None if found is None else here[first.tokens[name][at]] - found
