@@ -13,6 +13,7 @@ from jaxinfer.report.progress import LoadProgress, RunProgress
 from jaxinfer.report.recorder import Recorder
 from jaxinfer.request import RequestOutput
 from jaxinfer.runtime.cluster import Cluster
+from jaxinfer.runtime.kv.outcome import ProcessLost
 from jaxinfer.runtime.request_feed import RequestFeed
 from jaxinfer.runtime.run import Run
 from jaxinfer.serving.kv_shards import KVShards
@@ -145,7 +146,9 @@ class Session:
                 continue
             try:
                 engine.worker.recover(self._watchdog_s)
-            except Exception as error:
+            # Anything else, as an interrupt that has become an error in C++, is raised, and the
+            # next run tries again.
+            except (JaxinferError, ProcessLost) as error:
                 why = one_line(error)
                 if not (restarts and restarts.expect(name, why)):
                     self._lost[name] = why

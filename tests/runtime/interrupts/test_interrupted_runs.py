@@ -154,6 +154,27 @@ def test_an_instance_that_does_not_recover_is_lost_by_its_name(
         llm._runs._lost.clear()
 
 
+def test_an_instance_recovers_after_an_interrupt_that_became_an_error(
+    llm: LLM, expected: tuple[list[list[int]], list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in C++, while the run after another interrupt begins."""
+    worker = list(llm.cluster.engines.values())[-1].worker
+    stage = worker.stages[-1]
+
+    def fails() -> None:
+        raise SystemError("<function zeros> returned a result with an exception set")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "launch", interrupt)
+        with pytest.raises(Interrupt):
+            ask(llm)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "recover", fails)
+        with pytest.raises(SystemError, match=r"with an exception set$"):
+            ask(llm)
+    check(llm, expected)
+
+
 def interrupt(*args: Any) -> None:
     raise Interrupt
 
