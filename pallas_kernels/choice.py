@@ -44,7 +44,7 @@ def attention(kernels: str) -> AttentionKernels:
     if kernels == "hopper":
         from jaxinfer.pallas_kernels import hopper
 
-        return AttentionKernels(hopper.decode_attention, hopper.chunk_attention, write.write_kv)
+        return AttentionKernels(hopper.decode, hopper.chunk_attention, write.write_kv)
     interpret = kernels == "interpret"
     return AttentionKernels(
         partial(generic.decode_attention, interpret=interpret),
