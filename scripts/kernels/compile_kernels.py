@@ -17,7 +17,9 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,7 +131,25 @@ def assembled(compile_it: Callable[[], object]) -> Assembled:
 
 
 def kernel(variant: Variant, gpu: str) -> Assembled:
-    """A kernel for one GPU."""
+    """A kernel for one GPU.
+
+    Mosaic assembles all kernels of a process for the GPU of the first one.
+    """
+    if not variant.name.startswith("ampere"):
+        return compiled_here(variant, gpu)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+        return processes.submit(compiled_by_name, variant.name, gpu).result()
+
+
+def compiled_by_name(name: str, gpu: str) -> Assembled:
+    """The kernel of that name, in a process that has compiled none yet."""
+    install_ptxas()
+    (variant,) = (variant for variant in variants() if variant.name == name)
+    return compiled_here(variant, gpu)
+
+
+def compiled_here(variant: Variant, gpu: str) -> Assembled:
+    """A kernel for one GPU, in this process."""
     (device,) = devices(gpu)
     where = SingleDeviceSharding(device)
     jitted = jax.jit(variant.run, in_shardings=where, out_shardings=where)

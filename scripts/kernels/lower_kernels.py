@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxinfer.pallas_kernels import generic, grouped, hopper, write
+from jaxinfer.pallas_kernels import ampere_decode, generic, grouped, hopper, write
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
@@ -69,6 +69,9 @@ def variants() -> Iterator[Variant]:
                 f"generic {what}: {name}", partial(run, window=window), arguments, everywhere
             )
         yield Variant(f"write: {name}", write.write_kv, written, everywhere)
+        if not ampere_decode.why_not(H, G, B, jnp.dtype(dtype)):
+            ampere = partial(ampere_decode.decode_attention, window=window)
+            yield Variant(f"ampere decode: {name}", ampere, decode, ("A100", "L4"))
         if hopper.why_not(H, G, B, jnp.dtype(dtype)):
             continue
         for what, run, arguments in (
