@@ -33,8 +33,8 @@ from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 TILE, SLOTS = 64, 2
 # Decode programs that an A100 runs at once: shared memory holds two on a multiprocessor.
 PROGRAMS = 216
-# Bytes that one group of copies brings at least, as Mosaic lays them out.
-LEAST_COPIED = 4096
+# Each copies as many tiles of 8 x 64 entries of a page as the others.
+WARPS = 4
 LOG2_E = math.log2(math.e)
 
 
@@ -71,8 +71,12 @@ def why_not(head_dim: int, group: int, page_size: int, dtype: jnp.dtype) -> str 
         return f"{group} query heads share a KV head, more than {ROWS}"
     if page_size not in (8, 16, 32) and page_size % TILE:
         return f"page_size is {page_size}, neither 8, 16, 32 nor a multiple of {TILE}"
-    if min(page_size, TILE) * head_dim * dtype.itemsize < LEAST_COPIED:
-        return f"pages of {page_size} tokens and heads of {head_dim} are copied in less than 4 KiB"
+    tiles = min(page_size, TILE) // 8 * (head_dim // 64)
+    if tiles % WARPS:
+        return (
+            f"pages of {page_size} tokens have {tiles} tiles of 8 x 64 entries of heads of "
+            f"{head_dim}, no multiple of {WARPS}"
+        )
     return None
 
 

@@ -40,7 +40,7 @@ from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.step import CompiledStep, Key
 from jaxinfer.sharding import targets
 from scripts.bench.engine import LLAMA_3_8B
-from scripts.kernels.lower_kernels import Variant, variants
+from scripts.kernels.lower_kernels import Variant, ampere_variants, variants
 from scripts.kernels.machine_code import disassemble, disassembler, tile_loop
 
 # Of the model whose steps are compiled.
@@ -144,7 +144,7 @@ def kernel(variant: Variant, gpu: str) -> Assembled:
 def compiled_by_name(name: str, gpu: str) -> Assembled:
     """The kernel of that name, in a process that has compiled none yet."""
     install_ptxas()
-    (variant,) = (variant for variant in variants() if variant.name == name)
+    (variant,) = (variant for variant in ampere_variants() if variant.name == name)
     return compiled_here(variant, gpu)
 
 
@@ -196,7 +196,8 @@ def main(only: str) -> None:
     """Print the tables."""
     install_ptxas()
     failed = 0 if only else print_steps()
-    failed += print_kernels([variant for variant in variants() if only in variant.name])
+    every = [*variants(), *ampere_variants()]
+    failed += print_kernels([variant for variant in every if only in variant.name])
     print(f"\n{failed} failed", file=sys.stderr)
     sys.exit(min(failed, 1))
 

@@ -40,7 +40,21 @@ def test_decode(shape: Shape) -> None:
     [
         (128, 8, 16, "bfloat16", None),
         (64, 8, 32, "float16", None),
-        (64, 8, 16, "bfloat16", "pages of 16 tokens and heads of 64 are copied in less than 4 KiB"),
+        (192, 8, 32, "bfloat16", None),
+        (
+            192,
+            8,
+            16,
+            "bfloat16",
+            "pages of 16 tokens have 6 tiles of 8 x 64 entries of heads of 192, no multiple of 4",
+        ),
+        (
+            64,
+            8,
+            16,
+            "bfloat16",
+            "pages of 16 tokens have 2 tiles of 8 x 64 entries of heads of 64, no multiple of 4",
+        ),
         (96, 8, 64, "bfloat16", "head_dim is 96, no multiple of 64 up to 256"),
         (128, 32, 64, "bfloat16", "32 query heads share a KV head, more than 16"),
         (128, 8, 48, "bfloat16", "page_size is 48, neither 8, 16, 32 nor a multiple of 64"),
