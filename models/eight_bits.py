@@ -19,6 +19,7 @@ SCALES = {
     "q_DNH": "q_scale_NH",
     "k_DKH": "k_scale_KH",
     "v_DKH": "v_scale_KH",
+    "qkv_DKXH": "qkv_scale_KXH",
     "o_NHD": "o_scale_D",
     "gate_DF": "gate_scale_F",
     "up_DF": "up_scale_F",

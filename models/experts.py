@@ -39,7 +39,7 @@ class Experts(nnx.Module):
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         """Token-wise."""
         x_TD = place(self.layout, "ffn_inputs", x_TD)
-        logit_TE = dense(x_TD, self.router_DE[...], self.kernels)
+        logit_TE = dense(x_TD, self.router_DE[...], self.kernels, rounds=False)
         route = partial(likeliest, count=self.per_token, normalised=self.normalised)
         weights = self.gate_EDF[...], self.up_EDF[...], self.down_EFD[...]
         mesh, (_, D, F) = jax.sharding.get_abstract_mesh(), weights[0].shape

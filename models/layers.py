@@ -30,7 +30,7 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 # A numpy array on the host, a jax.Array inside the step.
 HostOrTraced = Any
 # Kernels of GPUs.
-ON_GPUS = ("generic", "hopper")
+ON_GPUS = ("generic", "ampere", "hopper")
 
 
 class PagedBatch(NamedTuple):
@@ -62,10 +62,13 @@ def project(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
 
 
-def dense(x_TD: jax.Array, weight: Weight, kernels: str) -> jax.Array:
+def dense(x_TD: jax.Array, weight: Weight, kernels: str, rounds: bool = True) -> jax.Array:
     """x by a weight whose first axis is x's last: float32 [T, the weight's other axes].
 
     As ``project`` does; ``kernels`` may have a product of their own, on one device.
+
+    Args:
+        rounds: a GPU may round the product to the weight's dtype.
     """
     if isinstance(weight, Scaled):
         return _scaled(x_TD, weight, kernels)
@@ -73,6 +76,9 @@ def dense(x_TD: jax.Array, weight: Weight, kernels: str) -> jax.Array:
         out_TF = own.matmul(x_TD, weight.reshape(len(weight), -1))
         return out_TF.reshape(len(x_TD), *weight.shape[1:])
     x_TD = x_TD.astype(weight.dtype)
+    if rounds and kernels in ON_GPUS and alone():
+        # As torch's are: half to write, and to read again. On a mesh, they may be parts of sums.
+        return jnp.tensordot(x_TD, weight, 1).astype(jnp.float32)
     return jnp.tensordot(x_TD, weight, 1, preferred_element_type=jnp.float32)
 
 
@@ -107,12 +113,6 @@ def gated(
                 return scaled.gated(x_TD.astype(gate_DF.computed), *pairs[0], *pairs[1])
     elif activation is jax.nn.silu and (own := _own_products(kernels, gate_DF)):
         return own.gated(x_TD, gate_DF, up_DF)
-    elif kernels in ON_GPUS and alone():
-        # Rounded, as torch's are: half to write, and to read again. On a mesh, they may be parts
-        # of sums.
-        x_TD = x_TD.astype(gate_DF.dtype)
-        gate_TF, up_TF = (jnp.tensordot(x_TD, each, 1) for each in (gate_DF, up_DF))
-        return activation(gate_TF.astype(jnp.float32)) * up_TF
     return activation(dense(x_TD, gate_DF, kernels)) * dense(x_TD, up_DF, kernels)
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.eight_bits import as_matrix, weight
+from jaxinfer.models.joined import query_key_value
 from jaxinfer.models.layers import (
     PagedBatch,
     RMSNorm,
@@ -78,11 +79,9 @@ class Attention(nnx.Module):
 
     def before(self, x_TD: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [T, N, H], keys and values [T, K, H]."""
-        x_TD = place(self.layout, "attention_inputs", x_TD)
         layout = self.layout
-        q_TNH = place(layout, "queries", dense(x_TD, weight(self, "q_DNH"), self.kernels))
-        k_TKH = place(layout, "new_kv", dense(x_TD, weight(self, "k_DKH"), self.kernels))
-        v_TKH = place(layout, "new_kv", dense(x_TD, weight(self, "v_DKH"), self.kernels))
+        x_TD = place(layout, "attention_inputs", x_TD)
+        q_TNH, k_TKH, v_TKH = query_key_value(self, x_TD, self.kernels, layout)
         if self.qkv_bias:
             q_TNH += self.q_bias_NH[...]
             k_TKH += self.k_bias_KH[...]

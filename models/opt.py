@@ -6,6 +6,7 @@ from flax import nnx
 
 from jaxinfer.models.config import ModelConfig, WeightSpec
 from jaxinfer.models.eight_bits import as_matrix, weight
+from jaxinfer.models.joined import query_key_value
 from jaxinfer.models.layers import (
     LayerNorm,
     PagedBatch,
@@ -51,13 +52,11 @@ class Layer(nnx.Module):
 
     def before(self, x_TD: jax.Array, rope: None) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [T, N, H], keys and values [T, K, H] for attention."""
-        layout, kernels = self.layout, self.kernels
+        layout = self.layout
         y_TD = place(layout, "attention_inputs", self.attn_norm(x_TD))
-        q_TNH = place(layout, "queries", dense(y_TD, weight(self, "q_DNH"), kernels))
+        q_TNH, k_TKH, v_TKH = query_key_value(self, y_TD, self.kernels, layout)
         q_TNH += self.q_bias_NH[...]
-        k_TKH = place(layout, "new_kv", dense(y_TD, weight(self, "k_DKH"), kernels))
         k_TKH += self.k_bias_KH[...]
-        v_TKH = place(layout, "new_kv", dense(y_TD, weight(self, "v_DKH"), kernels))
         v_TKH += self.v_bias_KH[...]
         return (
             place(layout, "heads", q_TNH),

@@ -13,7 +13,7 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.pallas_kernels import kv_pages, reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-Kernels = Literal["plain", "numba", "generic", "hopper", "interpret"]
+Kernels = Literal["plain", "numba", "generic", "ampere", "hopper", "interpret"]
 # Compute capabilities of NVIDIA GPUs: the first with products of bfloat16 matrices, the first with
 # fp8, and the one with wgmma.
 _BF16, _FP8, _HOPPER = 8.0, 8.9, 9.0
@@ -44,7 +44,13 @@ def attention(kernels: str) -> AttentionKernels:
     if kernels == "hopper":
         from jaxinfer.pallas_kernels import hopper
 
-        return AttentionKernels(hopper.decode_attention, hopper.chunk_attention, write.write_kv)
+        return AttentionKernels(hopper.decode, hopper.chunk_attention, write.write_kv)
+    if kernels == "ampere":
+        from jaxinfer.pallas_kernels import ampere_decode
+
+        return AttentionKernels(
+            ampere_decode.decode_attention, generic.chunk_attention, write.write_kv
+        )
     interpret = kernels == "interpret"
     return AttentionKernels(
         partial(generic.decode_attention, interpret=interpret),
@@ -151,11 +157,16 @@ def choose_kernels(
         "generic": lambda: _why_not_generic(device, dtype, head_dim),
         "numba": lambda: _why_not_numba(device, dtype),
     }
+    # Never by itself: no GPU has measured it yet.
+    asked_for: dict[Kernels, Callable[[], str | None]] = {
+        "ampere": lambda: _why_not_ampere(device, dtype, head_dim, group, page_size),
+    }
     if wanted == "auto":
         if device.platform == "gpu" and dtype.itemsize == 4:
             return "plain"
         return next((name for name, reason in why_not.items() if reason() is None), "plain")
-    if wanted in why_not and (reason := why_not[wanted]()):
+    reasons = why_not | asked_for
+    if wanted in reasons and (reason := reasons[wanted]()):
         raise JaxinferError(f"kernels is {wanted}, {reason}: auto, plain or interpret would do")
     return wanted
 
@@ -191,6 +202,17 @@ def _why_not_hopper(
         # The GPU is one that they are made for.
         _note(f"kernels for Hopper are left out: {reason}")
     return reason
+
+
+def _why_not_ampere(
+    device: jax.Device, dtype: jnp.dtype, head_dim: int, group: int, page_size: int
+) -> str | None:
+    capability = _capability(device)
+    if not _BF16 <= capability < _HOPPER:
+        return f"{_name(device)}, they need compute capability {_BF16} to {_FP8}"
+    from jaxinfer.pallas_kernels import ampere_decode
+
+    return ampere_decode.why_not(head_dim, group, page_size, dtype)
 
 
 def _why_not_numba(device: jax.Device, dtype: jnp.dtype) -> str | None:

@@ -7,14 +7,35 @@ barriers count the copies. Scores leave the tensor cores in registers, and their
 them from there. The heads that share a KV head are rows of one product of at least 64.
 """
 
+import jax
 import jax.numpy as jnp
 
+from jaxinfer.pallas_kernels import generic
 from jaxinfer.pallas_kernels.hopper_chunks import chunk_attention
-from jaxinfer.pallas_kernels.hopper_decode import decode_attention
+from jaxinfer.pallas_kernels.hopper_decode import decode_attention, programs_at_once
 from jaxinfer.pallas_kernels.hopper_tiles import ROWS
-from jaxinfer.pallas_kernels.kv_pages import LARGEST
+from jaxinfer.pallas_kernels.kv_pages import LARGEST, KVPages
 
-__all__ = ["chunk_attention", "decode_attention", "why_not"]
+__all__ = ["chunk_attention", "decode", "decode_attention", "why_not"]
+
+
+def decode(
+    q_SNH: jax.Array,
+    kv: KVPages,
+    page_table_SM: jax.Array,
+    length_S: jax.Array,
+    window: int | None = None,
+) -> jax.Array:
+    """Attend by the quicker decode kernel: ``decode_attention``, or ``generic``'s.
+
+    The latter for entries of 8 bits where a step's sequences fill the GPU, their contexts uncut:
+    an H100 took 0.308 ms for 64 x 4,096 tokens, 0.366 by this one, which is the quicker where
+    contexts are cut (0.368 ms for 4 x 65,536, 0.398).
+    """
+    heads, size = kv.values.shape[1], kv.values.dtype.itemsize
+    fills = size == 1 and len(q_SNH) * heads >= programs_at_once(q_SNH.shape[2], size)
+    attend = generic.decode_attention if fills else decode_attention
+    return attend(q_SNH, kv, page_table_SM, length_S, window)
 
 
 def why_not(head_dim: int, group: int, page_size: int, dtype: jnp.dtype) -> str | None:

@@ -43,7 +43,7 @@ def test_each_part_ends_before_its_command_is_cut_off() -> None:
     limits = dict(re.findall(r"^(?:stage|watched) (\w+) (\d+) ", text, re.M))
     (environment,) = re.findall(r"^environment_limit=(\d+)$", text, re.M)
     (kill,) = re.findall(r"timeout --kill-after=(\d+) ", text)
-    assert list(parts) == ["systems", "1", "2", "3", "extra"]
+    assert list(parts) == ["systems", "1", "2", "3", "extra", "launching"]
     for stages in parts.values():
         names = stages.split(",")
         longest = sum(int(limits[name]) + int(kill) for name in names)
@@ -99,7 +99,7 @@ def test_tools_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["--fast", "--out", "new"], "unknown option --fast"),
         (["--out", "new", "--only", "device,engin"], "--only: no stage engin"),
         (["--out", "new", "--only", "1"], "--only: no stage 1"),
-        (["--out", "new", "--part", "4"], "--part: must be systems, 1, 2, 3 or extra"),
+        (["--out", "new", "--part", "4"], "--part: must be systems, 1, 2, 3, extra or launching"),
         (["--out", "new", "--wheels", "."], "not made by --collect-wheels"),
     ],
 )
@@ -137,3 +137,14 @@ def test_rehearsal_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         config = load_run_file(f"operators/tp{degree}.yaml")
         tables = simulate(config, [BenchRequest(None, 40, 5, 0.0) for _ in range(6)])
         assert tables.output_tokens == 30
+
+
+@pytest.mark.slow
+def test_rehearsal_of_launching(tmp_path: Path) -> None:
+    """By the flags that a CPU's XLA knows: none."""
+    out = tmp_path / "out"
+    done = run("--rehearse", "--only", "launching", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((unpacked(out) / "launching.json").read_text())
+    assert figures["times"].keys() == {"default"}
+    assert all(0 < each["host_s"] < 10 for each in figures["times"]["default"].values())

@@ -69,8 +69,8 @@ class EngineOptions(Options):
         kernels: Attention kernels (docs/kernels.md). ``hopper`` runs on sm_90, ``generic`` on other
             NVIDIA GPUs, ``numba`` on CPUs with the extra ``cpu``, ``plain`` JAX anywhere;
             ``interpret`` checks results. ``auto`` takes the first of these that the device can run,
-            but ``plain`` on a GPU where entries are float32. ``numba`` computes products of
-            float32, too.
+            but ``plain`` on a GPU where entries are float32. ``ampere`` has a decode kernel without
+            Triton on sm_80 to sm_89. ``numba`` computes products of float32, too.
         max_in_flight: Largest number of launched steps that have not ended; by default 2 with
             ``launch_ahead``, else one per stage. Only a modelled instance that launches ahead may
             have more than 2.
@@ -106,7 +106,7 @@ class EngineOptions(Options):
     )
     max_model_len: int | None = Field(default=None, ge=2)
     enable_prefix_caching: bool = True
-    kernels: Literal["auto", "plain", "numba", "generic", "hopper", "interpret"] = "auto"
+    kernels: Literal["auto", "plain", "numba", "generic", "ampere", "hopper", "interpret"] = "auto"
     max_in_flight: int | None = Field(default=None, ge=1)
     launch_ahead: bool = True
     chunks_in_flight: Literal[1, "all"] = "all"

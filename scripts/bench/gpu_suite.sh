@@ -11,7 +11,8 @@
 # Part systems: all systems on one card that plays several, in one process and in two. 1: tests, a
 # memory checker, kernels beside peers. 2: the engine. 3: counters of kernels, torch's
 # flex_attention, tables of operators. extra: experts; Cronus over the GPU and the host's CPU, in one
-# process and in two. Without --part: systems, 1, 2 and 3; --only STAGE,... runs some stages.
+# process and in two. launching: what launches cost, by flags of XLA. Without --part: systems, 1, 2
+# and 3; --only STAGE,... runs some stages.
 #
 # The machine with the GPU has Python 3.12 ($PYTHON, by default python3) with JAX for CUDA, flax and
 # transformers; what else the project needs comes as wheels. Without --wheels, that Python must have
@@ -30,6 +31,7 @@ declare -A parts=(
     [2]=device,engine
     [3]=device,counters,flex,operators
     [extra]=device,experts,cronus,processes
+    [launching]=device,launching
 )
 # Seconds for the wheels of a part to be installed.
 environment_limit=40
@@ -54,7 +56,10 @@ while (($#)); do
         --wheels) wheels=$(realpath "$2") ;;
         --trace) trace=$(realpath "$2") ;;
         --out) out=$(realpath -m "$2") ;;
-        --part) only=${parts[$2]:-} && [[ -n $only ]] || fail "--part: must be systems, 1, 2, 3 or extra" ;;
+        --part)
+            only=${parts[$2]:-} && [[ -n $only ]] ||
+                fail "--part: must be systems, 1, 2, 3, extra or launching"
+            ;;
         --only) only=$2 ;;
         --kernels) kernels=$2 ;;
     esac
@@ -269,6 +274,9 @@ stage processes 180 "${compare[@]}" --systems cronus \
     --set groups.strong.process=own --set groups.weak.process=own \
     --set groups.strong.environment.JAX_PLATFORMS=$gpu \
     --set groups.weak.environment.JAX_PLATFORMS=cpu
+
+# Launching. Steps of decodes under each set of XLA's flags that may spare the host its 11 ms.
+stage launching 480 "$python" -m scripts.bench.launching --json "$results/launching.json" $rehearse
 
 if [[ -d $JAX_COMPILATION_CACHE_DIR ]]; then
     tar -cz -C "$JAX_COMPILATION_CACHE_DIR" . | split --bytes 15M - "$out/caches.tar.gz."

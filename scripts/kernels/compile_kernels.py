@@ -17,7 +17,9 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +40,7 @@ from jaxinfer.runtime.stage import stage_plan as planning
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.step import CompiledStep, Key
 from scripts.bench.engine import LLAMA_3_8B
-from scripts.kernels.lower_kernels import Variant, variants
+from scripts.kernels.lower_kernels import Variant, ampere_variants, variants
 from scripts.kernels.machine_code import disassemble, disassembler, tile_loop
 
 # Of the model whose steps are compiled.
@@ -129,7 +131,25 @@ def assembled(compile_it: Callable[[], object]) -> Assembled:
 
 
 def kernel(variant: Variant, gpu: str) -> Assembled:
-    """A kernel for one GPU."""
+    """A kernel for one GPU.
+
+    Mosaic assembles all kernels of a process for the GPU of the first one.
+    """
+    if not variant.name.startswith("ampere"):
+        return compiled_here(variant, gpu)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
+        return processes.submit(compiled_by_name, variant.name, gpu).result()
+
+
+def compiled_by_name(name: str, gpu: str) -> Assembled:
+    """The kernel of that name, in a process that has compiled none yet."""
+    install_ptxas()
+    (variant,) = (variant for variant in ampere_variants() if variant.name == name)
+    return compiled_here(variant, gpu)
+
+
+def compiled_here(variant: Variant, gpu: str) -> Assembled:
+    """A kernel for one GPU, in this process."""
     (device,) = devices(gpu)
     where = SingleDeviceSharding(device)
     jitted = jax.jit(variant.run, in_shardings=where, out_shardings=where)
@@ -176,7 +196,8 @@ def main(only: str) -> None:
     """Print the tables."""
     install_ptxas()
     failed = 0 if only else print_steps()
-    failed += print_kernels([variant for variant in variants() if only in variant.name])
+    every = [*variants(), *ampere_variants()]
+    failed += print_kernels([variant for variant in every if only in variant.name])
     print(f"\n{failed} failed", file=sys.stderr)
     sys.exit(min(failed, 1))
 

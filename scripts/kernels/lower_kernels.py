@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxinfer.pallas_kernels import generic, grouped, hopper, write
+from jaxinfer.pallas_kernels import ampere_decode, generic, grouped, hopper, write
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
@@ -53,12 +53,7 @@ def variants() -> Iterator[Variant]:
 
     Of two KV heads; and of one, as each is where the heads of a stage lie on several devices.
     """
-    dtypes = "bfloat16", "float16", "float32", "int8", "float8_e4m3fn"
-    cases = [*product(SHAPES, dtypes, [2]), *product(SHAPES, ["bfloat16", "int8"], [1])]
-    for number, ((G, H, B), dtype, K) in enumerate(cases):
-        window = (None, 100)[number % 2]
-        said = (", window" if window else "") + (", one KV head" if K == 1 else "")
-        name = f"{G} heads of {H}, pages of {B}, {dtype}{said}"
+    for G, H, B, dtype, K, window, name in _cases():
         decode, chunks, written = _arguments(K, G, H, B, dtype)
         everywhere = tuple(gpu for gpu in GPUS if dtype != "float8_e4m3fn" or gpu != "A100")
         for what, run, arguments in (
@@ -80,6 +75,34 @@ def variants() -> Iterator[Variant]:
             )
 
     yield from _grouped()
+
+
+def ampere_variants() -> Iterator[Variant]:
+    """Kernels for devices that must be described in full: Mosaic takes others for an H100."""
+    for G, H, B, dtype, K, window, name in _cases():
+        if not ampere_decode.why_not(H, G, B, jnp.dtype(dtype)):
+            decode, _, _ = _arguments(K, G, H, B, dtype)
+            run = partial(ampere_decode.decode_attention, window=window)
+            yield Variant(f"ampere decode: {name}", run, decode, ("A100", "L4"))
+
+
+class _Case(NamedTuple):
+    G: int
+    H: int
+    B: int
+    dtype: str
+    K: int
+    window: int | None
+    name: str
+
+
+def _cases() -> Iterator[_Case]:
+    dtypes = "bfloat16", "float16", "float32", "int8", "float8_e4m3fn"
+    cases = [*product(SHAPES, dtypes, [2]), *product(SHAPES, ["bfloat16", "int8"], [1])]
+    for number, ((G, H, B), dtype, K) in enumerate(cases):
+        window = (None, 100)[number % 2]
+        said = (", window" if window else "") + (", one KV head" if K == 1 else "")
+        yield _Case(G, H, B, dtype, K, window, f"{G} heads of {H}, pages of {B}, {dtype}{said}")
 
 
 def _grouped() -> Iterator[Variant]:

@@ -55,6 +55,27 @@ def test_decode(shape: Shape) -> None:
     check_decode(DECODE, shape, seed=1)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "S", "K", "quicker"),
+    [
+        ("int8", 64, 8, "generic"),
+        ("float8_e4m3fn", 33, 8, "generic"),
+        ("int8", 32, 8, "hopper"),
+        ("bfloat16", 64, 8, "hopper"),
+    ],
+)
+def test_the_quicker_decode(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, S: int, K: int, quicker: str
+) -> None:
+    """264 programs of heads of 128 fit on an H100: more sequences than 33 fill it uncut."""
+    for module, name in ((hopper, "hopper"), (hopper.generic, "generic")):
+        said = lambda *_, name=name: name  # noqa: E731
+        monkeypatch.setattr(module, "decode_attention", said)
+    pages = KVPages(*[jax.ShapeDtypeStruct((5, K, 64, 128), jnp.dtype(dtype))] * 2)
+    q_SNH = np.zeros((S, 4 * K, 128), np.float32)
+    assert hopper.decode(q_SNH, pages, None, None) == quicker
+
+
 @runs
 @pytest.mark.parametrize("shape", sampled(SHAPES), ids=str)
 def test_chunks(shape: Shape) -> None:

@@ -166,6 +166,30 @@ def test_logits_of_other_layouts(name: str, layout: str, mesh: dict[str, int]) -
     np.testing.assert_allclose(got, logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "mesh"),
+    [
+        ("qwen2", "megatron", {"tp": 1}),
+        ("gemma3", "megatron", {"tp": 4}),
+        *(
+            pytest.param(name, layout, mesh, marks=pytest.mark.slow)
+            for name, layout, mesh in (
+                ("opt", "megatron", {"tp": 1}),
+                ("qwen3", "weight_stationary_2d", {"x": 2, "y": 2}),
+                ("qwen2_window", "attention_dp", {"x": 2, "y": 2}),
+            )
+        ),
+    ],
+)
+def test_logits_of_joined_weights(name: str, layout: str, mesh: dict[str, int]) -> None:
+    """Beside kernels of GPUs, which are interpreted here."""
+    tokens, logits = expected(name)
+    model = Model(name, math.prod(mesh.values()), layout, mesh, kernels="interpret")
+    assert len(model.plan.joined) == model.plan.config.num_hidden_layers
+    got = pieces(model, tokens, [60, 1, 14])
+    np.testing.assert_allclose(got, logits, atol=1e-4, rtol=0)
+
+
 def test_whole_experts_on_each_device() -> None:
     tokens, logits = expected("mixtral")
     model = Model("mixtral", devices=3, layout=str(EXPERT_RULES))

@@ -136,6 +136,7 @@ def test_choice(
             "compute capability 8.9, they need compute capability 9.0",
         ),
         ("hopper", gpu("9.0"), "float32", 128, "KV entries are float32, neither"),
+        ("ampere", gpu("9.0"), "bfloat16", 128, "compute capability 9.0, they need .* 8.0 to 8.9"),
         ("numba", gpu("9.0"), "float32", 128, "compute capability 9.0, it needs a CPU"),
         ("numba", CPU, "int8", 64, "KV entries are int8, it needs float32 or bfloat16"),
     ],

@@ -12,7 +12,7 @@ its key and value.
 
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,25 +24,13 @@ from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import HeadPool
 from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes, unpack
+from jaxinfer.runtime.stage.leaves import Graph, Leaves, flat, without_layers
 from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
 # What stays between the layers' programs: the residual stream, and how positions rotate.
 Stream = tuple[jax.Array, Any]
-# A module's parameters, in the order of its state: a call takes them faster than that.
-Leaves = tuple[jax.Array, ...]
-
-
-class Graph(NamedTuple):
-    """A module without its parameters, and where each of these stands."""
-
-    graphdef: nnx.GraphDef[Any]
-    tree: Any
-
-    def merge(self, leaves: Leaves) -> Any:
-        """The module with such parameters."""
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.tree, leaves))
 
 
 class Cut:
@@ -215,8 +203,7 @@ class SpreadStep(CompiledStep):
         super().__init__(plan)
         self._plan, self._pools = plan, pools
         self._windows = plan.config.windows[plan.layers.start : plan.layers.stop]
-        model = nnx.merge(plan.graphdef, plan.state(plan.parameters))
-        (self._outer, self._layer), (outer, layers) = _split(model)
+        (self._outer, self._layer), (outer, layers) = _split(plan, plan.abstract_state)
         self._outer_leaves, self._layer_leaves = outer, layers[0]
 
     def of(self, part: Hashable) -> jax.stages.Compiled:
@@ -287,7 +274,7 @@ class SpreadStep(CompiledStep):
             return run.lower(
                 self._outer_leaves,
                 leaves,
-                self._arguments[2],
+                self._arguments[1],
                 inputs.token_T,
                 inputs.source_T,
                 inputs.position_T,
@@ -312,17 +299,13 @@ class SpreadStep(CompiledStep):
 
 def split_parameters(plan: StagePlan, parameters: Parameters) -> tuple[Leaves, list[Leaves]]:
     """Split parameters into those of no layer, and each layer's."""
-    return _split(nnx.merge(plan.graphdef, parameters))[1]
+    return _split(plan, parameters)[1]
 
 
-def _split(model: Any) -> tuple[tuple[Graph, Graph], tuple[Leaves, list[Leaves]]]:
-    layers = [_flat(layer) for layer in model.layers]
-    del model.layers
-    outer, outer_leaves = _flat(model)
+def _split(
+    plan: StagePlan, parameters: Parameters
+) -> tuple[tuple[Graph, Graph], tuple[Leaves, list[Leaves]]]:
+    model: Any = nnx.merge(plan.graphdef, parameters)
+    layers = [flat(layer) for layer in model.layers]
+    outer, outer_leaves = flat(without_layers(plan.graphdef, parameters))
     return (outer, layers[0][0]), (outer_leaves, [leaves for _, leaves in layers])
-
-
-def _flat(module: Any) -> tuple[Graph, Leaves]:
-    graphdef, state = nnx.split(module)
-    leaves, tree = jax.tree.flatten(state)
-    return Graph(graphdef, tree), tuple(leaves)

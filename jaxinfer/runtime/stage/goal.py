@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.models.eight_bits import is_scale, own_scale, quantise, scale_path
+from jaxinfer.runtime.stage import join_weights
 from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import Parameters
 
@@ -77,4 +78,4 @@ def parameters_of(plan: StagePlan, found: Callable[[str, Goal], Sequence[jax.Arr
             paths = (path, scale_path(path) or "")
             leaves |= dict(zip(paths, found(path, goal_of(plan, path)), strict=False))
     assert leaves.keys() == plan.parameters.keys(), leaves.keys() ^ plan.parameters.keys()
-    return plan.state(leaves)
+    return plan.state(join_weights.arrays(leaves, plan.joined))

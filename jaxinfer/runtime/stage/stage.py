@@ -35,6 +35,7 @@ class Stage:
         self.plan = plan
         self.step = self._new_step()
         self.parameters = parameters
+        self._leaves = self.step.leaves(parameters)
         self.kv = self._new_kv()
         self.emulate: Callable[[Batch], float] | None = None
         self.link: LinkConfig | None = None
@@ -81,9 +82,7 @@ class Stage:
                 hidden = self.forward(key, inputs, x_TD)
             if self.plan.layers.last:
                 sampling = empty_sampling(key.shape.rows, key.sampler)
-                samples, _ = self.step.sample(
-                    key, self.parameters, hidden, self.previous_S, sampling
-                )
+                samples, _ = self.step.sample(key, self._leaves, hidden, self.previous_S, sampling)
                 samples.token_S.block_until_ready()
                 # In the middle of a run, the next step is still to be fed.
                 self.previous_S = previous_S
@@ -99,7 +98,7 @@ class Stage:
         if x_TD is not None:
             x_TD = put_whole(x_TD, self.plan)
         self.kv, x_SD, x_TD = self.step.forward(
-            key, self.parameters, self.kv, self.previous_S, inputs, x_TD
+            key, self._leaves, self.kv, self.previous_S, inputs, x_TD
         )
         return x_SD, x_TD
 
@@ -112,7 +111,7 @@ class Stage:
     ) -> tuple[Samples, Samples | None]:
         """Launch the head; the tokens feed back into the next step."""
         samples, prompt = self.step.sample(
-            key, self.parameters, hidden, self.previous_S, sampling, next_token_T
+            key, self._leaves, hidden, self.previous_S, sampling, next_token_T
         )
         self.previous_S = samples.token_S
         return samples, prompt

@@ -16,12 +16,14 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.stages import head_pages
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.joined import join_modules, joinable
 from jaxinfer.models.layout_checks import check_rules
 from jaxinfer.models.layouts import DEFAULT_AXIS, ways
 from jaxinfer.models.sharding import shard
 from jaxinfer.models.stage import Layers, make_model
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.stage import join_weights
 from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, memory_of
 from jaxinfer.runtime.stage.lay_out import DTYPES_OF_8_BITS, dtype_of, lay_out, with_bits
 from jaxinfer.runtime.stage.taken import Wanted, new_bytes
@@ -134,12 +136,14 @@ class StagePlan(StageFacts):
     Attributes:
         devices: in the mesh's order.
         parameters: by their path in the whole model, their shapes, dtypes and shardings.
+        joined: modules whose weights of queries, keys and values are one; see ``models.joined``.
     """
 
     devices: Sequence[jax.Device]
     mesh: Mesh
     graphdef: nnx.GraphDef[Any]
     parameters: Mapping[str, jax.ShapeDtypeStruct]
+    joined: Sequence[str] = field(default=(), kw_only=True)
 
     @property
     def facts(self) -> StageFacts:
@@ -159,7 +163,12 @@ class StagePlan(StageFacts):
         previous_S = jax.ShapeDtypeStruct(
             (self.options.max_num_seqs,), jnp.int32, sharding=self.whole
         )
-        return self.state(self.parameters), self.pages, previous_S
+        return self.abstract_state, self.pages, previous_S
+
+    @property
+    def abstract_state(self) -> nnx.State[Any, Any]:
+        """Parameters as the step takes them, without their values."""
+        return self.state(join_weights.abstract(self.parameters, self.joined))
 
     @property
     def pages(self) -> list[KVPages]:
@@ -174,7 +183,7 @@ class StagePlan(StageFacts):
         )
 
     def state(self, leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
-        """Parameters by their path in the whole model, as the step takes them."""
+        """Parameters by their path in the whole model, joined, as the step takes them."""
         return as_state({self.layers.name(path): leaf for path, leaf in leaves.items()})
 
 
@@ -217,6 +226,8 @@ def make_plan(
     )
     wide, multiple = lay_out(config, options, axes, kernels, is_spread)
     graphdef, parameters = _parameters(wide, layers, dtype, mesh, options.layout or "megatron")
+    if together := joinable(wide, parameters):
+        graphdef, _ = _abstract_model(wide, layers, together)
     limits = StepLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -257,7 +268,7 @@ def make_plan(
     return StagePlan(
         options, wide, config.num_key_value_heads, layers, dtype, kv_dtype, limits, num_pages,
         max_model_len, weights, num_pages * each, free, devices, mesh, graphdef, parameters,
-        axes=axes,
+        joined=together, axes=axes,
     )  # fmt: skip
 
 
@@ -266,7 +277,7 @@ def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, heads
 
     Triton's kernels take 32-bit offsets for arrays of less than 2^32 bytes, signed.
     """
-    if kv_dtype.itemsize > 1 or config.kernels not in ("generic", "interpret"):
+    if kv_dtype.itemsize > 1 or config.kernels not in ("generic", "hopper", "interpret"):
         return sys.maxsize
     return 2**31 // (heads * page_size * config.head_dim)
 
@@ -318,9 +329,14 @@ def _parameters(
 
 
 def _abstract_model(
-    config: ModelConfig, layers: Layers
+    config: ModelConfig, layers: Layers, together: Sequence[str] = ()
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: make_model(config, layers, nnx.Rngs(0))))
+    def make() -> Any:
+        model = make_model(config, layers, nnx.Rngs(0))
+        join_modules(model, {layers.name(module) for module in together})
+        return model
+
+    graphdef, state = nnx.split(nnx.eval_shape(make))
     flat = nnx.to_flat_state(state)
     return graphdef, {
         layers.path(".".join(map(str, path))): leaf.get_value() for path, leaf in flat

@@ -18,6 +18,7 @@ from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.devices import return_freed_memory
 from jaxinfer.runtime.stage.lay_out import BLOCK_ROWS
+from jaxinfer.runtime.stage.leaves import Graph, Leaves, flat, without_layers
 from jaxinfer.runtime.stage.sampler import SamplerShape, Samples, SamplingInputs, look_up, sample
 from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
 from jaxinfer.runtime.stage.stage_plan import StagePlan
@@ -25,6 +26,13 @@ from jaxinfer.runtime.stage.step_inputs import StepInputs, empty_inputs
 from jaxinfer.steps.shapes import StepShape
 
 Parameters = nnx.State[Any, Any]
+
+
+class StageLeaves(NamedTuple):
+    """A stage's parameters as its programs take them: all of them, and those of no layer."""
+
+    all: Leaves
+    outer: Leaves
 
 
 class Key(NamedTuple):
@@ -46,10 +54,10 @@ def ready(layers: Layers, layout: Layout, parameters: Parameters) -> Parameters:
 
 
 def forward(
-    graphdef: nnx.GraphDef[Any],
+    graph: Graph,
     layers: Layers,
     layout: Layout,
-    parameters: Parameters,
+    leaves: Leaves,
     kv: list[KVPages],
     previous_S: jax.Array,
     inputs: StepInputs,
@@ -65,7 +73,8 @@ def forward(
     """
     # On GPUs, float32 matmuls would default to TF32.
     with jax.default_matmul_precision("highest"):
-        model: Any = nnx.merge(graphdef, ready(layers, layout, parameters))
+        parameters = ready(layers, layout, graph.state(leaves))
+        model: Any = nnx.merge(graph.graphdef, parameters)
         if layers.first:
             fed_back_T = previous_S[jnp.maximum(inputs.source_T, 0)]
             token_T = jnp.where(inputs.source_T >= 0, fed_back_T, inputs.token_T)
@@ -76,32 +85,32 @@ def forward(
 
 
 def head(
-    graphdef: nnx.GraphDef[Any],
+    graph: Graph,
     max_num_seqs: int,
     sampler: SamplerShape,
-    parameters: Parameters,
+    leaves: Leaves,
     x_SD: jax.Array,
     previous_S: jax.Array,
     inputs: SamplingInputs,
 ) -> Samples:
     """Logits and a token for each hidden state, padded to ``max_num_seqs`` rows."""
     with jax.default_matmul_precision("highest"):
-        model: Any = nnx.merge(graphdef, parameters)
+        model = graph.merge(leaves)
         samples = sample(model.logits(x_SD), previous_S, inputs, sampler)
     pad = max_num_seqs - len(x_SD)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1)), samples)
 
 
 def prompt_head(
-    graphdef: nnx.GraphDef[Any],
+    graph: Graph,
     top: int,
-    parameters: Parameters,
+    leaves: Leaves,
     x_TD: jax.Array,
     token_T: jax.Array,
 ) -> Samples:
     """Look up log probabilities of given tokens, each the next one after a hidden state."""
     with jax.default_matmul_precision("highest"):
-        model: Any = nnx.merge(graphdef, parameters)
+        model = graph.merge(leaves)
         pad = -len(x_TD) % BLOCK_ROWS
         x_BRD = jnp.pad(x_TD, ((0, pad), (0, 0))).reshape(-1, BLOCK_ROWS, x_TD.shape[1])
         token_BR = jnp.pad(token_T, (0, pad)).reshape(-1, BLOCK_ROWS)
@@ -129,15 +138,19 @@ class CompiledStep:
         self.compile_s = 0.0
         self.late_compiles = 0
         self._strict = plan.options.strict_shapes
+        parameters, *self._arguments = plan.step_arguments
+        tree = jax.tree.structure(parameters)
+        # The head has no use for layers, nor has a call for hundreds of arrays to look through.
+        self._head_graph, outer = flat(without_layers(plan.graphdef, parameters))
         self._graphdef = plan.graphdef
-        self._arguments = plan.step_arguments
+        self._leaves = StageLeaves(tuple(jax.tree.leaves(parameters)), outer)
         self._hidden_size = plan.config.hidden_size
         self._mesh = plan.mesh
         self._whole = plan.whole
         # Donated pages are written in place only where both sides lie alike.
-        kv_shardings = jax.tree.map(lambda x: x.sharding, self._arguments[1])
+        kv_shardings = jax.tree.map(lambda x: x.sharding, self._arguments[0])
         self._forward = jax.jit(
-            partial(forward, plan.graphdef, plan.layers, plan.config.layout),
+            partial(forward, Graph(plan.graphdef, tree), plan.layers, plan.config.layout),
             donate_argnums=1,
             out_shardings=(kv_shardings, self._whole, self._whole),
         )
@@ -167,10 +180,15 @@ class CompiledStep:
         self.compiles += len(todo)
         self.compile_s += time.perf_counter() - start
 
+    def leaves(self, parameters: Parameters) -> StageLeaves:
+        """A stage's parameters as ``forward`` and ``sample`` take them."""
+        _, outer = flat(without_layers(self._graphdef, parameters))
+        return StageLeaves(tuple(jax.tree.leaves(parameters)), outer)
+
     def forward(
         self,
         key: Key,
-        parameters: Parameters,
+        leaves: StageLeaves,
         kv: list[KVPages],
         previous_S: jax.Array,
         inputs: StepInputs,
@@ -179,14 +197,14 @@ class CompiledStep:
         """Launch the stage's layers; returns at once, before they are done."""
         (run,) = self._get([key.shape])
         found: tuple[list[KVPages], jax.Array, jax.Array] = run(
-            parameters, kv, previous_S, inputs, x_TD
+            leaves.all, kv, previous_S, inputs, x_TD
         )
         return found
 
     def sample(
         self,
         key: Key,
-        parameters: Parameters,
+        leaves: StageLeaves,
         hidden: tuple[jax.Array, jax.Array],
         previous_S: jax.Array,
         sampling: SamplingInputs,
@@ -199,10 +217,10 @@ class CompiledStep:
         """
         x_SD, x_TD = hidden
         run_head, *run_prompt_head = self._get(self._head_parts(key))
-        samples: Samples = run_head(parameters, x_SD, previous_S, sampling)
+        samples: Samples = run_head(leaves.outer, x_SD, previous_S, sampling)
         found = None
         if next_token_T is not None:
-            found = run_prompt_head[0](parameters, x_TD, next_token_T)
+            found = run_prompt_head[0](leaves.outer, x_TD, next_token_T)
         return samples, found
 
     def _get(self, parts: list[Hashable]) -> list[jax.stages.Compiled]:
@@ -226,26 +244,26 @@ class CompiledStep:
             return self._lower(part).compile()
 
     def _lower(self, part: Any) -> jax.stages.Lowered:
-        parameters, kv, previous_S = self._arguments
+        (every, outer), (kv, previous_S) = self._leaves, self._arguments
         match part:
             case StepShape():
                 inputs = empty_inputs(part, self.limits)
                 x_TD = None if self.layers.first else self.hidden(part.tokens)
-                return self._forward.lower(parameters, kv, previous_S, inputs, x_TD)
+                return self._forward.lower(every, kv, previous_S, inputs, x_TD)
             case "head", int(rows), SamplerShape() as sampler:
                 jitted = jax.jit(
-                    partial(head, self._graphdef, self.limits.max_num_seqs, sampler),
+                    partial(head, self._head_graph, self.limits.max_num_seqs, sampler),
                     out_shardings=self._whole,
                 )
                 sampling = empty_sampling(rows, sampler)
                 x_SD = self.hidden(rows)
-                return jitted.lower(parameters, x_SD, previous_S, sampling)
+                return jitted.lower(outer, x_SD, previous_S, sampling)
             case "prompt head", int(tokens), int(top):
                 jitted = jax.jit(
-                    partial(prompt_head, self._graphdef, top), out_shardings=self._whole
+                    partial(prompt_head, self._head_graph, top), out_shardings=self._whole
                 )
                 next_token_T = np.zeros(tokens, np.int32)
-                return jitted.lower(parameters, self.hidden(tokens), next_token_T)
+                return jitted.lower(outer, self.hidden(tokens), next_token_T)
         raise AssertionError(part)
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:

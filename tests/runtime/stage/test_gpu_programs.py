@@ -23,6 +23,8 @@ HAS_CUDA = find_spec("jax_plugins") and any(
 pytestmark = pytest.mark.skipif(
     not HAS_CUDA, reason="needs XLA for CUDA: pip install 'jax[cuda12]'"
 )
+# As gpu_programs has it.
+LAYERS = 2
 # Of what the layers compute; places of rows are fewer.
 LARGE = 2**20
 
@@ -69,6 +71,34 @@ def test_gate_and_up_have_16_bits(programs: Path, name: str) -> None:
     (entry,) = re.findall(r"\nENTRY .*", path.read_text(), re.S)
     assert re.search(rf"bf16\[\d+,{wide}\]", entry)
     assert not re.search(rf"f32\[\d+,{wide}\]", entry)
+
+
+@pytest.mark.parametrize("name", ["chunks", "decodes"])
+def test_queries_keys_and_values_are_one_product(programs: Path, name: str) -> None:
+    """Of one weight, which no step puts together."""
+    (path,) = (programs / name).glob("*after_optimizations.txt")
+    text = path.read_text()
+    heads = LLAMA_3_8B["num_attention_heads"] + 2 * LLAMA_3_8B["num_key_value_heads"]
+    columns = heads * LLAMA_3_8B["hidden_size"] // LLAMA_3_8B["num_attention_heads"]
+    results = [result for result in products(text) if result.endswith(f",{columns}]")]
+    assert len(results) == LAYERS
+    together = re.findall(r" = (\S+) concatenate\(", text)
+    assert together
+    assert max(map(elements, together)) < LARGE
+
+
+def test_what_a_layers_products_write_has_16_bits(programs: Path) -> None:
+    """But for decodes', of which a few rows are summed in parts."""
+    (path,) = (programs / "chunks").glob("*after_optimizations.txt")
+    large = [result for result in products(path.read_text()) if elements(result) >= LARGE]
+    assert len(large) == 5 * LAYERS
+    assert all(result.startswith("bf16[") for result in large)
+
+
+def products(text: str) -> list[str]:
+    """Results of matrix products, by XLA's Triton or cuBLAS, as HLO writes them."""
+    kinds = r"(?:fusion|custom-call)\(.*(?:calls=%gemm_fusion|__cublas)"
+    return re.findall(rf" = \(?(\w+\[[\d,]+\])\S* {kinds}", text)
 
 
 def elements(result: str) -> int:

@@ -39,6 +39,9 @@ class Step:
         self.seen.append(("forward", kv, x if x is None else x.shape))
         return kv + 1, "to sample from", "all"
 
+    def leaves(self, parameters: Any) -> Any:
+        return parameters
+
     def sample(self, key: Any, parameters: Any, hidden: Any, previous: Any, *more: Any) -> Any:
         self.seen.append(("sample", hidden, previous))
         return SimpleNamespace(token_S=jax.numpy.arange(4) + 5), "prompt"

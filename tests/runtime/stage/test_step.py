@@ -15,7 +15,7 @@ from jaxinfer.models.layouts import LAYOUTS
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
-from jaxinfer.runtime.stage.step import CompiledStep, Key
+from jaxinfer.runtime.stage.step import CompiledStep, Key, StageLeaves
 from jaxinfer.runtime.stage.step_inputs import empty_inputs
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
@@ -46,6 +46,7 @@ class Model(nnx.Module):
 
 
 GRAPHDEF, PARAMETERS = nnx.split(Model())
+LEAVES = StageLeaves(*[tuple(jax.tree.leaves(PARAMETERS))] * 2)
 
 
 def step_of(layers: Layers = Layers(0, 1, 1), strict: bool = False) -> CompiledStep:  # noqa: B008
@@ -139,7 +140,7 @@ def test_tokens_from_the_step_before_and_rows_to_sample_from(compiled: CompiledS
     inputs.sample_row_S[:3] = [2, 5, 1]
     previous = put(np.array([9, 4, 4, 11, *[4] * 12], np.int32))
     pages = put(np.arange(3.0, dtype=np.float32))
-    kv, x_SD, x_TD = compiled.forward(key, PARAMETERS, [pages], previous, inputs, None)  # type: ignore[list-item]
+    kv, x_SD, x_TD = compiled.forward(key, LEAVES, [pages], previous, inputs, None)  # type: ignore[list-item]
     np.testing.assert_allclose(x_TD[:6], EMBED[[3, 9, 11, 7, 1, 2]] + 1, rtol=1e-6)
     np.testing.assert_allclose(x_SD[:3], EMBED[[11, 2, 9]] + 1, rtol=1e-6)
     assert x_TD.dtype == jnp.float32
@@ -147,7 +148,7 @@ def test_tokens_from_the_step_before_and_rows_to_sample_from(compiled: CompiledS
     # Written in place.
     assert pages.is_deleted()
     draws = empty_sampling(16, SamplerShape())
-    samples, prompt = compiled.sample(key, PARAMETERS, (x_SD, x_TD), previous, draws)
+    samples, prompt = compiled.sample(key, LEAVES, (x_SD, x_TD), previous, draws)
     assert prompt is None
     logits = (EMBED[[11, 2, 9]] + 1) @ HEAD.T
     assert samples.token_S[:3].tolist() == logits.argmax(-1).tolist()
@@ -163,7 +164,7 @@ def test_a_later_stage_goes_on_from_hidden_states() -> None:
     inputs.sample_row_S[:] = [3, 2, 1, 0]
     _, x_SD, x_TD = step.forward(
         Key(FEW, SamplerShape()),
-        PARAMETERS,
+        LEAVES,
         [put(np.zeros(3, np.float32))],  # type: ignore[list-item]
         put(np.zeros(16, np.int32)),
         inputs,
@@ -178,7 +179,7 @@ def test_few_rows_are_padded_to_all(compiled: CompiledStep) -> None:
     x = put(RNG.normal(size=(4, D)).astype(np.float32))
     key, previous = Key(FEW, SamplerShape(top=4)), put(np.zeros(16, np.int32))
     draws = empty_sampling(4, SamplerShape())
-    samples, _ = compiled.sample(key, PARAMETERS, (x, x), previous, draws)
+    samples, _ = compiled.sample(key, LEAVES, (x, x), previous, draws)
     assert samples.token_S.shape == samples.logprob_S.shape == samples.rank_S.shape == (16,)
     assert samples.top_token_SN.shape == samples.top_logprob_SN.shape == (16, 4)
 
@@ -190,7 +191,7 @@ def test_what_is_said_of_prompts_by_blocks(compiled: CompiledStep) -> None:
     tokens = RNG.integers(0, V, 72).astype(np.int32)
     _, found = compiled.sample(
         Key(LARGE, sampler),
-        PARAMETERS,
+        LEAVES,
         (put(x[:16]), put(x)),
         put(np.zeros(16, np.int32)),
         empty_sampling(16, SamplerShape()),
@@ -209,3 +210,15 @@ def test_products_are_of_full_precision() -> None:
     step = step_of()
     for part in step._parts(Key(LARGE, SamplerShape(prompt_top=8)))[1:]:
         assert "HIGHEST" in step._lower(part).as_text()
+
+
+def test_a_head_is_given_no_layers() -> None:
+    """Of a model with layers, what lies outside them."""
+    model = Model()
+    model.layers = nnx.List([nnx.Param(jnp.zeros(2)), nnx.Param(jnp.zeros(3))])
+    graphdef, parameters = nnx.split(model)
+    step = step_of()
+    step._graphdef = graphdef
+    leaves = step.leaves(parameters)
+    assert [leaf.shape for leaf in leaves.all] == [(V, D), (V, D), (2,), (3,)]
+    assert [leaf.shape for leaf in leaves.outer] == [(V, D), (V, D)]
