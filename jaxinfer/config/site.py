@@ -109,6 +109,7 @@ class ModelledSite:
         stages: of each instance, in the layers' order.
         paths: from group to group, for KV; all those that it may take.
         sharing: instances that share the experts of each layer.
+        relative_fits: whether step times are fitted by relative error, and not in seconds.
     """
 
     resolved: Resolved
@@ -118,6 +119,7 @@ class ModelledSite:
     stages: Mapping[str, Sequence[SiteStage]]
     paths: Mapping[tuple[str, str], NetworkPath]
     sharing: Sequence[str] = ()
+    relative_fits: bool = True
 
 
 def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGroup]]:
@@ -192,7 +194,8 @@ def model_site(resolved: Resolved) -> ModelledSite:
         (source, dest): path(groups[source], groups[dest], "KV")
         for source, dest in _ends(stages, resolved.pairs)
     }
-    return ModelledSite(resolved, placement, groups, model, stages, paths, sharing)
+    relative = run_file.simulate.fit == "relative"
+    return ModelledSite(resolved, placement, groups, model, stages, paths, sharing, relative)
 
 
 def _stages(

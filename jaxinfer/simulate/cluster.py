@@ -214,8 +214,7 @@ def model_cluster(site: ModelledSite) -> ModelledCluster:
     joint = _joint_steps(sharing) if sharing else None
     fits = {}
     if site.resolved.needs_fits:
-        relative = site.resolved.run_file.simulate.fit == "relative"
-        fits = {name: fit_instance(each, relative) for name, each in instances.items()}
+        fits = {name: fit_instance(each, site.relative_fits) for name, each in instances.items()}
     return ModelledCluster(instances, lanes, capacities, site.resolved, fits, site, slices, joint)
 
 

@@ -548,7 +548,7 @@ def test_a_batch_is_run_again_from_its_record(
     # Without the answers, by digests of their tokens.
     Path("out.jsonl").unlink()
     done = rerun("fourth")
-    assert re.search(r"\nout.jsonl is gone, .*\n(\d) of \1 answers have the same", done.output)
+    assert re.search(r": out.jsonl no longer exists\n(\d) of \1 answers have the same", done.output)
     assert done.exit_code == 0
     path = Path("out.jsonl.runs/1/requests.jsonl")
     path.write_text(re.sub(r'_sha256": "\w+', '_sha256": "none', path.read_text(), count=1))

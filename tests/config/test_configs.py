@@ -210,5 +210,5 @@ def test_a_file_of_another_suffix_is_compared_as_it_is(tmp_path: Path) -> None:
 
 
 def test_systems_stand_beside_one_file() -> None:
-    with pytest.raises(JaxinferError, match=r"beside a\.yaml: give only that one"):
+    with pytest.raises(JaxinferError, match=r"folder of a\.yaml: give only this run file"):
         load_systems(["a.yaml", "b.yaml"], ["cronus"])

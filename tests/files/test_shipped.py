@@ -141,7 +141,8 @@ def test_the_list_has_all_with_a_line_each() -> None:
     assert lines["cpu/bursts.csv"] == "arrived_at,num_prefill_tokens,num_decode_tokens"
     said = "Tables of operators of vllm 0.14.0 and vllm 0.19.0."
     assert lines["operators/h100_sxm"] == said
-    assert len(lines) >= len(wanted) - 1  # Each has something to say but a model's config.json.
+    silent = {name for name in wanted if name.endswith("config.json")}  # A model's.
+    assert wanted - lines.keys() <= silent
 
 
 def test_what_is_copied_out(elsewhere: Path) -> None:
