@@ -61,8 +61,11 @@ LEAST = (
     "engine.max_num_seqs=4", "engine.max_num_batched_tokens=128", "engine.token_buckets=[128]",
     "workload.synthetic={input_len: 60, output_len: 12, range_ratio: 0.8, count: 8, seed: 0}",
 )  # fmt: skip
-# Of some systems' small runs: KV heads leave their own device, and layers are as many as segments.
+# Of some systems' small runs: KV heads leave their own device, layers are as many as segments, and
+# steps have rows enough for a fit of decodes.
 OF_SYSTEM = {
+    (SMALL, "aladdin"): "engine.max_num_seqs=16",
+    (LEAST, "aladdin"): "engine.max_num_seqs=16",
     (SMALL, "hetis"): "engine.num_pages=49",
     (LEAST, "hetis"): "engine.num_pages=13",
     (LEAST, "splitwise"): "instances.prompt.segments=2",
