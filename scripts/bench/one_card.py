@@ -156,7 +156,7 @@ def write_predictions(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Suite:
-    """Where results go, and what they are of.
+    """Runs of systems on one card, and the folder of their results.
 
     Attributes:
         card: as ``configs/gpus.yaml`` calls it; none of them on a CPU.
@@ -206,7 +206,7 @@ class Suite:
         return [f"groups.{name}.platform=cpu" for name in own_groups(path)]
 
     def _figures(self, config: RunFile, folder: Path, kind: Pass, system: str) -> Row:
-        """What a run's folder tells, the simulator's decisions, and other simulations."""
+        """Read a run's folder, and decide and simulate it again."""
         (ran,) = run_folders(folder)
         record = read_run(ran, system)
         late = record.run["overruns"].values()

@@ -118,7 +118,7 @@ def _called(name: str) -> str:
 
 
 class GpuShares:
-    """What the processes of a cluster are told of their GPUs' memory.
+    """Shares of GPUs' memory that the processes of a cluster are told to take.
 
     Attributes:
         of: share by process, ``HERE`` for this one; of those alone that see a GPU with others.
