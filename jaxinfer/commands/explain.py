@@ -22,7 +22,7 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.explain import step_costs
     from jaxinfer.runtime.layout_table import plan_tables
-    from jaxinfer.runtime.processes.gpu_shares import GpuShares
+    from jaxinfer.runtime.processes.gpu_shares import GpuShares, on_same_gpus
     from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 
     config = configure(run_file, settings, model)
@@ -37,7 +37,7 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
             )
     for line in GpuShares(cluster).lines():
         say(line)
-    stages = plan_cluster(checkpoint.config, cluster)
+    stages = plan_cluster(checkpoint.config, on_same_gpus(cluster))
     plans = [(name, plan) for name, of_one in stages.items() for plan in of_one]
     costs = []
     with LoadProgress(True) as bar:

@@ -61,8 +61,11 @@ LEAST = (
     "engine.max_num_seqs=4", "engine.max_num_batched_tokens=128", "engine.token_buckets=[128]",
     "workload.synthetic={input_len: 60, output_len: 12, range_ratio: 0.8, count: 8, seed: 0}",
 )  # fmt: skip
-# Of some systems' small runs: KV heads leave their own device, and layers are as many as segments.
+# Of some systems' small runs: KV heads leave their own device, layers are as many as segments, and
+# steps have rows enough for a fit of decodes.
 OF_SYSTEM: dict[tuple[tuple[str, ...], str], str] = {
+    (SMALL, "aladdin"): "engine.max_num_seqs=16",
+    (LEAST, "aladdin"): "engine.max_num_seqs=16",
     (SMALL, "hetis"): "engine.num_pages=49",
     (LEAST, "hetis"): "engine.num_pages=13",
     (LEAST, "splitwise"): "instances.prompt.segments=2",
@@ -155,7 +158,7 @@ def write_predictions(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Suite:
-    """Where results go, and what they are of.
+    """Runs of systems on one card, and the folder of their results.
 
     Attributes:
         card: as ``configs/gpus.yaml`` calls it; none of them on a CPU.
@@ -205,7 +208,7 @@ class Suite:
         return [f"groups.{name}.platform=cpu" for name in own_groups(path)]
 
     def _figures(self, config: RunFile, folder: Path, kind: Pass, system: str) -> Row:
-        """What a run's folder tells, the simulator's decisions, and other simulations."""
+        """Read a run's folder, and decide and simulate it again."""
         (ran,) = run_folders(folder)
         record = read_run(ran, system)
         late = record.run["overruns"].values()

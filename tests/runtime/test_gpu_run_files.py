@@ -56,7 +56,8 @@ def test_each_can_be_explained_without_a_gpu(
 ) -> None:
     """CPU devices stand for GPUs of all kinds; nothing is compiled, and weights fit each kind."""
     plans: list[StagePlan] = []
-    monkeypatch.setattr(devices, "_devices", lambda name, group: jax.devices("cpu"))
+    there = jax.devices("cpu")[: 1 if name in ONE_CARD else None]
+    monkeypatch.setattr(devices, "_devices", lambda name, group: there)
     monkeypatch.setattr(stage_plan, "available_memory", lambda: 2**40)
     monkeypatch.setattr(cluster_plan, "measure_speed", lambda *args: 1.0)
     monkeypatch.setattr(explain, "step_costs", lambda plan: plans.append(plan) or [])

@@ -54,6 +54,19 @@ def gpu_processes(config: ClusterConfig, has_gpus: bool) -> dict[str, GpuProcess
     return found
 
 
+def on_same_gpus(config: ClusterConfig) -> ClusterConfig:
+    """Return groups whose processes see the same GPUs as groups of one process that share them."""
+    first: dict[str, str] = {}
+    groups = {}
+    for name, group in config.groups.items():
+        gpus = group.environment.get("CUDA_VISIBLE_DEVICES", "") if group.process else ""
+        if gpus and first.setdefault(gpus, name) != name:
+            shared = {"shares": first[gpus], "platform": None, "kind": None, "process": None}
+            group = group.model_copy(update=shared)
+        groups[name] = group
+    return config.model_copy(update={"groups": groups})
+
+
 def _given(group: str, environment: Mapping[str, str]) -> float | None:
     for setting in SETTINGS:
         if value := environment.get(setting):
@@ -118,7 +131,7 @@ def _called(name: str) -> str:
 
 
 class GpuShares:
-    """What the processes of a cluster are told of their GPUs' memory.
+    """Shares of GPUs' memory that the processes of a cluster are told to take.
 
     Attributes:
         of: share by process, ``HERE`` for this one; of those alone that see a GPU with others.
