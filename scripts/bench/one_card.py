@@ -62,7 +62,7 @@ LEAST = (
     "workload.synthetic={input_len: 60, output_len: 12, range_ratio: 0.8, count: 8, seed: 0}",
 )  # fmt: skip
 # Of some systems' small runs: KV heads leave their own device, and layers are as many as segments.
-OF_SYSTEM = {
+OF_SYSTEM: dict[tuple[tuple[str, ...], str], str] = {
     (SMALL, "hetis"): "engine.num_pages=49",
     (LEAST, "hetis"): "engine.num_pages=13",
     (LEAST, "splitwise"): "instances.prompt.segments=2",
@@ -133,6 +133,8 @@ def predict(system: str, card: str, settings: Sequence[str] = ()) -> Row | None:
     if any(instance.is_spread for instance in config.instances.values()):
         return None  # Attention on one device takes turns.
     found = simulate(config, config.requests())
+    assert found.ttft_p50 is not None
+    assert found.tbt_p50 is not None
     return {
         "card": card,
         "system": system,
