@@ -235,7 +235,7 @@ def test_a_list_is_called_a_list(tmp_path: Path, data: dict[str, Any], path: str
         (CRONUS, "simulate.linear", {}, "simulate.linear: step_s or token_s must be greater"),
         (CRONUS, "simulate.flops", 0.5, "simulate.flops has no effect with linear"),
         (CRONUS, "simulate.groups.weak.step_s", 1, "simulate.groups.weak.step_s has no effect wi"),
-        (CRONUS, "simulate.groups.weak", {"step_s": 1.0}, "simulate.groups.weak.step_s has no effec"),
+        (CRONUS, "simulate.groups.weak", {"step_s": 1.0}, "simulate.groups.weak.step_s has no e"),
         (CRONUS, "simulate.groups.weak.node", "a", "simulate.groups.weak.node is 'a', needs sim"),
         (CRONUS, "simulate.groups.weak.node", ["a"], "simulate.groups.weak.node: a group stands o"),
         (CRONUS, "model", ["a"], "model is ['a'], must be a string"),
