@@ -12,11 +12,13 @@ from jaxinfer.lab.conformance import GoldenModel, KVLayout, Side, check, hand_ov
 from jaxinfer.lab.conformance.mover import Mover
 from scripts.validate.faults.registry import Fault, all_faults
 from scripts.validate.faults.scenario import FREED, LENGTHS, MODEL, PAIRS, scenario
-from scripts.validate.proof import by_name, drawn
+from scripts.validate.proof import DRAWN_FAULTS, by_name, drawn
 
 FAULTS = all_faults()
 LATE = "late write after free"
 # One for each name, and with each as different layouts as there are.
+# A pair with few pages, whose scales are powers of two.
+ODD = ("TP2 PP1/3 page24 float8_e4m3fn HND", "TP4 PP1/1/2 page24 int8 HDN+NHD")
 SAMPLE = list(
     {fault.name: fault for fault in random.Random(0).sample(FAULTS, len(FAULTS))}.values()
 )
@@ -36,6 +38,14 @@ def test_the_grammar_has_enough_faults() -> None:
 @pytest.mark.parametrize("fault", SAMPLE, ids=lambda fault: fault.name)
 def test_a_fault_of_each_name(fault: Fault) -> None:
     assert fault.findings()[0].name == fault.name
+
+
+def test_pages_off_by_one_factor_are_scales_of_others_unless_all_are() -> None:
+    """Two of a request's pages are off by 2 each here, as their scales happen to be."""
+    pairs = [p for p in drawn(1, DRAWN_FAULTS) if str(p[0]) == ODD[0] and str(p[1]) == ODD[1]]
+    faults = [fault for fault in all_faults(pairs) if fault.name == "scale of another page"]
+    assert faults
+    assert all(fault.findings()[0].name == fault.name for fault in faults)
 
 
 @pytest.mark.slow

@@ -209,7 +209,15 @@ def _by_page(case: Case, scaled: np.ndarray) -> bool:
         return False
     ratio, pages = case.wrong.ratio[scaled], case.wrong.token[scaled] // case.dest.layout.page_size
     one_factor = len(ratio) and ratio.max() < 1.2 * ratio.min()
-    return not (one_factor and len(np.unique(pages)) > 1)
+    return not (one_factor and len(np.unique(pages)) > 1 and _is_everywhere(case, scaled))
+
+
+def _is_everywhere(case: Case, here: np.ndarray) -> bool:
+    """Tell whether some of these blocks are of each token that the request needs."""
+    length = case.dest.lengths[case.wrong.request]
+    layers = np.unique(case.wrong.layer[here])
+    first = min(case.dest.model.first_needed(layer, length) for layer in layers)
+    return len(np.unique(case.wrong.token[here])) >= length - first
 
 
 def by_rest(case: Case) -> Iterator[Named]:
