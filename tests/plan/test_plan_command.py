@@ -66,10 +66,11 @@ def test_a_search_from_file_to_file(tmp_path: Path) -> None:
     found = CliRunner().invoke(capacity, words, catch_exceptions=False).stdout.splitlines()
     assert f"capacity: {float(best['requests_s']):.3g} requests/s" in found[-2]
     # Thirty requests do not tell, which is said wherever the rate is.
-    warning = f"warning: too few requests to tell whether {float(best['requests_s']):.3g} "
+    rate = f"{float(best['requests_s']):.3g} requests/s"
+    warning = f"warning: too few requests to show whether the cluster can sustain {rate}"
     assert found[-1].startswith(warning)
     assert found[-1] in said.splitlines()
-    assert found[-1].endswith(f"give {best['enough_requests']} requests or more")
+    assert found[-1].endswith(f"use {best['enough_requests']} requests or more")
     assert f"# {found[-1]}" in text.splitlines()
     assert f"{float(best['value']):.4g} requests/s per GPU" in said
     assert all((out / f"{name}.png").stat().st_size > 1000 for name in ("rates", "latencies"))
@@ -116,7 +117,7 @@ def test_two_processes_find_the_same_files(tmp_path: Path) -> None:
             "planner.costs.A1: gpus has none: did you mean 'A10'",
         ),
         ({"planner": 3}, "planner: must be a name, or a mapping of name and options, not 3"),
-        ({"planner": {"name": "colocated", "gpus": {"B1": 1}}}, "none of 1 candidates can be"),
+        ({"planner": {"name": "colocated", "gpus": {"B1": 1}}}, "none of 1 candidates is valid"),
         ({"planner": "no_such:Planner"}, "no_such"),
         ({"planner": "json:JSONDecoder"}, "no class with a method plan"),
         # As planners were once written.

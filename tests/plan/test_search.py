@@ -161,7 +161,7 @@ def test_the_cheapest_that_carries_a_rate(
     search = DrivenSearch(problem({"minimise": "usd", "rate": rate, "at_once": 2}, prices=PRICES))
     enough = [a for a in rates if rates[a] >= rate]
     if not enough:
-        with pytest.raises(JaxinferError, match=rf"^none of {count} candidates keeps the targets"):
+        with pytest.raises(JaxinferError, match=rf"^none of {count} candidates meets the targets"):
             search.best(candidates)
         return
     usd = {a: a[1] * PRICES[a[0]] for a in rates}
@@ -315,13 +315,13 @@ def test_where_nothing_keeps_the_targets_the_nearest_is_named() -> None:
 
 def test_where_no_bound_is_high_enough_that_is_said(carries: Carries) -> None:
     search = DrivenSearch(problem({"minimise": "gpus", "rate": 5.0}))
-    with pytest.raises(JaxinferError, match=r"^none of 2 candidates carries 5\.0 requests/s, by"):
+    with pytest.raises(JaxinferError, match=r"^none of 2 candidates can serve 5\.0 requests/s, by"):
         search.best([cluster("L4", 1, 8), cluster("A10", 1, 8)], lambda candidate: 4.0)
     assert not carries.tried
 
 
 def test_dollars_need_prices(carries: Carries) -> None:
-    for prices, says in (({}, "usd are asked for, and nobody says"), ({"L4": 1.0}, "none of A10")):
+    for prices, says in (({}, "usd are needed, but not known"), ({"L4": 1.0}, "none of A10")):
         search = DrivenSearch(problem({"maximise": "usd"}, prices=prices))
         with pytest.raises(JaxinferError, match=says):
             search.best([cluster("A10", 1, 8)])

@@ -10,6 +10,7 @@ import pytest
 from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
+from modelled_world import modelled_world
 from properties import examples
 from scenarios import Chaos, Follow, Scenario, Script, policy_options, scenarios
 from serving_checks import make_kv, make_requests, new_instance
@@ -22,7 +23,6 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Action, ClusterView, Leg, RequestView, System
 from jaxinfer.serving.world import Event, StepDone
 from jaxinfer.simulate.stage_path import StagePath
-from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.systems.single import Single
 
 
@@ -107,7 +107,7 @@ def outcome(
     requests = make_requests(lengths, [s.arrival for s in scenario.scripts])
     stages = {name: scenario.timing.stages.get(name, 1) for name in names}
     devices = {name: range(count) for name, count in stages.items()}
-    world = SimulatedWorld(
+    world = modelled_world(
         {name: Costs(count) for name, count in stages.items()},
         dict.fromkeys(names, 1),
         devices,
@@ -226,7 +226,7 @@ def test_long_decodes_are_together_and_their_times_are_kept(ahead: bool) -> None
     )
     options = InstanceOptions(max_in_flight=1 + ahead, launch_ahead=ahead)
     instance = new_instance("A", make_kv(4000, 16), options, groups_decodes=True)
-    world = SimulatedWorld({"A": Costs()}, {"A": 1}, {"A": (0,)}, {}, {}, requests)
+    world = modelled_world({"A": Costs()}, {"A": 1}, {"A": (0,)}, {}, {}, requests)
     num_rows: list[int] = []
     ends: list[float] = []
 

@@ -11,7 +11,7 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_groups, model_site
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.cluster import ModelledCluster, lanes_between, model_cluster
+from jaxinfer.simulate.cluster import ModelledCluster, fit_instance, lanes_between, model_cluster
 from jaxinfer.simulate.costs.fit import fit_costs
 
 # 8 x 2 x 12 + 3 x 8 x 16 = 576 parameters in a layer, 800 in each table of the vocabulary; 96 bytes
@@ -117,8 +117,12 @@ def test_steps_are_fitted_up_to_the_longest_request(
     cluster = modelled({"g": 1}, ("g", 6), memory_gb=memory_gb, **options)
     cost, pool = cluster.instances["x"].cost, cluster.instances["x"].num_pages[0] - 1
     for relative in (False, True):
-        assert cluster.fit("x", relative) == fit_costs(cost, 8, 3, longest, pool, relative)
-        assert cluster.fit("x", relative) != fit_costs(cost, 8, 3, longest // 2, pool, relative)
+        assert fit_instance(cluster.instances["x"], relative) == fit_costs(
+            cost, 8, 3, longest, pool, relative
+        )
+        assert fit_instance(cluster.instances["x"], relative) != fit_costs(
+            cost, 8, 3, longest // 2, pool, relative
+        )
 
 
 def test_linear_costs_go_by_a_stages_layers() -> None:

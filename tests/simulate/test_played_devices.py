@@ -93,7 +93,7 @@ def test_kv_within_one_card_is_read_twice_and_written_twice() -> None:
 def test_a_card_that_is_shared_is_one() -> None:
     site = model_site(resolve(file(PAIR, HAND_OFF)))
     assert total_watts(None, site.groups.values()) == 1.0
-    told = describe_run(site.resolved, model_cluster(site), [])["emulated"]
+    told = describe_run(model_cluster(site), [])["emulated"]
     assert told == ["simulated on g (card, 2 times slower), h (card, 4 times slower)"]
     assert model_cluster(site).efficiency.peak_flops == 1e12
 

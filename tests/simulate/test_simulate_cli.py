@@ -54,9 +54,9 @@ def test_shares_of_the_bound(trace: Path, tmp_path: Path) -> None:
     for system in ("cronus", "data_parallel"):
         ran = CliRunner().invoke(cli, ["simulate", str(CRONUS / f"{system}.yaml"), *given])
         assert ran.exit_code == 0, ran.output
-        (rate, share, bound) = re.findall(r"(\S+) requests/s, (\S+) of (\S+), which", ran.output)[0]
+        (rate, share, bound) = re.findall(r"(\S+) requests/s, (\S+) of (\S+), the", ran.output)[0]
         assert float(rate) / float(bound) == pytest.approx(float(share), rel=0.02)
-        shares[system] = f"{system}: {rate} requests/s, {share} of {bound}, which no system"
+        shares[system] = f"{system}: {rate} requests/s, {share} of {bound}, the upper bound"
     files = [
         str(CRONUS / "cronus.yaml"),
         "--systems",
@@ -74,7 +74,9 @@ def test_shares_of_the_bound(trace: Path, tmp_path: Path) -> None:
 def test_a_rate_that_nobody_keeps_up(trace: Path) -> None:
     """A rate above the bound may keep the targets with few requests: they end before it shows."""
     *_, share = capacity_lines(trace, "--slo", "ttft=0.4,tbt=1", "--bound")
-    assert re.fullmatch(r"\S+ requests/s, more than the \S+ that any system could .*", share)
+    assert re.fullmatch(
+        r"\S+ requests/s, above \S+, the upper bound for a sustained rate: .*", share
+    )
 
 
 def capacity_lines(trace: Path, *options: str) -> list[str]:
@@ -87,7 +89,7 @@ def capacity_lines(trace: Path, *options: str) -> list[str]:
 
 def test_capacity(trace: Path) -> None:
     *tried, last, few = capacity_lines(trace, "--slo", "ttft=0.2,tbt=1", "--criterion", "each")
-    assert re.fullmatch(r"warning: too few requests .* give \d{3} requests or more", few)
+    assert re.fullmatch(r"warning: too few requests .* use \d{3} requests or more", few)
     found = re.fullmatch(
         r"capacity: (\S+) requests/s at (\S+)% attainment, goodput (\S+) requests/s, (\S+) per GPU",
         last,

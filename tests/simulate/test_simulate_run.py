@@ -244,7 +244,7 @@ def test_systems_that_predict_are_told_how_long_steps_take(
 ) -> None:
     """The fit is the one that the run file names; it is not made for systems that need none."""
     told: list[Mapping[str, StepFit]] = []
-    monkeypatch.setattr(module, "serve", lambda config, cluster, fits, *_, **__: told.append(fits))
+    monkeypatch.setattr(module, "serve", lambda cluster, *_, **__: told.append(cluster.fits))
     costs = {"fit": fit, "flops": 0.5}
     links = [{"between": ["ga", "gb"], "gb_s": 10.0}]
     engine = {"max_num_batched_tokens": 64, "num_pages": 300, "max_num_seqs": 16}

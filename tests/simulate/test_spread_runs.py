@@ -20,7 +20,7 @@ from jaxinfer.lab.validate.replay import replay
 from jaxinfer.report.metrics import SliceMoveCounts
 from jaxinfer.report.records import read_run
 from jaxinfer.report.table import metrics_table
-from jaxinfer.simulate.cluster import model_cluster
+from jaxinfer.simulate.cluster import fit_instance, model_cluster
 from jaxinfer.simulate.read_targets import read_targets
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -172,7 +172,7 @@ def test_fits_and_guesses_have_all_heads_on_the_own_groups() -> None:
     spread = run_file(engine={"num_pages": 3, "max_num_seqs": 8})
     plain = run_file([{"group": "a"}], "single", {"num_pages": 3, "max_num_seqs": 8})
     clusters = [model_cluster(model_site(resolve(as_run_file(file)))) for file in (spread, plain)]
-    fits = [cluster.fit("x", relative=True) for cluster in clusters]
+    fits = [fit_instance(cluster.instances["x"], relative=True) for cluster in clusters]
     assert fits[0] == fits[1]
     work = [BenchRequest(None, 5, 6, 0.0)]
     targets = read_targets("delay:p99=1000", work, None, None)

@@ -208,7 +208,7 @@ def test_kinds_that_are_too_slow_are_left_out(carries: Carries, file: str) -> No
         ({"sizes": {"1": {}}}, {}, r"planner\.sizes: is for one kind of workers, the file has sev"),
         ({"rates": [1.0, 2.0]}, {}, r"planner\.rates: is for one kind of workers"),
         ({}, {"prices": {"A100-80G-SXM": 1.0}}, r"prices: none of L40"),
-        ({}, {"prices": {}}, r"usd are asked for, and nobody says"),
+        ({}, {"prices": {}}, r"usd are needed, but not known"),
     ],
 )
 def test_what_cannot_be_asked_of_kinds(

@@ -21,6 +21,7 @@ from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner, Size
 from jaxinfer.papers.aladdin.sizing import MeanRequest, WorkerCount, fit_workers, most_tokens
 from jaxinfer.serving.step_fit import DecodeFit
+from jaxinfer.simulate.cluster import fit_instance
 from jaxinfer.simulate.run import prepare
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -83,7 +84,8 @@ def test_a_worker_is_sized_by_the_fit_that_its_file_asks_for(file: str, kind: st
     config = as_run_file(here.problem.run_file(size.candidate(1).part))
     cluster = prepare(config)
     mean, room = MeanRequest.of(here.problem.work), cluster.instances["w0"].num_tokens
-    lines = [cluster.fit("w0", relative=kind == each).decode for each in ("relative", "absolute")]
+    worker = cluster.instances["w0"]
+    lines = [fit_instance(worker, kind == each).decode for each in ("relative", "absolute")]
     found = [most_tokens(line, 1, room, mean, 0.05) for line in lines if line]
     assert size.most == found[0]
     assert found[0].by_target != pytest.approx(found[1].by_target, rel=1e-4)
@@ -165,7 +167,7 @@ def test_the_file_s_own_size(carries: Carries, file: str) -> None:
         (
             {},
             {"most": 1},
-            "none of 1 candidates keeps the targets",
+            "none of 1 candidates meets the targets",
         ),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.papers.aladdin.sizing import MeanRequest, most_tokens
 from jaxinfer.serving.step_fit import DecodeFit
+from jaxinfer.simulate.cluster import fit_instance
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -47,7 +48,7 @@ def eq6(config: RunFile, atgt_s: float) -> tuple[float, float]:
     """Return the worker's output tokens per second, as limited by memory and by the target."""
     cluster = prepare(config)
     room = cluster.instances["w"].num_tokens
-    fit = cluster.fit("w", relative=True).decode
+    fit = fit_instance(cluster.instances["w"], relative=True).decode
     assert fit
     assert fit.per_context == pytest.approx(CONTEXT_S, rel=1e-6)
     assert fit.per_sequence == pytest.approx(SEQUENCE_S, rel=1e-6)

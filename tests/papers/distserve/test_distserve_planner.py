@@ -233,9 +233,9 @@ def test_a_whole_that_carries_too_little_says_so(
     search = DrivenSearch(asked())
     choice = choose(make_planner({"name": planner, "rate": 12.0, **NODE}), search)
     assert choice.candidate.axes["prefill_instances"] == 4
-    said = [line for line in head(search, choice, "run.yaml") if line.startswith("It carries")]
+    said = [line for line in head(search, choice, "run.yaml") if line.startswith("It serves")]
     short = f"It serves {ladder(3.5):.4g} of the 12 requests/s in planner.rate: "
-    assert [line.partition("simulated")[0] for line in said] == [short] * (carried < 11)
+    assert [line.partition("as a whole")[0] for line in said] == [short] * (carried < 11)
 
 
 def test_stages_with_the_same_layers_share_a_node() -> None:

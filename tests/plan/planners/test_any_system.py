@@ -81,7 +81,7 @@ def test_what_could_not_keep_up_is_left_out(
     base = problem({"maximise": "cluster", "at_once": 1})
     two, alone = (
         bound_of(
-            prepare(as_run_file(base.run_file(without_requests(read_file(file), base.run))))[1],
+            prepare(as_run_file(base.run_file(without_requests(read_file(file), base.run)))),
             base.work,
         ).rate
         for file in files

@@ -277,7 +277,7 @@ GONE = {"beside": {"flips": "gone.yaml"}}
         ({"window_s": 0}, "replan.window_s is 0, must be greater than 0"),
         ({"reload_gb_s": 2.0}, "replan: give either reload_gb_s or reload_s"),
         ({"reload_s": None}, "replan: give either reload_gb_s or reload_s"),
-        ({"beside": {"oracle": "x.yaml"}}, "replan.beside.oracle: is there already"),
+        ({"beside": {"oracle": "x.yaml"}}, "replan.beside.oracle: this name is taken"),
         ({"window_s": 20.0}, r"replan.window_s is 20, and all requests come before: .* below 17 s"),
         (GONE, "replan.beside.flips: gone.yaml: No such file"),
     ],
