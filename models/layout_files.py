@@ -10,6 +10,9 @@ from jaxinfer.models.layout_checks import check_tables
 from jaxinfer.models.layouts import LAYOUTS, PRICED, Layout
 from jaxinfer.options.validation import did_you_mean
 
+# Part of a message.
+_EXAMPLE = """(Rule("*", {"N": "x"}),)"""
+
 
 def load_layout(name: str | None) -> Layout:
     """Get a layout by its name, or by a Python file; ``megatron`` where none is named.
@@ -44,9 +47,13 @@ def _defined(found: Mapping[str, object]) -> Layout:
     if "RULES" in found:
         rules = found["RULES"]
         if not isinstance(rules, tuple | list):
-            raise JaxinferError("RULES must be a tuple of jaxinfer.models.layouts.Rule")
+            raise JaxinferError(
+                f"RULES must be a tuple of jaxinfer.models.layouts.Rule, such as {_EXAMPLE}"
+            )
         layout = replace(LAYOUTS["megatron"], parameters=tuple(rules))
     if not isinstance(layout, Layout):
-        raise JaxinferError("LAYOUT must be a jaxinfer.models.layouts.Layout")
+        raise JaxinferError(
+            f"LAYOUT must be a jaxinfer.models.layouts.Layout, such as Layout({_EXAMPLE})"
+        )
     check_tables(layout)
     return layout

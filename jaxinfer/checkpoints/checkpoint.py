@@ -11,6 +11,7 @@ from jaxinfer.checkpoints.hugging_face import open_folder
 from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
+from jaxinfer.hardware.catalogue import Catalogue
 from jaxinfer.options.validation import did_you_mean
 
 
@@ -88,6 +89,11 @@ def locate(model: str, weights: bool = True) -> tuple[str, list[Path]]:
         raise JaxinferError(f"{model}: must be a .gguf file or a folder with config.json")
     if is_hub_id(model):
         return model, [fetch(model, weights)]
+    if Catalogue().has_model(model):
+        raise JaxinferError(
+            f"no weights of {model!r}, which configs/models.yaml has for simulations and `jaxinfer "
+            "shard`: name a folder with config.json and safetensors, or a hub id such as org/name"
+        )
     raise JaxinferError(
         f"no model {model!r}: must be a .gguf file, a folder that jaxinfer convert wrote, a "
         "Hugging Face folder with config.json and safetensors, a hub id such as org/name, or a "

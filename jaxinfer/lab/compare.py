@@ -8,9 +8,19 @@ from pathlib import Path
 from jaxinfer.config.run_file import RunFile, load_run_file, read_run_file
 from jaxinfer.config.workload import Workload
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.shipped import data_path
+from jaxinfer.options.validation import did_you_mean
 from jaxinfer.report.records import RunRecord, read_run
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
+
+
+def _refuse_missing(paths: Sequence[Path]) -> None:
+    first = data_path(paths[0])
+    for path in paths:
+        if not data_path(path).exists() and first.exists():
+            there = did_you_mean(path.stem, (file.stem for file in first.parent.glob("*.yaml")))
+            raise JaxinferError(f"--systems {path.stem}: there is no run file {path}, {there}")
 
 
 def load_systems(
@@ -37,6 +47,7 @@ def load_systems(
     if systems:
         names = systems if first.stem in systems else [first.stem, *systems]
         paths = [first if name == first.stem else first.with_name(f"{name}.yaml") for name in names]
+        _refuse_missing(paths)
     loaded = {path.stem: load_run_file(path, settings) for path in paths}
     if len(loaded) < len(paths):
         raise JaxinferError(f"two of {', '.join(map(str, paths))} have one name")

@@ -209,7 +209,8 @@ def _explain(kind: type[Options], error: ValidationError) -> JaxinferError:
             known = did_you_mean(str(first["loc"][-1]), options.model_fields)
             return OptionError(f"{path}: unknown option, {known}")
         case "missing":
-            return OptionError(f"{path} is missing")
+            field = options.model_fields.get(str(first["loc"][-1]))
+            return OptionError(f"{path} is missing{_entries(field.annotation) if field else ''}")
         case "value_error":
             reason = first["ctx"]["error"]
             refusal = reason.args[0]
@@ -241,6 +242,15 @@ def _follow(kind: type[Options], loc: Sequence[int | str]) -> tuple[str, type[Op
         else:
             break  # The rest tells which member of a union was tried.
     return path.removeprefix("."), options
+
+
+def _entries(annotation: Any) -> str:
+    if get_origin(at := _without_none(annotation)) is not dict:
+        return ""
+    entry = _without_none(get_args(at)[1])
+    if not (isinstance(entry, type) and issubclass(entry, Options)):
+        return ""
+    return f", must be {{NAME: {{{', '.join(entry.model_fields)}}}}}"
 
 
 def _as_name(key: int | str) -> str:

@@ -20,7 +20,7 @@ from jaxinfer.workload.lengths import BenchRequest
 # The least rate that is tried, in requests per second, and one that no cluster comes near.
 _LEAST, _MOST = 2.0**-10, 1e5
 # One at which all requests come at once, as far as any step can tell.
-_AT_ONCE = 1e15
+AT_ONCE = 1e15
 # So many times the capacity, the targets should be missed.
 _ABOVE = (1.1, 1.5, 2.0)
 # Requests that tell, alone, whether the search is worth its time.
@@ -271,7 +271,7 @@ def capacity(
         rise(steps)
         if high is None and best and (best.rate > _MOST or (best.enough and not tried_at_once)):
             tried_at_once = True  # Of few requests, an overload may never show.
-            if next(iter(map_rates(try_rate, [_AT_ONCE]))).verdict.met:
+            if next(iter(map_rates(try_rate, [AT_ONCE]))).verdict.met:
                 raise AnyRateError(len(work), best.enough)
     while high - (bottom := least if low is None else low) > 1:
         between = np.linspace(bottom, high, at_once + 2)[1:-1].round().astype(int)

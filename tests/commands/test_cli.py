@@ -211,6 +211,7 @@ def corrupt_weights(folder: Path, how: str) -> None:
         (["--output", "."], ["cannot write"]),
         (["--output", "/proc/version"], ["cannot write /proc/version"]),
         (["--model", "smollm2-135m"], ["no model 'smollm2-135m'", "smollm2-135m-instruct"]),
+        (["--model", "llama-3-8b"], ["no weights of 'llama-3-8b'", "simulations", "org/name"]),
         (["--model", "in.jsonl"], ["in.jsonl", ".gguf"]),
         (["--model", "unknown.gguf"], ["unknown.gguf", "not a GGUF"]),
         (["--model", "truncated"], ["model.safetensors", "truncated"]),

@@ -42,6 +42,24 @@ def test_systems_are_files_beside_the_first(tmp_path: Path) -> None:
     assert {config.engine.seed for config in found.values()} == {3}
 
 
+def test_a_system_without_a_file_is_refused_with_those_that_have_one(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        (tmp_path / f"{name}.yaml").write_text("model: m\n")
+    missing = rf"^--systems data_parallel: there is no run file {tmp_path}/data_parallel\.yaml, "
+    with pytest.raises(JaxinferError, match=missing + "known: mine, other$"):
+        load_systems([str(tmp_path / "mine.yaml")], ["other", "data_parallel"])
+
+
+def test_shipped_systems_are_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert list(load_systems(["configs/cronus/cronus.yaml"], ["data_parallel"])) == [
+        "cronus",
+        "data_parallel",
+    ]
+
+
 def read(folder: Path, name: str) -> Any:
     return name, folder
 

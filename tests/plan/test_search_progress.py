@@ -9,7 +9,7 @@ from jaxinfer.lab.plan import search_progress
 from jaxinfer.lab.plan.candidate import Score
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.lab.plan.search_progress import SearchBar
-from jaxinfer.simulate.capacity import TriedRate
+from jaxinfer.simulate.capacity import AT_ONCE, TriedRate
 from jaxinfer.simulate.targets import Verdict
 
 CARRIED = {1: 0.0, 2: 2.0, 3: 1.0, 4: 3.0, 5: 3.0}
@@ -85,3 +85,21 @@ def test_no_time_is_left_where_a_candidate_is_looked_at_again() -> None:
     bar.scored(one, Score(1.0), one)
     bar.simulated(one, tried)
     assert bar.left_s() == 0
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"),
+    [
+        (0.0, "kept one request at a time"),
+        (12.0, "kept at 12 requests/s"),
+        (AT_ONCE, "kept all requests at once"),
+    ],
+)
+def test_a_rate_is_told_in_words(
+    rate: float, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(search_progress, "EVERY_S", -1.0)
+    bar = SearchBar()
+    bar.expect(2)
+    bar.simulated(cluster("A10", 1, 8), TriedRate(rate, 1, Verdict(True, 1, None, {}), 1.0))
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f": {words}")

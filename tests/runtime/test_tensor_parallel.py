@@ -99,7 +99,8 @@ def test_other_rules_change_no_token(
         ("RULES = (", "rules.py: SyntaxError: '(' was never closed"),
         ("x = 1", "must define either LAYOUT or RULES"),
         ("RULES = ['*']", "rules.py: '*' must be a jaxinfer.models.layouts.Rule"),
-        ("LAYOUT = 3", "LAYOUT must be a jaxinfer.models.layouts.Layout"),
+        ("LAYOUT = 3", 'layouts.Layout, such as Layout((Rule("*", {"N": "x"}),))'),
+        ("RULES = {}", 'layouts.Rule, such as (Rule("*", {"N": "x"}),)'),
         ("raise ValueError('a\\nb')", "rules.py: ValueError: a b ("),
         ("raise SystemExit(2)", "rules.py: SystemExit: 2"),
         (

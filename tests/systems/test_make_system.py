@@ -221,7 +221,10 @@ def test_a_name_with_replicas(config: dict[str, Any], instances: list[str], mess
         ),
         ({"name": "least_loaded", "seed": 0}, "system.seed: join_shortest_queue draws nothing"),
         ({"name": "disaggregated", "cut": 1}, "system.cut: unknown option, known: decode"),
-        ({"name": "data_parallel"}, "system.shares is missing"),
+        (
+            {"name": "data_parallel"},
+            "system.shares is missing, must be {NAME: {weight, max_waiting}}",
+        ),
         ({"name": "data_parallel", "shares": {"ppi": SHARE}}, "instance 'cpi' has none"),
         ({"name": "data_parallel", "shares": {"ppi": SHARE, "cpj": SHARE}}, "mean 'cpi'?"),
         ({"name": "data_parallel", "shares": {"ppi": {"weight": 1}}}, "ppi.max_waiting is missing"),

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxinfer.lab.plan.candidate import Candidate, Score
 from jaxinfer.lab.plan.search import Watcher
-from jaxinfer.simulate.capacity import TriedRate
+from jaxinfer.simulate.capacity import AT_ONCE, TriedRate
 
 # Without a terminal, a line in so many seconds.
 EVERY_S = 10.0
@@ -61,6 +61,12 @@ class Bar:
         self._bar.stop()
 
 
+def _load(rate: float) -> str:
+    if not rate:
+        return "one request at a time"
+    return "all requests at once" if rate == AT_ONCE else f"at {rate:.3g} requests/s"
+
+
 class SearchBar(Watcher):
     """Shows a search's progress: the share done, what is looked at, the time left, and the best.
 
@@ -101,8 +107,7 @@ class SearchBar(Watcher):
             self._simulations += 1
             self._running[candidate.key] += 1
             kept = "kept" if tried.verdict.met else "missed"
-            at = f"at {tried.rate:.3g} requests/s" if tried.rate else "one request at a time"
-            self._now = f"{candidate}: {kept} {at}"
+            self._now = f"{candidate}: {kept} {_load(tried.rate)}"
             self._tell()
 
     def scored(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
