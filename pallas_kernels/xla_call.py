@@ -72,11 +72,11 @@ def compiled_once(make: Callable[[S], NativeCode]) -> Callable[[S], NativeCode]:
 
 
 def ffi_version() -> tuple[int, int]:
-    """The version of XLA's FFI, major and minor, by the header that comes with jaxlib.
+    """Read the major and minor version of XLA's FFI from jaxlib's header.
 
     Raises:
-        OSError: it is not there.
-        ValueError: it does not say.
+        OSError: the header cannot be read.
+        ValueError: the header does not define the version.
     """
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = header.read_text()

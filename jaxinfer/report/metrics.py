@@ -213,9 +213,9 @@ def run_metrics(
 
     Args:
         requests, failed: see ``RunMetrics``.
-        role_s: of each instance, role -> seconds in it.
-        efficiency: what is known of model and GPUs.
-        given: fields of ``RunMetrics`` that requests and steps do not tell.
+        role_s: seconds that each instance spent in each role.
+        efficiency: known figures of the model and the GPUs.
+        given: fields of ``RunMetrics`` that do not follow from requests and steps.
     """
     steady = totals.course.steady()
     known = efficiency or Efficiency()

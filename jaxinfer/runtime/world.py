@@ -116,10 +116,10 @@ class RealWorld:
         return not (self._steps or self._slabs_left or self._losses.awaits or self._arrivals)
 
     def drain(self) -> None:
-        """Wait for steps and transfers, for their own sake: nothing arrives or ticks any more.
+        """Wait for steps and transfers to end, with no more arrivals or ticks.
 
         Raises:
-            Exception: as ``due_events``.
+            Exception: see ``due_events``.
         """
         self._arrivals.clear()
         self._ticks.clear()

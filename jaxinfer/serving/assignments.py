@@ -31,16 +31,16 @@ class Assignments:
     """The instances and the requests that have come in, each with the legs it still has to go.
 
     Args:
-        hooks: what the system is asked.
+        hooks: the system's hooks.
         on_leg_end: called with each request whose leg has ended, and that leg.
         on_finish: called once per request that has ended.
         renew: makes a fresh instance of the name of one that is back.
 
     Attributes:
         instances: those that are not lost.
-        losses: what is lost, and what of it is to return.
-        live: what has come in and not ended, by id, in the order of arrival.
-        unrouted: what the system has yet to route.
+        losses: lost instances, and those of them that will return.
+        live: requests that have come in and not ended, by id, in the order of arrival.
+        unrouted: requests that the system has yet to route.
         changed: instances whose state has changed since they were last asked for a batch.
         sends_along: whether a leg has asked for its KV to be sent as it is computed.
         on_legs, on_preempt, on_role: called with a request that has new legs; with an instance's

@@ -24,13 +24,14 @@ class InstanceOptions:
     """Limits of one instance.
 
     Attributes:
-        max_num_seqs: requests that run or are being imported, at most.
-        max_num_batched_tokens: tokens computed in one step, at most.
-        max_in_flight: batches launched and not yet committed, at most: one per pipeline stage,
-            and one more to launch ahead.
+        max_num_seqs: largest number of requests that run or are being imported.
+        max_num_batched_tokens: largest number of tokens computed in one step.
+        max_in_flight: largest number of batches launched and not yet committed: one per pipeline
+            stage, and one more to launch ahead.
         launch_ahead: a decode may be launched while its input token is still on the device.
-        chunks_in_flight: 1 if a prompt's chunk waits for the end of the last one's step.
-        max_transfers_in_flight: requests being imported, at most.
+        chunks_in_flight: 1 if a prompt's chunk waits until the step of its previous chunk has
+            ended.
+        max_transfers_in_flight: largest number of requests being imported.
         watermark: fraction of the pages that admission leaves free.
     """
 
@@ -199,7 +200,7 @@ class Instance:
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests that run or are being imported, at most."""
+        """Largest number of requests that run or are being imported."""
         return self.options.max_num_seqs
 
     @property

@@ -104,9 +104,9 @@ class Shard:
         group: name of the device group where it lies, if anybody asks; ``device``: number there,
             where each of the group's devices has a shard of its own.
         fit: how long attention takes here, where that has been profiled.
-        layers: of the model that the stage has, where stages share device groups.
-        dense: seconds of one layer without its attention, by a step's tokens: of a stage's own
-            shard, where steps may be computed as two halves.
+        layers: number of the model's layers in this stage, if stages share device groups.
+        dense: seconds of one layer without attention, as a function of a step's tokens; given for a
+            stage's own shard if steps may be computed as two halves.
 
     Attributes:
         num_pairs: slices that lie here, over all requests.

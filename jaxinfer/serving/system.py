@@ -181,7 +181,7 @@ class InstanceView(Protocol):
     def num_running(self) -> int: ...  # noqa: D102
     @property
     def kv_entries(self) -> int:
-        """KV entries that exist of the requests running here."""
+        """Number of existing KV entries of the requests running here."""
 
     @property
     def counts(self) -> Counts:

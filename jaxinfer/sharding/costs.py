@@ -24,7 +24,7 @@ ITEMSIZE = 2
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds by what they are spent on."""
+    """Seconds spent on compute, memory and links."""
 
     compute: float = 0.0
     memory: float = 0.0
@@ -45,7 +45,7 @@ class Seconds:
 
     @property
     def binds(self) -> str:
-        """The part that most are spent on: compute, memory or links."""
+        """The part that takes most seconds: compute, memory or links."""
         return max(("compute", "memory", "links"), key=lambda name: float(getattr(self, name)))
 
 

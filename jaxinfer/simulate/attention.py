@@ -139,7 +139,7 @@ def slice_lanes(
     token_bytes: int,
     paths: Mapping[tuple[str, str], NetworkPath],
 ) -> dict[tuple[int, int], StagePath]:
-    """Return, from shard to shard of one stage, the lane for one token and one KV head.
+    """Return the lane between each two shards of a stage, for one token and one KV head.
 
     Args:
         token_bytes: bytes of the KV of one layer of one token, all heads.

@@ -55,10 +55,10 @@ class Targets(Protocol):
 
     @property
     def reference(self) -> "Reference | None":
-        """The reference of which the limits are multiples; None where they are seconds."""
+        """The reference whose latencies the limits multiply; None if limits are in seconds."""
 
     def watch(self, work: Sequence[BenchRequest], runs: int = 1) -> Watch:
-        """Watch so many runs of this work, which count as one."""
+        """Watch ``runs`` runs of this work, which count as one."""
 
 
 def _tpot(request: RequestState, times: Sequence[float]) -> float | None:
@@ -125,12 +125,12 @@ def _check(metric: str, name: str, limit: float, reference: Reference | None) ->
 
 @dataclass(frozen=True)
 class RequestTargets:
-    """Limits of each request, which a share of them is to keep.
+    """Limits for each request, which a given share of requests must keep.
 
     Attributes:
-        limits: by metric, in seconds, or, beside a ``reference``, in multiples of what the request
-            takes there alone. ``tbt`` is the longest time between two of its tokens. What a request
-            with one token lacks (``tpot``, ``tbt``), it keeps.
+        limits: limit of each metric in seconds or, with a ``reference``, in multiples of the
+            latency that the request has there alone. ``tbt`` is the longest time between two of its
+            tokens. A request with one token has no ``tpot`` or ``tbt`` and meets those limits.
         attainment: the share, above 0 and at most 1.
         criterion: ``both``: that share keeps all the limits; ``each``: each limit is kept by it,
             maybe not by the same requests.

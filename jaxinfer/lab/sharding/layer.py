@@ -41,13 +41,13 @@ class Program:
     """Programs of one model in one layout on one mesh.
 
     Args:
-        model: with heads and columns that divide, see ``shapes.padded``.
+        model: model whose heads and columns divide over the mesh, see ``shapes.padded``.
         context: KV entries that a decode sees, its own included.
-        dtype: of all arrays.
+        dtype: dtype of all arrays.
         target: devices of the mesh.
 
     Attributes:
-        products: of a mixture's experts; None of dense models.
+        products: kernel for the products of a mixture's experts; None for dense models.
         parts: axes that cut the tokens of KV; ``scattered``: those of them over which results are
             scattered by heads as they are added up.
     """

@@ -26,17 +26,17 @@ class Address(NamedTuple):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Have others connect; ``port`` 0 is any that is free.
+    """Listen for connections; ``port`` 0 takes any free port.
 
     Raises:
-        OSError: the port is not to be had, or the host is not this one.
+        OSError: the port is not available, or the host is not this one.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=16)
 
 
 def call(host: str, port: int, key: bytes, patience: float | None = None) -> socket.socket:
-    """A connection to who listens there.
+    """Connect to the process that listens there.
 
     Args:
         patience: seconds within which it is to answer, by default ``CONNECT_S``.

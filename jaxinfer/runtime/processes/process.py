@@ -53,7 +53,7 @@ class Hears(Protocol):
 
 
 class NobodyThere(JaxinferError):
-    """A process was asked for something, and is lost."""
+    """A process is lost and cannot answer a question."""
 
 
 class Process:

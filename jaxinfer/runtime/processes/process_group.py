@@ -237,7 +237,7 @@ class OtherProcesses:
         loaded: Loaded,
         progress: Progress = lambda what, left: None,
     ) -> tuple[Process, Loaded]:
-        """Have attention groups give pools to a process's stages, whose plans then show them."""
+        """Lend attention groups' pools to a process's stages, and add them to the stages' plans."""
         plans = list(loaded.plans[instance])
         lent: dict[tuple[int, int], Lent] = {}
         groups = dict.fromkeys(place.group for plan in plans for place in plan.attention)

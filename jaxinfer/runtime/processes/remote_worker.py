@@ -76,11 +76,11 @@ class RemoteWorker:
     """The stages of one instance in another process; see ``Worker``.
 
     Args:
-        shards: those of the instance's KV that these stages have.
+        shards: range of the instance's KV shards that belong to these stages.
 
     Attributes:
-        parts: as the worker there has.
-        sampler: the one that was asked for last.
+        parts: same as ``parts`` of the worker there.
+        sampler: the sampler requested last.
     """
 
     without: Sequence[int] = ()

@@ -196,7 +196,7 @@ class SpreadStep(CompiledStep):
     """A stage's executables, by bucket of the step and of its devices' pairs.
 
     Args:
-        pools: where it has KV heads.
+        pools: pools that hold the stage's KV heads.
     """
 
     def __init__(self, plan: StagePlan, pools: Sequence[HeadPool]) -> None:
@@ -207,7 +207,7 @@ class SpreadStep(CompiledStep):
         self._outer_leaves, self._layer_leaves = outer, layers[0]
 
     def of(self, part: Hashable) -> jax.stages.Compiled:
-        """The executable of some pairs."""
+        """Return the executable for some pairs."""
         return self._get([part])[0]
 
     @property

@@ -142,10 +142,10 @@ class DecodeGroup:
         return least + self._launched + 1, most + self._launched + 1
 
     def launch(self, full: Sequence[tuple[HeldPages, int]]) -> tuple[int, int]:
-        """Start a step, for whose pages there is room.
+        """Start a step; the caller has checked that its pages fit.
 
         Returns:
-            Its rows, and the KV entries that they see, their own included.
+            The number of the step's rows, and the KV entries that they see, their own included.
         """
         for hold, num_tokens in full:
             grown = hold.grow(num_tokens)

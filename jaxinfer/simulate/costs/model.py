@@ -33,7 +33,7 @@ class StageCost(Protocol):
 
 @dataclass(frozen=True)
 class SlowedStage:
-    """A stage on a device that plays one ``slowdown`` times slower."""
+    """A stage on a device that emulates one ``slowdown`` times slower."""
 
     cost: StageCost
     slowdown: float

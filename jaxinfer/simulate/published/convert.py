@@ -74,9 +74,10 @@ class OperatorPoints:
     """Microseconds of operators at measured points.
 
     Attributes:
-        dense, heads: of each operator, by tokens and by sequences.
-        chunks: by tokens and entries that each sees on average; ``decodes``: by rows and entries.
-        files: that they are from.
+        dense, heads: points of each operator, by tokens and by sequences.
+        chunks: times by tokens and the mean entries that each token sees; ``decodes``: times by
+            rows and entries.
+        files: files that the points come from.
     """
 
     dense: dict[str, Points] = field(default_factory=dict)
