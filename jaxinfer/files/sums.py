@@ -6,7 +6,7 @@ import numpy as np
 def name_by_sums(
     sent_LT: np.ndarray, found_LT: np.ndarray, page_size: int, first_layer: int = 0, start: int = 0
 ) -> str:
-    """Name a fault by where in the data sent the wrong sums belong; "" if most are unknown.
+    """Name a fault by where in the data sent the wrong sums belong; "" unless most are known.
 
     Every transfer carries sums at little cost; call this only if they differ. Sums identify layers
     and tokens, but neither heads nor the earlier contents of a page.

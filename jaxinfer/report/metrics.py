@@ -158,8 +158,8 @@ class RunMetrics(Latencies):
             recomputed tokens count); None where that is not known.
         usd_per_request, usd_per_million_output_tokens: of the machines, for the whole run; None
             where they have no price.
-        wh_per_request, wh_per_million_output_tokens: watt-hours, likewise, at the limit of the
-            GPUs' power: an upper bound.
+        wh_per_request, wh_per_million_output_tokens: watt-hours, on the same basis, at the limit of
+            the GPUs' power: an upper bound.
         slice_moves: of KV heads; None where no instance has them on several groups.
         peak_pages: KV pages in use at most; num_pages: the pool without its padding page.
         compiles, compile_s: before and during the run; late_compiles: during the run.

@@ -161,7 +161,7 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files, whatever has happened."""
+        """Close the files, even after an error."""
         self._opened.__exit__(kind, error, trace)
 
 

@@ -101,7 +101,7 @@ class Run:
     def rounds(self) -> Iterator[None]:
         """Serve until all requests have been read and have ended, with a stop after each round.
 
-        Whoever gives up at such a stop leaves no step and no transfer under way.
+        A caller that gives up at such a stop leaves no step and no transfer under way.
 
         Raises:
             Exception: what reading a request, or serving them, has failed with.

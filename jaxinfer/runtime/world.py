@@ -49,7 +49,7 @@ class RealWorld:
         watchdog_s: an instance whose steps or transfers are waited for, and which reports nothing
             for so long, is given up; None waits for ever.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.
-        more_to_come: whether somebody will still ``add`` requests.
+        more_to_come: whether more requests will be added with ``add``.
         restarts: starts lost processes again.
 
     Attributes:
@@ -323,7 +323,7 @@ class RealWorld:
         return self._place(posted)
 
     def _fail(self, failed: Failed) -> list[Event]:
-        """An error is raised where it is the user's mistake, or nobody could go on."""
+        """Raise an error if it is the user's mistake, or if no instance could continue."""
         error = failed.error
         self._refused.discard(failed.instance)
         if isinstance(error, JaxinferError):

@@ -131,7 +131,7 @@ class Assignments:
         self._on_leg_end(request, leg)
 
     def finish(self, request: RequestState, reason: FinishReason, detail: int | str | None) -> None:
-        """End the request: nobody holds anything of it any more."""
+        """End the request and release all that instances hold of it."""
         if request.legs:
             self.instances[request.legs[0].instance].remove(request)
         request.finish_reason, request.stop_reason = reason, detail

@@ -67,8 +67,8 @@ class Work:
         shards: for each shard of the instance, what its attention has to do; empty where each stage
             has one.
         halves: of a step that is computed as two halves of its rows in turn, the work of each.
-        single_span: least and most KV entries that a row of one token sees; None where nobody asks,
-            or no row has one token.
+        single_span: least and most KV entries that a row of one token sees; None if not asked for,
+            or if no row has one token.
     """
 
     tokens: int
@@ -94,7 +94,7 @@ def work_of(
     grouped_context: int = 0,
     spans: Sequence[tuple[int, int]] | None = None,
 ) -> Work:
-    """Count once; asked for by whoever costs, reports or looks up a step.
+    """Count a step's work once, for its costs, reports and look-ups.
 
     Args:
         grouped: decodes besides, which see ``grouped_context`` KV entries.
@@ -142,7 +142,7 @@ class Transfer:
 
     Attributes:
         epoch: the request's epoch at the start; a transfer of an older one is void.
-        source: instance of ``source_hold``; ``dest`` likewise.
+        source, dest: instances of ``source_hold`` and of ``dest_hold``.
         requested: when the data was there to be sent, or the step was launched that computes it,
             in seconds.
         slice_move: set where only some slices of KV heads move, between shards of one

@@ -120,9 +120,9 @@ def even_decodes(batch: BatchBuilder) -> None:
 
 
 def one_batch(batch: BatchBuilder) -> None:
-    """Admit requests only when none runs: a batch stays together until all of it has ended.
+    """Admit requests only when none runs: a batch stays together until all its requests have ended.
 
-    As FasterTransformer serves, but that pages come free as each request ends.
+    FasterTransformer serves this way, but here each request frees its pages when it ends.
     """
     if batch.instance.is_idle:
         while batch.admit():
@@ -257,14 +257,14 @@ def catches_up(request: RequestState) -> bool:
 
 
 def _run_on(batch: BatchBuilder, most: int | None = None) -> None:
-    """Decodes of what runs, at most so many, then its prefill chunks."""
+    """Add at most ``most`` running decodes, then running prefill chunks."""
     for request in _add_decodes(batch, most):
         if batch.budget:
             batch.add_chunk(request)
 
 
 def _add_decodes(batch: BatchBuilder, most: int | None = None) -> list[RequestState]:
-    """Take in decodes of what runs, at most so many; returns who has more than a token to go."""
+    """Add at most ``most`` running decodes; return requests with more than a token to compute."""
     batch.add_group(most)
     left = batch.budget if most is None else most - batch.grouped
     prefills: list[RequestState] = []

@@ -83,7 +83,8 @@ class Instance:
         asks_spans: whether batches say the least and most KV entries that a decode sees.
         fit: how long steps take here, where that has been profiled.
         on_preempt: called with each request that is to lose its pages.
-        lacks_pages: who could not go on for want of pages, where a stage has several shards.
+        lacks_pages: requests that could not continue for want of pages, if a stage has several
+            shards.
         prompt_budget: prompt tokens of one step, at most; None for no limit of their own.
         role: a name for the system's use; ``next_role`` replaces it once all requests have left.
     """
@@ -344,12 +345,12 @@ class Instance:
     def reserve_ahead(
         self, request: RequestState, leg: Leg, past_others: bool = False
     ) -> HeldPages | None:
-        """Pages for a request that is still elsewhere, where nobody here waits for room.
+        """Reserve pages for a request that is still elsewhere, if no request here waits for room.
 
         They are taken back when a running request needs them.
 
         Args:
-            past_others: whoever waits here.
+            past_others: whether to reserve even if requests wait here.
         """
         if (self.waiting and not past_others) or not self.can_import:
             return None

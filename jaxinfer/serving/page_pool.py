@@ -18,7 +18,7 @@ class PagePool:
     Attributes:
         num_free: pages that can be handed out now, idle ones included.
         num_pinned: pages given up that wait for a last user.
-        num_idle: cached pages that nobody holds; ``evict`` frees one.
+        num_idle: cached pages that no request holds; ``evict`` frees one.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -32,7 +32,7 @@ class PagePool:
         self._free = list(range(1, num_pages))
 
     def take(self, count: int) -> list[int]:
-        """Hand out the ``count`` lowest free pages; the caller knows that there are so many."""
+        """Hand out the ``count`` lowest free pages; the caller checks that they are free."""
         while len(self._free) < count:
             self.evict()
         self.num_free -= count
@@ -67,14 +67,14 @@ class PagePool:
 
 
 class CountedPages(PagePool):
-    """Pages that nobody looks at, as in a simulation: all have the number 0."""
+    """Pages without numbers, for simulations: all have the number 0."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(num_pages, page_size)
         self._free.clear()
 
     def take(self, count: int) -> list[int]:
-        """Hand out pages, of which the caller knows that there are so many."""
+        """Hand out pages; the caller checks that enough are free."""
         self.num_free -= count
         return [0] * count
 
@@ -101,8 +101,8 @@ class Shard:
             ``page_size`` tokens of one slice. Most shards have one slice: all their heads. Where a
             stage's heads lie in several shards, slice ``stage * K + head`` is one of its K heads.
         stage: pipeline stage whose layers it has. Slices go to any shard of their stage.
-        group: name of the device group where it lies, if anybody asks; ``device``: number there,
-            where each of the group's devices has a shard of its own.
+        group: name of its device group, if needed; ``device``: number of its device in the group,
+            if each has a shard of its own.
         fit: how long attention takes here, where that has been profiled.
         layers: number of the model's layers in this stage, if stages share device groups.
         dense: seconds of one layer without attention, as a function of a step's tokens; given for a

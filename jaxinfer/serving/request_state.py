@@ -28,7 +28,8 @@ class RequestState:
         output_token_ids: tokens that have reached the host.
         details: what the world reports with each of them, if it does.
         prompt_details: what it reports of the prompt, by position.
-        after_ends: it comes once so many requests of the run have ended, ``arrival`` seconds later.
+        after_ends: number of requests of the run that must end before it comes, ``arrival`` seconds
+            after that.
         predicted: output tokens, at least and at most, where something predicts them.
         goes_first: joins a queue at its head.
         takes_cached: may start with pages of the prefix cache.

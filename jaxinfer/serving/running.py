@@ -132,7 +132,8 @@ class Running:
     def ready_group(self) -> DecodeGroup | None:
         """The group that the next step may launch; None if each request is a row.
 
-        Of several, the largest; who was in the others is a row of its own, and may join it.
+        Of several groups, the largest; the requests of the others become single rows, and may join
+        it.
         """
         if self._page_size is None:
             return None

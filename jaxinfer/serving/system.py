@@ -17,15 +17,15 @@ class Leg:
     """A stretch of one request, run by one instance.
 
     Attributes:
-        instance: who runs it.
-        until: KV entries at which it ends; None is the end of the request. Whoever computes
-            the prompt's last position samples the first token.
-        hand_off: when the KV goes on to the next leg's instance. ``on_demand``: when that
-            instance admits the request; ``at_end``: when this leg ends, if there is room
-            (on demand otherwise); ``when_room``: then, or as soon as there is room, ahead of those
-            that wait there and beside steps whose tokens are all taken; ``per_chunk``: after each
-            step, from the moment the next instance has room; ``per_segment``: likewise, but during
-            the step, each piece of the model's layers as it has been computed.
+        instance: instance that runs it.
+        until: KV entries at which it ends; None is the end of the request. The instance that
+            computes the prompt's last position samples the first token.
+        hand_off: when the KV goes on to the next leg's instance. ``on_demand``: when that instance
+            admits the request; ``at_end``: when this leg ends, if there is room (on demand
+            otherwise); ``when_room``: then, or as soon as there is room, ahead of those that wait
+            there and beside steps whose tokens are all taken; ``per_chunk``: after each step, from
+            the moment the next instance has room; ``per_segment``: as ``per_chunk``, but during the
+            step, after each piece of the model's layers.
     """
 
     instance: str
@@ -62,7 +62,7 @@ class RequestView(Protocol):
 
     @property
     def held_by(self) -> str | None:
-        """The instance where the KV lies between two legs; None if it is to be computed anew."""
+        """The instance where the KV lies between two legs; None if it must be computed again."""
 
     @property
     def legs(self) -> Sequence[Leg]:
@@ -151,7 +151,7 @@ class InstanceView(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the largest request that it can hold, whatever runs now."""
+        """Pages of the largest request that it can hold when empty."""
 
     @property
     def num_free_pages(self) -> int: ...  # noqa: D102
@@ -194,7 +194,7 @@ class InstanceView(Protocol):
         and gone since the last call.
 
         Args:
-            but: ids to be left out. Who has been left out once may be so until it leaves.
+            but: ids to leave out. A request left out once may stay left out until it leaves.
         """
 
     @property
@@ -318,7 +318,7 @@ class Budget:
 
     Attributes:
         prompt_tokens: at least 1; None for no limit but that of the step as a whole. A longer
-            prompt is cut, whatever the policy of batches.
+            prompt is cut, under any batch policy.
     """
 
     instance: str
@@ -417,7 +417,7 @@ class System:
         """
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Called once per request that has come in, when it has ended, in whatever way.
+        """Called once for each request when it has ended, successfully or not.
 
         Also for one that no pool can hold, and one that failed with a lost instance. It has left
         its instance and given its pages back; ``legs`` is empty, and ``num_known`` counts its

@@ -33,7 +33,7 @@ class Collective:
 
 
 def moved(kind: str, devices: int) -> float:
-    """The share of an array that each of so many devices sends; see ``Collective.numbers``."""
+    """The share of an array that each of ``devices`` devices sends; see ``Collective.numbers``."""
     if kind == "collective-permute":
         return 1.0
     return (2 if kind == "all-reduce" else 1) * (devices - 1) / devices

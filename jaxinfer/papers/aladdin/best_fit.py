@@ -90,7 +90,7 @@ class WorkerAccount:
 
     Attributes:
         empty_since: seconds; holds while ``jobs`` is empty.
-        usd: dollars per hour; where nobody gives any, all workers are worth as much.
+        usd: dollars per hour; without prices, all workers cost the same.
     """
 
     name: str
@@ -108,7 +108,7 @@ class WorkerAccount:
         self._outputs += job.output
 
     def take_back(self, request: str) -> Job | None:
-        """A request has ended, or is to be placed anew; None if it is not here."""
+        """Remove a request that has ended or will be placed again; None if it is not here."""
         job = self.jobs.pop(request, None)
         if job:
             self._prompts -= job.prompt
@@ -116,7 +116,7 @@ class WorkerAccount:
         return job
 
     def update(self, job: Job, done: int, expected: int) -> None:
-        """A request has so many output tokens, and is expected to have so many."""
+        """Note the output tokens of a request, and the number expected in all."""
         self._outputs -= job.output
         job.done, job.expected = done, expected
         self._outputs += job.output
@@ -128,7 +128,7 @@ class WorkerAccount:
 
     @property
     def norm(self) -> float:
-        """Length of (batch, context), whatever their units, as printed: how full the worker is."""
+        """How full the worker is: length of (batch, context), as printed, regardless of units."""
         return math.hypot(len(self.jobs), self.context)
 
     @property

@@ -152,7 +152,7 @@ class PooledPlan:
 
 
 def configurations(capacity: Modelled, counts: Sequence[int], most: int) -> list[Configuration]:
-    """Return those of at most so many GPUs that carry more than any on fewer of the same kinds.
+    """Return groups of up to ``most`` GPUs that carry more than any subset of their GPUs.
 
     Args:
         capacity: without time between stages, for a bound.

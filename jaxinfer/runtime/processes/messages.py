@@ -60,13 +60,13 @@ class Lend(NamedTuple):
 
 
 class OpenPools(NamedTuple):
-    """Compile what is done with pools that were lent, and let in who asks. Answered with Left."""
+    """Compile the work on lent pools, and accept connections. Answered with Left."""
 
 
 class Borrow(NamedTuple):
     """Use the pool of a stage's attention group that is at this address.
 
-    Answered with Left, if somebody may ``wait``.
+    Answered with Left if ``wait`` is true.
     """
 
     instance: str

@@ -41,11 +41,11 @@ class _Part(RemoteWorker):
     on_failure: Callable[[Exception], None]
 
     def on_loss(self, error: Exception) -> None:
-        """Tell the whole, which tells those who wait."""
+        """Pass the error to the whole worker, which tells its waiting callers."""
         self.on_failure(error)
 
     def fail(self, error: Exception) -> None:
-        """Tell those who wait for steps, and whoever comes with one."""
+        """Report the error to callers that wait for steps, and to later ones."""
         super().on_loss(error)
 
 
@@ -146,7 +146,7 @@ class PipelineWorker:
         self._look_for_losses()
 
     def _look_for_losses(self) -> None:
-        """Notice processes that were lost before anybody was told of it here."""
+        """Notice processes whose loss has not been reported here yet."""
         for part in self._lenders:
             if part.process.lost:
                 part.on_loss(ProcessLost(part.process.lost))

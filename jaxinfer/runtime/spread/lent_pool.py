@@ -84,7 +84,7 @@ class LentPool:
         self._do(Attend(0, self._windows.index(window), nothing_RXH))
 
     def _place(self, pairs: int) -> np.ndarray:
-        """The place where so many pairs are put together, [R, X, H], zeros at first.
+        """The buffer that collects ``pairs`` pairs, [R, X, H], zeros at first.
 
         It is aligned, so that a CPU takes it as it lies: what has computed with it is waited for.
         """

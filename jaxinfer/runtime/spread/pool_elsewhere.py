@@ -103,7 +103,7 @@ class PoolElsewhere:
             self._there.result()
 
     def begin(self, pairs: StepShape, tables: np.ndarray, num_pairs: int) -> BegunStep:
-        """Tell the tables of a step, of whose pairs so many are no padding."""
+        """Send the tables of a step that has ``num_pairs`` pairs, without padding."""
         self._steps += 1
         self._send(Begin(self._steps, pairs, tables))
         return BegunStep(self._steps, num_pairs)

@@ -31,7 +31,7 @@ class SpreadInputs(NamedTuple):
         pairs: the bucket of each device's pairs.
         token_T, source_T, position_T, sample_row_S: see ``StepInputs`` and ``PagedBatch``.
         layout: int32 [W * R + T * K]: for each device the pairs that it has, token * K + head, and
-            for each pair, device * R + place; W * R where nobody has it.
+            for each pair, device * R + place; W * R where no device has it.
         counts: of each device's pairs, those that are no padding.
         tables: for each device its pages and lengths, see ``pack``; None where it has no pair.
     """
@@ -213,7 +213,7 @@ def build_halved_inputs(
     devices: Sequence[PageTables],
     num_heads: tuple[int, int],
 ) -> HalvedInputs:
-    """Likewise of each half of a batch, in a bucket of its own."""
+    """Build the inputs of each half of a batch, in a bucket of its own."""
     starts = row_starts(batch)
     plain = empty_inputs(shape, limits)
     fill_tokens(plain, batch, starts, sample_slots)

@@ -60,7 +60,7 @@ class Cut:
         return [x_PXH[cut_R] for cut_R in cut_WR]
 
     def joined(self, outs: Sequence[jax.Array], layout: jax.Array) -> jax.Array:
-        """Join the results of the devices, [T, N, H]; zeros where nobody has the pair."""
+        """Join the results of the devices, [T, N, H]; zeros where no device has the pair."""
         out_RGH = jnp.concatenate([*outs, jnp.zeros((1, self.G, self.H), outs[0].dtype)])
         out_PGH = out_RGH[layout[self.W * self.R :]]
         return out_PGH.reshape(-1, self.K * self.G, self.H)
@@ -172,7 +172,7 @@ def attend(
 def compile_attend(
     plan: StageFacts, pool: HeadPool, pairs: StepShape, window: int | None
 ) -> jax.stages.Compiled:
-    """Compile what one device does of a layer with this window, for steps with so many pairs."""
+    """Compile one device's attention in a layer with this window, for steps of ``pairs`` pairs."""
     cut = Cut(plan, 1, pairs.tokens)
     there = partial(jax.ShapeDtypeStruct, sharding=pool.sharding)
     inputs = empty_spread_inputs(pairs, pairs, plan.limits, 1, 1)

@@ -1,4 +1,4 @@
-"""Decodes that are advanced together, where nobody looks at their tokens: a simulation's speed.
+"""Decodes that advance together if their tokens are not read: this makes simulations fast.
 
 A step of hundreds of decodes costs what a step of one does, and its results are the same, bit for
 bit, as those of one row per request.
@@ -200,7 +200,7 @@ class DecodeGroup:
     def begun(self) -> int:
         """KV entries of all members but the fresh ones.
 
-        In no more time than there are fresh ones; nobody's integers are brought up to date.
+        Takes time proportional to the fresh requests; updates no request's integers.
         """
         while self.fresh and (member := next(iter(self.fresh.values()))).first < self._committed:
             del self.fresh[member.request.id]

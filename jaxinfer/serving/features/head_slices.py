@@ -146,7 +146,7 @@ class PlacedSlices:
         return ", ".join(stages)
 
     def most_pages(self, pages: Sequence[int]) -> int:
-        """Pages per slice of the largest request that fits into so many pages of each shard."""
+        """Pages per slice of the largest request that fits into ``pages`` pages of each shard."""
         if not self.is_spread:
             return min(p // len(pieces) for p, pieces in zip(pages, self.own, strict=True))
         return min(
