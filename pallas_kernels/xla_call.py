@@ -1,8 +1,9 @@
 """XLA's calls of functions that numba has compiled: the call frame of its FFI, and its threads.
 
 A call's work is cut into units. The thread that XLA calls on takes one after the other, and so do
-tasks on XLA's own thread pool, as many as find a thread: nobody waits for one that has not begun.
-To wake a thread takes longer than many calls, so that one that has helped looks out for the next.
+tasks on XLA's own thread pool, as many as find a thread: the call does not wait for a task that has
+not begun. To wake a thread takes longer than many calls, so that one that has helped looks out for
+the next.
 """
 
 import ctypes

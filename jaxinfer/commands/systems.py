@@ -83,7 +83,7 @@ def with_bound(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name: str = "") -> None:
-    """Print a rate, in requests per second, beside the bound of its cluster and workload.
+    """Print a rate, in requests per second, and the bound of its cluster and workload.
 
     Raises:
         JaxinferError: the cluster has no bound.

@@ -138,8 +138,9 @@ class CurveCosts(Options):
     Attributes:
         file: the points, as seen from the working directory.
         decode: what a step of decodes goes by.
-        mixed_factor: a step with both takes so many times what a prompt of all its tokens takes;
-            by default the sum of what its prompts and its decodes take alone.
+        mixed_factor: ratio of the time of a step with prompts and decodes to that of a prompt with
+            all its tokens; by default, the step takes the sum of the times of its prompts and of
+            its decodes alone.
         share_weights: of that sum, what a single decode takes at the least context is left out:
             prompts and decodes read the weights together.
     """

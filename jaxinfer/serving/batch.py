@@ -98,7 +98,8 @@ def work_of(
 
     Args:
         grouped: decodes besides, which see ``grouped_context`` KV entries.
-        spans: least and most that one of these sees, if there are any; None where nobody asks.
+        spans: least and most KV entries that one of these sees, if there are any; None if not asked
+            for.
     """
     singles = sampled = decodes = sequences = grouped
     context, tokens = grouped_context, 0

@@ -32,7 +32,7 @@ class PagePool:
         self._free = list(range(1, num_pages))
 
     def take(self, count: int) -> list[int]:
-        """Hand out the ``count`` lowest free pages; the caller checks that they are free."""
+        """Hand out the ``count`` lowest free pages; the caller checks that enough are free."""
         while len(self._free) < count:
             self.evict()
         self.num_free -= count
@@ -45,7 +45,7 @@ class PagePool:
             heapq.heappush(self._free, page)
 
     def clear(self) -> None:
-        """Have all pages free again, whoever has them."""
+        """Make all pages free again, including those in use."""
         self.num_pinned = self.num_idle = 0
         self.num_free = self.num_usable
         self._free = list(range(1, self.num_usable + 1))
@@ -83,7 +83,7 @@ class CountedPages(PagePool):
         self.num_free += len(pages)
 
     def clear(self) -> None:
-        """Have all pages free again, whoever has them."""
+        """Make all pages free again, including those in use."""
         super().clear()
         self._free.clear()
 

@@ -117,7 +117,7 @@ def num_gpus(config: RunFile) -> int:
 def requests_for(
     gpus: int, work: Sequence[BenchRequest], requests_per_gpu: int
 ) -> Sequence[BenchRequest]:
-    """The first requests, so many for each GPU.
+    """Return the first requests, a fixed number for each GPU.
 
     Raises:
         JaxinferError: there are fewer.

@@ -124,7 +124,7 @@ class ModelledInstance:
 
         Args:
             num_output: output tokens that end a request.
-            numbers_pages: whether somebody looks at which pages a request has.
+            numbers_pages: whether pages need numbers, as the system or a ledger reads them.
         """
         size = self.config.page_size
         caching = self.config.enable_prefix_caching and has_tokens

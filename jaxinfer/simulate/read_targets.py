@@ -55,8 +55,9 @@ def read_targets(
         attainment, criterion: as of ``RequestTargets``.
 
     Raises:
-        JaxinferError: a target is unknown, is given twice, or is no number above 0; limits of
-            percentiles stand beside others, an attainment or a criterion; or the file is wrong.
+        JaxinferError: a target is unknown, is given twice, or is not a number above 0; limits of
+            percentiles are combined with others, an attainment or a criterion; or the file is
+            wrong.
     """
     if text.endswith((".yaml", ".yml")):
         try:

@@ -44,7 +44,7 @@ class Watch(Protocol):
 
     @property
     def hopeless(self) -> bool:
-        """True if the targets are missed, whatever the other requests do."""
+        """True if the targets are missed regardless of the other requests."""
 
     def verdict(self) -> Verdict:
         """Return the verdict on all requests so far."""
@@ -207,11 +207,11 @@ class PercentileTargets:
     Percentiles are interpolated linearly between neighbours.
 
     Attributes:
-        limits: metric, percentile (above 0, at most 100) and limit: in seconds, or, beside a
+        limits: metric, percentile (above 0, at most 100) and limit: in seconds or, with a
             ``reference``, in multiples of what each request takes there alone (Splitwise, section
             V-B and Table VI). ``tbt`` in seconds is over all times between two tokens, of all
-            requests alike; in multiples it is the longest of each request. Requests with one
-            token, which have no ``tpot`` and no ``tbt``, are left out of theirs.
+            requests alike; in multiples it is the longest of each request. Requests with one token,
+            which have no ``tpot`` and no ``tbt``, are left out of theirs.
 
     Raises:
         JaxinferError: there is no limit, a metric is unknown, or a number is out of its bounds.

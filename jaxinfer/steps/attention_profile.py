@@ -46,7 +46,7 @@ class ShardPoints:
         return AttentionFit(*found, *_coefficients(*self._exchange))
 
     def dense_seconds(self, slowdown: float, tokens: float) -> float:
-        """Seconds of one layer but for attention: the least of a bucket with so many tokens."""
+        """Seconds of one layer without attention: the least among buckets that hold the tokens."""
         fits = [seconds for most, seconds in self.dense if most >= tokens]
         return slowdown * min(fits, default=max((s for _, s in self.dense), default=0.0))
 

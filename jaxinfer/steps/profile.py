@@ -57,7 +57,7 @@ class Profile:
         return bool(self.prefills)
 
     def fit(self, slowdowns: Sequence[float]) -> StepFit:
-        """Cronus eqs. 2 and 3, and Aladdin's eq. 3, each stage so many times slower."""
+        """Fit Cronus eqs. 2 and 3, and Aladdin's eq. 3, with each stage slowed down."""
         (prefill, _), (mixed, _) = self._lines(slowdowns)
         works = [(work_of_parts(point.parts), point.stages) for point in self.points]
         decodes = [

@@ -83,7 +83,7 @@ class StepLimits:
         return StepShape(most, _round_up(max(tokens, most), self.token_buckets), self.max_chunks)
 
     def _whole(self, tokens: int) -> int:
-        """A bucket of so many tokens, or of some more, that the layout can cut."""
+        """A bucket of at least this many tokens that the layout can shard."""
         return -(-tokens // self.multiple) * self.multiple
 
 

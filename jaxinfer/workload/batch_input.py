@@ -105,7 +105,7 @@ class BatchFile:
 
     Attributes:
         number_of: id -> line number, in the file's order.
-        bad: id -> bad line, likewise.
+        bad: id -> bad line, in the file's order.
         sha256: of all bytes of the file, in hexadecimal digits.
 
     Raises:

@@ -149,7 +149,7 @@ def modelled_predictor(
 
 
 def real_predictor(given: Buckets | Own | None) -> Predict | None:
-    """Make a predictor for a real run, in which nobody knows the truth.
+    """Make a predictor for a real run, in which true lengths are not known.
 
     Raises:
         JaxinferError: buckets of the true length, or the user's own cannot be used.

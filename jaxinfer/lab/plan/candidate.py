@@ -19,7 +19,7 @@ class Candidate:
 
     Attributes:
         axes: words and numbers that distinguish it from the others: its columns in the table.
-        part: groups, instances, system and the like.
+        part: groups, instances, system and other sections.
         key: candidates with equal keys are simulated once; by default all its fields.
         refused: reason why it cannot run, if its planner knows one; it is not simulated.
         outputs: largest number of output tokens per request if the candidate serves one phase of
@@ -131,7 +131,7 @@ class Search(Protocol):
 
 
 class Planner(Protocol):
-    """Walks through candidates. Made anew for each search from its ``Options``."""
+    """Walks through candidates. Each search makes a new one from its ``Options``."""
 
     Options: type[Options]
 

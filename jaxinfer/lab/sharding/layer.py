@@ -197,7 +197,7 @@ class Program:
         return out
 
     def _first(self, axes: tuple[str, ...], count: int) -> jax.Array:
-        """The first of this device's own, of so many that each has along these axes."""
+        """The index of this device's first item, if each has ``count`` along these axes."""
         return jax.lax.axis_index(axes) * count if axes else jnp.int32(0)
 
     def _put_together(self, most: jax.Array, total: jax.Array, out_TNH: jax.Array) -> jax.Array:

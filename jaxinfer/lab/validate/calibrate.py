@@ -43,7 +43,7 @@ StageFor = Callable[[KernelEfficiency], StageCost]
 
 
 class MeasuredStep(Options):
-    """A measured step: a chunk of a prompt beside decodes.
+    """A measured step: a chunk of a prompt together with decodes.
 
     Attributes:
         chunk_tokens: 0 for no chunk; ``chunk_context``: KV entries before it.

@@ -208,7 +208,7 @@ def _shards(
 
 
 class _NoCost:
-    """Costs that nobody asks for."""
+    """Costs that are never computed."""
 
     def stages(self, work: Any) -> list[float]:
         raise AssertionError("times are measured")

@@ -33,7 +33,7 @@ class MeanRequest:
 
 @dataclass(frozen=True)
 class MostTokens:
-    """Eq. 6: largest number of output tokens per second and GPU of a worker with some GPUs.
+    """Eq. 6: the most output tokens per second and GPU that a worker of a given size has.
 
     Attributes:
         by_memory: with as many requests as its pool holds; ``by_target``: as an iteration may have.

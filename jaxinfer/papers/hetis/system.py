@@ -206,7 +206,7 @@ class Hetis(System):
         ]
 
     def _relieve(self, instance: InstanceView, numbers: Sequence[int]) -> MoveSlices | None:
-        """Place the largest request of a device that is too slow again, if that helps."""
+        """Place again the largest request on a device that is too slow, if that helps."""
         loads = self._loads(instance, numbers)
         if not self._is_slow(loads):
             return None

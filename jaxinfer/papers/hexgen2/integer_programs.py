@@ -152,7 +152,7 @@ class PooledPlan:
 
 
 def configurations(capacity: Modelled, counts: Sequence[int], most: int) -> list[Configuration]:
-    """Return groups of up to ``most`` GPUs that carry more than any subset of their GPUs.
+    """Return groups of up to ``most`` GPUs that carry more than all smaller ones of their kinds.
 
     Args:
         capacity: without time between stages, for a bound.

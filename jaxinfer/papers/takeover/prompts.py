@@ -72,7 +72,7 @@ def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
 
 
 def cost(book: Book, tokens: int, slo: Slo) -> float:
-    """Seconds until ``tokens`` of one more prompt are computed; decodes make it more.
+    """Seconds until ``tokens`` of one more prompt are computed, raised by the share of decodes.
 
     The larger the share of decodes in steps, the more of them a prompt delays there.
     """
@@ -162,7 +162,7 @@ def _are_in_time(book: Book, left_s: float, slo: Slo) -> bool:
 def best_take(
     book: Book, holders: Iterable[Book], open_to: Iterable[Book], cluster: ClusterView, slo: Slo
 ) -> tuple[Book, Book] | None:
-    """Return the giver and the taker of a giver's oldest prompt, after a step of ``book``.
+    """Return which instance hands its oldest prompt to which, after a step of ``book``.
 
     Those that run look at others after each of their own steps, those that are idle cannot.
 

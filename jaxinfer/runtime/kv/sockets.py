@@ -94,7 +94,7 @@ def send(there: "Connection[Any, Any]", message: object) -> None:
     That has a pickler which knows of sockets, too; no message has any.
 
     Raises:
-        OSError: nobody is there.
+        OSError: the other end is closed.
     """
     there.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 

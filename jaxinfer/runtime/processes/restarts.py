@@ -72,7 +72,7 @@ class Restarts:
     def listen(self, hear: Hear) -> None:
         """Call ``hear`` on news, from any thread, and on news not taken before.
 
-        A process that is being started may fail: report it here, before a step shows it.
+        A process that is being started counts as lost: this reports it before a step shows it.
         """
         with self._lock:
             self._hear = hear

@@ -131,7 +131,7 @@ class BatchCurves:
         self._batches = PiecewiseLinear(dict.fromkeys(sorted(measured), 0.0))
 
     def __call__(self, rows: int, entries: int) -> float:
-        """Return the seconds of so many rows that see so many entries together."""
+        """Return the seconds of a number of rows that see a number of entries together."""
         i, j = self._batches.ends(rows)
         context = entries / rows
         found = self._level(i, context)

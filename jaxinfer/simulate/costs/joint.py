@@ -50,7 +50,7 @@ class JointExperts:
     layers: int
 
     def seconds(self, tokens: int) -> float:
-        """Return the seconds of all layers' experts and exchanges for so many tokens."""
+        """Return the seconds of all layers' experts and exchanges for these tokens."""
         each = self.micros(tokens) * 1e-6 + self.exchange.each_s + self.exchange.token_s * tokens
         return self.layers * each
 

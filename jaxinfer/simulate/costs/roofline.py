@@ -127,7 +127,7 @@ class RooflineStage:
         )
 
     def dense(self, T: float) -> float:
-        """A layer without its attention, of so many tokens."""
+        """Seconds of a layer without its attention, for these tokens."""
         layer = T * self._reduce + self._reduce_each
         for compute, weights, moved in self._products:
             layer += max(T * compute, weights + T * moved)

@@ -17,7 +17,7 @@ class ProductFloor:
     moved_s: float
 
     def seconds(self, tokens: float, steps: float = 1) -> float:
-        """Return the least seconds of so many tokens in so many steps."""
+        """Return the least seconds for a number of tokens in a number of steps."""
         return max(tokens * self.compute_s, steps * self.weights_s + tokens * self.moved_s)
 
 

@@ -232,7 +232,8 @@ class TableStage:
     """A pipeline stage by its operators' tables.
 
     Args:
-        found: of this model, this GPU and so many ``devices``; ``source``: where it was read.
+        found: tables of this model, this GPU and this number of ``devices``; ``source``: file or
+            folder that they were read from.
         devices: the degree of tensor parallelism.
         itemsize: bytes of a number of hidden states and logits.
         layers: how many; ``first``, ``last``: with the embedding, with the head.

@@ -245,7 +245,7 @@ def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
 
 def _on_vectors(card: Card, num_bytes: float) -> Points:
-    """Microseconds of so many bytes for each of one and of two rows; nothing of none."""
+    """Microseconds for moving these bytes for each of one and of two rows; nothing for 0 bytes."""
     launch = card.launch_s * (num_bytes > 0)
     return {rows: 1e6 * (launch + rows * num_bytes / card.bandwidth) for rows in (1.0, 2.0)}
 
