@@ -44,8 +44,8 @@ class RealWorld:
     """Time by the clock, steps by workers. One run long; the workers outlive it.
 
     Args:
-        workers: by instance name.
-        channels: by names of source and destination.
+        workers: workers by instance name.
+        channels: channels by names of source and destination.
         watchdog_s: an instance whose steps or transfers are waited for, and which reports nothing
             for so long, is given up; None waits for ever.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.

@@ -37,7 +37,7 @@ class Assignments:
         renew: makes a fresh instance of the name of one that is back.
 
     Attributes:
-        instances: those that are not lost.
+        instances: instances that are not lost.
         losses: lost instances, and those of them that will return.
         live: requests that have come in and not ended, by id, in the order of arrival.
         unrouted: requests that the system has yet to route.

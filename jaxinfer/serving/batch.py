@@ -58,15 +58,15 @@ class Work:
     """Counts over a step's rows.
 
     Attributes:
-        tokens: in all; ``singles``: of rows with one token.
+        tokens: number of tokens in all; ``singles``: number of rows with one token.
         sequences: rows.
         sampled: rows that yield a token.
         single_context: KV entries that the rows of one token see, their own included.
-        chunks: of the other rows, KV entries before the chunk and its tokens.
+        chunks: for each other row, KV entries before the chunk and its tokens.
         decodes: rows that feed back a sampled token; a prompt's last token may be a single, too.
         shards: for each shard of the instance, what its attention has to do; empty where each stage
             has one.
-        halves: of a step that is computed as two halves of its rows in turn, the work of each.
+        halves: work of each half, if the step is computed as two halves of its rows in turn.
         single_span: least and most KV entries that a row of one token sees; None if not asked for,
             or if no row has one token.
     """

@@ -27,7 +27,7 @@ class MixedOptions(Options):
             the one that reaches them is not cut there. By default the token budget ends the step.
         whole_prompts: Whether prompts are computed whole: one that the budget has no room for
             waits. One above the whole budget runs alone, cut.
-        wait_steps: Steps that prompts wait beside decodes for others, at most.
+        wait_steps: Largest number of decode steps for which prompts wait for other prompts.
         wait_share: Share of the token budget that ends such a wait.
     """
 
@@ -87,7 +87,7 @@ class Mixed:
         return True
 
     def _waits(self, batch: BatchBuilder, prefills: Sequence[RequestState]) -> bool:
-        """Tell whether prompts wait for others: beside decodes, and for so many steps at most."""
+        """Tell whether prompts wait for others while decodes run, within the limit of steps."""
         instance, options = batch.instance, self._options
         whole = instance.options.max_num_batched_tokens
         decodes = whole - batch.budget

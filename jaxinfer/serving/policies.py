@@ -59,7 +59,7 @@ class PolicyOptions(Options):
     Attributes:
         order: chooses the next waiting request: ``order(waiting) -> request``.
         admit: whether there is room for it: ``admit(instance, request, leg) -> bool``.
-        batching: what the next step computes: ``batching(batch)``, a ``BatchBuilder``.
+        batching: chooses the work of the next step: ``batching(batch)``, with a ``BatchBuilder``.
         victim: chooses the request that loses its pages when one more is needed:
             ``victim(candidates) -> request``.
     """

@@ -29,7 +29,7 @@ class PrefixCache:
     """The cached pages of one instance; the least recently used idle one is evicted first.
 
     Args:
-        shards: of the instance; each counts its idle pages as free.
+        shards: shards of the instance; each counts its idle pages as free.
     """
 
     def __init__(self, shards: list[Shard]) -> None:

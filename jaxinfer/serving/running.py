@@ -22,7 +22,7 @@ class Running:
     pipeline, has one of its own.
 
     Args:
-        page_size: of the groups; None if each request is a row.
+        page_size: page size of the groups; None if each request is a row.
         ahead: whether a group may be launched again before its last step has ended.
         num_output: of groups; output tokens that end a request.
     """

@@ -153,7 +153,7 @@ def least_squares(
     """Coefficients of ``x`` for points ``(x, seconds)``, or None where they do not decide them.
 
     Args:
-        relative: of the relative error, or of that in seconds.
+        relative: whether to minimise the relative error, not that in seconds.
     """
     points = list(points)
     if not points or len(points) < len(points[0][0]):

@@ -122,10 +122,11 @@ class Counts(NamedTuple):
     """Counts of what is on an instance.
 
     Attributes:
-        running: requests that take part in steps; ``decodes``: those of them whose prompts have all
-            of their KV.
-        decode_entries: KV entries that exist of these; ``kv_entries``: of all that run.
-        prompt_tokens_left: as ``InstanceView`` has it.
+        running: number of requests that take part in steps; ``decodes``: number of these whose
+            prompts are computed.
+        decode_entries: existing KV entries of the decodes; ``kv_entries``: those of all running
+            requests.
+        prompt_tokens_left: see ``InstanceView``.
     """
 
     running: int
@@ -339,11 +340,11 @@ class System:
         options: an instance of the class's ``Options``.
 
     Attributes:
-        Options: what a run file may set besides the system's name.
+        Options: options that a run file may set, in addition to the system's name.
         tick_interval: seconds between calls of ``on_tick``; None for no ticks.
         needs_fits: whether ``InstanceView.fit`` has to be there; ``needs_attention_fits``: whether
             ``ShardView.fit`` has to, of instances with attention groups.
-        roles: what ``role`` of an instance may be in a run file, besides nothing; None for any.
+        roles: values that an instance's optional ``role`` may have in a run file; None for any.
         ttft_counts_transfer: whether a first token drawn by an instance that hands its request on
             counts only once the KV has arrived; a run file may say otherwise.
     """

@@ -55,9 +55,9 @@ class LayoutStepCost:
 
     Attributes:
         layer, head: seconds of one layer, and of the head.
-        step: of all layers and the head.
-        weight_bytes: of one device, embeddings and head included.
-        kv_bytes: of one token's keys and values in all layers, on a device that keeps them.
+        step: seconds of all layers and the head.
+        weight_bytes: bytes of weights on one device, embeddings and head included.
+        kv_bytes: bytes of one token's keys and values in all layers, on a device that keeps them.
     """
 
     layer: Seconds
@@ -150,7 +150,7 @@ class LayoutCosts:
     """Costs of steps of any size in one layout.
 
     Args:
-        links: of each axis of the mesh.
+        links: link of each axis of the mesh.
         flops, bandwidth: shares of the card's peaks that kernels reach.
         weight_size, kv_size: bytes of a weight, and of a KV entry's number; ``table_size``: of
             the embedding's and the head's, by default as of other weights.
@@ -231,7 +231,7 @@ class LayoutCosts:
         """Seconds of one layer's attention, as one kernel.
 
         Args:
-            pairs: of a token and a KV entry that it sees.
+            pairs: number of pairs of a token and a KV entry that it sees.
             entries: KV entries that are read, of all sequences; ``longest``: of the longest one,
                 which is read whole even where its tokens are cut.
         """

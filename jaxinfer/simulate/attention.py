@@ -31,7 +31,8 @@ class ModelledShard:
         num_pages: pages of the group as if all heads lay there, the padding page included.
         fit, dense: see ``Shard``.
         cost: cost of its attention, where that is modelled.
-        devices: of the group, with equal pools, each a shard; ``device``: number of this one.
+        devices: number of the group's devices, each a shard with an equal pool; ``device``: number
+            of this one.
     """
 
     stage: int

@@ -221,8 +221,8 @@ def capacity(
 
     Args:
         work: lengths; their times of arrival do not count.
-        seeds: of the arrivals.
-        precision: by which share the rate may be too low: rates are those of its ``Ladder``.
+        seeds: seeds of the arrivals.
+        precision: share by which the rate may be too low: rates are those of its ``Ladder``.
         on_load: called with each rate that was simulated.
         map_rates: runs several rates, as a pool of processes would; ``at_once`` is how many it
             takes. With one, the search is by bisection.

@@ -22,7 +22,7 @@ class ShardPoints:
     """Seconds of one layer's decode attention in one shard, on an idle machine.
 
     Attributes:
-        group: where the shard lies.
+        group: group that holds the shard.
         attention: (slices of KV heads over all requests, KV entries of all of them, seconds); none
             where a stage has all its heads in one place.
         exchange: (slices, seconds) of what goes there and comes back; none on the stage's own

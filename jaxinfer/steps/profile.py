@@ -39,7 +39,7 @@ class Profile:
     """Times of an instance's steps in seconds, on its own devices, without emulation.
 
     Attributes:
-        key: what the times hold for.
+        key: conditions for which the times hold.
         prefills: (length, seconds of each stage) of prefills that run alone.
         mixed: (prefill context, decode context, seconds of each stage) of iterations with a full
             chunk. There are none of both where a run has asked for times of steps alone.

@@ -53,7 +53,7 @@ class StepTimes:
 
     Args:
         limits: decides the shapes.
-        coefficients: of each shape.
+        coefficients: coefficients of each shape.
     """
 
     def __init__(self, limits: StepLimits, coefficients: Mapping[StepShape, Sequence[float]]):

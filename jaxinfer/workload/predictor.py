@@ -42,7 +42,7 @@ class Buckets(Options):
         granularity: tokens of a bucket.
         accuracy: share of the predictions that are the true length's bucket; the others are one of
             its neighbours', each as likely.
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     granularity: int = Field(ge=1)

@@ -26,7 +26,7 @@ class ResultFile:
     Attributes:
         finished: the ``custom_id`` of each record in the file.
         num_failed: how many of them are errors.
-        notes: those of the job's first start.
+        notes: notes of the job's first start.
     """
 
     def __init__(

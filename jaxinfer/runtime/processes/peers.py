@@ -34,7 +34,7 @@ class Peer(Protocol):
 
     Attributes:
         where: it is, in words.
-        clock_offset: what its ``time.perf_counter`` is ahead of this one's.
+        clock_offset: seconds by which its ``time.perf_counter`` is ahead of this process's.
         way: addresses of this host and of its own, each as the other reaches it; None where it is
             on this host.
     """

@@ -60,7 +60,7 @@ class Process:
     """A process with devices of its own, ended by this one.
 
     Args:
-        name: of its group.
+        name: name of its group.
         peer: it, as it is got at.
 
     Attributes:

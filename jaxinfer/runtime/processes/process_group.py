@@ -97,7 +97,7 @@ def reach(
     """The processes that these groups have of their own, one after the other as they are got at.
 
     Args:
-        shares: of GPUs' memory, for those of this host.
+        shares: shares of the memory of this host's GPUs.
 
     Raises:
         JaxinferError: one is not.
@@ -123,8 +123,8 @@ class OtherProcesses:
     """All processes that a cluster needs besides this one.
 
     Args:
-        model: what each opens.
-        layers: of each stage, for instances with stages in several processes.
+        model: model that each process opens.
+        layers: layers of each stage, for instances with stages in several processes.
 
     Attributes:
         gpu_shares: what they, and this one, take of GPUs that several of them see.

@@ -39,11 +39,11 @@ class LentPool:
     """Does what the stage's process asks for, in order, until that is gone.
 
     Args:
-        plan: of the stage; ``number``: of the pool's attention group in it.
+        plan: plan of the stage; ``number``: number of the pool's attention group in it.
         host: the address by which this process is reached.
 
     Attributes:
-        address: where the stage's process is to call.
+        address: address that the stage's process connects to.
     """
 
     def __init__(self, plan: StageFacts, number: int, host: str) -> None:

@@ -117,7 +117,7 @@ class SliceMoves:
     launching never does.
 
     Args:
-        stages: of one instance, in order; of those that are not spread, nothing moves.
+        stages: stages of one instance, in order; stages that are not spread move nothing.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:

@@ -32,7 +32,7 @@ class SpreadInputs(NamedTuple):
         token_T, source_T, position_T, sample_row_S: see ``StepInputs`` and ``PagedBatch``.
         layout: int32 [W * R + T * K]: for each device the pairs that it has, token * K + head, and
             for each pair, device * R + place; W * R where no device has it.
-        counts: of each device's pairs, those that are no padding.
+        counts: number of pairs on each device, without padding.
         tables: for each device its pages and lengths, see ``pack``; None where it has no pair.
     """
 
@@ -50,10 +50,10 @@ class HalvedInputs(NamedTuple):
     """Arguments of one step of a spread stage that is computed as two halves in turn.
 
     Attributes:
-        shapes, halves: of each half, the bucket that it is padded to, and its arguments.
-        place_T: of each half, int32, where its tokens stand among the step's; behind all of them
+        shapes, halves: bucket that each half is padded to, and arguments of each half.
+        place_T: for each half, int32, positions of its tokens among the step's; behind all of them
             for padding.
-        sample_row_S: of the step, see ``StepInputs``.
+        sample_row_S: sampling rows of the step, see ``StepInputs``.
     """
 
     shapes: Sequence[StepShape]

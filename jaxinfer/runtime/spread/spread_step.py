@@ -37,7 +37,8 @@ class Cut:
     """Cuts queries, keys and values into the devices' pairs, and joins the results.
 
     Args:
-        plan: of the stage; ``devices``: number of them with pairs; ``pairs``: number on each.
+        plan: plan of the stage; ``devices``: number of devices with pairs; ``pairs``: number of
+            pairs on each.
     """
 
     def __init__(self, plan: StageFacts, devices: int, pairs: int) -> None:

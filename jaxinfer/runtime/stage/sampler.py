@@ -125,7 +125,7 @@ def sample(
     Args:
         logits_SV: float32.
         previous_S: int32 tokens that the previous step has drawn.
-        sampler: what rows ask for; they are greedy if not ``drawn``.
+        sampler: parts that the rows need; rows are greedy if not ``drawn``.
     """
     chosen_SV = _penalise(_edit(logits_SV, inputs), previous_S, inputs)
     token_S = argmax(chosen_SV)

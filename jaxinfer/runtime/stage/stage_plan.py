@@ -85,15 +85,15 @@ class StageFacts:
 
     Attributes:
         config: the whole model's, padded to what the devices divide.
-        num_kv_heads: of the model, without padding.
-        layers: those of this stage.
-        dtype: of weights; ``kv_dtype``: of KV entries.
+        num_kv_heads: KV heads of the model, without padding.
+        layers: layers of this stage.
+        dtype: dtype of weights; ``kv_dtype``: dtype of KV entries.
         num_pages: size of the KV pool, the padding page included; where KV heads may lie elsewhere,
             counted as if all of them lay here.
         max_model_len: prompt and output tokens of one request at most.
         weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
-        memory_bytes: what of that memory was free when the plan was made; None where the device
-            does not say.
+        memory_bytes: free bytes of that memory when the plan was made; None if the device does not
+            report them.
         axes: sizes of the mesh's axes.
         attention: devices besides where KV heads may lie.
     """

@@ -23,7 +23,7 @@ class Member:
     """A request in the group.
 
     Attributes:
-        number: as how many-th the request was admitted.
+        number: position of the request in the order of admission.
         first, last: numbers of its first step in the group, and of the one that ends it.
         last_launch: number of the last step that it may take part in, by its limit. It takes part
             in those after ``last`` that are launched before that one has ended.

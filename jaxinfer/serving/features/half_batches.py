@@ -19,7 +19,7 @@ class LayerTimes:
     """A layer of a step, or of one half of it, in seconds.
 
     Attributes:
-        dense, own: of the devices with the layers: their dense part, then their attention.
+        dense, own: seconds of the devices with the layers: their dense part, then their attention.
         others: of each other device: that it is busy, and that bytes are on their way besides; both
             0 where it has nothing to do.
     """

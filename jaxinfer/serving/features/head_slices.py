@@ -159,7 +159,7 @@ def most_pages(pages: Sequence[int], num_slices: int) -> int:
     """Most pages that each of ``num_slices`` can have, each slice all of its own in one pool.
 
     Args:
-        pages: of each pool.
+        pages: number of pages of each pool.
     """
     low, high = 0, sum(pages) // num_slices
     while low < high:

@@ -42,7 +42,7 @@ class JointExperts:
     """The part of a step that instances have in common.
 
     Attributes:
-        micros: of one layer's experts on a device, by the tokens of all instances.
+        micros: microseconds of one layer's experts on a device, by the tokens of all instances.
     """
 
     micros: PiecewiseLinear
@@ -72,7 +72,7 @@ class JointSteps:
         """Return the seconds of one step.
 
         Args:
-            works: by instance; one that is not there goes along with a single token.
+            works: work by instance; an instance without work takes part with a single token.
         """
         counts = [works[name].tokens if name in works else 1 for name in self.own]
         most, total = max(counts), sum(counts)

@@ -89,7 +89,7 @@ def write_run_file(folder: Path, name: str, device: str, gpu: Gpu | None, degree
     """A run file of the engine that was measured, which ``simulate`` takes.
 
     Args:
-        name: of the model.
+        name: name of the model.
         gpu: the device's numbers, where ``configs/gpus.yaml`` does not have it.
     """
     own = f"{name}-tp{degree.devices}"
@@ -117,7 +117,7 @@ class Check:
     """Whole steps compared with the sums of their parts.
 
     Attributes:
-        kind: of steps; ``off``: (sum - measured) / measured, of each.
+        kind: kind of steps; ``off``: (sum - measured) / measured for each step.
     """
 
     devices: int

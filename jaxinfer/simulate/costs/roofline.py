@@ -40,7 +40,7 @@ class RooflineStage:
         itemsize: bytes of a number of hidden states and of the head; ``weight_size`` and
             ``kv_size``, of a layer's weight (but see ``ModelShape.weight_size``) and of a KV
             entry's, are by default the same.
-        link_gb_s: of the all-reduces, each way; ``all_reduce_s``: seconds of each besides.
+        link_gb_s: bandwidth of the all-reduces, each way; ``all_reduce_s``: fixed seconds of each.
     """
 
     def __init__(

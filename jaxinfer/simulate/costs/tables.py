@@ -241,7 +241,7 @@ class TableStage:
         sharers: instances that share the experts, this one included.
 
     Attributes:
-        read: what the tables had, as JSON values.
+        read: contents of the tables, as JSON values.
         measured: how far their points go, by what a step holds.
         joint: times that instances which share experts have together; None of one by itself.
         asks_spans: whether times depend on the spread of a step's contexts.

@@ -22,7 +22,7 @@ class MeasuredPoints:
     """Milliseconds at points of some axes.
 
     Attributes:
-        path: of the file, for messages.
+        path: path of the file, for messages.
         points: rows of the axes' values, each once; ``ms``: the median time of each.
     """
 

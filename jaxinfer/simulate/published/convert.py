@@ -30,9 +30,9 @@ class Wanted:
     Attributes:
         card: name of the card's folder; None for the one that ``kind``, the GPU, names.
         devices: how many share each layer.
-        products: format of products, ``bfloat16``, ``fp8`` or ``fp8_block``; ``kv``: of KV.
+        products: format of products, ``bfloat16``, ``fp8`` or ``fp8_block``; ``kv``: format of KV.
         static_scales: the checkpoint has scales of activations, so that none is computed.
-        quickest_all_reduce: of cards with one link, the quickest all-reduce counts.
+        quickest_all_reduce: whether to use the quickest all-reduce among cards with the same link.
         possible_attention: whether a table of prompts' attention that the card's peak forbids is
             replaced by that of a card with the same peak.
         small_operators: whether operators on vectors count.
