@@ -250,8 +250,8 @@ class LLM:
         read as the run goes on, so that it may be longer than memory: up to twice as many requests
         as all instances run at once (``max_num_seqs``) and 16 are read and not finished; of those
         that are, their ids are kept. One that is read after its ``arrival`` arrives when it is
-        read. One with ``after_ends`` comes ``arrival`` seconds after so many prompts of the run
-        have ended. Continuations of one prompt follow one another.
+        read. One with ``after_ends`` comes ``arrival`` seconds after that number of prompts of the
+        run have ended. Continuations of one prompt follow one another.
 
         Args:
             num_requests: how many prompts will come, for the bar, where that is known.

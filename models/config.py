@@ -9,7 +9,7 @@ from jaxinfer.models.layouts import LAYOUTS, Layout
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al., 2021), whatever rule has stretched them to long contexts.
+    """Rotary positions (Su et al., 2021), after any rule that stretches them to long contexts.
 
     Attributes:
         frequencies: radians per position of each of the H / 2 pairs.
@@ -51,7 +51,7 @@ class ModelConfig:
         attention_bias: whether Llama's queries, keys, values and outputs have biases.
         num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
         norm_topk_prob: whether the shares of a token's experts add up to 1.
-        stored_bits: dtype of linear weights in the checkpoint, where it has scales beside them.
+        stored_bits: dtype of linear weights in the checkpoint, if it has scales for them.
         wide_weights: paths of linear weights that are wider there all the same.
         kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
             model.

@@ -83,18 +83,18 @@ def weight(module: Any, name: str) -> Weight:
 
 
 def as_matrix(weight: Weight) -> Weight:
-    """The weight with one axis of inputs; it has one axis of outputs."""
+    """Reshape a weight that has one output axis to one input axis."""
     if isinstance(weight, Scaled):
         return weight._replace(values=weight.values.reshape(-1, weight.values.shape[-1]))
     return weight.reshape(-1, weight.shape[-1])
 
 
 def quantise(x: Any, outputs: int, dtype: jnp.dtype, xp: Any = jnp) -> tuple[Any, Any]:
-    """A weight's values in 8 bits, and its scales.
+    """Return a weight's values in 8 bits, and its scales.
 
     Args:
-        x: any float dtype; its last ``outputs`` axes are those of its outputs.
-        xp: numpy, or JAX's.
+        x: weight of any float dtype; its last ``outputs`` axes are output axes.
+        xp: array module, ``numpy`` or ``jax.numpy``.
     """
     x, largest = x.astype(xp.float32), LARGEST[jnp.dtype(dtype).name]
     scale = xp.max(xp.abs(x), axis=tuple(range(x.ndim - outputs))) / xp.float32(largest)

@@ -48,7 +48,7 @@ def expert_places(layout: Layout, axes: Sequence[str]) -> ExpertPlaces:
 
 
 def slots(tokens: float, devices: int, experts: int, per_token: int) -> float:
-    """Tokens that a device sends to each of so many in one round, of those that it has.
+    """Tokens, of those on a device, that it sends to each of ``devices`` in one round.
 
     A token goes once to each device that holds one of its experts. Routers without a favourite
     send tokens x share there, and seldom more than ``SPARE`` deviations above. For others, rounds

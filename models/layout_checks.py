@@ -168,7 +168,7 @@ def check_pages(layout: Layout) -> None:
 
 
 def check_divides(letter: str, name: str, size: int, pieces: int) -> None:
-    """Check that an axis can be cut into so many pieces.
+    """Check that an axis can be cut into this number of pieces.
 
     Raises:
         JaxinferError: it cannot.

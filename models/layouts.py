@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 
 class Axes(Enum):
-    """Axes of whichever mesh a layout is used on, in its order."""
+    """Placeholders for axes of the mesh that a layout is applied to, in the mesh's order."""
 
     ALL = "all axes"
     FIRST = "the first axis"
@@ -249,7 +249,7 @@ def in_use(layout: Layout, axes: Sequence[str]) -> Layout:
 
 
 def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:
-    """Names of the axes of this mesh that a place means."""
+    """Return the names of this mesh's axes that a place stands for."""
     if place is ALL:
         return tuple(axes)
     if place is FIRST:

@@ -53,7 +53,7 @@ class Layers:
 
 
 def split(total: int, counts: Sequence[int]) -> list[Layers]:
-    """Stages of so many layers each; the counts add up to ``total``."""
+    """Return stages with these numbers of layers, which add up to ``total``."""
     assert sum(counts) == total, (total, counts)
     starts = [sum(counts[:i]) for i in range(len(counts))]
     return [Layers(a, a + n, total) for a, n in zip(starts, counts, strict=True)]

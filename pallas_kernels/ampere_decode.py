@@ -93,7 +93,7 @@ def decode_attention(
     """See ``reference.decode_attention``; one program per sequence, KV head and part of its tokens.
 
     Args:
-        programs: that are to run at once; contexts are cut into parts until there are so many.
+        programs: number of programs to run at once; contexts are cut into parts to reach it.
         interpret: parameters of Mosaic's interpret mode, to check results on a CPU.
     """
     S, N, H = q_SNH.shape

@@ -51,7 +51,7 @@ class OnGpu:
         plgpu.copy_gmem_to_smem(pages, shared, oob_mode=mode)
 
     def wait(self, groups: int) -> None:
-        """Wait until no more than so many groups are in flight."""
+        """Wait until at most this number of groups is in flight."""
         plgpu.wait_gmem_to_smem(groups)
 
     def load(self, x: Ref, layout: Any) -> jax.Array:

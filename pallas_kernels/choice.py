@@ -229,7 +229,7 @@ def _why_not_numba(device: jax.Device, dtype: jnp.dtype) -> str | None:
 
 
 def _why_numba_fails() -> str | None:
-    """The reason why an installed numba is of no use, whatever it raises on import."""
+    """Return the reason why an installed numba cannot be used, for any exception on import."""
     try:
         from jaxinfer.pallas_kernels import (
             numba_cpu,

@@ -1,4 +1,4 @@
-"""Contexts of decodes, cut so that a GPU is full whatever the lengths; and results, put together.
+"""Cut contexts of decodes so that any lengths fill a GPU, and combine the results.
 
 Shape suffixes: W parts, S sequences, K KV heads, G query heads of each, R the same with padding.
 """

@@ -59,7 +59,7 @@ def decode_attention(
     """See ``reference.decode_attention``; one program per sequence, KV head and part of its tokens.
 
     Args:
-        programs: that are to run at once; contexts are cut into parts until there are so many.
+        programs: number of programs to run at once; contexts are cut into parts to reach it.
         interpret: run on any device, slowly, to check results.
     """
     S, N, H = q_SNH.shape

@@ -50,8 +50,8 @@ def decode_attention(
     """See ``reference.decode_attention``; one program per sequence, KV head and part of its tokens.
 
     Args:
-        programs: that are to run at once; contexts are cut into parts until there are so many. By
-            default those that fill an H100.
+        programs: number of programs to run at once; contexts are cut into parts to reach it. By
+            default, the number that fills an H100.
         interpret: parameters of Mosaic's interpret mode, to check results on a CPU.
     """
     S, N, H = q_SNH.shape

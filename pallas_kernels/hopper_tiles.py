@@ -38,10 +38,10 @@ class Softmax(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """A tile's weights [R, J], and what they make of a softmax whose values have yet to come.
+    """A tile's weights [R, J], and the updated softmax statistics before its values.
 
     Attributes:
-        shrink_R: what the values so far are to be multiplied by.
+        shrink_R: factor for the values so far.
     """
 
     weight_RJ: jax.Array
@@ -68,7 +68,7 @@ def weigh(so_far: Softmax, score_RJ: jax.Array, scales: tuple[Any, Any] = (None,
     """Weigh new scores.
 
     Args:
-        scales: what scores, and weights once they are summed, are to be multiplied by.
+        scales: factors for the scores, and for the weights after they are summed.
     """
     of_scores, of_weights = scales
     to_log2 = LOG2_E if of_scores is None else of_scores * LOG2_E
@@ -81,7 +81,7 @@ def weigh(so_far: Softmax, score_RJ: jax.Array, scales: tuple[Any, Any] = (None,
 
 
 def store(done: Softmax, out_RH: Ref) -> jax.Array:
-    """Write the softmax to shared memory; returns the weights' sums, of no weights something."""
+    """Write the softmax to shared memory; returns the sums of the weights, at least 1e-30."""
     sum_R = jnp.maximum(done.sum_R, 1e-30)
     out_RH[...] = (done.out_RH / rows(sum_R, done.out_RH)).astype(out_RH.dtype)
     return sum_R

@@ -72,7 +72,7 @@ def _scatter(pages: jax.Array, at: tuple[Any, ...], entries: jax.Array) -> jax.A
 
 
 class PageRuns(NamedTuple):
-    """Runs of tokens that follow each other in one page, int32 [T]: so many of them, then padding.
+    """Runs of consecutive tokens in one page, int32 [T]: the runs, then padding.
 
     Attributes:
         token: the first one's index; ``size``: how many they are.

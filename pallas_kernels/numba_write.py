@@ -31,7 +31,7 @@ TOKENS = 64
 
 @compiled_once
 def _register(bits: int) -> NativeCode:
-    """Compile a kernel for entries of so many bits, which are copied as they are."""
+    """Compile a kernel for entries of a given number of bits, which are copied unchanged."""
     zero: Any = np.dtype(f"uint{bits}").type(0)
 
     @part
@@ -66,7 +66,7 @@ def _register(bits: int) -> NativeCode:
 def write_kv(
     kv: KVPages, k_TKH: jax.Array, v_TKH: jax.Array, page_T: jax.Array, offset_T: jax.Array
 ) -> KVPages:
-    """Write as ``kv_pages.write_kv``, float32 or bfloat16, in place where nobody else reads.
+    """Write as ``kv_pages.write_kv``, float32 or bfloat16, in place if nothing else reads it.
 
     Padding may leave entries of several tokens in one place of page 0.
     """

@@ -1,8 +1,9 @@
 """XLA's calls of functions that numba has compiled: the call frame of its FFI, and its threads.
 
 A call's work is cut into units. The thread that XLA calls on takes one after the other, and so do
-tasks on XLA's own thread pool, as many as find a thread: nobody waits for one that has not begun.
-To wake a thread takes longer than many calls, so that one that has helped looks out for the next.
+tasks on XLA's own thread pool, as many as find a thread: the call does not wait for a task that has
+not begun. To wake a thread takes longer than many calls, so that one that has helped looks out for
+the next.
 """
 
 import ctypes
@@ -72,11 +73,11 @@ def compiled_once(make: Callable[[S], NativeCode]) -> Callable[[S], NativeCode]:
 
 
 def ffi_version() -> tuple[int, int]:
-    """The version of XLA's FFI, major and minor, by the header that comes with jaxlib.
+    """Read the major and minor version of XLA's FFI from jaxlib's header.
 
     Raises:
-        OSError: it is not there.
-        ValueError: it does not say.
+        OSError: the header cannot be read.
+        ValueError: the header does not define the version.
     """
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = header.read_text()

@@ -73,7 +73,7 @@ def locate(model: str, weights: bool = True) -> tuple[str, list[Path]]:
     """A model's name, and its folder, or the parts of its GGUF file; fetched where need be.
 
     Args:
-        weights: as for ``fetch``.
+        weights: see ``fetch``.
 
     Raises:
         JaxinferError: there is no such model, or it cannot be fetched.

@@ -171,7 +171,7 @@ def _heads(keys: Keys, groups: int | None = None, is_null_known: bool = False) -
 
     Args:
         groups: KV heads where the key is absent; by default one for each query head, as null is.
-        is_null_known: null is, whatever an absent key means.
+        is_null_known: whether null is a known value, regardless of the meaning of an absent key.
     """
     return keys.heads("num_attention_heads", "num_key_value_heads", groups, is_null_known)
 

@@ -26,7 +26,7 @@ class Fingerprint:
     """A model's files, by name: the path in the model's folder.
 
     Attributes:
-        digests: of their contents.
+        digests: digests of their contents.
         stamps: size and time of change, in nanoseconds, when they were read.
     """
 

@@ -31,7 +31,7 @@ class Generation:
     """Defaults of sampling, which hold where nothing is given.
 
     Attributes:
-        defaults: by the names of ``SamplingParams``.
+        defaults: default values by field name of ``SamplingParams``.
         most_tokens: output tokens of a batch's line, at most.
         eos_token_ids: ends of a text, besides the model's own.
     """

@@ -78,8 +78,8 @@ class Rotation:
     """The rotation of positions by a file's keys.
 
     Attributes:
-        rope: of layers that see all.
-        local_rope: of those with a window, which are not stretched.
+        rope: rotary positions of layers with full attention.
+        local_rope: rotary positions of layers with a window, which are not stretched.
     """
 
     rope: Rope
@@ -90,7 +90,7 @@ def read_rotation(keys: Keys, kind: str, head_dim: int, divisors: np.ndarray) ->
     """The rotation that ``rope.*`` ask for; an absent key has llama.cpp's default.
 
     Args:
-        divisors: of the frequencies, [H / 2] or one, as Llama 3.1's files have them.
+        divisors: divisors of the frequencies, [H / 2] or one, as in Llama 3.1's files.
 
     Raises:
         JaxinferError: a rule that is not implemented, or a wrong number.

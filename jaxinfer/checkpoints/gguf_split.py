@@ -43,7 +43,7 @@ def read_whole(paths: Sequence[Path]) -> GGUFFile:
 
 
 def files_of_split(path: Path) -> list[Path]:
-    """The files beside ``path`` that its name says are of one split; else the file alone."""
+    """Return the files of the split that ``path`` names as its part; else the file alone."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return [path]

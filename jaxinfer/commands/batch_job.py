@@ -79,7 +79,7 @@ class BatchJob:
         """Look through the input, and start or resume the output; no weights are loaded yet.
 
         Args:
-            show: so many ``answers`` are kept.
+            show: number of ``answers`` to keep.
             started: the time that chat templates are to have if this is the job's first start; by
                 default, now.
 

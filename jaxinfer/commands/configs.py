@@ -1,4 +1,4 @@
-"""``jaxinfer configs``: what ships beside the code, listed and copied out."""
+"""``jaxinfer configs``: list and copy the files that ship with the code."""
 
 import re
 import shutil

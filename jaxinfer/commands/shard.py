@@ -326,7 +326,7 @@ def _model(name: str) -> "ModelShape":
 
 
 def _card(name: str, option: str) -> "tuple[str, Gpu]":
-    """A card by its name, in whatever letters, or by how the first one's name begins."""
+    """Find a card by its name, in any case, or the first whose name begins so."""
     from jaxinfer.hardware.catalogue import find_gpu, gpu_names
 
     lower = name.lower()

@@ -62,7 +62,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _report(lost: "sys.UnraisableHookArgs") -> None:
-    """Report an exception that nobody could take; a signal's is left to the thread that ends us."""
+    """Report an unhandled exception; leave a signal's to the thread that ends the process."""
     if not isinstance(lost.exc_value, Interrupted):
         sys.__unraisablehook__(lost)
 

@@ -24,7 +24,7 @@ def run_systems(
     rounds: int,
     one_by_one: bool = False,
 ) -> Runs:
-    """Run systems in turns, into a new folder; without rounds, on modelled clusters."""
+    """Run systems in turn and write to a new folder; with 0 rounds, simulate them."""
     from jaxinfer.lab.compare import compare_systems, simulate_systems
 
     with new_results(out, is_kept=_has_finished_run if rounds else lambda _: False):
@@ -40,7 +40,7 @@ def _has_finished_run(out: Path) -> bool:
 
 
 def print_systems(runs: Runs) -> None:
-    """Print the table of systems side by side, and which went beyond what was measured."""
+    """Print the table of systems side by side, and those that exceeded the measured range."""
     from jaxinfer.report.comparison import comparison_table
     from jaxinfer.report.table import beyond_measured
 
@@ -83,7 +83,7 @@ def with_bound(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name: str = "") -> None:
-    """Print a rate, in requests per second, beside the bound of its cluster and workload.
+    """Print a rate, in requests per second, and the bound of its cluster and workload.
 
     Raises:
         JaxinferError: the cluster has no bound.

@@ -1,4 +1,4 @@
-"""``jaxinfer validate``: measured points of real engines beside the simulator's."""
+"""``jaxinfer validate``: compare measured points of real engines with the simulator's."""
 
 import json
 import os

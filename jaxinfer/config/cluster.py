@@ -318,7 +318,7 @@ class ClusterConfig(Options):
 
 
 def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions:
-    """Return the options that an engine's scheduling goes by, on so many pipeline stages."""
+    """Return the options for an engine's scheduling, by its number of pipeline stages."""
     ahead = options.launch_ahead and num_stages == 1
     return InstanceOptions(
         max_num_seqs=options.max_num_seqs,

@@ -87,7 +87,8 @@ class SimulateOptions(Options):
     Attributes:
         flops, bandwidth, step_s, sequence_s, reserve_gb, tables, skew, linear, phases, curves: see
             ``GroupCosts``.
-        hop_s: seconds that a stage is busy with sending hidden states on, beside the link's time.
+        hop_s: seconds that a stage is busy with sending hidden states on, in addition to the link's
+            time.
         fit: what of the Balancer's predictors (Cronus eqs. 2 and 3) has the least squares: their
             ``relative`` error, as in our profiles, or the ``absolute`` one, as in the paper.
         hardware: a file with the nodes that the groups stand on (see ``nodes.py``); links and GPUs

@@ -84,7 +84,7 @@ class EngineOptions(Options):
             groups then overlaps with the dense layers of the other.
         max_transfers_in_flight: Largest number of requests whose KV an instance fetches at once.
         policies: Names of the policies for order, admission, batches and victims.
-        strict_shapes: Report an error when a step was not compiled ahead.
+        strict_shapes: Report an error when a step was not compiled in advance.
         seed: Seed of random weights; together with its id, seed of a request that has none.
     """
 

@@ -46,8 +46,8 @@ class GroupConfig(Options):
         tensor_parallel_size: Devices of one stage; by default all.
         mesh: Mesh axes of a stage's devices, outermost first, such as ``{x: 2, y: 4}``; by default
             one axis, ``tp``.
-        emulate: ``{slowdown: N}``: the group emulates slower devices; its steps end N times their
-            profiled time after their start. Steps that take longer are counted as ``overruns``.
+        emulate: ``{slowdown: N}``: the group emulates slower devices; each step takes N times its
+            profiled time. Steps that take longer are counted as ``overruns``.
         shares: Group whose devices this one uses, its first ``devices``; it has none of its own.
         process: ``own``: the group has its own process, as JAX can use only one kind of GPU per
             process.

@@ -23,7 +23,7 @@ class NodeOptions(Options):
     Attributes:
         gpu: a name in ``configs/gpus.yaml`` or a section ``gpus``; ``gpus``: how many.
         nic_gb_s: to other nodes, all its GPUs together, in 10^9 bytes per second, each way.
-        link_gb_s: between its GPUs, likewise; by default the GPU's own.
+        link_gb_s: between its GPUs, in 10^9 bytes per second, each way; by default the GPU's own.
         all_reduce_gb_s, all_reduce_s: as a GPU's, for this node's link.
         usd_per_hour: of the whole node.
         watts: of its GPUs together; by default the sum of their limits.

@@ -152,7 +152,7 @@ def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGr
 
 
 def total_watts(placement: Placement | None, groups: Iterable[SiteGroup]) -> float | None:
-    """Add up the GPUs' watts, of whole nodes where groups stand on some; None if not known."""
+    """Add up the watts of the GPUs, or of whole nodes if placed on nodes; None if not known."""
     if placement:
         return placement.watts
     return sum_known(group.gpu.watts for group in groups for _ in range(group.own_devices))

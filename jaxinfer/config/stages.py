@@ -56,7 +56,7 @@ def head_pages(group: str, num_pages: int, heads: int, devices: int = 1) -> int:
     """Pages of one KV head in the pool of each device of a group, the padding page included.
 
     Args:
-        num_pages: of the group, counted as if all KV heads, which are so many, lay there.
+        num_pages: pages of the group, counted as if all the KV heads lay there.
 
     Raises:
         JaxinferError: a device would have none.

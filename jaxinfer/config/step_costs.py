@@ -37,7 +37,8 @@ class PrefillCosts(Options):
 
     Attributes:
         step_s: per step; ``token_s``: per token of a chunk.
-        pair_s: per pair of tokens in a prompt, of which a whole one has the square of its length.
+        pair_s: per pair of tokens in a prompt; a whole prompt has the square of its length in
+            pairs.
 
     Raises:
         JaxinferError: steps would take no time.
@@ -57,7 +58,7 @@ class DecodeCosts(Options):
     """Costs of a step with rows of one token, in seconds.
 
     Attributes:
-        below: batches of fewer rows than this; None is all that are left.
+        below: applies to batches of fewer rows than this; None means all larger batches.
         step_s: per step; ``sequence_s``: per row.
         context_s: per KV entry that the rows see, their own included.
 
@@ -96,9 +97,9 @@ class PhaseCosts(Options):
 
     Attributes:
         decode: by size of the batch, the smallest first; the last one is for all larger ones.
-        share_step: pipeline stages share ``step_s`` by their layers, as they do all else;
-            otherwise each takes it in full.
-        extra: what is not shared.
+        share_step: pipeline stages divide ``step_s`` in proportion to their layers, as they divide
+            all other costs; otherwise each stage takes the full ``step_s``.
+        extra: costs that stages do not divide.
 
     Raises:
         JaxinferError: the sizes of batches do not rise, or do not end with all larger ones.
@@ -110,7 +111,7 @@ class PhaseCosts(Options):
     extra: ExtraCosts = ExtraCosts()
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse batches of no regime, and regimes of no batch."""
+        """Check that each batch size has a regime, and each regime some batch size."""
         last = 0
         for number, regime in enumerate(self.decode[:-1]):
             if regime.below is None:
@@ -137,8 +138,9 @@ class CurveCosts(Options):
     Attributes:
         file: the points, as seen from the working directory.
         decode: what a step of decodes goes by.
-        mixed_factor: a step with both takes so many times what a prompt of all its tokens takes;
-            by default the sum of what its prompts and its decodes take alone.
+        mixed_factor: ratio of the time of a step with prompts and decodes to that of a prompt with
+            all its tokens; by default, the step takes the sum of the times of its prompts and of
+            its decodes alone.
         share_weights: of that sum, what a single decode takes at the least context is left out:
             prompts and decodes read the weights together.
     """

@@ -112,7 +112,7 @@ class Workload(Options):
         Args:
             model: whose tokens a trace with texts is in, where no ``tokenizer`` is named.
             note: told of what was left out, and of times that do not count.
-            searched: whether rates are searched for, whatever the arrivals.
+            searched: whether rates are searched for, regardless of the arrivals.
 
         Raises:
             JaxinferError: there is no trace, or it cannot be read, or nothing of the class.

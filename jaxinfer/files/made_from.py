@@ -63,7 +63,7 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The maker's name of this machine's CPU, or its architecture where nobody says."""
+    """The model name of this machine's CPU, or its architecture if the name is not known."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

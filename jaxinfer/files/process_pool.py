@@ -15,7 +15,7 @@ _LOOKS_S = 0.5
 
 @contextmanager
 def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
-    """A pool of so many processes; by default one for each core.
+    """A pool of some number of processes; by default one for each core.
 
     What fails inside ends them at once, and drops what they were at.
     """

@@ -6,15 +6,16 @@ import numpy as np
 def name_by_sums(
     sent_LT: np.ndarray, found_LT: np.ndarray, page_size: int, first_layer: int = 0, start: int = 0
 ) -> str:
-    """Name a fault by where the sums that were found were among those sent; "" where none was.
+    """Name a fault by where in the data sent the wrong sums belong; "" unless most are known.
 
-    Sums go with every transfer at little cost, and this is asked only where they differ. They tell
-    layers and tokens apart, but not heads, and keep nothing of what a page held before.
+    Every transfer carries sums at little cost; call this only if they differ. Sums identify layers
+    and tokens, but neither heads nor the earlier contents of a page.
 
     Args:
-        sent_LT: a sum of each layer's keys and values of each token; ``found_LT``: likewise.
-        page_size: of the destination.
-        first_layer, start: what the first of these layers and tokens is to be called.
+        sent_LT: sum of the keys and values sent, by layer and token; ``found_LT``: the sums of
+            those found at the destination.
+        page_size: page size of the destination.
+        first_layer, start: numbers that messages give to the first of these layers and tokens.
     """
     T = sent_LT.shape[1]
     sums, first = np.unique(sent_LT, return_index=True)

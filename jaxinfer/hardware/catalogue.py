@@ -195,9 +195,9 @@ class ModelShape(Options):
         return (2 + self.gated) * self.hidden_size * self.intermediate_size
 
     def experts_read(self, tokens: float) -> float:
-        """The experts of a layer that so many tokens are sent to, in the mean.
+        """The mean number of a layer's experts that ``tokens`` tokens are sent to.
 
-        E (1 - (1 - k / E)^tokens), if each token draws its k of E evenly and by itself.
+        E (1 - (1 - k / E)^tokens), if each token draws its k of E uniformly and independently.
         """
         E = self.num_experts
         return E * (1 - (1 - self.num_experts_per_tok / E) ** tokens) if E else 1.0

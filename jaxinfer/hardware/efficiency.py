@@ -35,7 +35,7 @@ class Efficiency:
     watts: float | None = None
 
     def mfu(self, tokens: int, pairs: float, sampled: int, seconds: float) -> float | None:
-        """Model FLOPs utilisation of so many tokens in so many seconds."""
+        """Model FLOPs utilisation of a number of tokens in a number of seconds."""
         if self.model is None or self.peak_flops is None:
             return None
         model = self.model
@@ -43,11 +43,11 @@ class Efficiency:
         return flops / (self.peak_flops * seconds)
 
     def usd(self, seconds: float) -> float | None:
-        """Dollars that the machines cost for so many seconds."""
+        """Dollars that the machines cost for ``seconds`` seconds."""
         return None if self.usd_per_hour is None else self.usd_per_hour * seconds / 3600
 
     def watt_hours(self, seconds: float) -> float | None:
-        """Watt-hours that their GPUs use in so many seconds, at most."""
+        """Largest number of watt-hours that their GPUs use in ``seconds`` seconds."""
         return None if self.watts is None else self.watts * seconds / 3600
 
 

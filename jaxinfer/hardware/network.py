@@ -56,7 +56,7 @@ class Network(Generic[Tag]):
         self._changed = True
 
     def least_seconds(self, flows: Iterable[tuple[Sequence[Link], float]]) -> float:
-        """Seconds that the fullest link needs for flows of so many bytes over so many links."""
+        """Seconds that the busiest link needs for flows of given bytes over given links."""
         through: dict[Link, float] = {}
         for path, num_bytes in flows:
             for link in path:

@@ -12,7 +12,7 @@ from jaxinfer.report.percentiles import StreamPercentiles
 class Latencies:
     """Means and percentiles in seconds, over requests that have not failed; None of nothing.
 
-    Each continuation of a prompt counts by itself, unless one of them has failed.
+    Each continuation of a prompt counts separately, unless one of them has failed.
 
     Attributes:
         ttft_*: time to first token since arrival.

@@ -158,8 +158,8 @@ class RunMetrics(Latencies):
             recomputed tokens count); None where that is not known.
         usd_per_request, usd_per_million_output_tokens: of the machines, for the whole run; None
             where they have no price.
-        wh_per_request, wh_per_million_output_tokens: watt-hours, likewise, at the limit of the
-            GPUs' power: an upper bound.
+        wh_per_request, wh_per_million_output_tokens: watt-hours, on the same basis, at the limit of
+            the GPUs' power: an upper bound.
         slice_moves: of KV heads; None where no instance has them on several groups.
         peak_pages: KV pages in use at most; num_pages: the pool without its padding page.
         compiles, compile_s: before and during the run; late_compiles: during the run.
@@ -213,9 +213,9 @@ def run_metrics(
 
     Args:
         requests, failed: see ``RunMetrics``.
-        role_s: of each instance, role -> seconds in it.
-        efficiency: what is known of model and GPUs.
-        given: fields of ``RunMetrics`` that requests and steps do not tell.
+        role_s: seconds that each instance spent in each role.
+        efficiency: known figures of the model and the GPUs.
+        given: fields of ``RunMetrics`` that do not follow from requests and steps.
     """
     steady = totals.course.steady()
     known = efficiency or Efficiency()

@@ -11,7 +11,7 @@ Event = dict[str, Any]
 
 
 def step_kind(step: StepRecord) -> str:
-    """``prefill``, ``mixed`` (a chunk beside decodes) or ``decode``."""
+    """Return ``prefill``, ``mixed`` (a chunk together with decodes) or ``decode``."""
     if not step.prefill_tokens:
         return "decode"
     return "mixed" if step.decode_tokens else "prefill"

@@ -23,21 +23,22 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Hears of each request and event of one run.
+    """Records each request and event of one run.
 
     Args:
-        run_dir: gets a numbered folder with the run's files; None for none.
-        describe: what runs where, as JSON values.
+        run_dir: folder in which to create a numbered folder for the run's files; None to write no
+            files.
+        describe: description of the instances and their devices, as JSON values.
         counts_transfer: whether a first token counts only once its KV has arrived.
         on_step: called with each step, once it is counted.
-        keeps_ledger: whether the folder gets a ledger of what the loop decided, too; ``hears``:
-            and of what it heard.
+        keeps_ledger: whether to write a ledger of the loop's decisions, too; ``hears``: whether to
+            record the events that the loop received as well.
 
     Attributes:
-        ledger: observes the loop, where one is kept.
+        ledger: observer that writes the ledger, if the run keeps one.
 
     Raises:
-        JaxinferError: a ledger is to be kept, and there is no folder for it.
+        JaxinferError: the run needs a folder for its ledger and has none.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the files, whatever has happened."""
+        """Close the files, even after an error."""
         self._opened.__exit__(kind, error, trace)
 
 

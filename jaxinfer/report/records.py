@@ -33,8 +33,9 @@ class TransferRecord:
     """A transfer of KV. Times are in seconds.
 
     Attributes:
-        requested: when it was asked for; ``start`` is when the first byte left.
-        hidden_s: how much of its time the destination was computing, or the source the prompt.
+        requested: time of the request for the transfer; ``start``: time when the first byte left.
+        hidden_s: seconds of the transfer during which the destination was computing, or the source
+            was computing the prompt.
     """
 
     request: str
@@ -53,11 +54,13 @@ class RequestRecord:
     """A continuation of a prompt. Times are in seconds.
 
     Attributes:
-        parent: id of the prompt; empty where the file has none, or the prompt no other.
-        token_times: when each output token was there. Where the run counts transfers into TTFT,
-            the first is there once the KV has arrived.
+        parent: id of the prompt; empty if the file has none, or if the prompt has only one
+            continuation.
+        token_times: time of each output token. If the run counts transfers in TTFT, the first
+            token's time is the arrival of its KV.
         cut: tokens of the prompt whose KV the first instance computed and handed on; 0 if none.
-        first_scheduled: start of its first step; None where there was none, or the file has none.
+        first_scheduled: start of its first step; None if it had no step or the file has no such
+            time.
     """
 
     id: str

@@ -195,7 +195,7 @@ class RunFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Flush the lines, whatever has happened; the first error counts."""
+        """Flush the lines, even after an error; the first error counts."""
         try:
             self._steps.close()
         finally:

@@ -17,7 +17,7 @@ class SteadyRate:
         self._points: list[tuple[int, int, float]] = [(0, 0, 0.0)]
 
     def add(self, time: float, tokens: int) -> None:
-        """A request with so many output tokens has ended; times rise."""
+        """Note the end of a request with ``tokens`` output tokens; times must rise."""
         self._requests += 1
         self._tokens += tokens
         if self._requests % self._stride:
@@ -42,7 +42,7 @@ class SteadyRate:
         return (end[0] - begin[0]) / seconds, (end[1] - begin[1]) / seconds
 
     def _point(self, percent: int) -> tuple[int, int, float]:
-        """The first that so many of the requests have ended at, or the last."""
+        """The first point at which ``percent`` of the requests have ended, or the last."""
         wanted = percent * self._requests
         found = bisect_left(self._points, wanted, key=lambda point: 100 * point[0])
         return self._points[min(found, len(self._points) - 1)]

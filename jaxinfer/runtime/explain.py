@@ -125,5 +125,5 @@ def longest_request(plan: StagePlan) -> int:
 
 
 def weight_bytes_per_device(plan: StagePlan) -> int:
-    """Bytes of parameters that one device holds, whoever else shares its memory."""
+    """Bytes of parameters that one device holds, without other users of its memory."""
     return sum(map(shard_bytes, plan.parameters.values()))

@@ -42,7 +42,7 @@ class Losses:
             self._without = {name: (restarts.goes_without(name)[0], False) for name in names}
 
     def listen(self, hear: Callable[[Restarted | Failed], object]) -> None:
-        """Have somebody told of news; see ``Restarts.listen``."""
+        """Call ``hear`` on news; see ``Restarts.listen``."""
         if self._restarts:
             self._restarts.listen(hear)
 

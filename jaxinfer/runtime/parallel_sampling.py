@@ -1,4 +1,4 @@
-"""Several continuations of one prompt: who waits for whom, and when all are done."""
+"""Several continuations of one prompt: which wait for another, and when all are done."""
 
 import math
 from collections.abc import Iterable, Iterator, Sized

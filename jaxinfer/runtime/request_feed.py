@@ -23,7 +23,7 @@ class RequestFeed:
         requests: see ``Continuations``.
 
     Attributes:
-        groups: those that have been read and have not ended.
+        groups: groups that have been read and have not ended.
         answers: their texts.
     """
 

@@ -22,7 +22,7 @@ class RequestMaker:
 
     Attributes:
         max_model_len: prompt and output tokens, at most, on each of its instances.
-        seed: of draws whose parameters give none.
+        seed: seed of draws whose parameters give none.
     """
 
     tokenizer: Tokenizer
@@ -90,7 +90,7 @@ class AskedPrompts:
     """The prompts of one call of ``LLM``, which become requests one by one.
 
     Args:
-        ids: of the requests, each used once.
+        ids: ids of the requests, each used once.
         make: see ``RequestMaker.make``.
 
     Attributes:

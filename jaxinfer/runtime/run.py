@@ -26,11 +26,11 @@ class Run:
     """Serves what a feed has, on all instances of a cluster. Its clock starts at once.
 
     Args:
-        system: as it is before a run.
-        kv: by instance, to begin with.
-        fits: by instance, what the system may predict with.
+        system: system in its state before a run.
+        kv: KV shards by instance at the start.
+        fits: fits of step times by instance, for the system's predictions.
         watchdog_s: see ``RealWorld``.
-        requests: those that the feed has read already.
+        requests: requests that the feed has already read.
         on_output: called with each output as soon as its last token is there.
 
     Attributes:
@@ -101,10 +101,10 @@ class Run:
     def rounds(self) -> Iterator[None]:
         """Serve until all requests have been read and have ended, with a stop after each round.
 
-        Whoever gives up at such a stop leaves no step and no transfer under way.
+        A caller that gives up at such a stop leaves no step and no transfer under way.
 
         Raises:
-            Exception: what reading a request, or serving them, has failed with.
+            Exception: the error that ended reading or serving requests.
         """
         try:
             for _ in self._loop.rounds():

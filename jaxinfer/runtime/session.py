@@ -38,9 +38,9 @@ class Session:
             something of the requests, and no run is to know of those before.
 
     Attributes:
-        fits: by instance, what the system may predict with.
-        kv: by instance, what the last run has left; empty during a run, and after one that has
-            failed or was left, which has pages in use.
+        fits: fits of step times by instance, for the system's predictions.
+        kv: KV shards that the last run left, by instance; empty during a run, and after one that
+            failed or was abandoned, which has pages in use.
     """
 
     # A run that has failed, or was interrupted at any moment, leaves steps and transfers under way,

@@ -52,8 +52,8 @@ class _Step:
 class Worker:
     """The stages of one instance, or those of them that this process has.
 
-    Each mesh has a thread that waits for it, so that whoever launches never does, unless hidden
-    states have to come from another process.
+    Each mesh has a thread that waits for it, so that launching never does, unless hidden states
+    have to come from another process.
 
     Args:
         groups: names of those that the stages stand on, where several may share a mesh.

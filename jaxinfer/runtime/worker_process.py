@@ -135,7 +135,7 @@ class WorkerProcess:
             self._attempt(lane.get())
 
     def _read(self) -> Any:
-        """Read a message; without the loop's process there is nothing to do, whatever runs here."""
+        """Read a message; exit if the loop's process has ended, even with steps under way."""
         try:
             return self._connection.recv()
         except (EOFError, OSError):

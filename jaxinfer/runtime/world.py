@@ -44,12 +44,12 @@ class RealWorld:
     """Time by the clock, steps by workers. One run long; the workers outlive it.
 
     Args:
-        workers: by instance name.
-        channels: by names of source and destination.
+        workers: workers by instance name.
+        channels: channels by names of source and destination.
         watchdog_s: an instance whose steps or transfers are waited for, and which reports nothing
             for so long, is given up; None waits for ever.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.
-        more_to_come: whether somebody will still ``add`` requests.
+        more_to_come: whether more requests will be added with ``add``.
         restarts: starts lost processes again.
 
     Attributes:
@@ -116,10 +116,10 @@ class RealWorld:
         return not (self._steps or self._slabs_left or self._losses.awaits or self._arrivals)
 
     def drain(self) -> None:
-        """Wait for steps and transfers, for their own sake: nothing arrives or ticks any more.
+        """Wait for steps and transfers to end, with no more arrivals or ticks.
 
         Raises:
-            Exception: as ``due_events``.
+            Exception: see ``due_events``.
         """
         self._arrivals.clear()
         self._ticks.clear()
@@ -323,7 +323,7 @@ class RealWorld:
         return self._place(posted)
 
     def _fail(self, failed: Failed) -> list[Event]:
-        """An error is raised where it is the user's mistake, or nobody could go on."""
+        """Raise an error if it is the user's mistake, or if no instance could continue."""
         error = failed.error
         self._refused.discard(failed.instance)
         if isinstance(error, JaxinferError):

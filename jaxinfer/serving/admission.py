@@ -104,7 +104,7 @@ class ReserveStatic:
         self._bound = options.bound
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
-        """Tell whether the request's predicted pages fit beside those of all others."""
+        """Tell whether the request's predicted pages fit together with those of all others."""
         ends = [
             max(_held(other), predicted_end(other, other.legs[0], self._bound))
             for other in _admitted(instance)
@@ -202,6 +202,6 @@ def _admitted(instance: Instance) -> Iterator[RequestState]:
 
 
 def _fits(instance: Instance, entries: Iterable[int]) -> bool:
-    """Tell whether requests with so many KV entries each fit into the pool."""
+    """Tell whether requests with these numbers of KV entries fit into the pool."""
     kv = instance.kv
     return sum(kv.pages_for(count) for count in entries) <= kv.num_pages

@@ -31,16 +31,16 @@ class Assignments:
     """The instances and the requests that have come in, each with the legs it still has to go.
 
     Args:
-        hooks: what the system is asked.
+        hooks: the system's hooks.
         on_leg_end: called with each request whose leg has ended, and that leg.
         on_finish: called once per request that has ended.
         renew: makes a fresh instance of the name of one that is back.
 
     Attributes:
-        instances: those that are not lost.
-        losses: what is lost, and what of it is to return.
-        live: what has come in and not ended, by id, in the order of arrival.
-        unrouted: what the system has yet to route.
+        instances: instances that are not lost.
+        losses: lost instances, and those of them that will return.
+        live: requests that have come in and not ended, by id, in the order of arrival.
+        unrouted: requests that the system has yet to route.
         changed: instances whose state has changed since they were last asked for a batch.
         sends_along: whether a leg has asked for its KV to be sent as it is computed.
         on_legs, on_preempt, on_role: called with a request that has new legs; with an instance's
@@ -131,7 +131,7 @@ class Assignments:
         self._on_leg_end(request, leg)
 
     def finish(self, request: RequestState, reason: FinishReason, detail: int | str | None) -> None:
-        """End the request: nobody holds anything of it any more."""
+        """End the request and release all that instances hold of it."""
         if request.legs:
             self.instances[request.legs[0].instance].remove(request)
         request.finish_reason, request.stop_reason = reason, detail

@@ -58,17 +58,17 @@ class Work:
     """Counts over a step's rows.
 
     Attributes:
-        tokens: in all; ``singles``: of rows with one token.
+        tokens: number of tokens in all; ``singles``: number of rows with one token.
         sequences: rows.
         sampled: rows that yield a token.
         single_context: KV entries that the rows of one token see, their own included.
-        chunks: of the other rows, KV entries before the chunk and its tokens.
+        chunks: for each other row, KV entries before the chunk and its tokens.
         decodes: rows that feed back a sampled token; a prompt's last token may be a single, too.
         shards: for each shard of the instance, what its attention has to do; empty where each stage
             has one.
-        halves: of a step that is computed as two halves of its rows in turn, the work of each.
-        single_span: least and most KV entries that a row of one token sees; None where nobody asks,
-            or no row has one token.
+        halves: work of each half, if the step is computed as two halves of its rows in turn.
+        single_span: least and most KV entries that a row of one token sees; None if not asked for,
+            or if no row has one token.
     """
 
     tokens: int
@@ -94,11 +94,12 @@ def work_of(
     grouped_context: int = 0,
     spans: Sequence[tuple[int, int]] | None = None,
 ) -> Work:
-    """Count once; asked for by whoever costs, reports or looks up a step.
+    """Count a step's work once, for its costs, reports and look-ups.
 
     Args:
         grouped: decodes besides, which see ``grouped_context`` KV entries.
-        spans: least and most that one of these sees, if there are any; None where nobody asks.
+        spans: least and most KV entries that one of these sees, if there are any; None if not asked
+            for.
     """
     singles = sampled = decodes = sequences = grouped
     context, tokens = grouped_context, 0
@@ -142,7 +143,7 @@ class Transfer:
 
     Attributes:
         epoch: the request's epoch at the start; a transfer of an older one is void.
-        source: instance of ``source_hold``; ``dest`` likewise.
+        source, dest: instances of ``source_hold`` and of ``dest_hold``.
         requested: when the data was there to be sent, or the step was launched that computes it,
             in seconds.
         slice_move: set where only some slices of KV heads move, between shards of one

@@ -14,9 +14,9 @@ class BatchBuilder:
 
     Attributes:
         instance: whose step it is.
-        budget: tokens that it may still compute; ``prompt_budget``: of prompts and of what is
-            computed again, within these.
-        rows: those so far, and ``grouped``: decodes besides that are advanced together.
+        budget: tokens that it may still compute; ``prompt_budget``: how many of these may be tokens
+            of prompts or tokens computed again.
+        rows: rows so far; ``grouped``: additional decodes that advance together.
     """
 
     __slots__ = (

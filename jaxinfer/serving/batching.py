@@ -27,7 +27,7 @@ class MixedOptions(Options):
             the one that reaches them is not cut there. By default the token budget ends the step.
         whole_prompts: Whether prompts are computed whole: one that the budget has no room for
             waits. One above the whole budget runs alone, cut.
-        wait_steps: Steps that prompts wait beside decodes for others, at most.
+        wait_steps: Largest number of decode steps for which prompts wait for other prompts.
         wait_share: Share of the token budget that ends such a wait.
     """
 
@@ -87,7 +87,7 @@ class Mixed:
         return True
 
     def _waits(self, batch: BatchBuilder, prefills: Sequence[RequestState]) -> bool:
-        """Tell whether prompts wait for others: beside decodes, and for so many steps at most."""
+        """Tell whether prompts wait for others while decodes run, within the limit of steps."""
         instance, options = batch.instance, self._options
         whole = instance.options.max_num_batched_tokens
         decodes = whole - batch.budget
@@ -120,9 +120,9 @@ def even_decodes(batch: BatchBuilder) -> None:
 
 
 def one_batch(batch: BatchBuilder) -> None:
-    """Admit requests only when none runs: a batch stays together until all of it has ended.
+    """Admit requests only when none runs: a batch stays together until all its requests have ended.
 
-    As FasterTransformer serves, but that pages come free as each request ends.
+    FasterTransformer serves this way, but here each request frees its pages when it ends.
     """
     if batch.instance.is_idle:
         while batch.admit():
@@ -257,14 +257,14 @@ def catches_up(request: RequestState) -> bool:
 
 
 def _run_on(batch: BatchBuilder, most: int | None = None) -> None:
-    """Decodes of what runs, at most so many, then its prefill chunks."""
+    """Add at most ``most`` running decodes, then running prefill chunks."""
     for request in _add_decodes(batch, most):
         if batch.budget:
             batch.add_chunk(request)
 
 
 def _add_decodes(batch: BatchBuilder, most: int | None = None) -> list[RequestState]:
-    """Take in decodes of what runs, at most so many; returns who has more than a token to go."""
+    """Add at most ``most`` running decodes; return requests with more than a token to compute."""
     batch.add_group(most)
     left = batch.budget if most is None else most - batch.grouped
     prefills: list[RequestState] = []

@@ -36,7 +36,7 @@ class Hooks:
     """Calls those hooks that a system defines; the others cost nothing.
 
     Attributes:
-        name: of the system.
+        name: name of the system.
         steps, leg_ends, finishes, places, makes_room: whether the system has a hook for them.
     """
 

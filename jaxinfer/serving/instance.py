@@ -24,13 +24,14 @@ class InstanceOptions:
     """Limits of one instance.
 
     Attributes:
-        max_num_seqs: requests that run or are being imported, at most.
-        max_num_batched_tokens: tokens computed in one step, at most.
-        max_in_flight: batches launched and not yet committed, at most: one per pipeline stage,
-            and one more to launch ahead.
+        max_num_seqs: largest number of requests that run or are being imported.
+        max_num_batched_tokens: largest number of tokens computed in one step.
+        max_in_flight: largest number of batches launched and not yet committed: one per pipeline
+            stage, and one more to launch ahead.
         launch_ahead: a decode may be launched while its input token is still on the device.
-        chunks_in_flight: 1 if a prompt's chunk waits for the end of the last one's step.
-        max_transfers_in_flight: requests being imported, at most.
+        chunks_in_flight: 1 if a prompt's chunk waits until the step of its previous chunk has
+            ended.
+        max_transfers_in_flight: largest number of requests being imported.
         watermark: fraction of the pages that admission leaves free.
     """
 
@@ -82,7 +83,8 @@ class Instance:
         asks_spans: whether batches say the least and most KV entries that a decode sees.
         fit: how long steps take here, where that has been profiled.
         on_preempt: called with each request that is to lose its pages.
-        lacks_pages: who could not go on for want of pages, where a stage has several shards.
+        lacks_pages: requests that could not continue for want of pages, if a stage has several
+            shards.
         prompt_budget: prompt tokens of one step, at most; None for no limit of their own.
         role: a name for the system's use; ``next_role`` replaces it once all requests have left.
     """
@@ -199,7 +201,7 @@ class Instance:
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests that run or are being imported, at most."""
+        """Largest number of requests that run or are being imported."""
         return self.options.max_num_seqs
 
     @property
@@ -343,12 +345,12 @@ class Instance:
     def reserve_ahead(
         self, request: RequestState, leg: Leg, past_others: bool = False
     ) -> HeldPages | None:
-        """Pages for a request that is still elsewhere, where nobody here waits for room.
+        """Reserve pages for a request that is still elsewhere, if no request here waits for room.
 
         They are taken back when a running request needs them.
 
         Args:
-            past_others: whoever waits here.
+            past_others: whether to reserve even if requests wait here.
         """
         if (self.waiting and not past_others) or not self.can_import:
             return None

@@ -11,7 +11,7 @@ class HeldPages(HeldSlices):
     """The pages that one request has in all the shards of one instance.
 
     Attributes:
-        kv: where the pages are.
+        kv: shards that hold the pages.
         num_pages: pages per slice, the same for all.
         capacity: KV entries that they hold.
         cached: those of the pages, by their index, that the prefix cache has, and others may
@@ -167,8 +167,8 @@ class KVShards(PlacedSlices):
 
         Args:
             cached: pages that the prefix cache has for the first of these entries.
-            placement: of the slices; by default each lies where it belongs or, without room there,
-                in the next shard of its stage that has some.
+            placement: shard of each slice; by default the shard that it belongs to or, without room
+                there, the next shard of its stage that has some.
         """
         extra = self.pages_to_take(num_tokens, cached)
         if placement is None:

@@ -18,7 +18,7 @@ class PagePool:
     Attributes:
         num_free: pages that can be handed out now, idle ones included.
         num_pinned: pages given up that wait for a last user.
-        num_idle: cached pages that nobody holds; ``evict`` frees one.
+        num_idle: cached pages that no request holds; ``evict`` frees one.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -32,7 +32,7 @@ class PagePool:
         self._free = list(range(1, num_pages))
 
     def take(self, count: int) -> list[int]:
-        """Hand out the ``count`` lowest free pages; the caller knows that there are so many."""
+        """Hand out the ``count`` lowest free pages; the caller checks that enough are free."""
         while len(self._free) < count:
             self.evict()
         self.num_free -= count
@@ -45,7 +45,7 @@ class PagePool:
             heapq.heappush(self._free, page)
 
     def clear(self) -> None:
-        """Have all pages free again, whoever has them."""
+        """Make all pages free again, including those in use."""
         self.num_pinned = self.num_idle = 0
         self.num_free = self.num_usable
         self._free = list(range(1, self.num_usable + 1))
@@ -67,14 +67,14 @@ class PagePool:
 
 
 class CountedPages(PagePool):
-    """Pages that nobody looks at, as in a simulation: all have the number 0."""
+    """Pages without numbers, for simulations: all have the number 0."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(num_pages, page_size)
         self._free.clear()
 
     def take(self, count: int) -> list[int]:
-        """Hand out pages, of which the caller knows that there are so many."""
+        """Hand out pages; the caller checks that enough are free."""
         self.num_free -= count
         return [0] * count
 
@@ -83,7 +83,7 @@ class CountedPages(PagePool):
         self.num_free += len(pages)
 
     def clear(self) -> None:
-        """Have all pages free again, whoever has them."""
+        """Make all pages free again, including those in use."""
         super().clear()
         self._free.clear()
 
@@ -101,12 +101,12 @@ class Shard:
             ``page_size`` tokens of one slice. Most shards have one slice: all their heads. Where a
             stage's heads lie in several shards, slice ``stage * K + head`` is one of its K heads.
         stage: pipeline stage whose layers it has. Slices go to any shard of their stage.
-        group: name of the device group where it lies, if anybody asks; ``device``: number there,
-            where each of the group's devices has a shard of its own.
+        group: name of its device group, if needed; ``device``: number of its device in the group,
+            if each has a shard of its own.
         fit: how long attention takes here, where that has been profiled.
-        layers: of the model that the stage has, where stages share device groups.
-        dense: seconds of one layer without its attention, by a step's tokens: of a stage's own
-            shard, where steps may be computed as two halves.
+        layers: number of the model's layers in this stage, if stages share device groups.
+        dense: seconds of one layer without attention, as a function of a step's tokens; given for a
+            stage's own shard if steps may be computed as two halves.
 
     Attributes:
         num_pairs: slices that lie here, over all requests.

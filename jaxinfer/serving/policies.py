@@ -57,10 +57,11 @@ class PolicyOptions(Options):
     called as a function is; each instance gets an object of its own.
 
     Attributes:
-        order: of those that wait, who is next: ``order(waiting) -> request``.
+        order: chooses the next waiting request: ``order(waiting) -> request``.
         admit: whether there is room for it: ``admit(instance, request, leg) -> bool``.
-        batching: what the next step computes: ``batching(batch)``, a ``BatchBuilder``.
-        victim: who loses its pages where one more is needed: ``victim(candidates) -> request``.
+        batching: chooses the work of the next step: ``batching(batch)``, with a ``BatchBuilder``.
+        victim: chooses the request that loses its pages when one more is needed:
+            ``victim(candidates) -> request``.
     """
 
     order: Policy = "fcfs"

@@ -1,7 +1,7 @@
 """Full pages that outlive their request, found again by the tokens they hold.
 
-A page is known by a digest of its tokens and of all tokens before them, so that equal digests
-mean equal KV entries. Only pages whose entries exist are kept; nobody writes to them again.
+A page is known by a digest of its tokens and of all tokens before them, so that equal digests mean
+equal KV entries. Only pages whose entries exist are kept; they are never written again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class PrefixCache:
     """The cached pages of one instance; the least recently used idle one is evicted first.
 
     Args:
-        shards: of the instance; each counts its idle pages as free.
+        shards: shards of the instance; each counts its idle pages as free.
     """
 
     def __init__(self, shards: list[Shard]) -> None:

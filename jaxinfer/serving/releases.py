@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Releases(Generic[T]):
-    """Items held until so many requests have ended; true while there are any."""
+    """Items, each held until a number of requests have ended; true while it holds any."""
 
     def __init__(self) -> None:
         self._num_ended = 0
@@ -19,7 +19,7 @@ class Releases(Generic[T]):
         return bool(self._held)
 
     def hold(self, after_ends: int, item: T) -> None:
-        """Keep it until so many requests have ended."""
+        """Hold an item until ``after_ends`` requests have ended."""
         heapq.heappush(self._held, (after_ends, next(self._order), item))
 
     def ended(self) -> list[T]:

@@ -21,14 +21,15 @@ class RequestState:
         max_tokens: output tokens at most, at least 1.
         arrival: seconds on the world's clock.
         prompt_token_ids: the prompt; a simulated world needs none.
-        payload: what the world needs besides (sampling parameters); the loop never looks.
+        payload: further data for the world (sampling parameters), which the loop never reads.
 
     Attributes:
         peak_tokens: KV entries at the request's longest: the last token needs none.
         output_token_ids: tokens that have reached the host.
-        details: what the world reports with each of them, if it does.
-        prompt_details: what it reports of the prompt, by position.
-        after_ends: it comes once so many requests of the run have ended, ``arrival`` seconds later.
+        details: the world's report on each output token, if any.
+        prompt_details: the world's report on the prompt, by position.
+        after_ends: number of requests of the run that must end before it comes, ``arrival`` seconds
+            after that.
         predicted: output tokens, at least and at most, where something predicts them.
         goes_first: joins a queue at its head.
         takes_cached: may start with pages of the prefix cache.

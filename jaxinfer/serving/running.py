@@ -22,7 +22,7 @@ class Running:
     pipeline, has one of its own.
 
     Args:
-        page_size: of the groups; None if each request is a row.
+        page_size: page size of the groups; None if each request is a row.
         ahead: whether a group may be launched again before its last step has ended.
         num_output: of groups; output tokens that end a request.
     """
@@ -132,7 +132,8 @@ class Running:
     def ready_group(self) -> DecodeGroup | None:
         """The group that the next step may launch; None if each request is a row.
 
-        Of several, the largest; who was in the others is a row of its own, and may join it.
+        Of several groups, the largest; the requests of the others become single rows, and may join
+        it.
         """
         if self._page_size is None:
             return None

@@ -12,13 +12,13 @@ class PrefillFit:
     constant: float
 
     def seconds(self, length: float) -> float:
-        """Seconds of a prefill of so many tokens."""
+        """Seconds of a prefill of ``length`` tokens."""
         return self.per_token * length + self.constant
 
 
 @dataclass(frozen=True)
 class MixedFit:
-    """Cronus eq. 3: seconds of one iteration with a full chunk beside decodes.
+    """Cronus eq. 3: seconds of one iteration with a full chunk and decodes.
 
     Contexts are the KV entries that exist before the iteration: those before the chunk, and
     those of all decodes together.
@@ -143,7 +143,7 @@ class AttentionFit:
         return each * pairs + self.per_entry * entries + self.constant
 
     def of_steps(self, count: int) -> "AttentionFit":
-        """Return the fit of so many steps that have all pairs and entries together."""
+        """Return the fit of ``count`` steps that have all pairs and entries together."""
         return replace(self, constant=count * self.constant, exchange=count * self.exchange)
 
 
@@ -153,7 +153,7 @@ def least_squares(
     """Coefficients of ``x`` for points ``(x, seconds)``, or None where they do not decide them.
 
     Args:
-        relative: of the relative error, or of that in seconds.
+        relative: whether to minimise the relative error, not that in seconds.
     """
     points = list(points)
     if not points or len(points) < len(points[0][0]):

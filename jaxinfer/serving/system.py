@@ -17,15 +17,15 @@ class Leg:
     """A stretch of one request, run by one instance.
 
     Attributes:
-        instance: who runs it.
-        until: KV entries at which it ends; None is the end of the request. Whoever computes
-            the prompt's last position samples the first token.
-        hand_off: when the KV goes on to the next leg's instance. ``on_demand``: when that
-            instance admits the request; ``at_end``: when this leg ends, if there is room
-            (on demand otherwise); ``when_room``: then, or as soon as there is room, ahead of those
-            that wait there and beside steps whose tokens are all taken; ``per_chunk``: after each
-            step, from the moment the next instance has room; ``per_segment``: likewise, but during
-            the step, each piece of the model's layers as it has been computed.
+        instance: instance that runs it.
+        until: KV entries at which it ends; None is the end of the request. The instance that
+            computes the prompt's last position samples the first token.
+        hand_off: when the KV goes on to the next leg's instance. ``on_demand``: when that instance
+            admits the request; ``at_end``: when this leg ends, if there is room (on demand
+            otherwise); ``when_room``: then, or as soon as there is room, ahead of those that wait
+            there and beside steps whose tokens are all taken; ``per_chunk``: after each step, from
+            the moment the next instance has room; ``per_segment``: as ``per_chunk``, but during the
+            step, after each piece of the model's layers.
     """
 
     instance: str
@@ -62,7 +62,7 @@ class RequestView(Protocol):
 
     @property
     def held_by(self) -> str | None:
-        """The instance where the KV lies between two legs; None if it is to be computed anew."""
+        """The instance where the KV lies between two legs; None if it must be computed again."""
 
     @property
     def legs(self) -> Sequence[Leg]:
@@ -122,10 +122,11 @@ class Counts(NamedTuple):
     """Counts of what is on an instance.
 
     Attributes:
-        running: requests that take part in steps; ``decodes``: those of them whose prompts have all
-            of their KV.
-        decode_entries: KV entries that exist of these; ``kv_entries``: of all that run.
-        prompt_tokens_left: as ``InstanceView`` has it.
+        running: number of requests that take part in steps; ``decodes``: number of these whose
+            prompts are computed.
+        decode_entries: existing KV entries of the decodes; ``kv_entries``: those of all running
+            requests.
+        prompt_tokens_left: see ``InstanceView``.
     """
 
     running: int
@@ -151,7 +152,7 @@ class InstanceView(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the largest request that it can hold, whatever runs now."""
+        """Pages of the largest request that it can hold when empty."""
 
     @property
     def num_free_pages(self) -> int: ...  # noqa: D102
@@ -181,7 +182,7 @@ class InstanceView(Protocol):
     def num_running(self) -> int: ...  # noqa: D102
     @property
     def kv_entries(self) -> int:
-        """KV entries that exist of the requests running here."""
+        """Number of existing KV entries of the requests running here."""
 
     @property
     def counts(self) -> Counts:
@@ -194,7 +195,7 @@ class InstanceView(Protocol):
         and gone since the last call.
 
         Args:
-            but: ids to be left out. Who has been left out once may be so until it leaves.
+            but: ids to leave out. A request left out once may stay left out until it leaves.
         """
 
     @property
@@ -318,7 +319,7 @@ class Budget:
 
     Attributes:
         prompt_tokens: at least 1; None for no limit but that of the step as a whole. A longer
-            prompt is cut, whatever the policy of batches.
+            prompt is cut, under any batch policy.
     """
 
     instance: str
@@ -339,11 +340,11 @@ class System:
         options: an instance of the class's ``Options``.
 
     Attributes:
-        Options: what a run file may set besides the system's name.
+        Options: options that a run file may set, in addition to the system's name.
         tick_interval: seconds between calls of ``on_tick``; None for no ticks.
         needs_fits: whether ``InstanceView.fit`` has to be there; ``needs_attention_fits``: whether
             ``ShardView.fit`` has to, of instances with attention groups.
-        roles: what ``role`` of an instance may be in a run file, besides nothing; None for any.
+        roles: values that an instance's optional ``role`` may have in a run file; None for any.
         ttft_counts_transfer: whether a first token drawn by an instance that hands its request on
             counts only once the KV has arrived; a run file may say otherwise.
     """
@@ -417,7 +418,7 @@ class System:
         """
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Called once per request that has come in, when it has ended, in whatever way.
+        """Called once for each request when it has ended, successfully or not.
 
         Also for one that no pool can hold, and one that failed with a lost instance. It has left
         its instance and given its pages back; ``legs`` is empty, and ``num_known`` counts its

@@ -13,11 +13,11 @@ A hand-off from leg to leg, by the fields of its request that tell where it is:
 "There" is the instance of the leg that was, "here" that of the next. ``sent`` counts the KV entries
 whose transfer here has started, ``transfers`` those that have not landed. Who frees pages:
 
-- ``hold``: the request's end, its preemption, or the loss of the instance.
-- ``exported``: ``_arrive``, once all has landed; or the request's end; or the loop, where nobody
-  fetches them and nothing else can go on (the KV is recomputed then).
-- ``incoming``: an ``epoch`` that ends, legs that change, or the instance, which takes back what is
-  reserved when those that run there need it; what was sent is void, and ``sent`` is 0 again.
+- ``hold``: the request's end, its preemption, or the loss of the instance. - ``exported``:
+``_arrive``, once all has landed; or the request's end; or the loop, if no instance fetches them and
+nothing else can continue (the KV is recomputed then). - ``incoming``: an ``epoch`` that ends, legs
+that change, or the instance, which takes back what is reserved when those that run there need it;
+what was sent is void, and ``sent`` is 0 again.
 
 All of them stay pinned until the last step or transfer that uses them is done.
 

@@ -9,13 +9,13 @@ class Collective:
     """An array that a group of devices moves.
 
     Attributes:
-        kind: as XLA names it.
-        axes: of the mesh, which the group lies on.
-        devices: of one group.
-        numbers: of the array: what each device has in the end of an all-gather, else what each
-            puts in.
+        kind: XLA's name of the collective.
+        axes: axes of the mesh that the group spans.
+        devices: number of devices in one group.
+        numbers: size of the array: the output of each device for an all-gather, otherwise its
+            input.
         what: the array's name; ``letters``: its logical axes.
-        asked: by the program itself, so that each compiler has it.
+        asked: whether the program itself asks for it, so that each compiler emits it.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Collective:
 
 
 def moved(kind: str, devices: int) -> float:
-    """The share of an array that each of so many devices sends; see ``Collective.numbers``."""
+    """The share of an array that each of ``devices`` devices sends; see ``Collective.numbers``."""
     if kind == "collective-permute":
         return 1.0
     return (2 if kind == "all-reduce" else 1) * (devices - 1) / devices

@@ -24,7 +24,7 @@ ITEMSIZE = 2
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds by what they are spent on."""
+    """Seconds spent on compute, memory and links."""
 
     compute: float = 0.0
     memory: float = 0.0
@@ -45,7 +45,7 @@ class Seconds:
 
     @property
     def binds(self) -> str:
-        """The part that most are spent on: compute, memory or links."""
+        """The part that takes most seconds: compute, memory or links."""
         return max(("compute", "memory", "links"), key=lambda name: float(getattr(self, name)))
 
 
@@ -55,9 +55,9 @@ class LayoutStepCost:
 
     Attributes:
         layer, head: seconds of one layer, and of the head.
-        step: of all layers and the head.
-        weight_bytes: of one device, embeddings and head included.
-        kv_bytes: of one token's keys and values in all layers, on a device that keeps them.
+        step: seconds of all layers and the head.
+        weight_bytes: bytes of weights on one device, embeddings and head included.
+        kv_bytes: bytes of one token's keys and values in all layers, on a device that keeps them.
     """
 
     layer: Seconds
@@ -150,7 +150,7 @@ class LayoutCosts:
     """Costs of steps of any size in one layout.
 
     Args:
-        links: of each axis of the mesh.
+        links: link of each axis of the mesh.
         flops, bandwidth: shares of the card's peaks that kernels reach.
         weight_size, kv_size: bytes of a weight, and of a KV entry's number; ``table_size``: of
             the embedding's and the head's, by default as of other weights.
@@ -231,7 +231,7 @@ class LayoutCosts:
         """Seconds of one layer's attention, as one kernel.
 
         Args:
-            pairs: of a token and a KV entry that it sees.
+            pairs: number of pairs of a token and a KV entry that it sees.
             entries: KV entries that are read, of all sequences; ``longest``: of the longest one,
                 which is read whole even where its tokens are cut.
         """

@@ -50,7 +50,7 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
 
     Args:
         model: with heads and columns that divide, see ``shapes.padded``.
-        tokens: of the step.
+        tokens: number of tokens in the step.
     """
     flow = FlowRules(model, layout, mesh, tokens)
     path = {letters_name(each): each for each in layer_parameters(model)}

@@ -26,7 +26,7 @@ class Exchange:
     per_token: int
 
     def slots(self, tokens: float) -> float:
-        """Tokens that each device sends to each, of so many on all devices."""
+        """Tokens that each device sends to each other one, if all devices have ``tokens``."""
         return slots(tokens / self.pieces, self.devices, self.experts, self.per_token)
 
 

@@ -130,7 +130,7 @@ class FlowRules:
         letters: str,
         asked: bool = False,
     ) -> None:
-        """The same of so many numbers."""
+        """Add a collective of ``numbers`` numbers over these axes, if there are any."""
         if axes:
             ways = self.ways(axes)
             self.collectives.append(Collective(kind, axes, ways, numbers, what, letters, asked))

@@ -30,7 +30,7 @@ def links_of(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
 
 
 def stated_links(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
-    """The same at the rates that the roofline of a simulation has."""
+    """Links of a mesh at the rates that a simulation's roofline uses."""
     return _links(gpu, mesh, gpu.stated_collective)
 
 
@@ -45,7 +45,7 @@ def _links(gpu: Gpu, mesh: Sizes, within: tuple[float, float]) -> dict[str, Link
 
 
 def axes_between_domains(mesh: Sizes, domain: int | None) -> list[str]:
-    """Axes with a group of devices in several domains, where each has so many neighbours."""
+    """Axes along which some group of devices spans domains of ``domain`` devices each."""
     found, inner, devices = [], 1, math.prod(mesh.values())
     for axis, size in reversed([*mesh.items()]):
         last = inner * (size - 1)
@@ -57,7 +57,7 @@ def axes_between_domains(mesh: Sizes, domain: int | None) -> list[str]:
 
 
 def described(links: Mapping[str, Link], gpu: Gpu, mesh: Sizes) -> str:
-    """The rates of all axes in words, and what they are of."""
+    """Describe the rates of all axes, and the kind of link behind each."""
     usual, slower = links_of(gpu, mesh), axes_between_domains(mesh, gpu.domain)
 
     def what(axis: str) -> str:

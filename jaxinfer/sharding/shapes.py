@@ -99,5 +99,5 @@ def padded(model: ModelShape, layout: Layout, mesh: Sizes) -> ModelShape:
 
 
 def up(count: float, pieces: int) -> int:
-    """The least number from this one on that so many pieces divide."""
+    """Round ``count`` up to a multiple of ``pieces``."""
     return math.ceil(count / pieces) * pieces

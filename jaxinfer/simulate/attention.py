@@ -31,7 +31,8 @@ class ModelledShard:
         num_pages: pages of the group as if all heads lay there, the padding page included.
         fit, dense: see ``Shard``.
         cost: cost of its attention, where that is modelled.
-        devices: of the group, with equal pools, each a shard; ``device``: number of this one.
+        devices: number of the group's devices, each a shard with an equal pool; ``device``: number
+            of this one.
     """
 
     stage: int
@@ -139,7 +140,7 @@ def slice_lanes(
     token_bytes: int,
     paths: Mapping[tuple[str, str], NetworkPath],
 ) -> dict[tuple[int, int], StagePath]:
-    """Return, from shard to shard of one stage, the lane for one token and one KV head.
+    """Return the lane between each two shards of a stage, for one token and one KV head.
 
     Args:
         token_bytes: bytes of the KV of one layer of one token, all heads.

@@ -14,7 +14,7 @@ class BeyondMeasured:
     """Sees all steps of a run.
 
     Args:
-        instances: by name; those by formulas do not count.
+        instances: instances by name; instances whose costs are formulas do not count.
     """
 
     def __init__(self, instances: Mapping[str, ModelledInstance]) -> None:

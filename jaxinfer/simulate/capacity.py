@@ -117,7 +117,7 @@ def num_gpus(config: RunFile) -> int:
 def requests_for(
     gpus: int, work: Sequence[BenchRequest], requests_per_gpu: int
 ) -> Sequence[BenchRequest]:
-    """The first requests, so many for each GPU.
+    """Return the first requests, a fixed number for each GPU.
 
     Raises:
         JaxinferError: there are fewer.
@@ -221,8 +221,8 @@ def capacity(
 
     Args:
         work: lengths; their times of arrival do not count.
-        seeds: of the arrivals.
-        precision: by which share the rate may be too low: rates are those of its ``Ladder``.
+        seeds: seeds of the arrivals.
+        precision: share by which the rate may be too low: rates are those of its ``Ladder``.
         on_load: called with each rate that was simulated.
         map_rates: runs several rates, as a pool of processes would; ``at_once`` is how many it
             takes. With one, the search is by bisection.

@@ -51,7 +51,7 @@ class ModelledInstance:
     Attributes:
         layers: of each stage; ``groups``: what it stands on; ``num_pages``: its pool there, the
             padding page included.
-        token_bytes: of the KV of one layer of one token.
+        token_bytes: bytes of the KV of one token in one layer.
         segments: pieces that each stage is computed in.
         devices: of each stage, a number for what it runs on; those with one take turns.
         tables: of each stage, what its tables had, where it has any.
@@ -124,7 +124,7 @@ class ModelledInstance:
 
         Args:
             num_output: output tokens that end a request.
-            numbers_pages: whether somebody looks at which pages a request has.
+            numbers_pages: whether pages need numbers, as the system or a ledger reads them.
         """
         size = self.config.page_size
         caching = self.config.enable_prefix_caching and has_tokens
@@ -154,7 +154,7 @@ class ModelledCluster:
 
     Attributes:
         resolved: the run file that it is of; None where each step is given, and none is modelled.
-        site: where it stands; None of a replay, whose times are not a model's.
+        site: modelled site of the cluster; None for a replay, whose times do not come from a model.
         fits: by instance, what the system may predict steps with; empty where it does not.
         slice_lanes: by instance that has attention groups, from shard to shard.
         joint: times of instances that share experts, if some do.

@@ -73,7 +73,7 @@ class AttentionGroup:
     Attributes:
         group: whose devices share them evenly.
         given: stage -> pages, or None for those that its memory has room for.
-        reserve_gb: of each GPU.
+        reserve_gb: reserved GB of each GPU.
     """
 
     group: SiteGroup

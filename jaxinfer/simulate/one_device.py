@@ -45,7 +45,7 @@ def check_together(site: ModelledSite, pages: Mapping[str, Sequence[int]]) -> No
     Each has its own weights here, though in one process they are there once.
 
     Args:
-        pages: of each instance's stages.
+        pages: pages of each instance's stages.
     """
     standing: dict[Device, dict[str, float]] = defaultdict(dict)
     memory: dict[Device, float] = {}

@@ -52,11 +52,12 @@ def read_targets(
         text: limits of each request, ``ttft=1,tpot=0.1``, or of percentiles, ``ttft:p90=2``, in
             seconds; or the path of a YAML file (see ``Slowdowns``), whose reference is simulated.
         work: the requests to be served.
-        attainment, criterion: as of ``RequestTargets``.
+        attainment, criterion: see ``RequestTargets``.
 
     Raises:
-        JaxinferError: a target is unknown, is given twice, or is no number above 0; limits of
-            percentiles stand beside others, an attainment or a criterion; or the file is wrong.
+        JaxinferError: a target is unknown, is given twice, or is not a number above 0; limits of
+            percentiles are combined with others, an attainment or a criterion; or the file is
+            wrong.
     """
     if text.endswith((".yaml", ".yml")):
         try:

@@ -62,7 +62,7 @@ def serve(
     about: Mapping[str, object] | None = None,
     on_step: Callable[[StepDone], None] | None = None,
 ) -> RunMetrics:
-    """The same on a cluster that has been modelled; ``compiles`` and the like are 0.
+    """Serve on a cluster that has been modelled; ``compiles`` and related figures are 0.
 
     Args:
         start: seconds, see ``SimulatedWorld``; ``wall_s`` counts from 0 all the same.

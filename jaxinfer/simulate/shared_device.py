@@ -13,10 +13,10 @@ class SharedDevice:
         self._taken: list[tuple[float, float]] = []
 
     def take(self, start: float, seconds: float, now: float) -> float:
-        """Take the first free time from ``start`` on; nobody asks for any before ``now`` again.
+        """Take the first free time from ``start`` on; later calls ask for none before ``now``.
 
         Returns:
-            When so many seconds have passed.
+            The time at which ``seconds`` of work are done.
         """
         taken = [interval for interval in self._taken if interval[1] > now]
         pieces = []

@@ -21,8 +21,8 @@ class ShardCost:
     The own group's devices share the heads evenly, however many there are.
 
     Attributes:
-        head_flops: of a query token, for each KV entry of one KV head that it sees.
-        head_bytes: of one KV entry of one KV head.
+        head_flops: FLOPs of a query token, for each KV entry of one KV head that it sees.
+        head_bytes: bytes of one KV entry of one KV head.
         per_flop, per_byte: seconds, of all devices of the own group, or of one of another's.
         per_query: seconds that its part of the link takes for what a token's queries of one KV head
             exchange with the stage's own group: queries, keys and values there, outputs back.

@@ -44,7 +44,7 @@ class Watch(Protocol):
 
     @property
     def hopeless(self) -> bool:
-        """True if the targets are missed, whatever the other requests do."""
+        """True if the targets are missed regardless of the other requests."""
 
     def verdict(self) -> Verdict:
         """Return the verdict on all requests so far."""
@@ -55,10 +55,10 @@ class Targets(Protocol):
 
     @property
     def reference(self) -> "Reference | None":
-        """The reference of which the limits are multiples; None where they are seconds."""
+        """The reference whose latencies the limits multiply; None if limits are in seconds."""
 
     def watch(self, work: Sequence[BenchRequest], runs: int = 1) -> Watch:
-        """Watch so many runs of this work, which count as one."""
+        """Watch ``runs`` runs of this work, which count as one."""
 
 
 def _tpot(request: RequestState, times: Sequence[float]) -> float | None:
@@ -125,12 +125,12 @@ def _check(metric: str, name: str, limit: float, reference: Reference | None) ->
 
 @dataclass(frozen=True)
 class RequestTargets:
-    """Limits of each request, which a share of them is to keep.
+    """Limits for each request, which a given share of requests must keep.
 
     Attributes:
-        limits: by metric, in seconds, or, beside a ``reference``, in multiples of what the request
-            takes there alone. ``tbt`` is the longest time between two of its tokens. What a request
-            with one token lacks (``tpot``, ``tbt``), it keeps.
+        limits: limit of each metric in seconds or, with a ``reference``, in multiples of the
+            latency that the request has there alone. ``tbt`` is the longest time between two of its
+            tokens. A request with one token has no ``tpot`` or ``tbt`` and meets those limits.
         attainment: the share, above 0 and at most 1.
         criterion: ``both``: that share keeps all the limits; ``each``: each limit is kept by it,
             maybe not by the same requests.
@@ -207,11 +207,11 @@ class PercentileTargets:
     Percentiles are interpolated linearly between neighbours.
 
     Attributes:
-        limits: metric, percentile (above 0, at most 100) and limit: in seconds, or, beside a
+        limits: metric, percentile (above 0, at most 100) and limit: in seconds or, with a
             ``reference``, in multiples of what each request takes there alone (Splitwise, section
             V-B and Table VI). ``tbt`` in seconds is over all times between two tokens, of all
-            requests alike; in multiples it is the longest of each request. Requests with one
-            token, which have no ``tpot`` and no ``tbt``, are left out of theirs.
+            requests alike; in multiples it is the longest of each request. Requests with one token,
+            which have no ``tpot`` and no ``tbt``, are left out of theirs.
 
     Raises:
         JaxinferError: there is no limit, a metric is unknown, or a number is out of its bounds.

@@ -34,7 +34,7 @@ class SimulatedWorld:
 
     Args:
         cluster: its instances' step times, and what lies between them.
-        requests: by time of arrival.
+        requests: requests by time of arrival.
         start: the time at which the cluster is there; requests that come before wait for it.
     """
 

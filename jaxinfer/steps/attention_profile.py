@@ -22,7 +22,7 @@ class ShardPoints:
     """Seconds of one layer's decode attention in one shard, on an idle machine.
 
     Attributes:
-        group: where the shard lies.
+        group: group that holds the shard.
         attention: (slices of KV heads over all requests, KV entries of all of them, seconds); none
             where a stage has all its heads in one place.
         exchange: (slices, seconds) of what goes there and comes back; none on the stage's own
@@ -46,7 +46,7 @@ class ShardPoints:
         return AttentionFit(*found, *_coefficients(*self._exchange))
 
     def dense_seconds(self, slowdown: float, tokens: float) -> float:
-        """Seconds of one layer but for attention: the least of a bucket with so many tokens."""
+        """Seconds of one layer without attention: the least among buckets that hold the tokens."""
         fits = [seconds for most, seconds in self.dense if most >= tokens]
         return slowdown * min(fits, default=max((s for _, s in self.dense), default=0.0))
 

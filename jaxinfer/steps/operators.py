@@ -41,7 +41,7 @@ class AttentionPoint:
     """A layer's attention.
 
     Attributes:
-        tokens: of all chunks; ``key``: the entries that each of them sees, on average.
+        tokens: tokens of all chunks; ``key``: the entries that each of them sees, on average.
         decodes: rows; ``context``: the entries that each sees, its own included, on average.
     """
 

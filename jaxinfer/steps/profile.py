@@ -39,7 +39,7 @@ class Profile:
     """Times of an instance's steps in seconds, on its own devices, without emulation.
 
     Attributes:
-        key: what the times hold for.
+        key: conditions for which the times hold.
         prefills: (length, seconds of each stage) of prefills that run alone.
         mixed: (prefill context, decode context, seconds of each stage) of iterations with a full
             chunk. There are none of both where a run has asked for times of steps alone.
@@ -57,7 +57,7 @@ class Profile:
         return bool(self.prefills)
 
     def fit(self, slowdowns: Sequence[float]) -> StepFit:
-        """Cronus eqs. 2 and 3, and Aladdin's eq. 3, each stage so many times slower."""
+        """Fit Cronus eqs. 2 and 3, and Aladdin's eq. 3, with each stage slowed down."""
         (prefill, _), (mixed, _) = self._lines(slowdowns)
         works = [(work_of_parts(point.parts), point.stages) for point in self.points]
         decodes = [

@@ -11,9 +11,9 @@ class StepShape(NamedTuple):
     """The shape that a step is compiled for.
 
     Attributes:
-        rows: decodes, and tokens sampled, at most.
-        tokens: those of decodes and prefill chunks together.
-        chunks: prefill chunks at most; with none, each token is a decode.
+        rows: largest number of decodes and of sampled tokens.
+        tokens: tokens of decodes and prefill chunks together.
+        chunks: largest number of prefill chunks; if 0, each token is a decode.
     """
 
     rows: int
@@ -28,7 +28,7 @@ class StepLimits:
     Attributes:
         max_pages: pages of the longest sequence.
         given_buckets: see ``EngineOptions.token_buckets``.
-        multiple: of what the tokens of each bucket are a multiple, as some layouts cut them.
+        multiple: each bucket's tokens are a multiple of this number, as some layouts shard them.
     """
 
     max_num_seqs: int
@@ -83,7 +83,7 @@ class StepLimits:
         return StepShape(most, _round_up(max(tokens, most), self.token_buckets), self.max_chunks)
 
     def _whole(self, tokens: int) -> int:
-        """A bucket of so many tokens, or of some more, that the layout can cut."""
+        """A bucket of at least this many tokens that the layout can shard."""
         return -(-tokens // self.multiple) * self.multiple
 
 

@@ -40,7 +40,7 @@ def work_of_parts(parts: Iterable[Part]) -> Work:
 
 
 def features(parts: Iterable[Part]) -> tuple[float, float, float]:
-    """Return the numbers that a step's time goes by, beside its shape.
+    """Return the numbers that decide a step's time, in addition to its shape.
 
     1, the pairs of chunk tokens and entries they see, and the entries that decodes see.
     """
@@ -53,7 +53,7 @@ class StepTimes:
 
     Args:
         limits: decides the shapes.
-        coefficients: of each shape.
+        coefficients: coefficients of each shape.
     """
 
     def __init__(self, limits: StepLimits, coefficients: Mapping[StepShape, Sequence[float]]):

@@ -1,6 +1,7 @@
 """Disaggregated prefill: all of a prompt here, all decoding there.
 
-With one instance of each, Cronus' baseline (section 3.1); with several, DistServe's and the like.
+With one instance of each role, this is Cronus' baseline (section 3.1); with several, a system such
+as DistServe.
 """
 
 from collections import Counter

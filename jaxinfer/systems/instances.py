@@ -106,7 +106,7 @@ class KVRoom:
         self._least = 0
 
     def that_hold(self, entries: int, names: Sequence[str], cluster: ClusterView) -> Sequence[str]:
-        """Return those of these instances that have room for so many."""
+        """Return the instances that can hold ``entries`` KV entries."""
         if cluster.instances is not self._of:
             self._of = cluster.instances
             self._capacities |= {name: capacity(i) for name, i in cluster.instances.items()}

@@ -33,7 +33,7 @@ class LeastLoadedOptions(Options):
     seed: int = 0
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse what has no effect."""
+        """Refuse options that have no effect."""
         given = self.model_fields_set
         if "load" in given and self.choose == "round_robin":
             raise OptionError("load: round_robin goes by none; leave it out")
@@ -47,7 +47,7 @@ def num_tokens(instance: InstanceView) -> int:
 
 
 class LeastLoaded(System):
-    """A system whose requests run whole on one instance, chosen as they come; ties go by order."""
+    """A system that runs each request on one instance, chosen on arrival; ties go by order."""
 
     Options = LeastLoadedOptions
     options: LeastLoadedOptions
@@ -62,7 +62,7 @@ class LeastLoaded(System):
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign all that wait, with what is given to each instance meanwhile."""
+        """Assign all waiting requests, counting those just given to each instance as load."""
         names = list(cluster.instances)
         tokens = self.options.load == "tokens"
         load = num_tokens if tokens else num_requests

@@ -53,7 +53,7 @@ class Pre:
     Attributes:
         split: cuts text into words, within which tokens are merged.
         composes: brings text into Unicode's form NFC first.
-        ignore_merges: a word that is a token becomes it, whatever the merges say.
+        ignore_merges: a word that is a token becomes that token, regardless of merges.
         adds_bos: the default of ``tokenizer.ggml.add_bos_token``.
     """
 

@@ -105,8 +105,8 @@ class BatchFile:
 
     Attributes:
         number_of: id -> line number, in the file's order.
-        bad: id -> bad line, likewise.
-        sha256: of all bytes of the file, in hexadecimal digits.
+        bad: id -> bad line, in the file's order.
+        sha256: SHA-256 of all bytes of the file, in hexadecimal digits.
 
     Raises:
         JaxinferError: the file is missing, a folder, of another format, or cannot be read.

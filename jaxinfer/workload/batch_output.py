@@ -18,8 +18,8 @@ Record = dict[str, object]
 def result_line(line: BatchLine, output: RequestOutput, model: str) -> Record:
     """OpenAI's result line for a request that ended by ``stop`` or ``length``.
 
-    A conversation is answered by a ``chat.completion``, other prompts by a
-    ``text_completion``; who asked in token ids also gets ``token_ids``. ``created`` is 0.
+    A conversation is answered by a ``chat.completion``, other prompts by a ``text_completion``;
+    answers to prompts in token ids also have ``token_ids``. ``created`` is 0.
     """
     chat = isinstance(line.prompt, Conversation)
     digest = _digest(line.custom_id)

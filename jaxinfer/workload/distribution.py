@@ -136,7 +136,7 @@ class LogNormal:
     """Log-normal, rounded and clipped.
 
     Args:
-        mu, sigma: of the logarithm.
+        mu, sigma: mean and standard deviation of the logarithm.
     """
 
     def __init__(self, mu: float, sigma: float, least: int, most: float) -> None:

@@ -162,7 +162,7 @@ def write_results(path: Path, lines: Path, ids: Iterable[str]) -> None:
 
     Args:
         lines: a finished JSONL file of results.
-        ids: of all its records, in the order of the rows to be.
+        ids: ids of all its records, in the order of the future rows.
 
     Raises:
         JaxinferError: the file cannot be written.

@@ -42,7 +42,7 @@ class Buckets(Options):
         granularity: tokens of a bucket.
         accuracy: share of the predictions that are the true length's bucket; the others are one of
             its neighbours', each as likely.
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     granularity: int = Field(ge=1)
@@ -149,7 +149,7 @@ def modelled_predictor(
 
 
 def real_predictor(given: Buckets | Own | None) -> Predict | None:
-    """Make a predictor for a real run, in which nobody knows the truth.
+    """Make a predictor for a real run, in which true lengths are not known.
 
     Raises:
         JaxinferError: buckets of the true length, or the user's own cannot be used.

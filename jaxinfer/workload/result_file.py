@@ -26,7 +26,7 @@ class ResultFile:
     Attributes:
         finished: the ``custom_id`` of each record in the file.
         num_failed: how many of them are errors.
-        notes: those of the job's first start.
+        notes: notes of the job's first start.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ResultFile:
             path: the output. An empty file is as good as none.
             job: all that decides the results, as JSON values; compared key by key. The input's
                 digest is ``input_sha256``; those of the model's files are ``model_files``.
-            force: start over, dropping whatever the file holds.
+            force: start over and drop the file's contents.
             notes: more to keep, as JSON values, if this is the job's first start.
 
         Raises:
@@ -167,7 +167,7 @@ def _prepare(
 
 
 def read_job(path: str | Path) -> Mapping[str, Any]:
-    """The fingerprint and notes beside an output, as they are; empty where there are none."""
+    """The fingerprint and notes stored next to an output; empty if there are none."""
     try:
         return _mapping(json.loads(_sidecar(Path(path)).read_bytes()))
     except (OSError, ValueError):

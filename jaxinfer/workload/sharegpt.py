@@ -55,7 +55,7 @@ class Conversations:
 
 
 def read_sharegpt(path: Path, limit: int | None, encode: Encode) -> Trace:
-    """The first so many requests of a JSON list of conversations, or all, in the file's order.
+    """Return the first requests of a JSON list of conversations, or all, in the file's order.
 
     Raises:
         JaxinferError: the file cannot be read, or is no such list.

@@ -84,7 +84,7 @@ _FORMATS = (_VIDUR, _AZURE, _BURST_GPT)
 
 
 def read_csv(path: Path, limit: int | None) -> Trace:
-    """The first so many requests, or all. Azure's earliest arrives at 0.
+    """Return the first requests, or all. Azure's earliest arrives at 0.
 
     Raises:
         JaxinferError: the file cannot be read, has other columns, or a wrong value.

@@ -16,7 +16,7 @@ _MOONCAKE = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 def read_jsonl(path: Path, limit: int | None, encode: Encode) -> Trace:
-    """The first so many requests, or all.
+    """Return the first requests, or all.
 
     Args:
         encode: called with texts, where the file has conversations.

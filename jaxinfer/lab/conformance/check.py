@@ -48,19 +48,19 @@ def check(
     wire: str | None = None,
     whole_pages: bool = False,
 ) -> list[Finding]:
-    """Check requests that a hand-off has moved; none is found where all is well.
+    """Check requests that a hand-off has moved; return an empty list if all is well.
 
     Args:
-        dest: with the pools as they are afterwards; ``before``: as they were, for what must not
-            have changed.
+        dest: destination after the hand-off; ``before``: destination before it, to check that all
+            other entries are unchanged.
         freed: requests whose pages at the destination were given to others before the end.
-        slab_tokens: of what travels as one; it decides about the name of a swap alone.
+        slab_tokens: tokens sent as one slab; used only to name a swap.
         wire: the format that travels, by default the narrower one of the two sides.
-        whole_pages: whether a last page may be filled with whatever the source's has.
+        whole_pages: whether a last page may be copied whole, with the source's unused entries.
 
     Returns:
-        The findings: first of the requests' own entries, then of all else, and what is rounded
-        last; of each, those first that explain the most.
+        The findings: those in the requests' own entries, then those elsewhere, then rounding.
+        Within each part, the findings that explain most blocks come first.
 
     Raises:
         ValueError: there is nothing to check, or a side has no such request.

@@ -24,7 +24,7 @@ class Wrong:
     Attributes:
         shards: what the numbers in ``shard`` stand for; ``index``: of the head on its device.
         origin: whose entries they are; ``zero``: those that are 0 throughout.
-        ratio: of a block's unit to that of its origin's golden entries, 0 for nobody's.
+        ratio: ratio of a block's unit to that of its origin's golden entries; 0 without an origin.
     """
 
     request: int

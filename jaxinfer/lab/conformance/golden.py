@@ -35,7 +35,7 @@ def check_counts(whose: str, counts: Mapping[str, object], least: int = 1) -> No
 
 
 class Origin(NamedTuple):
-    """Owners of the entries in some blocks; arrays of one shape, -1 where a block is nobody's.
+    """Owners of the entries in some blocks; arrays of one shape, -1 for blocks without an owner.
 
     Attributes:
         unit: what the block's entries are multiples of; ``request`` to ``block`` tell the place.

@@ -1,4 +1,4 @@
-"""Pages whose entries are nobody's, read once more as if they lay there in another way."""
+"""Pages whose entries have no known owner, read once more as if laid out in another way."""
 
 from collections.abc import Iterator
 from itertools import permutations

@@ -40,7 +40,7 @@ class Case:
 
 
 def by_owner(case: Case) -> Iterator[Named]:
-    """Entries of somebody else."""
+    """Entries that belong to another request."""
     owner = case.wrong.origin.request
     yield (
         "late write after free",

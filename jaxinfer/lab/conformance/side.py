@@ -36,7 +36,7 @@ class Side:
     """An engine's KV.
 
     Attributes:
-        num_pages: of each pool; page 0 is nobody's, and may hold anything.
+        num_pages: pages of each pool; page 0 belongs to no request and may hold anything.
         former: of what the pools held before, the number that golden requests count from.
         tables: each request's pages in token order; ``lengths``: its tokens.
         pools: keys and values of each shard.
@@ -127,7 +127,7 @@ class Side:
     def put(
         self, shard: LayerPages, table: list[int], start: int, entries_2TKH: np.ndarray
     ) -> None:
-        """Write entries of the device's own heads; pages of 8 bits are scaled anew."""
+        """Write entries of the device's own heads; pages of 8 bits get new scales."""
         tokens = start + np.arange(entries_2TKH.shape[1])
         page_T, offset_T = np.divmod(tokens, self.layout.page_size)
         page_T = np.asarray(table)[page_T]

@@ -179,7 +179,7 @@ class Conformance:
             return f"golden entries are refused: {error}"
 
     def fault_of(self, source: str, dest: str) -> str:
-        """Hand over golden entries; return what is wrong with what arrives, or nothing.
+        """Hand over golden entries; return a description of the fault on arrival, or "".
 
         Raises:
             JaxinferError: the hand-off is refused.

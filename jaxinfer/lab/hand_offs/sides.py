@@ -41,7 +41,7 @@ class HandOffSide:
         return self.tensor_parallel_size * self.stages
 
     def sections(self, group: str, layers: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A group and an instance of a run file, for a model of so many layers."""
+        """Return a group and an instance of a run file, for a model of ``layers`` layers."""
         tp = self.tensor_parallel_size
         instance: dict[str, Any] = {"group": group}
         if self.stages > 1:

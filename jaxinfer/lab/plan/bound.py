@@ -1,4 +1,4 @@
-"""The rate of requests that no run on a modelled cluster exceeds, whatever its system decides.
+"""The rate of requests that no run on a modelled cluster exceeds, under any system.
 
 A linear program over rates per second. Each instance computes prompt tokens and decodes, each kind
 by its position in the request, in steps that each yield a token: those of others could have been
@@ -232,7 +232,7 @@ class _Program:
         self._less.append((row, most))
 
     def product(self, product: ProductFloor, tokens: Mapping[int, float], steps: int) -> int:
-        """A new variable: seconds of a matrix product of so many tokens in so many steps."""
+        """A new variable: seconds of a matrix product over a number of tokens and steps."""
         seconds = self.variable()
         self.at_most({each: n * product.compute_s for each, n in tokens.items()} | {seconds: -1})
         moved = {each: n * product.moved_s for each, n in tokens.items()}

@@ -15,15 +15,16 @@ Axis = str | int | float | None
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run file's part, which the plan file's ``run`` completes.
+    """A part of a run file, which the plan file's ``run`` completes.
 
     Attributes:
-        axes: what it is among the others, in words and numbers: its columns in the table.
-        part: groups, instances, system and the like.
-        key: candidates with equal keys are simulated once; by default all that it has.
-        refused: why it cannot be, where its planner knows; it is not simulated.
-        outputs: of a phase of requests, the tokens that each has at most: one is a prompt alone.
-        uncounted: groups that cost nothing, since they stand for what a phase leaves out.
+        axes: words and numbers that distinguish it from the others: its columns in the table.
+        part: groups, instances, system and other sections.
+        key: candidates with equal keys are simulated once; by default all its fields.
+        refused: reason why it cannot run, if its planner knows one; it is not simulated.
+        outputs: largest number of output tokens per request if the candidate serves one phase of
+            requests; 1 means the prompt alone.
+        uncounted: groups that cost nothing, since they stand for the other phase.
         wanted: requests per second that its planner means it to carry, if any; where it carries
             fewer, the result says so.
     """
@@ -56,7 +57,7 @@ class Costs:
     """The costs of a cluster.
 
     Attributes:
-        usd: dollars per hour, None where nobody has said.
+        usd: dollars per hour, None if not known.
     """
 
     gpus: int
@@ -67,7 +68,7 @@ class Costs:
         """The amount of a cost.
 
         Raises:
-            JaxinferError: nobody has said.
+            JaxinferError: the amount is not known.
         """
         amount: float | None = getattr(self, of)
         if amount is None:
@@ -84,11 +85,12 @@ class Score:
 
     Attributes:
         rate: requests per second at which it keeps the targets; 0 if at none, infinite if at any.
-        given_up: it missed them at this rate, the one to beat, or its bound lies below that, and
+        given_up: it missed the targets at the rate to beat, or its bound lies below that rate and
             nothing was simulated.
         figures: those found at that rate, by target (see ``Verdict``).
-        refused: why it cannot be at all.
-        enough: requests that would tell, where they were too few for the rate (see ``TriedRate``).
+        refused: reason why it cannot run at all.
+        enough: number of requests needed for a verdict, if they were too few for the rate (see
+            ``TriedRate``).
     """
 
     rate: float
@@ -118,18 +120,18 @@ class Search(Protocol):
         bound: Bound = lambda candidate: inf,
         guess: Guess | None = None,
     ) -> Candidate:
-        """The best, with as little work as that takes."""
+        """Return the best candidate, with as little work as possible."""
 
     def costs(self, candidate: Candidate) -> Costs:
-        """Return the costs of one; nothing is simulated.
+        """Return the costs of a candidate without simulation.
 
         Raises:
-            JaxinferError: it cannot be.
+            JaxinferError: the candidate cannot run.
         """
 
 
 class Planner(Protocol):
-    """Walks through candidates. Made anew for each search from its ``Options``."""
+    """Walks through candidates. Each search makes a new one from its ``Options``."""
 
     Options: type[Options]
 

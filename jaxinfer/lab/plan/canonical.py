@@ -1,4 +1,4 @@
-"""Content of a run file, whatever its groups are called."""
+"""Content of a run file, independent of its groups' names."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

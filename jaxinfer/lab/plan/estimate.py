@@ -44,7 +44,7 @@ def _rate(instance: ModelledInstance, prompt: float, output: float, limit: float
 def _gap(
     instance: ModelledInstance, decodes: float, chunk: float, prompt: float, context: float
 ) -> float:
-    """Seconds from a token to the next, where all steps have so many decodes and prompt tokens."""
+    """Seconds between tokens if all steps have the same numbers of decodes and prompt tokens."""
     n, c = max(round(decodes), 1), max(round(chunk), 0)
     chunks = [(round(prompt / 2), c)] if c > 1 else []
     tokens = n + c * bool(chunks)

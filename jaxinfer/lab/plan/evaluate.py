@@ -51,7 +51,7 @@ class Simulation(NamedTuple):
     Attributes:
         data, seeds, outputs: see ``Question``.
         rate: requests per second; 0 for a sample of them, one at a time (see ``alone``).
-        requests: so many of the workload's; None for all.
+        requests: number of the workload's requests to use; None for all.
     """
 
     data: Mapping[str, object]
@@ -79,7 +79,7 @@ class Evaluator:
         return pickle.dumps((self.goal, self.work, self.targets, self.prices))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return what pickle needs: packed once, whatever is asked."""
+        """Return what pickle needs, packed only once."""
         return _unpacked, (self._packed,)
 
     def costs(self, data: Mapping[str, object], uncounted: Collection[str] = ()) -> Costs:

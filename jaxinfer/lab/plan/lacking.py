@@ -9,7 +9,7 @@ from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
 
 
 def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> str:
-    """Names the candidate that comes nearest, and its figures beside what they have to be."""
+    """Names the candidate that comes nearest, with its figures and the required ones."""
     if not tried:
         return "the planner finds no candidates: no placement fits on the GPUs given"
     missed = [(c, s) for c, s in tried if s.figures]

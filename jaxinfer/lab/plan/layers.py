@@ -42,7 +42,7 @@ def even_times(
 
 
 def least_sum(total: int, each: Sequence[float], most: Sequence[int]) -> list[int] | None:
-    """Layers with which all stages together take least: as many as fit on the fastest ones."""
+    """Return the layers of each stage for the least total time: most on the fastest stages."""
     if total < len(each) or sum(most) < total or min(most) < 1:
         return None
     layers = [1] * len(each)

@@ -147,9 +147,9 @@ def _draw_names(
 
 
 def draw_latencies(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
-    """TTFT against TBT of what was found in full, each at its own largest rate, with the limits.
+    """Draw TTFT over TBT of fully searched candidates at their largest rates, with the limits.
 
-    None where the targets are no percentiles of both: then nobody has found them.
+    Draws nothing unless the targets are percentiles of both: the search has no other figures.
     """
     from matplotlib.figure import Figure
 

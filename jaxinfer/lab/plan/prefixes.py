@@ -21,10 +21,11 @@ class _Units(NamedTuple):
 
 
 def best_hits(work: Sequence[BenchRequest]) -> list[int]:
-    """The tokens of each prompt that a cache may have from other requests, in whatever order.
+    """Return for each prompt the most tokens that a cache may hold from other requests.
 
-    All but the last where another whole prompt is its beginning: that one's output may be next.
-    None of a prompt whose tokens are not known.
+    The requests may come in any order. The count is all tokens but the last if another whole prompt
+    is a prefix of this one, as that request's output may continue it; and 0 if the prompt's tokens
+    are not known.
     """
     found = [0] * len(work)
     # Block by block where all are known by their blocks: unrolled, a trace fills the memory.

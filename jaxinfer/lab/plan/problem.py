@@ -103,7 +103,7 @@ class Problem(Options):
         run: Part that all candidates' run files have in common, with the workload. What it lacks of
             model and requests is as the planner's files have it, where they agree.
         prices: Dollars per hour of a GPU by name; by default those of a hardware file's nodes.
-        replan: Planning anew whenever the load has shifted.
+        replan: Plan again whenever the load has shifted.
     """
 
     planner: ByName
@@ -211,7 +211,7 @@ class Problem(Options):
 
 
 def merge(base: Mapping[str, Any], more: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Merge two mappings; where both have a mapping, likewise, else ``more`` wins.
+    """Merge two mappings, nested mappings too; otherwise values of ``more`` win.
 
     Args:
         where: in a run file they are: a name that stands for options there goes with others.

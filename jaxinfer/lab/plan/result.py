@@ -196,7 +196,7 @@ def write_run_file(
     """The chosen one, with its story at its head.
 
     Args:
-        force: overwrite whatever is there.
+        force: overwrite existing files.
 
     Raises:
         JaxinferError: one is there that is not as it was written.
@@ -210,7 +210,7 @@ def write_sealed(
     """A run file with lines of comment at its head, and one at its end that an edit breaks.
 
     Args:
-        force: overwrite whatever is there.
+        force: overwrite existing files.
 
     Raises:
         JaxinferError: one is there that is not as it was written.

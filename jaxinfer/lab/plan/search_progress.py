@@ -96,7 +96,7 @@ class SearchBar(Watcher):
         self._now = ""
 
     def expect(self, count: int) -> None:
-        """More candidates, beside those before."""
+        """Expect more candidates in addition to earlier ones."""
         with self._lock:
             self._expected += count
             self._tell()

@@ -18,7 +18,8 @@ class LengthBuckets:
 
     Attributes:
         granularity: tokens of a bucket.
-        cap: answers were cut off here: one of so many tokens, or more, is of the last class.
+        cap: length at which answers were cut off: those of this length or more are in the last
+            class.
     """
 
     granularity: int

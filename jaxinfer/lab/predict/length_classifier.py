@@ -128,7 +128,7 @@ class LengthClassifier:
         self.bucket_of([0])
 
     def bucket_of(self, token_ids: Sequence[int]) -> int:
-        """The likeliest class of a prompt's answer; on the CPU, beside the model."""
+        """Return the likeliest class of a prompt's answer; this runs on the CPU."""
         bag_F = bag_of_tokens(token_ids, self._about.rows)
         with jax.default_device(self._cpu):
             return int(self._likeliest(bag_F[None])[0])

@@ -3,9 +3,9 @@
 An array counts as one collective, whatever the compiler has put together. XLA for CPUs makes no
 reduce-scatter: an all-reduce that a slice follows is counted as the all-reduce that it is. XLA for
 TPUs has both in one kernel, a computation named ``all-reduce-scatter``: that is a reduce-scatter.
-It also writes one that runs beside other work as several, its beginning, steps and end, of one
-channel: they count once. Those that programs ask for under ``shard_map`` all have the same channel,
-and are no steps. What is in a loop counts once, too.
+It also writes one that runs in parallel to other work as several, its beginning, steps and end, of
+one channel: they count once. Those that programs ask for under ``shard_map`` all have the same
+channel, and are no steps. What is in a loop counts once, too.
 """
 
 import math

@@ -41,13 +41,13 @@ class Program:
     """Programs of one model in one layout on one mesh.
 
     Args:
-        model: with heads and columns that divide, see ``shapes.padded``.
+        model: model whose heads and columns divide over the mesh, see ``shapes.padded``.
         context: KV entries that a decode sees, its own included.
-        dtype: of all arrays.
+        dtype: dtype of all arrays.
         target: devices of the mesh.
 
     Attributes:
-        products: of a mixture's experts; None of dense models.
+        products: kernel for the products of a mixture's experts; None for dense models.
         parts: axes that cut the tokens of KV; ``scattered``: those of them over which results are
             scattered by heads as they are added up.
     """
@@ -197,7 +197,7 @@ class Program:
         return out
 
     def _first(self, axes: tuple[str, ...], count: int) -> jax.Array:
-        """The first of this device's own, of so many that each has along these axes."""
+        """The index of this device's first item, if each has ``count`` along these axes."""
         return jax.lax.axis_index(axes) * count if axes else jnp.int32(0)
 
     def _put_together(self, most: jax.Array, total: jax.Array, out_TNH: jax.Array) -> jax.Array:

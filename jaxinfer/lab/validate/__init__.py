@@ -1,1 +1,1 @@
-"""Measured TTFT and TPOT of real engines, beside the simulator's."""
+"""Measured TTFT and TPOT of real engines, compared with the simulator's."""

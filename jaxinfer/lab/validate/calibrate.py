@@ -43,7 +43,7 @@ StageFor = Callable[[KernelEfficiency], StageCost]
 
 
 class MeasuredStep(Options):
-    """A measured step: a chunk of a prompt beside decodes.
+    """A measured step: a chunk of a prompt together with decodes.
 
     Attributes:
         chunk_tokens: 0 for no chunk; ``chunk_context``: KV entries before it.
@@ -80,8 +80,8 @@ class Calibration:
     """The result of a calibration.
 
     Attributes:
-        fitted: the numbers that the points tell; the others are as they were.
-        mape: mean of the relative errors without their signs; ``points``: their number.
+        fitted: names of the numbers fitted to the points; the others are unchanged.
+        mape: mean of the absolute relative errors; ``points``: number of points.
         worst: the largest relative error, with its sign; ``worst_point``: where it is.
     """
 

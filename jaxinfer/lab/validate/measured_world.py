@@ -36,7 +36,7 @@ class Measured:
 
     Attributes:
         steps: by instance, and losses of it so far, in order.
-        transfers: by way, in order; ``ticks`` likewise.
+        transfers, ticks: by way, in order.
         arrivals, losses: as they come.
         predicted: by request, what was predicted of its output.
         ends: by request, its reason, how many tokens it had, and more of the reason.
@@ -151,7 +151,7 @@ class MeasuredWorld(SimulatedWorld):
             self.start_transfer(transfer)
 
     def start_transfer(self, transfer: Transfer) -> None:
-        """Start one, likewise."""
+        """Start a transfer, with its measured times."""
         lives = self._lives[transfer.source], self._lives[transfer.dest]
         way = way_of(transfer), *lives
         if found := self._given.transfers[way]:

@@ -69,7 +69,7 @@ class Point:
 
     @property
     def attention_dp(self) -> int:
-        """Groups of GPUs that attend to requests of their own, beside experts that all share."""
+        """Number of groups of GPUs that attend to their own requests, while all share experts."""
         return max(self.moe_ep * self.moe_tp // max(self.tp, 1), 1)
 
     @property

@@ -1,4 +1,4 @@
-"""A log of vLLM's requests beside a simulation of them.
+"""A log of vLLM's requests compared with a simulation of them.
 
 A log has a line of JSON for each request: tokens of its prompt and answer, when the client sent it,
 by its own clock, and when the engine noted it, had its first and its last token, by the engine's.

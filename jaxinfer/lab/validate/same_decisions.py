@@ -27,12 +27,12 @@ from jaxinfer.steps.profile import Profile
 
 
 class LedgerCheck(NamedTuple):
-    """A comparison of two ledgers: of a real run, and of the simulator on what that run was told.
+    """A comparison of a real run's ledger with the simulator's for the same events.
 
     Args:
-        difference: the first one in words, or None.
-        entries: how many the real ledger has; ``hash``: its hash.
-        finished: whether the real run was; if not, both ledgers end where it was given up.
+        difference: description of the first difference, or None.
+        entries: number of entries in the real ledger; ``hash``: its hash.
+        finished: whether the real run finished; if not, both ledgers end where it stopped.
     """
 
     difference: str | None
@@ -42,7 +42,7 @@ class LedgerCheck(NamedTuple):
 
 
 def check_decisions(folder: Path) -> LedgerCheck:
-    """Have the simulator decide on what a real run was told, and compare the two ledgers.
+    """Give the simulator the events of a real run, and compare the two ledgers.
 
     Raises:
         JaxinferError: the run kept no ledger, or cannot be decided upon again.
@@ -208,7 +208,7 @@ def _shards(
 
 
 class _NoCost:
-    """Costs that nobody asks for."""
+    """Costs that are never computed."""
 
     def stages(self, work: Any) -> list[float]:
         raise AssertionError("times are measured")

@@ -19,7 +19,7 @@ OURS = (*(f"{name}_ms" for name in ("ttft", "tpot", "e2e")), "simulated_as", "us
 
 @dataclass(frozen=True)
 class Compared:
-    """A point beside its prediction.
+    """A measured point and its prediction.
 
     Attributes:
         found: ``ttft_ms`` and ``tpot_ms``, or ``refused``; None where it was left out.

@@ -34,7 +34,7 @@ class Limits:
     page_size: int = 1
 
     def most_context(self, batch: int) -> float:
-        """KV entries of so many decodes with which an iteration takes ``atgt_s`` (eq. 4)."""
+        """KV entries of ``batch`` decodes at which an iteration takes ``atgt_s`` (eq. 4)."""
         left = self.atgt_s - self.decode.constant - self.decode.per_sequence * batch
         if self.decode.per_context > 0:
             return left / self.decode.per_context
@@ -46,8 +46,9 @@ class Job:
     """A request on a worker. All counts are in tokens.
 
     Attributes:
-        longest: KV entries by its limit.
-        predicted: of its output, when it was placed; ``expected``: by now.
+        longest: KV entries that it has at most, by its token limit.
+        predicted: output tokens predicted when it was placed; ``expected``: output tokens expected
+            now.
         done: output tokens when its worker was last looked at.
         prefills: whether the worker computes its prompt, too; else (c) and (d) say nothing.
     """
@@ -62,17 +63,17 @@ class Job:
 
     @property
     def output(self) -> int:
-        """Output tokens that it counts with: the prediction, or those there are beyond it."""
+        """Output tokens to count: the expected number, or those done if they are more."""
         return max(self.expected, self.done)
 
     def entries(self, page_size: int) -> tuple[int, int]:
-        """KV entries now, if the last page were full, and those to come."""
+        """Return KV entries now, as if the last page were full, and those to come."""
         return self.prompt + self.done + page_size - 1, max(self.expected - self.done, 0)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """State of a worker's requests that takes a look there to know.
+    """State of a worker's requests that must be read from the worker.
 
     Attributes:
         prompt_tokens: still to be computed.
@@ -89,7 +90,7 @@ class WorkerAccount:
 
     Attributes:
         empty_since: seconds; holds while ``jobs`` is empty.
-        usd: dollars per hour; where nobody gives any, all workers are worth as much.
+        usd: dollars per hour; without prices, all workers cost the same.
     """
 
     name: str
@@ -107,7 +108,7 @@ class WorkerAccount:
         self._outputs += job.output
 
     def take_back(self, request: str) -> Job | None:
-        """A request has ended, or is to be placed anew; None if it is not here."""
+        """Remove a request that has ended or will be placed again; None if it is not here."""
         job = self.jobs.pop(request, None)
         if job:
             self._prompts -= job.prompt
@@ -115,7 +116,7 @@ class WorkerAccount:
         return job
 
     def update(self, job: Job, done: int, expected: int) -> None:
-        """A request has so many output tokens, and is expected to have so many."""
+        """Note the output tokens of a request, and the number expected in all."""
         self._outputs -= job.output
         job.done, job.expected = done, expected
         self._outputs += job.output
@@ -127,7 +128,7 @@ class WorkerAccount:
 
     @property
     def norm(self) -> float:
-        """Length of (batch, context), whatever their units, as printed: how full the worker is."""
+        """How full the worker is: length of (batch, context), as printed, regardless of units."""
         return math.hypot(len(self.jobs), self.context)
 
     @property

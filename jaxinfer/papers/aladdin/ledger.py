@@ -18,7 +18,7 @@ def limits_of(
     """Return the limits of a worker, by the fits of its steps.
 
     Raises:
-        JaxinferError: each iteration takes too long, or nobody knows how long.
+        JaxinferError: each iteration takes too long, or step times are not known.
     """
     name, fit = instance.name, instance.fit
     if fit is None or fit.decode is None:
@@ -104,7 +104,7 @@ class WorkerLedger:
             self._given[worker.name] += job.prompt
 
     def take_back(self, request: str) -> tuple[WorkerAccount, Job] | None:
-        """Take back a request that is placed anew or has ended; None if it is nowhere."""
+        """Take back a request that is placed again or has ended; None if no worker has it."""
         worker = self._where.pop(request, None)
         job = worker and worker.take_back(request)
         return (worker, job) if worker and job else None

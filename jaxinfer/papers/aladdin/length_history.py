@@ -15,7 +15,7 @@ class History:
         self._count = self._sum = 0
 
     def add(self, prompt_len: int, output: int) -> None:
-        """Take in an answer of so many tokens."""
+        """Take in an answer of ``output`` tokens."""
         number = prompt_len.bit_length()
         insort(self._bins[number], output)
         self._sums[number] += output

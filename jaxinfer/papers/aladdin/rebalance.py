@@ -1,8 +1,8 @@
 """Requests that have not started go from where answers are longer than predicted to where they are
 shorter: Aladdin's Algorithm 2 (section 4.3).
 
-Our reading: a worker's error is the time of an iteration that nobody has foreseen, and the sum of
-their amounts is to be small.
+Our reading: a worker's error is the time of an iteration that was not predicted, and the sum of the
+absolute errors should be small.
 """
 
 from collections.abc import Callable, Mapping

@@ -33,7 +33,7 @@ class MeanRequest:
 
 @dataclass(frozen=True)
 class MostTokens:
-    """Eq. 6: output tokens per second and GPU, at most, of a worker of so many GPUs.
+    """Eq. 6: the most output tokens per second and GPU that a worker of a given size has.
 
     Attributes:
         by_memory: with as many requests as its pool holds; ``by_target``: as an iteration may have.
@@ -73,7 +73,7 @@ class WorkerCount:
     constant: float
 
     def workers(self, rate: float) -> int:
-        """Return the workers that so many requests per second take."""
+        """Return the number of workers that ``rate`` requests per second need."""
         # A sum that is whole but for its last digits is whole.
         return max(math.ceil(self.per_rate * rate + self.constant - 1e-9), 1)
 
@@ -102,7 +102,7 @@ def fewest(keeps: Callable[[int], bool], guess: float, most: int) -> int | None:
     does harm; no number is asked for twice.
 
     Args:
-        keeps: whether so many do.
+        keeps: tells whether a number of workers keeps the targets.
     """
     low, high, step = 0, most + 1, 1  # The former are too few, the latter would be enough.
     count = int(min(max(guess, 1), most))
@@ -135,7 +135,8 @@ def cheapest_mix(
     kinds, the fewest of the last are looked for among those that are cheaper than the best so far.
 
     Args:
-        keeps: whether so many of each kind do; not asked where an earlier answer tells.
+        keeps: tells whether numbers of workers of each kind keep the targets; not called if an
+            earlier answer decides.
         costs: of a worker of each kind; ``rates``: about what it carries.
         most: workers of each kind.
     """
@@ -155,7 +156,7 @@ def cheapest_mix(
         return math.fsum(map(mul, counts, costs))
 
     def guess(others: Counts) -> int:
-        """Return about how many of the last kind it takes beside these."""
+        """Estimate how many workers of the last kind are needed in addition to these."""
         left = max(rate - math.fsum(map(mul, others, rates)), 0.0)
         return math.ceil(min(left / rates[-1], most)) if rates[-1] else most * bool(left)
 

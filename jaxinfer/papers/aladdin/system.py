@@ -64,7 +64,7 @@ class AladdinOptions(Options):
             raise OptionError("off_after_s: needs heartbeat_s, when it is looked at")
 
     def usd(self, worker: str) -> float:
-        """Dollars per hour of one; 1 where nobody has said."""
+        """Dollars per hour of one worker; 1 if not given."""
         return self.usd_per_hour.get(worker, 1.0)
 
 

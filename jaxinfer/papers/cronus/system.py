@@ -2,7 +2,8 @@
 
 The partial prefill instance (PPI, on the weak group) computes the first part of each prompt; the
 chunked prefill instance (CPI, on the strong group) fetches that KV, computes the rest in chunks
-beside its decodes, and decodes. The Balancer cuts each prompt so that both parts take as long.
+together with its decodes, and decodes. The Balancer cuts each prompt so that both parts take the
+same time.
 """
 
 from collections.abc import Collection, Mapping, Sequence

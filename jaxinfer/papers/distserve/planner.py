@@ -122,7 +122,7 @@ class Space:
         return [tp for tp in range(1, most + 1) if not any(count % tp for count in heads)]
 
     def shapes(self) -> Iterator[InstanceShape]:
-        """Yield the shapes of an instance by itself, in the order of Algorithm 1."""
+        """Yield the shapes of a single instance, in the order of Algorithm 1."""
         options = self._options
         for tp, pp in products(options.nodes, options.gpus_per_node):
             if tp in self.degrees and not self._model.num_hidden_layers % pp:
@@ -190,7 +190,7 @@ class Space:
         """So many instances of prefill and of decode, anywhere.
 
         Args:
-            carry: what the phases carry, each by itself.
+            carry: rate that each phase carries alone.
         """
         options = self._options
         names = [groups_of(*each) for each in zip(PHASES, shapes, strict=True)]

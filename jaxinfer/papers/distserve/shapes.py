@@ -45,7 +45,7 @@ def packed(tp: int, pp: int, gpus_per_node: int) -> InstanceShape:
 
 
 def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
-    """Count the nodes that pieces, of so many GPUs in one node each, take: largest first."""
+    """Count the nodes that pieces need, each within one node; the largest pieces go first."""
     left: list[int] = []
     for piece in sorted(pieces, reverse=True):
         fits = next((number for number, free in enumerate(left) if free >= piece), None)

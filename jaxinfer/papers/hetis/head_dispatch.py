@@ -52,7 +52,7 @@ class DeviceLoad:
         return max(busy / 2 + self.fit.exchange - self.hidden, busy - 2 * self.hidden, 0.0)
 
     def within(self, seconds: float) -> float:
-        """Return the seconds, of so many, that are left for pairs and entries."""
+        """Return how many of ``seconds`` are left for pairs and entries."""
         fit, hidden = self.fit, self.hidden
         if hidden is None:
             return seconds - fit.constant - fit.exchange - self.others
@@ -60,7 +60,7 @@ class DeviceLoad:
         return busy - 2 * fit.constant - self.others
 
     def plus(self, slices: int, entries: float, pages: int) -> "DeviceLoad":
-        """Return the load with so many slices more, of so many KV entries and pages each."""
+        """Return the load with more slices, each of ``entries`` KV entries and ``pages`` pages."""
         return DeviceLoad(
             self.fit,
             self.pairs + slices,
@@ -72,7 +72,7 @@ class DeviceLoad:
         )
 
     def grown(self, slices: int) -> "DeviceLoad":
-        """Return the load with one more page for each of so many slices that lie there."""
+        """Return the load with one more page for each of ``slices`` slices on the device."""
         entries = self.entries + slices * self.page_size
         return replace(self, entries=entries, free_pages=self.free_pages - slices)
 
@@ -106,7 +106,7 @@ def dispatch(
 
 
 def dispatch_by_memory(loads: Sequence[DeviceLoad], slices: int, pages: int) -> list[int] | None:
-    """Likewise, each slice on the device that has the most room: what time is not looked at."""
+    """Place each slice on the device that has the most room, without regard to time."""
     free, counts = [load.free_pages for load in loads], [0] * len(loads)
     for _ in range(slices):
         chosen = max(range(len(free)), key=free.__getitem__)
@@ -118,7 +118,7 @@ def dispatch_by_memory(loads: Sequence[DeviceLoad], slices: int, pages: int) -> 
 
 
 def can_do(seconds: float, loads: Sequence[DeviceLoad]) -> bool:
-    """True if so many seconds do for all that lies on the devices, were it placed anew.
+    """True if ``seconds`` suffice for all slices on the devices after placing them again.
 
     The least time of which that is true is a lower bound of f* (section 5.3.1): any part of a slice
     may go wherever a pool holds it, its pairs and its entries apart. Each device takes the entries
@@ -148,7 +148,7 @@ def can_do(seconds: float, loads: Sequence[DeviceLoad]) -> bool:
 
 
 def placed_anew(loads: Sequence[DeviceLoad]) -> float:
-    """Estimate the time if all were placed anew, and each slice had the mean of the KV entries."""
+    """Estimate the time if all slices were placed again, each with the mean KV entries."""
     pairs = sum(load.pairs for load in loads)
     each = sum(load.entries for load in loads) / pairs
     fits = [load.fit for load in loads]
@@ -173,8 +173,8 @@ def placed_anew(loads: Sequence[DeviceLoad]) -> float:
 def as_halves(loads: Sequence[DeviceLoad], whole: float, half: float) -> Sequence[DeviceLoad]:
     """Return the loads of a stage's devices, its own first, as halves where that is faster.
 
-    Heads lie otherwise for halves than for whole steps. So both are looked at as if all heads were
-    placed anew, and heads are placed for the faster of the two.
+    The best placement of heads differs between halves and whole steps. So the function estimates
+    both as if all heads were placed again, and chooses the faster.
 
     Args:
         whole, half: seconds of a layer's dense part, of all of a step and of half of it.

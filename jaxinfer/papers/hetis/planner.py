@@ -172,7 +172,7 @@ class StageTimes:
         self._found: dict[tuple[str, int], float] = {}
 
     def of_layer(self, gpu: str, tp: int) -> float:
-        """Seconds of one layer on so many GPUs; infinite where they do not divide the heads."""
+        """Seconds of one layer on ``tp`` GPUs; infinite if ``tp`` does not divide the heads."""
         key = gpu, tp
         if key not in self._found:
             self._found[key] = self._layer(gpu, tp)

@@ -1,7 +1,8 @@
 """Choice of the GPUs with layers and of those with attention alone: Hetis' Parallelizer (4.1).
 
-Kinds of GPUs have numbers, and so many GPUs of each are in one instance: one kind is one or several
-pipeline stages. A kind's seconds are what one of its GPUs takes for the prefill of all layers.
+Kinds of GPUs have numbers, and an instance has a number of GPUs of each. The GPUs of one kind form
+one or several pipeline stages. A kind's seconds are the time that one of its GPUs takes to prefill
+all layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -66,5 +67,5 @@ def groupings(
 
 
 def splits_of(gpus: int) -> list[tuple[int, int]]:
-    """Tensor and pipeline parallelism of so many GPUs."""
+    """Tensor and pipeline parallelism of ``gpus`` GPUs."""
     return [(tp, gpus // tp) for tp in range(1, gpus + 1) if gpus % tp == 0] or [(0, 0)]

@@ -67,8 +67,8 @@ class Hetis(System):
 
     A request goes to the instance with the largest share of free pages. Its prompt is attended to
     on the devices with layers, where they have room (section 3.2); its heads are handed out when
-    that is done. It is placed anew where a stage is slower than Theta allows (section 5.3.1), and
-    where a shard has no page left (5.3.2).
+    that is done. It is placed again if a stage is slower than Theta allows (section 5.3.1), or if a
+    shard has no page left (5.3.2).
     """
 
     Options = HetisOptions
@@ -156,7 +156,7 @@ class Hetis(System):
         return [self._move(instance, victim, moves, "moved_for_memory")]
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Hand out heads whose prompts are done; or place one request anew."""
+        """Hand out heads whose prompts are done, or place one request again."""
         instance = cluster.instances[step.instance]
         done = [row.request for row in step.rows if self._has_done_its_prompt(row.request)]
         self._prompts.difference_update(request.id for request in done)
@@ -206,7 +206,7 @@ class Hetis(System):
         ]
 
     def _relieve(self, instance: InstanceView, numbers: Sequence[int]) -> MoveSlices | None:
-        """Place the largest request on a device that is too slow anew, if that helps."""
+        """Place again the largest request on a device that is too slow, if that helps."""
         loads = self._loads(instance, numbers)
         if not self._is_slow(loads):
             return None
@@ -231,7 +231,7 @@ class Hetis(System):
         numbers: Sequence[int],
         loads: Sequence[DeviceLoad],
     ) -> tuple[list[DeviceLoad], list[SliceMove]] | None:
-        """Place a request anew; return the loads of a stage's devices after that, and its moves."""
+        """Place a request again; return the new loads of a stage's devices, and the moves."""
         entries, pages = request.num_known, -(-request.num_known // instance.page_size)
         here = [len(request.slices[number]) for number in numbers]
         without = [
@@ -328,7 +328,7 @@ def _used(instance: InstanceView, shard: ShardView) -> int:
 
 
 def _share_left(instance: InstanceView, given: int) -> float:
-    """Share of all pages left free by prompts that wait, and so many tokens more."""
+    """Share of all pages left free by waiting prompts and ``given`` more tokens."""
     prompts = instance.prompt_tokens_left + given
     return (instance.num_free_pages - prompts / instance.page_size) / instance.num_pages
 
@@ -344,7 +344,7 @@ def _stages(shards: Sequence[ShardView]) -> list[list[int]]:
 def _moves(
     source: int, dests: Sequence[int], counts: Sequence[int], slices: Sequence[int]
 ) -> list[SliceMove]:
-    """The first of some slices to several shards, so many to each."""
+    """Move the first ``counts`` of some slices to several shards."""
     left = iter(slices)
     return [
         (source, dest, tuple(next(left) for _ in range(count)))

@@ -87,7 +87,8 @@ class Modelled:
         engines: by role, of which what counts for pools and batches is taken.
         costs: whose ``groups`` are names of GPUs.
         degrees: of tensor parallelism; those that divide the model's heads are used.
-        local: as if a group's stages had no time between them, whatever its nodes: an upper bound.
+        local: whether to ignore the time between a group's stages, even across nodes, for an upper
+            bound.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Modelled:
         return best / self.model.num_hidden_layers
 
     def _line(self, role: GroupRole, end: End, stages: int) -> tuple[float, float]:
-        """Seconds of a stage of so many, all of them full: fixed, and for each layer."""
+        """Seconds of one of ``stages`` full stages: the fixed part, and the part of each layer."""
         key = role, end, stages
         if key not in self._lines:
             size = self._full(role, stages)
@@ -269,7 +270,7 @@ class Modelled:
         return self.lengths.context + self.engines["decode"].page_size / 2
 
     def prefill_tokens(self, stages: int) -> int:
-        """Return the tokens of a prefill step of an instance with so many stages.
+        """Return the tokens of a prefill step of an instance with ``stages`` stages.
 
         Each of as many steps gets its part of the prompts that the instance may have at once, so
         that no step gets most of them.
@@ -320,7 +321,7 @@ class Modelled:
         return self._entries[role, end]
 
     def _most_layers(self, role: GroupRole, end: End, wanted: float) -> int:
-        """Return the most layers a stage can have so that its pool has so many entries."""
+        """Return the most layers with which a stage's pool has ``wanted`` entries."""
         key = role, end, wanted
         if key not in self._limits:
             # Pools shrink with layers: those before the first that is too small.

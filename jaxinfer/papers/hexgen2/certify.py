@@ -96,7 +96,7 @@ def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0
 
 
 def rent(capacity: Modelled, request_bytes: float, most: int, budget: float) -> tuple[Site, float]:
-    """The GPUs that carry most of those that so many dollars per hour pay for.
+    """Return the GPUs that carry most for ``budget`` dollars per hour.
 
     As if all GPUs of a kind were in one node: the second value is requests per second that no plan
     exceeds on any GPUs of that price.
@@ -149,7 +149,7 @@ def best_plan(
 
 
 def certify(scorer: Scorer, plan: MemberPlan, mix: PooledPlan, within: float) -> Certified:
-    """A plan beside what none exceeds.
+    """Compare a plan with an upper bound of all plans.
 
     Raises:
         JaxinferError: nothing flows.

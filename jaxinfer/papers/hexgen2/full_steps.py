@@ -55,7 +55,7 @@ class LengthStats:
         return Work(sum(n for _, n in chunks), 0, rows, rows, 0, chunks), ends
 
     def decode_step(self, batch: int) -> Work:
-        """A step of so many decodes."""
+        """Return a step of ``batch`` decodes."""
         return Work(batch, batch, batch, batch, round(batch * self.context), [], batch)
 
     @cached_property

@@ -21,7 +21,7 @@ class Site:
     Attributes:
         known: GPUs and models by name, those of both files included.
         prices: dollars per hour by the GPU's name, in place of the file's.
-        rented: of each node, so many of its GPUs; by default all.
+        rented: number of rented GPUs of each node; by default all.
     """
 
     hardware: Hardware
@@ -68,7 +68,7 @@ class Site:
 
     @cached_property
     def kind_of_type(self) -> list[int]:
-        """Number for each type that types with equal GPUs share, whatever their networks."""
+        """Number of each type's kind of GPU; types that differ only in network share one."""
         numbers: dict[tuple[str, str], int] = {}
         keys = [
             (self.nodes[node].gpu, repr(gpu))

@@ -135,13 +135,13 @@ class Configuration(NamedTuple):
 
 @dataclass(frozen=True)
 class PooledPlan:
-    """Groups, as if all GPUs of a kind were in one node, with the cards of all its nodes.
+    """A plan that treats all GPUs of a kind as one node with all their nodes' network cards.
 
     Attributes:
-        groups: how many of which.
+        groups: each kind of group, with the number of such groups.
         flow: requests per second; ``bound``: no plan with groups of as many GPUs has more.
-        per_gpu: of each kind, further requests per second for one more, where GPUs could be cut.
-        gpus: of each kind, how many there are, or were bought.
+        per_gpu: requests per second gained by one more GPU of each kind, if GPUs were divisible.
+        gpus: number of GPUs of each kind that exist or were bought.
     """
 
     groups: Sequence[tuple[Configuration, int]]
@@ -152,7 +152,7 @@ class PooledPlan:
 
 
 def configurations(capacity: Modelled, counts: Sequence[int], most: int) -> list[Configuration]:
-    """Return those of at most so many GPUs that carry more than any on fewer of the same kinds.
+    """Return groups of up to ``most`` GPUs that carry more than all smaller ones of their kinds.
 
     Args:
         capacity: without time between stages, for a bound.
@@ -203,7 +203,7 @@ def best_mix(
     Args:
         cards: of each kind, requests per second whose KV all its nodes together send, or get.
         prices: dollars per hour of a GPU of each kind; ``budget``: of all.
-        known: the flow of some plan, below which the best one is not looked for.
+        known: flow of a known plan; the search skips plans with less flow.
 
     Raises:
         JaxinferError: no configuration prefills, or none decodes.

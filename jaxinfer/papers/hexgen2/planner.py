@@ -43,8 +43,8 @@ class HexGen2Options(Options):
         tensor_parallel: Degrees to try for a stage, all within one node.
         measured: Step times by GPU, such as ``phases`` from a profile; each stage is then one GPU.
         most_gpus: Largest number of GPUs of an instance.
-        budget: Dollars per hour for renting GPUs of the file; a GPU costs its share of its node's
-            price.
+        budget: Dollars per hour for renting GPUs of the hardware file; a GPU costs its share of its
+            node's price.
         method: Search method: two integer programs, improved by small changes (``programs``); the
             paper's partition with guided swaps; or one of two baselines.
         costs: Step times that guide the paper's search: the simulator's, or those of its Table 1.

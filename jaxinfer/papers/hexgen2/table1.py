@@ -92,7 +92,7 @@ class Table1:
         return total
 
     def _limits(self, signature: Signature, shape: Shape, batch: int) -> list[int]:
-        """Layers that the GPUs of each stage hold, with the KV of so many requests."""
+        """Layers that the GPUs of each stage hold, with the KV of ``batch`` requests."""
         H, B = self._model.hidden_size, ITEMSIZE
         tokens = batch * (self._lengths.prompt + self._lengths.decodes)
         layer = 12 * H**2 * B + tokens * self._model.kv_bytes(1, B)

@@ -76,7 +76,7 @@ class Design:
         of: costs that will be asked for.
 
     Raises:
-        JaxinferError: the run file has other pools, or cannot have so many machines.
+        JaxinferError: the run file has other pools, or cannot have this number of machines.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Design:
                 )
 
     def candidate(self, prompts: int, tokens: int) -> Candidate:
-        """Return the candidate with so many machines."""
+        """Return the candidate with these numbers of machines."""
         part = dict(self._base)
         for pool, count in zip(POOLS, (prompts, tokens), strict=True):
             if count:
@@ -120,7 +120,7 @@ class Design:
         return Candidate({"design": self._name, "prompt": prompts, "token": tokens}, part)
 
     def cost(self, of: Cost, prompts: int, tokens: int) -> float:
-        """Return the cost of so many machines."""
+        """Return the cost of these numbers of machines."""
         prompt, token = self._each[of]
         fewer = (self.most.prompt - prompts) * prompt + (self.most.token - tokens) * token
         return self._whole[of] - fewer
@@ -135,7 +135,7 @@ def _group(base: Mapping[str, Any], pool: str) -> str | None:
 
 @dataclass(frozen=True)
 class DesignRow:
-    """A design with so many machines for tokens, and any number for prompts."""
+    """A design with a fixed number of token machines, and any number of prompt machines."""
 
     design: Design
     tokens: int

@@ -1,6 +1,7 @@
 """Splitwise's pools of machines, and the account of what each of them has been given.
 
-All loads are in tokens and follow from what was given and what has ended: nobody is asked.
+All loads are in tokens. The pools derive them from the requests given and ended, without asking the
+instances.
 """
 
 from collections import Counter
@@ -100,7 +101,7 @@ class MachinePools:
         return [*self.prompt, *self.mixed, *self.token]
 
     def look(self, instances: Mapping[str, InstanceView], now: float) -> None:
-        """Queues can be seen; lost machines are gone, and who is back has nothing."""
+        """Update the pools: lost machines leave, and machines that return have no load."""
         self._given.clear()
         if instances.keys() == self._seen:
             return
@@ -187,7 +188,7 @@ class MachinePools:
             self._settle(machine, instances, now)
 
     def take_back(self, request: str, instances: Mapping[str, InstanceView], now: float) -> None:
-        """A request has ended, or is to be given anew: it counts nowhere, if it did."""
+        """Stop counting a request that has ended or will be assigned again."""
         if request in self.jobs:
             self.prompt_done(request, instances, now)
             job = self.jobs.pop(request)

@@ -35,7 +35,7 @@ class Kind:
         decodes, entries: that run there, and their KV entries; ``due``: those of all requests, once
             their prompts are computed.
         seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
-        all_seats, all_room: seats and KV entries of all of them, whoever has them.
+        all_seats, all_room: seats and KV entries of all of them, in use or not.
         with_time: how many of them could compute more prompts; ``givers``: which may have a decode
             that may be taken.
         slowest, fastest: bounds, in seconds: no giver's steps take longer than the one, and nobody
@@ -74,7 +74,7 @@ class Kind:
         return [each for each in self.givers if each.step_s > step_s]
 
     def faster_than(self, step_s: float, times: float) -> list["Book"]:
-        """Instances with room whose steps are shorter, by more than so many times."""
+        """Instances with room whose steps are more than ``times`` times shorter."""
         if step_s <= times * self.fastest:
             return []
         takers = [each for each in self.books if each.has_room]
@@ -94,8 +94,7 @@ class Book:
         pages: of its pool; ``spared``: those that are to stay free, however few decodes run there.
         decodes, entries: that run there, and their KV entries.
         backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
-        seats, room: seats and pages that nobody has or is promised, beside the pages that are to
-            stay free.
+        seats, room: seats and pages neither in use nor promised, without the pages to keep free.
         idle: nothing was there.
         coming: by id, pages of requests that are to come and are still elsewhere; ``to_compute``:
             prompt tokens of those of them that lack some.
@@ -106,8 +105,8 @@ class Book:
             they are more than a target for TBT allows, as one for TTFT is at risk.
         stay: requests there whose decodes are taken no more, or bound for elsewhere; ``spent``:
             those of them that were taken as often as they may be while others wait.
-        longest: KV entries of the longest decode that may be taken, when it was last looked for: 0
-            without one, None if nobody has looked since.
+        longest: KV entries of the longest decode that may be taken, as last found: 0 if there is
+            none, None if not known since.
         step_s: seconds of a step of the decodes that run now, without prompts; ``token_s``: of a
             prompt's token among them, None if nobody has asked; ``attention_s``: for which the next
             chunk attends to what is computed of its prompt, with a target for TBT.
@@ -162,7 +161,7 @@ class Book:
         return self
 
     def pages_for(self, entries: int) -> int:
-        """Pages of so many KV entries."""
+        """Number of pages that hold ``entries`` KV entries."""
         return -(-entries // self.page_size)
 
     def renew(self) -> None:
@@ -231,7 +230,7 @@ class Book:
             kind.fastest = step_s
 
     def seconds(self, tokens: int) -> float:
-        """Seconds until so many tokens of one more prompt are computed, behind those before it."""
+        """Seconds until ``tokens`` of one more prompt are computed, after earlier prompts."""
         if self.token_s is None:
             speeds = self.kind.speeds
             full_s = speeds.full_s + speeds.full_entry_s * self.entries

@@ -20,7 +20,7 @@ def limit(
     now: float | None = None,
     behind: Sequence[tuple[float, int]] = (),
 ) -> int:
-    """Prompt tokens of a step beside decodes, 0 for as many as there may be.
+    """Return the prompt tokens that a step may have with its decodes; 0 for no limit.
 
     A step takes no longer for what fits beside its decodes into the time for which it reads the
     weights. Beyond these, prompts are spread evenly over a few steps: the limit does not fall
@@ -60,7 +60,7 @@ def _pending(book: Book) -> Iterator[tuple[float, int]]:
 
 
 def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
-    """Prompt tokens of each step with which so many are computed in time; a budget if none are."""
+    """Return prompt tokens per step that compute ``tokens`` in time; a budget if none do."""
     free, token_s = _free_tokens(book) - book.decodes, _token_s(book)
     if free > 0 and tokens * book.step_s <= free * seconds:
         return -int(-tokens * book.step_s // seconds)
@@ -72,7 +72,7 @@ def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
 
 
 def cost(book: Book, tokens: int, slo: Slo) -> float:
-    """Seconds until so many tokens of one more prompt are computed, and more beside decodes.
+    """Seconds until ``tokens`` of one more prompt are computed, raised by the share of decodes.
 
     The larger the share of decodes in steps, the more of them a prompt delays there.
     """
@@ -80,7 +80,7 @@ def cost(book: Book, tokens: int, slo: Slo) -> float:
 
 
 def seconds(book: Book, tokens: int, slo: Slo) -> float:
-    """Seconds until so many tokens of one more prompt are computed, spread over steps."""
+    """Seconds until ``tokens`` of one more prompt are computed, spread over steps."""
     backlog = book.backlog + tokens
     chunk = limit(book, backlog, slo)
     if not chunk:
@@ -150,7 +150,7 @@ def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
 
 
 def _are_in_time(book: Book, left_s: float, slo: Slo) -> bool:
-    """Tell whether all prompts of an instance are computed so many seconds after they came."""
+    """Tell whether all prompts of an instance are computed in time."""
     tokens = 0
     for arrival, rest in _pending(book):
         tokens += rest
@@ -162,12 +162,13 @@ def _are_in_time(book: Book, left_s: float, slo: Slo) -> bool:
 def best_take(
     book: Book, holders: Iterable[Book], open_to: Iterable[Book], cluster: ClusterView, slo: Slo
 ) -> tuple[Book, Book] | None:
-    """Return who is to hand its oldest prompt on, and to whom, after a step of ``book``.
+    """Return which instance hands its oldest prompt to which, after a step of ``book``.
 
     Those that run look at others after each of their own steps, those that are idle cannot.
 
     Args:
-        holders: who may have prompts under way; ``open_to``: who could begin one.
+        holders: instances that may have prompts under way; ``open_to``: instances that could begin
+            one.
     """
     token_s = book.kind.speeds.token_s
     pairs = [(e, book) for e in holders if e.under_way and e.kind.speeds.token_s > token_s]

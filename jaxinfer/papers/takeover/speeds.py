@@ -11,8 +11,9 @@ class Speeds:
 
     Attributes:
         token_s: of a prompt's token in a full step.
-        sequence_s, entry_s: of a decode, and of each KV entry that it sees, beside others.
-        step_s: of a step of decodes alone, whatever they are.
+        sequence_s, entry_s: seconds added by a decode, and by each KV entry that it sees, in a step
+            with others.
+        step_s: fixed seconds of a step of decodes alone.
         full_s: of a step with as many tokens as there may be, without its decodes' entries;
             ``full_entry_s``: of each of these; ``prefix_s``: of each KV entry before a chunk.
     """
@@ -42,5 +43,5 @@ class Speeds:
         return cls(token_s, sequence_s, seen_s, step_s, narrow * full_s, entry_s, prefix_s)
 
     def displaced(self, context: float) -> float:
-        """Prompt tokens that could be computed in place of a decode with so many KV entries."""
+        """Prompt tokens that could be computed in place of a decode with ``context`` entries."""
         return 1 + (self.sequence_s + self.entry_s * context) / self.token_s

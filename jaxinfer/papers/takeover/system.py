@@ -1,4 +1,4 @@
-"""Takeover: whole prompts on whoever is free; decodes are taken over by whoever is best at them.
+"""Takeover: free instances compute whole prompts; the best instances take over decodes.
 
 No prompt is cut ahead of time, and no length is predicted. While requests wait, an instance takes
 the decodes of those on which a decode displaces more of the prompts that wait. One with a small
@@ -68,7 +68,7 @@ class TakeoverOptions(Options):
 
 
 class Takeover(System):
-    """Requests begin on whoever is free, and are taken over while they decode."""
+    """Requests begin on free instances, and other instances take them over while they decode."""
 
     Options = TakeoverOptions
     options: TakeoverOptions
@@ -151,7 +151,7 @@ class Takeover(System):
         return assignments
 
     def _place(self, known: int, rest: int, open_to: Sequence[Book]) -> Book | None:
-        """Choose who is to compute the rest of so many tokens; None if the request has to wait."""
+        """Choose an instance for the rest of a prompt; None if the request has to wait."""
         best, least = None, inf
         waits, cost, slo = self._waits, takeover_prompts.cost, self.options.slo
         for book in open_to:
@@ -271,7 +271,7 @@ class Takeover(System):
                     self._takes.take_spent(other, book, actions)
 
     def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
-        """Tell whether decodes with so many entries are better off there, while requests wait."""
+        """Tell whether decodes of this context are better off there, while requests wait."""
         if not kind.decodes:
             return False
         most = _LITTLE_MORE if kind in to.below else _LESS
@@ -357,5 +357,5 @@ class Takeover(System):
 
 
 def _displaced_by(kind: Kind, to: Kind, context: float) -> float:
-    """Return what a decode with so many entries displaces there, by what it displaces here."""
+    """Return what a decode with ``context`` entries displaces there, relative to here."""
     return to.speeds.displaced(context) / kind.speeds.displaced(context)

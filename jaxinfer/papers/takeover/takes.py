@@ -12,16 +12,18 @@ _AT_ONCE = 2, 30
 
 
 class Takes:
-    """Takes of decodes and of prompts, and who is bound where.
+    """Takes of decodes and of prompts, and the instances that requests are bound for.
 
     Args:
         most_moves: takes of one request, at most.
 
     Attributes:
         most_moves: as given.
-        moves: by request, its takes; ``bound_for``: who is to have it, in the order of the takes.
-        fixed: where they are who are not to be taken: bound for somebody, or taken often enough.
-        stale: who has handed something on since its last step: it may have none to come.
+        moves: number of takes of each request; ``bound_for``: the instance that will have it, in
+            the order of the takes.
+        fixed: places of requests that must not be taken: bound for an instance, or taken too often.
+        stale: instances that handed a request on since their last step, and may have no step to
+            come.
         decodes, prompts: how many were taken.
     """
 

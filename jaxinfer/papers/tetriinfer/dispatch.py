@@ -24,7 +24,7 @@ class DecodeLoad:
     """Work of an instance that decodes, as of its last report.
 
     Attributes:
-        room: KV entries for which there are free pages that are promised to nobody.
+        room: KV entries that fit into free pages not promised to a request.
         heavy, light: requests given to it that have not ended.
     """
 
@@ -33,18 +33,18 @@ class DecodeLoad:
     light: int = 0
 
     def alike(self, heavy: bool) -> tuple[int, int]:
-        """Requests of one kind, and of both."""
+        """Return the number of requests of one kind, and of both kinds."""
         return self.heavy if heavy else self.light, self.heavy + self.light
 
     @property
     def ratio(self) -> float:
-        """Heavy ones by light ones."""
+        """Ratio of heavy to light requests."""
         if self.light:
             return self.heavy / self.light
         return float("inf") if self.heavy else 0.0
 
     def give(self, entries: int, heavy: bool, count: int = 1) -> None:
-        """Count a request that is sent there; by -1, one that has ended."""
+        """Count a request that is sent there; with ``count`` -1, one that has ended."""
         self.room -= count * entries
         if heavy:
             self.heavy += count

@@ -9,7 +9,7 @@ class Flips:
     """Counts at how many reports each instance was busy.
 
     Args:
-        after: seconds that are looked back on; None: nobody ever flips.
+        after: length of the observed window in seconds; None: no instance ever flips.
         below: share of the reports of that time at which an instance that flips may have been busy,
             and each of the other role idle.
     """
@@ -33,11 +33,11 @@ class Flips:
     def next(self, roles: Mapping[str, Sequence[str]], now: float) -> tuple[str, str] | None:
         """An instance and the role it is to take: of several, the one that was busy the least.
 
-        Nobody leaves who is the last of a role. Nobody goes where somebody is not needed, or a load
-        that stays the same would have instances go to and fro.
+        The last instance of a role stays. An instance changes only to a role that needs it;
+        otherwise a constant load would make instances go to and fro.
 
         Args:
-            roles: two, and who is in them.
+            roles: the two roles, and the instances in each.
         """
         for role, other in permutations(roles, 2):
             shares = {name: self._share(name, now) for name in roles[role]}

@@ -66,7 +66,7 @@ class Windows:
     def take(
         self, there: Mapping[str, RequestView], cluster: ClusterView
     ) -> Iterator[tuple[str, RequestView]]:
-        """Instances that have too little to do, and who comes next there, in order.
+        """Return instances that have too little to do, and their next requests in order.
 
         Args:
             there: by id, all that are in a queue.

@@ -1,4 +1,4 @@
-"""The one protocol by which KV moves from one instance to another, whatever lies between them.
+"""The one protocol by which KV moves between instances, over any kind of link.
 
 A ``Channel`` joins two sides. A side is a process: the loop's own (``kv_endpoint.ThisProcess``), or
 another one to which the same messages travel (``process_group.AnotherProcess``). Each side has an

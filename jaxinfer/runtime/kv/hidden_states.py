@@ -18,18 +18,18 @@ class HiddenForm(NamedTuple):
 
 
 class HiddenStates:
-    """A process's part of a pipeline's ways: in from the stages before, out to those after.
+    """A process's ends of a pipeline: hidden states in from earlier stages, out to later ones.
 
-    Each step's are known by its number, which is the same in all of the processes. They are fetched
-    ahead: they come once they are offered.
+    A step's number, the same in all processes, identifies its hidden states. A fetch may start
+    before the offer, and then waits for it.
 
     Args:
         host: the address by which this process is reached.
 
     Attributes:
-        address: where the process with the stages after is to fetch from.
-        before: the address of the process with the stages before; None until it is known, and for
-            the first.
+        address: address from which the process with the later stages fetches.
+        before: address of the process with the earlier stages; None until it is known, and for the
+            first process.
     """
 
     def __init__(self, host: str) -> None:
@@ -38,13 +38,13 @@ class HiddenStates:
         self.before: Address | None = None
 
     def give(self, step: int, x_TD: jax.Array) -> None:
-        """Offer what a step has computed; waits until it has."""
+        """Wait for a step's hidden states, then offer them."""
         # One device's copy: every one has all of it.
         one = x_TD.addressable_shards[0].data
         self._transport.offer(step, one, HiddenForm(one.shape, one.dtype))
 
     def take(self, step: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Wait for what a step has computed in the process before, and put it like this.
+        """Wait for a step's hidden states from the previous process; shard them as ``like``.
 
         Raises:
             OSError, EOFError: that process cannot be reached any more.
@@ -59,5 +59,5 @@ class HiddenStates:
         return jax.device_put(found, like.sharding)
 
     def forget(self) -> None:
-        """Drop what was offered, and will not be taken."""
+        """Drop the hidden states that were offered and will not be taken."""
         self._transport.drop_all()

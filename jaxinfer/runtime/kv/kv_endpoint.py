@@ -219,15 +219,15 @@ class KVProcess(Protocol):
         """Carry a message out.
 
         Raises:
-            ProcessLost: nobody is there to do it.
+            ProcessLost: the process has ended.
             Exception: this process cannot launch it.
         """
 
     def on_loss(self, hear: Callable[[str], None]) -> None:
-        """Have somebody told when the process is no more."""
+        """Call ``hear`` when the process has ended."""
 
     def why_lost(self, seconds: float) -> str | None:
-        """Wait so many seconds at most for the process to end; return why it did, or None."""
+        """Wait at most ``seconds`` for the process to end; return the reason, or None."""
 
 
 class ThisProcess:

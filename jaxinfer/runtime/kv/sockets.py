@@ -26,23 +26,23 @@ class Address(NamedTuple):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Have others connect; ``port`` 0 is any that is free.
+    """Listen for connections; ``port`` 0 takes any free port.
 
     Raises:
-        OSError: the port is not to be had, or the host is not this one.
+        OSError: the port is not available, or the host is not this one.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=16)
 
 
 def call(host: str, port: int, key: bytes, patience: float | None = None) -> socket.socket:
-    """A connection to who listens there.
+    """Connect to the process that listens there.
 
     Args:
         patience: seconds within which it is to answer, by default ``CONNECT_S``.
 
     Raises:
-        OSError: nobody does, or somebody who has another key.
+        OSError: no process listens there, or it has another key.
     """
     patience = patience or CONNECT_S
     called = socket.create_connection((host, port), patience)
@@ -54,7 +54,7 @@ def let_in(caller: socket.socket, key: bytes) -> socket.socket:
     """The connection of one that has called, as it is to be used.
 
     Raises:
-        OSError: it has another key, or does not say who it is.
+        OSError: the caller has another key, or does not identify itself.
     """
     return _introduced(caller, key, (deliver_challenge, answer_challenge), CONNECT_S)
 
@@ -94,7 +94,7 @@ def send(there: "Connection[Any, Any]", message: object) -> None:
     That has a pickler which knows of sockets, too; no message has any.
 
     Raises:
-        OSError: nobody is there.
+        OSError: the other end is closed.
     """
     there.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
@@ -110,7 +110,7 @@ class Sender:
     sent: then nothing more is.
 
     Args:
-        there: is written to by nobody else.
+        there: socket that only this sender writes to.
     """
 
     def __init__(self, there: "Connection[Any, Any]") -> None:
@@ -123,7 +123,7 @@ class Sender:
         """Send a message.
 
         Raises:
-            OSError: nobody is there; Torn: nobody could read it.
+            OSError: the other end is closed; Torn: the message is incomplete and cannot be read.
         """
         if 0 < sum(self._sent) < self._size:
             raise Torn("a message to it was interrupted in its middle")
@@ -139,7 +139,7 @@ class Sender:
 
 
 def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """Return what is left of some parts when so many bytes were sent."""
+    """Return the rest of some parts after ``sent`` bytes were sent."""
     while parts and sent >= len(parts[0]):
         sent -= len(parts.pop(0))
     return [parts[0][sent:], *parts[1:]] if parts else []

@@ -222,7 +222,7 @@ ADDRESSES = 8
 class JaxTransport:
     """Carries slabs by ``jax.experimental.transfer``, device to device as far as platforms can.
 
-    An offer that nobody pulls stays in memory: the server has no way to take it back.
+    An offer that is never pulled stays in memory: the server has no way to take it back.
 
     Args:
         host: the address by which this process is reached.

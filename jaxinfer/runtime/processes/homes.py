@@ -64,7 +64,7 @@ class Home(ABC):
         parts: of the cluster, by group; ``processes``: those that have them.
         left: how often they may be started.
         starting: whether a thread is about it, and ``why``: as one before was lost.
-        news: an outcome that nobody has taken.
+        news: an outcome that has not been taken.
         thread: the last one that was about it.
     """
 
@@ -152,7 +152,7 @@ class InstancesHome(Home):
             hear(Failed(name, ProcessLost(self.why)))
 
     def end(self, why: str) -> None:
-        """See Home; whoever is about to have an instance go on, or a group return, stops first."""
+        """See Home; a thread that is continuing an instance, or returning a group, stops first."""
         for rest in self.rests:
             rest.worker.give_up(ProcessLost(why))
         super().end(why)

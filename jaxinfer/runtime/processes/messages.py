@@ -60,13 +60,13 @@ class Lend(NamedTuple):
 
 
 class OpenPools(NamedTuple):
-    """Compile what is done with pools that were lent, and let in who asks. Answered with Left."""
+    """Compile the work on lent pools, and accept connections. Answered with Left."""
 
 
 class Borrow(NamedTuple):
     """Use the pool of a stage's attention group that is at this address.
 
-    Answered with Left, if somebody may ``wait``.
+    Answered with Left if ``wait`` is true.
     """
 
     instance: str
@@ -96,7 +96,7 @@ class Forget(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Compile what steps with this sampler need. Answered with Left, if somebody may ``wait``."""
+    """Compile all that steps with this sampler need. Answered with Left if ``wait`` is true."""
 
     instance: str
     sampler: SamplerShape
@@ -122,12 +122,13 @@ class Launch(NamedTuple):
     """Start a step. Answered with StepEnded, or WorkerFailed.
 
     Attributes:
-        new: requests that the process has not heard of; ``gone``: those that nobody has any more.
-        tokens: of requests, the output tokens that it has not heard of, where they are several.
-        rows: integers of eight bytes; of each row, request, output token that it has not heard of
-            (-1: none, or several), start, count, samples, input_pending, epoch.
-        pages: requests, how many pages of each shard stand already, and those that are new.
-        halves: of a step that is computed as two halves, each one's rows by their numbers.
+        new: requests that the process does not know; ``gone``: requests that have left.
+        tokens: output tokens that the process does not know yet, for requests with several such.
+        rows: integers of eight bytes: for each row the request, the output token that the process
+            does not know yet (-1: none, or several), start, count, samples, input_pending, epoch.
+        pages: for each request its number, how many pages it has already, and the new pages of each
+            shard.
+        halves: the row numbers of each half, if the step is computed as two halves.
     """
 
     instance: str
@@ -145,7 +146,7 @@ class Move(NamedTuple):
     """Copy KV heads between the pools of an instance's stages here. Answered with Moved.
 
     Attributes:
-        move: a number never used again.
+        move: unique number of the move.
     """
 
     instance: str

@@ -34,7 +34,7 @@ class Peer(Protocol):
 
     Attributes:
         where: it is, in words.
-        clock_offset: what its ``time.perf_counter`` is ahead of this one's.
+        clock_offset: seconds by which its ``time.perf_counter`` is ahead of this process's.
         way: addresses of this host and of its own, each as the other reaches it; None where it is
             on this host.
     """
@@ -72,7 +72,7 @@ class Child:
 
 
 class Greeting(NamedTuple):
-    """The answer of a listening worker to anyone who asks for its clock."""
+    """The answer of a listening worker to a request for its clock."""
 
     clock: float
     host: str
@@ -92,7 +92,7 @@ class Elsewhere:
         give_back: called when it is to end.
 
     Raises:
-        JaxinferError: nobody listens there, or has another key.
+        JaxinferError: no process listens there, or it has another key.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Elsewhere:
         self.way = None if is_loopback(there) else (self.socket.getsockname()[0], there)
 
     def end(self, patience_s: float) -> str:
-        """See Peer; whoever has started it sees to that."""
+        """See Peer; the process that started it ends it."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self._give_back()

@@ -11,7 +11,7 @@ class PipelineSide:
     """The processes of one instance as a side of channels; see ``KVProcess``.
 
     Args:
-        sides: each process, in the stages' order; ``first_stages``: of each, its first stage.
+        sides: processes in the order of their stages; ``first_stages``: first stage of each.
     """
 
     waits_for: Mapping[int, tuple[str, float]] = {}

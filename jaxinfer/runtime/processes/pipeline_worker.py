@@ -41,11 +41,11 @@ class _Part(RemoteWorker):
     on_failure: Callable[[Exception], None]
 
     def on_loss(self, error: Exception) -> None:
-        """Tell the whole, which tells those who wait."""
+        """Pass the error to the whole worker, which tells its waiting callers."""
         self.on_failure(error)
 
     def fail(self, error: Exception) -> None:
-        """Tell those who wait for steps, and whoever comes with one."""
+        """Report the error to callers that wait for steps, and to later ones."""
         super().on_loss(error)
 
 
@@ -53,22 +53,23 @@ class PipelineWorker:
     """The stages of one instance in several processes, one after the other; see ``Worker``.
 
     The loop launches each step in all of them at once. Hidden states go from process to process,
-    and the last one has the tokens. Processes of attention groups hear from those of the stages
-    alone. Whatever fails in one of them is the loss of the instance; where only such a process is
-    lost, and one has all the stages, that can ``go_on`` without its pools.
+    and the last one has the tokens. Processes of attention groups receive messages only from those
+    of the stages. A failure in any process loses the instance, with one exception: if only an
+    attention group's process is lost, and one process has all the stages, the instance can
+    ``go_on`` without the lost pools.
 
     Args:
-        loaded: of each process with stages, in their order.
-        links: between each and the next one, where they are emulated.
+        loaded: each process with stages and its answer to loading, in pipeline order.
+        links: emulated links between consecutive processes.
         lenders: the processes that lend pools of KV heads to the stages.
 
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
-        sampler: the one that was asked for last.
-        lends: groups whose processes lent pools at first.
-        without: numbers of the shards of the instance's KV that it has gone on without.
-        coming: by group, processes that are to lend pools in place of lost ones.
-        given_up: whether it is lost, and its processes with it.
+        sampler: the sampler requested last.
+        lends: groups whose processes lent pools at the start.
+        without: numbers of the KV shards that were lost and that the instance continues without.
+        coming: processes that will lend pools in place of lost ones, by group.
+        given_up: whether the instance and its processes are lost.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class PipelineWorker:
         self._look_for_losses()
 
     def _look_for_losses(self) -> None:
-        """Notice processes that were lost before anybody was told of it here."""
+        """Notice processes whose loss has not been reported here yet."""
         for part in self._lenders:
             if part.process.lost:
                 part.on_loss(ProcessLost(part.process.lost))

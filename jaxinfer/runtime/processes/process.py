@@ -1,4 +1,4 @@
-"""A process with devices of its own: what it is sent, who gets its answers, and how it ends."""
+"""A process with devices of its own: messages to it, receivers of its answers, and its end."""
 
 import os
 import queue
@@ -53,21 +53,21 @@ class Hears(Protocol):
 
 
 class NobodyThere(JaxinferError):
-    """A process was asked for something, and is lost."""
+    """A process cannot answer because it is lost."""
 
 
 class Process:
     """A process with devices of its own, ended by this one.
 
     Args:
-        name: of its group.
+        name: name of its group.
         peer: it, as it is got at.
 
     Attributes:
         lost: why it is no more, or None.
-        workers: of its instances, by name; ``ends``: who gets the answers of each end.
+        workers: workers of its instances, by name; ``ends``: receivers of the answers of each end.
         on_loss: called, in a thread, when it is no more.
-        asking: held by who asks for something while others may: answers come to whoever listens.
+        asking: lock held during a question if others may ask, too: an answer goes to any listener.
     """
 
     def __init__(self, name: str, peer: Peer) -> None:
@@ -94,7 +94,7 @@ class Process:
         """Have something done, after all that was sent before.
 
         Raises:
-            ProcessLost: nobody is there to do it.
+            ProcessLost: the process has ended.
         """
         if self.lost:
             raise ProcessLost(self.lost)
@@ -168,20 +168,20 @@ class Process:
         self.peer.end(END_S)
 
     def give_up(self, why: str) -> None:
-        """End it as if it had ended by itself: who works with it is told, and why."""
+        """End the process as if it had failed, and tell its users why."""
         self._given_up = self._given_up or why
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def why_lost(self, seconds: float) -> str | None:
-        """Wait so many seconds at most for the process to end; return why it did, or None."""
+        """Wait at most ``seconds`` for the process to end; return the reason, or None."""
         self._ended.wait(seconds)
         return self.lost
 
     def wait_until_told(self) -> None:
-        """Wait until it has ended and all who work with it have been told.
+        """Wait until the process has ended and all its users know.
 
-        Whoever is told later would take it for the loss of what has come in its place.
+        A user told later would mistake this for the loss of the process that replaces it.
         """
         self._reader.join()
 

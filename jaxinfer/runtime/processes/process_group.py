@@ -97,7 +97,7 @@ def reach(
     """The processes that these groups have of their own, one after the other as they are got at.
 
     Args:
-        shares: of GPUs' memory, for those of this host.
+        shares: shares of the memory of this host's GPUs.
 
     Raises:
         JaxinferError: one is not.
@@ -123,8 +123,8 @@ class OtherProcesses:
     """All processes that a cluster needs besides this one.
 
     Args:
-        model: what each opens.
-        layers: of each stage, for instances with stages in several processes.
+        model: model that each process opens.
+        layers: layers of each stage, for instances with stages in several processes.
 
     Attributes:
         gpu_shares: what they, and this one, take of GPUs that several of them see.
@@ -237,7 +237,7 @@ class OtherProcesses:
         loaded: Loaded,
         progress: Progress = lambda what, left: None,
     ) -> tuple[Process, Loaded]:
-        """Have attention groups give pools to a process's stages, whose plans then show them."""
+        """Lend attention groups' pools to a process's stages, and add them to the stages' plans."""
         plans = list(loaded.plans[instance])
         lent: dict[tuple[int, int], Lent] = {}
         groups = dict.fromkeys(place.group for plan in plans for place in plan.attention)

@@ -21,7 +21,7 @@ class ListeningWorker:
     """An actor: a worker that listens on its node, with the devices that Ray gives it there.
 
     Args:
-        key: what the job has to have.
+        key: key that the job must have.
     """
 
     def __init__(self, key: str) -> None:
@@ -40,7 +40,7 @@ def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str
     """A process for each group; it and its actor end with each other, and with this process.
 
     Args:
-        address: of Ray's cluster.
+        address: address of Ray's cluster.
 
     Raises:
         JaxinferError: there is none, or no node has what a group asks for.

@@ -61,7 +61,7 @@ class RemoteStage:
         process.send(EmulateSteps(self.instance, self.number, self._emulate))
 
     def move_to(self, process: Process) -> None:
-        """Go on in another process, which has compiled all of it anew."""
+        """Continue in another process, which has compiled all steps again."""
         self.process, self._before = process, self.step
 
     def count(self, compiles: int, seconds: float, late: int) -> None:
@@ -76,11 +76,11 @@ class RemoteWorker:
     """The stages of one instance in another process; see ``Worker``.
 
     Args:
-        shards: those of the instance's KV that these stages have.
+        shards: range of the instance's KV shards that belong to these stages.
 
     Attributes:
-        parts: as the worker there has.
-        sampler: the one that was asked for last.
+        parts: same as ``parts`` of the worker there.
+        sampler: the sampler requested last.
     """
 
     without: Sequence[int] = ()
@@ -111,7 +111,7 @@ class RemoteWorker:
         Yields how many are left, their number first.
 
         Args:
-            wait: until it is done. A process that is stopped would hold up whoever does.
+            wait: whether to wait until it is done. A stopped process would block the caller.
         """
         self.sampler = sampler
         if wait:
@@ -217,7 +217,7 @@ class RemoteWorker:
         post(StepDone(batch, *answer.results))
 
     def on_loss(self, error: Exception) -> None:
-        """Tell all who wait for steps, or launch one later, of the first failure."""
+        """Report the first failure to all callers that wait for steps or launch one later."""
         self._lost = error = self._lost or error
         while self._steps:
             _, (_, post) = self._steps.popitem()

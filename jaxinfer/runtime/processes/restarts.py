@@ -70,9 +70,9 @@ class Restarts:
         self._watch(home)
 
     def listen(self, hear: Hear) -> None:
-        """Have a run told of news, by any thread, and of those that nobody has taken.
+        """Call ``hear`` on news, from any thread, and on news not taken before.
 
-        Who is being started, or comes to be, has failed: nobody is to find out by a step.
+        A process that is being started counts as lost: this reports it before a step shows it.
         """
         with self._lock:
             self._hear = hear

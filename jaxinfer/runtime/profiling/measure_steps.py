@@ -77,10 +77,11 @@ def _times(posted: SimpleQueue[StepDone | Failed]) -> tuple[float, ...]:
 def new_batch(
     kv: KVShards, parts: Sequence[Part], placements: Iterable[Placement | None] = repeat(None)
 ) -> Batch:
-    """A step of made-up requests, whose pages its rows' holds have.
+    """Build a step of made-up requests; the holds of its rows have their pages.
 
     Args:
-        kv: has room for them; ``placements``: of each one's slices, see ``KVShards.reserve``.
+        kv: shards with room for the requests; ``placements``: placement of each request's slices,
+            see ``KVShards.reserve``.
     """
     rows = []
     for number, ((start, count), placement) in enumerate(zip(parts, placements, strict=False)):

@@ -233,7 +233,7 @@ class Grid:
 
     Attributes:
         limits: decide the shapes.
-        lengths: of prefills, for eq. 2.
+        lengths: prefill lengths for eq. 2.
         mixed: (prefill context, decode context, parts), for eq. 3.
         others: steps of decodes alone and of chunks of each bucket, several of each shape.
     """

@@ -17,7 +17,7 @@ def send_arrays(there: "Connection[Any, Any]", message: object) -> None:
     """Send what ``receive_arrays`` returns; arrays in one piece go as they lie, without a copy.
 
     Raises:
-        OSError: nobody is there.
+        OSError: the other end is closed.
     """
     head, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _ArrayPickler(head, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(message)

@@ -19,8 +19,9 @@ class HeadPool:
     """A device's pool, for one stage.
 
     Attributes:
-        mesh: of the device alone; of the stage's first where another process has the device.
-        kernels: what attends there.
+        mesh: mesh of the device alone; that of the stage's first device if another process has this
+            one.
+        kernels: attention kernels used there.
         pages: shapes, of each layer.
         repeats: how often the device does all its attention, to play a slower one.
         is_lent: another process has the device.

@@ -39,11 +39,11 @@ class LentPool:
     """Does what the stage's process asks for, in order, until that is gone.
 
     Args:
-        plan: of the stage; ``number``: of the pool's attention group in it.
+        plan: plan of the stage; ``number``: number of the pool's attention group in it.
         host: the address by which this process is reached.
 
     Attributes:
-        address: where the stage's process is to call.
+        address: address that the stage's process connects to.
     """
 
     def __init__(self, plan: StageFacts, number: int, host: str) -> None:
@@ -84,7 +84,7 @@ class LentPool:
         self._do(Attend(0, self._windows.index(window), nothing_RXH))
 
     def _place(self, pairs: int) -> np.ndarray:
-        """The place where so many pairs are put together, [R, X, H], zeros at first.
+        """The buffer that collects ``pairs`` pairs, [R, X, H], zeros at first.
 
         It is aligned, so that a CPU takes it as it lies: what has computed with it is waited for.
         """

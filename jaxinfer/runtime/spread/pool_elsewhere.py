@@ -103,7 +103,7 @@ class PoolElsewhere:
             self._there.result()
 
     def begin(self, pairs: StepShape, tables: np.ndarray, num_pairs: int) -> BegunStep:
-        """Tell the tables of a step, of whose pairs so many are no padding."""
+        """Send a step's tables; ``num_pairs`` of its pairs are not padding."""
         self._steps += 1
         self._send(Begin(self._steps, pairs, tables))
         return BegunStep(self._steps, num_pairs)

@@ -39,7 +39,7 @@ class Copy(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """A move of KV heads: so many entries, and the pages that have them."""
+    """A move of KV heads: the number of entries, and the pages that have them."""
 
     entries: int
     pieces: Sequence[Copy]
@@ -113,11 +113,11 @@ def _numbers(pool: HeadPool) -> jax.ShapeDtypeStruct:
 class SliceMoves:
     """Launches copies between the pools of an instance's stages, and tells when they are there.
 
-    Each step that is launched later finds the pages where they have gone. A thread waits for
-    copies, so that whoever launches never does.
+    Each step launched later finds the pages in their new places. A thread waits for copies, so that
+    launching never does.
 
     Args:
-        stages: of one instance, in order; of those that are not spread, nothing moves.
+        stages: stages of one instance, in order; stages that are not spread move nothing.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -162,7 +162,7 @@ class SliceMoves:
         self._queue.put((marks, partial(done, start)))
 
     def when_done(self, tell: Callable[[], None]) -> None:
-        """Have somebody told when all copies have ended, or failed, that were launched so far."""
+        """Call ``tell`` when all copies launched so far have ended or failed."""
         self._queue.put(([], lambda error: tell()))
 
     def num_bytes(self, copies: Copies) -> int:

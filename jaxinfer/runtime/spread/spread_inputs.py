@@ -31,8 +31,8 @@ class SpreadInputs(NamedTuple):
         pairs: the bucket of each device's pairs.
         token_T, source_T, position_T, sample_row_S: see ``StepInputs`` and ``PagedBatch``.
         layout: int32 [W * R + T * K]: for each device the pairs that it has, token * K + head, and
-            for each pair, device * R + place; W * R where nobody has it.
-        counts: of each device's pairs, those that are no padding.
+            for each pair, device * R + place; W * R where no device has it.
+        counts: number of pairs on each device, without padding.
         tables: for each device its pages and lengths, see ``pack``; None where it has no pair.
     """
 
@@ -50,10 +50,10 @@ class HalvedInputs(NamedTuple):
     """Arguments of one step of a spread stage that is computed as two halves in turn.
 
     Attributes:
-        shapes, halves: of each half, the bucket that it is padded to, and its arguments.
-        place_T: of each half, int32, where its tokens stand among the step's; behind all of them
+        shapes, halves: bucket that each half is padded to, and arguments of each half.
+        place_T: for each half, int32, positions of its tokens among the step's; behind all of them
             for padding.
-        sample_row_S: of the step, see ``StepInputs``.
+        sample_row_S: sampling rows of the step, see ``StepInputs``.
     """
 
     shapes: Sequence[StepShape]
@@ -213,7 +213,7 @@ def build_halved_inputs(
     devices: Sequence[PageTables],
     num_heads: tuple[int, int],
 ) -> HalvedInputs:
-    """Likewise of each half of a batch, in a bucket of its own."""
+    """Build the inputs of each half of a batch, in a bucket of its own."""
     starts = row_starts(batch)
     plain = empty_inputs(shape, limits)
     fill_tokens(plain, batch, starts, sample_slots)

@@ -35,8 +35,8 @@ class SpreadStage(Stage):
 
     Attributes:
         pools: the devices that have KV heads, the stage's own first.
-        elsewhere: those of them that other processes lend, by number, once they are known.
-        kv: of each of the others, its pages, layer by layer.
+        elsewhere: pools that other processes lend, by number, once they are known.
+        kv: pages of each other pool, layer by layer.
         outer, layers: parameters of no layer, and each layer's.
     """
 
@@ -168,8 +168,8 @@ class Chain:
     Where KV heads lie in other processes, it waits for what goes there and comes back.
 
     Args:
-        shape: what it is padded to.
-        x_TD: what the stage before has returned.
+        shape: shape that the step is padded to.
+        x_TD: hidden states from the previous stage.
     """
 
     def __init__(

@@ -37,7 +37,8 @@ class Cut:
     """Cuts queries, keys and values into the devices' pairs, and joins the results.
 
     Args:
-        plan: of the stage; ``devices``: number of them with pairs; ``pairs``: number on each.
+        plan: plan of the stage; ``devices``: number of devices with pairs; ``pairs``: number of
+            pairs on each.
     """
 
     def __init__(self, plan: StageFacts, devices: int, pairs: int) -> None:
@@ -60,7 +61,7 @@ class Cut:
         return [x_PXH[cut_R] for cut_R in cut_WR]
 
     def joined(self, outs: Sequence[jax.Array], layout: jax.Array) -> jax.Array:
-        """Join the results of the devices, [T, N, H]; zeros where nobody has the pair."""
+        """Join the results of the devices, [T, N, H]; zeros where no device has the pair."""
         out_RGH = jnp.concatenate([*outs, jnp.zeros((1, self.G, self.H), outs[0].dtype)])
         out_PGH = out_RGH[layout[self.W * self.R :]]
         return out_PGH.reshape(-1, self.K * self.G, self.H)
@@ -172,7 +173,7 @@ def attend(
 def compile_attend(
     plan: StageFacts, pool: HeadPool, pairs: StepShape, window: int | None
 ) -> jax.stages.Compiled:
-    """Compile what one device does of a layer with this window, for steps with so many pairs."""
+    """Compile one device's attention in a layer with this window, for steps of ``pairs`` pairs."""
     cut = Cut(plan, 1, pairs.tokens)
     there = partial(jax.ShapeDtypeStruct, sharding=pool.sharding)
     inputs = empty_spread_inputs(pairs, pairs, plan.limits, 1, 1)
@@ -196,7 +197,7 @@ class SpreadStep(CompiledStep):
     """A stage's executables, by bucket of the step and of its devices' pairs.
 
     Args:
-        pools: where it has KV heads.
+        pools: pools that hold the stage's KV heads.
     """
 
     def __init__(self, plan: StagePlan, pools: Sequence[HeadPool]) -> None:
@@ -207,7 +208,7 @@ class SpreadStep(CompiledStep):
         self._outer_leaves, self._layer_leaves = outer, layers[0]
 
     def of(self, part: Hashable) -> jax.stages.Compiled:
-        """The executable of some pairs."""
+        """Return the executable for some pairs."""
         return self._get([part])[0]
 
     @property

@@ -28,8 +28,9 @@ def plan_attention(
     """The stage's plan with its attention groups, those in other processes as they are asked for.
 
     Args:
-        devices: by group.
-        taken: by all plans so far, this one included; gets what the groups take here.
+        devices: devices by group.
+        taken: memory taken by all plans so far, this one included; the groups' memory is added to
+            it.
 
     Raises:
         JaxinferError: a group or its link is what cannot be run, or its memory is too small.

@@ -47,11 +47,11 @@ def plan_cluster(
     """Plans of each instance's stages, before anything is loaded.
 
     Args:
-        layers: of each stage, for instances that have others in other processes.
+        layers: layers of each stage, for instances that have others in other processes.
         gpu_share: see ``open_groups``.
 
     Raises:
-        JaxinferError: as ``make_plan``, with the instance's name where there are several.
+        JaxinferError: see ``make_plan``; the message names the instance if there are several.
     """
     configure_jax()
     groups = open_groups(config.groups, gpu_share)

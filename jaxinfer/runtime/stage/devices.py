@@ -34,7 +34,7 @@ def open_groups(
     A CPU has as many devices as are asked for, if JAX has not yet counted them.
 
     Args:
-        gpu_share: of each GPU's memory, if JAX has not started; see ``share_chosen``.
+        gpu_share: share of each GPU's memory, if JAX has not started; see ``share_chosen``.
 
     Raises:
         JaxinferError: there are fewer, or none of the kind.

@@ -46,7 +46,7 @@ class Goal(NamedTuple):
         Padding is zero.
 
         Args:
-            scales: of values that have 8 bits already: one for each output channel, or one.
+            scales: scales of values that already have 8 bits: one for each output channel, or one.
         """
         grown = _padded(x, self.values.shape, xp)
         if self.scale is None:

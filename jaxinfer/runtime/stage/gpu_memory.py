@@ -40,7 +40,8 @@ def share_chosen(fraction: float | None = None) -> Iterator[None]:
     are started later choose for themselves.
 
     Args:
-        fraction: of each GPU's memory, where others take some of it at the same time.
+        fraction: fraction of each GPU's memory, if other processes take some of it at the same
+            time.
     """
     if any(os.environ.get(name) for name in SETTINGS) or has_started():
         yield

@@ -12,12 +12,12 @@ from jaxinfer.models.joined import join, with_joined
 def abstract(
     parameters: Mapping[str, jax.ShapeDtypeStruct], modules: Sequence[str]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Parameters by path, those of some modules joined."""
+    """Return the shapes of parameters by path, with the weights of ``modules`` joined."""
     return with_joined(parameters, modules, _like)
 
 
 def arrays(leaves: Mapping[str, jax.Array], modules: Sequence[str]) -> dict[str, jax.Array]:
-    """The same of arrays; devices do not keep what the joined ones are made of."""
+    """Join arrays of weights in the same way, and delete the separate ones from devices."""
     return with_joined(leaves, modules, _join)
 
 

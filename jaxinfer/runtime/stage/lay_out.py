@@ -88,7 +88,7 @@ def with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> 
 
 
 def dtype_of(path: str, ndim: int, config: ModelConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of a parameter, where ``dtype`` is that of what is not kept in 8 bits."""
+    """Return a parameter's dtype; ``dtype`` is that of matrices not stored in 8 bits."""
     # Vectors (the scales of norms) stay float32: they are small, and norms work in float32.
     if ndim == 1 or is_scale(path):
         return jnp.dtype("float32")

@@ -125,7 +125,7 @@ def sample(
     Args:
         logits_SV: float32.
         previous_S: int32 tokens that the previous step has drawn.
-        sampler: what rows ask for; they are greedy if not ``drawn``.
+        sampler: parts that the rows need; rows are greedy if not ``drawn``.
     """
     chosen_SV = _penalise(_edit(logits_SV, inputs), previous_S, inputs)
     token_S = argmax(chosen_SV)
@@ -182,8 +182,8 @@ def _penalise(logits_SV: jax.Array, previous_S: jax.Array, inputs: SamplingInput
 def argmax(x_SV: jax.Array) -> jax.Array:
     """First index of each row's maximum.
 
-    In two levels, of plain reductions: XLA:CPU vectorises those, and no array as large as x is
-    made (its pages would be faulted in at every step).
+    The search takes two levels of plain reductions, which XLA:CPU vectorises. It allocates no array
+    as large as x, whose pages would be faulted in at every step.
     """
     S, V = x_SV.shape
     block = math.gcd(V, 512)

@@ -67,7 +67,7 @@ class Stage:
         return build_inputs(batch, shape, self.step.limits, sample_slots, shard)
 
     def padding(self, shape: StepShape) -> Iterator[Any]:
-        """Inputs without a token, of all shapes that a step of this one may have."""
+        """Yield inputs without tokens, one for each variant of a step of this shape."""
         yield empty_inputs(shape, self.step.limits)
 
     def compile_ahead(self, sampler: SamplerShape) -> Iterator[int]:
@@ -90,7 +90,7 @@ class Stage:
         return self.step.compile_ahead(sampler, run_on_padding)
 
     def forward(self, key: Key, inputs: Any, x_TD: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Launch the layers; hidden states to sample from, and all. Returns at once.
+        """Launch the layers; return the hidden states to sample from, and all of them, at once.
 
         Args:
             inputs: see ``inputs``.

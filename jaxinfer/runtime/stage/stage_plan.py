@@ -52,15 +52,17 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """A device besides a stage's own, for KV heads and the attention to them.
+    """A device outside a stage's own that holds some of its KV heads and attends to them.
 
     Attributes:
-        device: None where another process has it, and what attends there is not known here.
-        num_pages: of its group for the stage, counted as if all the stage's KV heads lay there.
-        kernels: what attends there.
-        kv_bytes: of its own pool.
-        repeats: how often it does all its attention, to play a slower device.
-        devices: number of the group's devices, which have equal pools; ``number``: of this one.
+        device: None if another process has the device and its kernels are not known here.
+        num_pages: pages that its group has for the stage, counted as if all the stage's KV heads
+            lay there.
+        kernels: attention kernels used there.
+        kv_bytes: size of its own pool.
+        repeats: how often it repeats its attention, to emulate a slower device.
+        devices: number of devices in the group, which have equal pools; ``number``: index of this
+            device.
     """
 
     group: str
@@ -73,7 +75,7 @@ class AttentionPlan:
     number: int = 0
 
     def pool_pages(self, heads: int) -> int:
-        """Pages of its own pool, of one of so many KV heads each."""
+        """Return the pages of its own pool, each with one of ``heads`` KV heads."""
         return head_pages(self.group, self.num_pages, heads, self.devices)
 
 
@@ -83,15 +85,15 @@ class StageFacts:
 
     Attributes:
         config: the whole model's, padded to what the devices divide.
-        num_kv_heads: of the model, without padding.
-        layers: those of this stage.
-        dtype: of weights; ``kv_dtype``: of KV entries.
+        num_kv_heads: KV heads of the model, without padding.
+        layers: layers of this stage.
+        dtype: dtype of weights; ``kv_dtype``: dtype of KV entries.
         num_pages: size of the KV pool, the padding page included; where KV heads may lie elsewhere,
             counted as if all of them lay here.
         max_model_len: prompt and output tokens of one request at most.
         weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
-        memory_bytes: what of that memory was free when the plan was made; None where the device
-            does not say.
+        memory_bytes: free bytes of that memory when the plan was made; None if the device does not
+            report them.
         axes: sizes of the mesh's axes.
         attention: devices besides where KV heads may lie.
     """

@@ -128,7 +128,7 @@ class CompiledStep:
     Attributes:
         compiles: executables compiled, or loaded from the persistent cache.
         compile_s: seconds spent on them.
-        late_compiles: those among them during a run: a defect, since the run waits for them.
+        late_compiles: number of compiles during a run: a defect, since the run waits for them.
     """
 
     def __init__(self, plan: StagePlan) -> None:

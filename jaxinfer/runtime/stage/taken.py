@@ -34,7 +34,7 @@ class TakenMemory:
         """Count a plan's weights, each once however many plans want it, and its pages.
 
         Args:
-            kv_bytes: of one device, or of all where these are the host's.
+            kv_bytes: bytes of KV on one device, or on all devices if they share the host's memory.
         """
         size = new_bytes(parameters, dtype, self.parameters) + kv_bytes
         self.parameters |= {(path, array, dtype) for path, array in parameters.items()}

@@ -1,4 +1,4 @@
-"""Decodes that are advanced together, where nobody looks at their tokens: a simulation's speed.
+"""Decodes that advance together if their tokens are not read: this makes simulations fast.
 
 A step of hundreds of decodes costs what a step of one does, and its results are the same, bit for
 bit, as those of one row per request.
@@ -23,7 +23,7 @@ class Member:
     """A request in the group.
 
     Attributes:
-        number: as how many-th the request was admitted.
+        number: position of the request in the order of admission.
         first, last: numbers of its first step in the group, and of the one that ends it.
         last_launch: number of the last step that it may take part in, by its limit. It takes part
             in those after ``last`` that are launched before that one has ended.
@@ -142,10 +142,10 @@ class DecodeGroup:
         return least + self._launched + 1, most + self._launched + 1
 
     def launch(self, full: Sequence[tuple[HeldPages, int]]) -> tuple[int, int]:
-        """Start a step, for whose pages there is room.
+        """Start a step; the caller has checked that its pages fit.
 
         Returns:
-            Its rows, and the KV entries that they see, their own included.
+            The number of the step's rows, and the KV entries that they see, their own included.
         """
         for hold, num_tokens in full:
             grown = hold.grow(num_tokens)
@@ -200,7 +200,7 @@ class DecodeGroup:
     def begun(self) -> int:
         """KV entries of all members but the fresh ones.
 
-        In no more time than there are fresh ones; nobody's integers are brought up to date.
+        Takes time proportional to the fresh requests; updates no request's integers.
         """
         while self.fresh and (member := next(iter(self.fresh.values()))).first < self._committed:
             del self.fresh[member.request.id]

@@ -19,7 +19,7 @@ class LayerTimes:
     """A layer of a step, or of one half of it, in seconds.
 
     Attributes:
-        dense, own: of the devices with the layers: their dense part, then their attention.
+        dense, own: seconds of the devices with the layers: their dense part, then their attention.
         others: of each other device: that it is busy, and that bytes are on their way besides; both
             0 where it has nothing to do.
     """
@@ -35,12 +35,12 @@ class LayerTimes:
 
 
 def as_a_whole(layers: int, times: LayerTimes) -> float:
-    """Seconds of so many layers of a step that is not cut."""
+    """Seconds of ``layers`` layers of a step that is not cut."""
     return layers * (times.dense + max(times.own, times.elsewhere))
 
 
 def in_turn(layers: int, first: LayerTimes, second: LayerTimes) -> float:
-    """Seconds of so many layers of both halves.
+    """Seconds of ``layers`` layers of both halves.
 
     Each layer takes what the devices with the layers are busy, or any other one is, or what one
     half takes from its dense part until its outputs are back. At the end, the last layer's outputs

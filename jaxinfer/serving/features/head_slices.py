@@ -146,7 +146,7 @@ class PlacedSlices:
         return ", ".join(stages)
 
     def most_pages(self, pages: Sequence[int]) -> int:
-        """Pages per slice of the largest request that fits into so many pages of each shard."""
+        """Pages per slice of the largest request that fits into ``pages`` pages of each shard."""
         if not self.is_spread:
             return min(p // len(pieces) for p, pieces in zip(pages, self.own, strict=True))
         return min(
@@ -159,7 +159,7 @@ def most_pages(pages: Sequence[int], num_slices: int) -> int:
     """Most pages that each of ``num_slices`` can have, each slice all of its own in one pool.
 
     Args:
-        pages: of each pool.
+        pages: number of pages of each pool.
     """
     low, high = 0, sum(pages) // num_slices
     while low < high:

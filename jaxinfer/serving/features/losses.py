@@ -30,15 +30,16 @@ class Losses:
     """What is lost of a cluster, and what of it is to return.
 
     Args:
-        instances: those that serve, by name: lost ones leave it, and return to their places in it.
+        instances: serving instances by name: lost ones leave the mapping, and return to their
+            places in it.
         hand_offs: gives up what is on its way from or to a lost instance.
         finish: ends a request that no instance can serve, its error set.
         renew: makes a fresh instance of the name of one that is back.
 
     Attributes:
-        lost: of each lost instance, why; the last is the one that was lost last.
-        returning: those of them that are being started again.
-        regaining: instances that serve, and to which shards of their KV are to return.
+        lost: reason for each lost instance, in the order of loss.
+        returning: lost instances that are being started again.
+        regaining: serving instances to which lost shards of their KV will return.
     """
 
     def __init__(

@@ -42,11 +42,11 @@ class CurveStage:
     """A pipeline stage.
 
     Args:
-        costs: of all layers.
+        costs: costs of all layers.
         share: this stage's part of them.
 
     Attributes:
-        read: what the file had, as JSON values.
+        read: contents of the file, as JSON values.
         measured: how far its points go, by what a step holds.
 
     Raises:
@@ -105,7 +105,7 @@ class BatchCurves:
     """Seconds of a step of decodes, by its rows and the KV entries that they see in all.
 
     Args:
-        points: by batch and mean context.
+        points: times by batch and mean context.
 
     Raises:
         JaxinferError: no batch was measured at several contexts.
@@ -131,7 +131,7 @@ class BatchCurves:
         self._batches = PiecewiseLinear(dict.fromkeys(sorted(measured), 0.0))
 
     def __call__(self, rows: int, entries: int) -> float:
-        """Return the seconds of so many rows that see so many entries together."""
+        """Return the seconds of a number of rows that see a number of entries together."""
         i, j = self._batches.ends(rows)
         context = entries / rows
         found = self._level(i, context)

@@ -42,7 +42,7 @@ class JointExperts:
     """The part of a step that instances have in common.
 
     Attributes:
-        micros: of one layer's experts on a device, by the tokens of all instances.
+        micros: microseconds of one layer's experts on a device, by the tokens of all instances.
     """
 
     micros: PiecewiseLinear
@@ -50,7 +50,7 @@ class JointExperts:
     layers: int
 
     def seconds(self, tokens: int) -> float:
-        """Return the seconds of all layers' experts and exchanges for so many tokens."""
+        """Return the seconds of all layers' experts and exchanges for these tokens."""
         each = self.micros(tokens) * 1e-6 + self.exchange.each_s + self.exchange.token_s * tokens
         return self.layers * each
 
@@ -72,7 +72,7 @@ class JointSteps:
         """Return the seconds of one step.
 
         Args:
-            works: by instance; one that is not there goes along with a single token.
+            works: work by instance; an instance without work takes part with a single token.
         """
         counts = [works[name].tokens if name in works else 1 for name in self.own]
         most, total = max(counts), sum(counts)

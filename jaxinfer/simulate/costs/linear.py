@@ -32,7 +32,7 @@ class LinearStage:
     """A pipeline stage.
 
     Args:
-        costs: of all layers.
+        costs: costs of all layers.
         share: this stage's part of them; ``step_s`` is every stage's in full.
     """
 

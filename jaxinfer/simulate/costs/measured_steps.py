@@ -40,11 +40,11 @@ class Profiled(Options):
     """Section ``engine`` of ``meta.yaml``.
 
     Attributes:
-        row_buckets, token_buckets: what steps of decodes alone, and steps with prefill, were
-            padded to.
+        row_buckets, token_buckets: sizes to which steps of decodes alone, and steps with prefill,
+            were padded.
         collectives: by degree of tensor parallelism, whether its layers were measured over as many
             devices, so that they have their all-reduces.
-        padded: by degree, sizes that the model was padded to.
+        padded: sizes that the model was padded to, by degree.
     """
 
     row_buckets: tuple[int, ...] = Field(min_length=1, strict=False)
@@ -61,7 +61,7 @@ class ProgramStage:
         limits: decide the shape of a step.
         dense: microseconds of each operator by tokens; ``heads``: of the head by rows, where the
             stage has it.
-        read: what the tables had, as JSON values.
+        read: contents of the tables, as JSON values.
     """
 
     limits: StepLimits

@@ -33,7 +33,7 @@ class StageCost(Protocol):
 
 @dataclass(frozen=True)
 class SlowedStage:
-    """A stage on a device that plays one ``slowdown`` times slower."""
+    """A stage on a device that emulates one ``slowdown`` times slower."""
 
     cost: StageCost
     slowdown: float
@@ -83,7 +83,7 @@ class Pipeline:
     Attributes:
         send_s: seconds that a stage is busy with sending; it blocks, as vLLM's does.
         latency_s: from stage to stage, until the first byte; ``byte_s``: per byte.
-        hidden_bytes: of one token's hidden states.
+        hidden_bytes: bytes of one token's hidden states.
     """
 
     parts: tuple[StageCost, ...]

@@ -58,7 +58,7 @@ def write_meta(
 
     Args:
         device: the kind that JAX or ``configs/gpus.yaml`` has.
-        facts: what else decides the times, for whoever reads the file.
+        facts: other facts that decide the times, for readers of the file.
     """
     first = degrees[0]
     sizes = first.model.model_dump(exclude={"num_hidden_layers", "gated", *_OF_NO_TIME})
@@ -89,7 +89,7 @@ def write_run_file(folder: Path, name: str, device: str, gpu: Gpu | None, degree
     """A run file of the engine that was measured, which ``simulate`` takes.
 
     Args:
-        name: of the model.
+        name: name of the model.
         gpu: the device's numbers, where ``configs/gpus.yaml`` does not have it.
     """
     own = f"{name}-tp{degree.devices}"
@@ -114,10 +114,10 @@ def write_run_file(folder: Path, name: str, device: str, gpu: Gpu | None, degree
 
 @dataclass(frozen=True)
 class Check:
-    """Whole steps beside the sum of their parts.
+    """Whole steps compared with the sums of their parts.
 
     Attributes:
-        kind: of steps; ``off``: (sum - measured) / measured, of each.
+        kind: kind of steps; ``off``: (sum - measured) / measured for each step.
     """
 
     devices: int

@@ -36,7 +36,7 @@ class PhaseStage:
     """A pipeline stage.
 
     Args:
-        costs: of all layers.
+        costs: costs of all layers.
         share: this stage's part of them; ``first``: whether it is the first one.
     """
 

@@ -40,7 +40,7 @@ class RooflineStage:
         itemsize: bytes of a number of hidden states and of the head; ``weight_size`` and
             ``kv_size``, of a layer's weight (but see ``ModelShape.weight_size``) and of a KV
             entry's, are by default the same.
-        link_gb_s: of the all-reduces, each way; ``all_reduce_s``: seconds of each besides.
+        link_gb_s: bandwidth of the all-reduces, each way; ``all_reduce_s``: fixed seconds of each.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RooflineStage:
         )
 
     def dense(self, T: float) -> float:
-        """A layer without its attention, of so many tokens."""
+        """Seconds of a layer without its attention, for these tokens."""
         layer = T * self._reduce + self._reduce_each
         for compute, weights, moved in self._products:
             layer += max(T * compute, weights + T * moved)

@@ -17,7 +17,7 @@ class ProductFloor:
     moved_s: float
 
     def seconds(self, tokens: float, steps: float = 1) -> float:
-        """Return the least seconds of so many tokens in so many steps."""
+        """Return the least seconds for a number of tokens in a number of steps."""
         return max(tokens * self.compute_s, steps * self.weights_s + tokens * self.moved_s)
 
 
@@ -30,9 +30,9 @@ class StepFloor:
 
     Attributes:
         products: by all tokens; ``head``: by the tokens that are sampled, of the last stage.
-        step_s: seconds of each step; ``token_s``, ``sequence_s``: of each token and row.
-        context_s: of each KV entry that a decode sees.
-        pair_s: of each pair of a prompt's token and an entry that it sees.
+        step_s: seconds of each step; ``token_s``, ``sequence_s``: seconds of each token and row.
+        context_s: seconds of each KV entry that a decode sees.
+        pair_s: seconds of each pair of a prompt's token and an entry that it sees.
     """
 
     products: tuple[ProductFloor, ...] = ()

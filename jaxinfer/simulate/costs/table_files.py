@@ -58,7 +58,7 @@ def check_meta(folder: Path, model: ModelShape, kind: str, devices: int) -> dict
     """Refuse tables of a model with other sizes, or of another GPU; returns what is said of them.
 
     Sizes may be those of one device, at any degree of tensor parallelism that was profiled, or
-    (``engine.padded``) those that the model was padded to for so many ``devices``.
+    (``engine.padded``) those of the model padded for this number of ``devices``.
 
     Raises:
         JaxinferError: they are, or ``meta.yaml`` does not say.
@@ -103,7 +103,7 @@ def _degrees(folder: Path) -> list[int]:
 
 
 def find_degree(folder: Path, devices: int) -> Path:
-    """The tables for so many devices that share each layer.
+    """Return the tables for this number of devices that share each layer.
 
     Raises:
         JaxinferError: there are none.

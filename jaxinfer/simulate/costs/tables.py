@@ -232,7 +232,8 @@ class TableStage:
     """A pipeline stage by its operators' tables.
 
     Args:
-        found: of this model, this GPU and so many ``devices``; ``source``: where it was read.
+        found: tables of this model, this GPU and this number of ``devices``; ``source``: file or
+            folder that they were read from.
         devices: the degree of tensor parallelism.
         itemsize: bytes of a number of hidden states and logits.
         layers: how many; ``first``, ``last``: with the embedding, with the head.
@@ -240,7 +241,7 @@ class TableStage:
         sharers: instances that share the experts, this one included.
 
     Attributes:
-        read: what the tables had, as JSON values.
+        read: contents of the tables, as JSON values.
         measured: how far their points go, by what a step holds.
         joint: times that instances which share experts have together; None of one by itself.
         asks_spans: whether times depend on the spread of a step's contexts.

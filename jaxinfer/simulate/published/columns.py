@@ -22,7 +22,7 @@ class MeasuredPoints:
     """Milliseconds at points of some axes.
 
     Attributes:
-        path: of the file, for messages.
+        path: path of the file, for messages.
         points: rows of the axes' values, each once; ``ms``: the median time of each.
     """
 
@@ -34,14 +34,14 @@ class MeasuredPoints:
 def read_measured(
     path: Path, axes: Sequence[str], only: Mapping[str, object], some: Mapping[str, object]
 ) -> MeasuredPoints:
-    """Read the rows that are of some kind.
+    """Read the rows that match some conditions.
 
     Args:
-        only: columns and the value that counts.
-        some: the same of columns that a file may lack.
+        only: required value of each of these columns.
+        some: required value of each of these columns, which a file may lack.
 
     Raises:
-        JaxinferError: pyarrow is not installed, the file is no such table, or has no such row.
+        JaxinferError: pyarrow is not installed, the file is not such a table, or no row matches.
     """
     table = _parquet(path) if path.suffix == ".parquet" else _arrays(path)
     if missing := [name for name in (*axes, *only, "latency") if name not in table]:

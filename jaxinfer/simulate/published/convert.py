@@ -30,9 +30,9 @@ class Wanted:
     Attributes:
         card: name of the card's folder; None for the one that ``kind``, the GPU, names.
         devices: how many share each layer.
-        products: format of products, ``bfloat16``, ``fp8`` or ``fp8_block``; ``kv``: of KV.
+        products: format of products, ``bfloat16``, ``fp8`` or ``fp8_block``; ``kv``: format of KV.
         static_scales: the checkpoint has scales of activations, so that none is computed.
-        quickest_all_reduce: of cards with one link, the quickest all-reduce counts.
+        quickest_all_reduce: whether to use the quickest all-reduce among cards with the same link.
         possible_attention: whether a table of prompts' attention that the card's peak forbids is
             replaced by that of a card with the same peak.
         small_operators: whether operators on vectors count.
@@ -74,9 +74,10 @@ class OperatorPoints:
     """Microseconds of operators at measured points.
 
     Attributes:
-        dense, heads: of each operator, by tokens and by sequences.
-        chunks: by tokens and entries that each sees on average; ``decodes``: by rows and entries.
-        files: that they are from.
+        dense, heads: points of each operator, by tokens and by sequences.
+        chunks: times by tokens and the mean entries that each token sees; ``decodes``: times by
+            rows and entries.
+        files: files that the points come from.
     """
 
     dense: dict[str, Points] = field(default_factory=dict)
@@ -244,7 +245,7 @@ def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
 
 def _on_vectors(card: Card, num_bytes: float) -> Points:
-    """Microseconds of so many bytes for each of one and of two rows; nothing of none."""
+    """Microseconds for moving these bytes for each of one and of two rows; nothing for 0 bytes."""
     launch = card.launch_s * (num_bytes > 0)
     return {rows: 1e6 * (launch + rows * num_bytes / card.bandwidth) for rows in (1.0, 2.0)}
 

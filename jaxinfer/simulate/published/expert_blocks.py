@@ -19,7 +19,7 @@ _LAUNCHES = 7
 
 
 def most_rows(tokens: float, model: ModelShape, experts: int) -> float:
-    """Rows of all blocks that so many tokens may fill, with so many experts on a device."""
+    """Largest number of rows in the blocks that these tokens fill, by experts on a device."""
     rows = tokens * model.num_experts_per_tok + experts * (BLOCK - 1)
     return -(-rows // BLOCK) * BLOCK
 
@@ -66,7 +66,7 @@ def block_times(
 
 
 def _of_rows(curve: Curve, rows: float) -> float:
-    """Milliseconds of so many rows; beyond the most, along those and the first half as many.
+    """Milliseconds of a number of rows; beyond the most, on a line through the last and half of it.
 
     There they never fall.
     """

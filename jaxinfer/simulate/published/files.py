@@ -31,7 +31,7 @@ class Card:
     """A card's tables.
 
     Attributes:
-        name: of its folder, as ``h100_sxm``.
+        name: name of its folder, such as ``h100_sxm``.
         bandwidth: bytes per second that an operator on vectors reaches.
         launch_s: seconds that such an operator takes besides.
         link: bytes per second between the cards of a node, each way.

@@ -73,14 +73,14 @@ class Rates:
     decode: float
 
     def of(self, prefills: int, decodes: int) -> float:
-        """Requests per second that so many instances of each phase carry."""
+        """Requests per second that these numbers of instances of each phase carry."""
         return min(UTILISATION * prefills * self.prefill, decodes * self.decode)
 
 
 def prefill_rate(
     cost: CostModel, work: Sequence[BenchRequest], budget: int, hits: Sequence[int] | None = None
 ) -> float:
-    """Prompts per second of one instance that is never idle, each by itself, in chunks.
+    """Prompts per second of one instance that is never idle, one at a time, in chunks.
 
     Args:
         hits: tokens of each prompt that its cache has.
@@ -120,7 +120,7 @@ def packed_rate(
 
 
 def finite_rate(rate: float, requests: int, late_s: float, share: float) -> float:
-    """Return the rate at which so many requests may come, of which ``rate`` are served a second.
+    """Return the arrival rate for a number of requests that are served at ``rate``.
 
     Args:
         late_s: seconds that the last one of the ``share`` that comes first may wait.

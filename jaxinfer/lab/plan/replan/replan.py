@@ -1,4 +1,4 @@
-"""Placements that follow a load: planned anew whenever a window's mix has shifted.
+"""Placements that follow a load: planned again whenever a window's mix has shifted.
 
 DistServe, section 4.3, names what is watched (lengths and rate), not when it has shifted.
 """

@@ -23,7 +23,7 @@ class LoadMix:
 
     @classmethod
     def of(cls, work: Sequence[BenchRequest], seconds: float) -> "LoadMix":
-        """Return the mix of one request or more, over so many seconds."""
+        """Return the mix of one or more requests over ``seconds`` seconds."""
         return cls(
             len(work) / seconds,
             fmean(item.prompt_len for item in work),
@@ -31,7 +31,7 @@ class LoadMix:
         )
 
     def shift(self, before: "LoadMix") -> float:
-        """The largest share by which one of the three differs from what it was."""
+        """Return the largest relative change of rate, prompt length or output length."""
         pairs = (
             (self.rate, before.rate),
             (self.prompt, before.prompt),
