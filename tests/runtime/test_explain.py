@@ -8,12 +8,13 @@ import pytest
 from checkpoint_files import plan_alone
 from click.testing import CliRunner
 
-from jaxinfer import LLM, JaxinferError, measure
+from jaxinfer import LLM, JaxinferError
 from jaxinfer.checkpoints import open_tensors
 from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.commands.app import cli
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.lab import measure
 from jaxinfer.runtime.explain import (
     collectives,
     longest_request,
