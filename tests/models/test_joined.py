@@ -10,6 +10,7 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.joined import join
 from jaxinfer.models.stage import Layers
+from jaxinfer.runtime.stage.random_weights import random_parameters
 from jaxinfer.runtime.stage.stage_plan import StagePlan, make_plan
 
 D, N, K, H = 16, 8, 4, 8
@@ -27,7 +28,7 @@ def planned(devices: int = 1, config: ModelConfig = MODEL, **options: Any) -> St
 
 @pytest.mark.parametrize("rows", [(D,), ()])
 def test_a_kv_head_has_its_queries_its_key_and_its_value(rows: tuple[int, ...]) -> None:
-    """Of weights, and of scales."""
+    """Join weights, and scales, which have no rows."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(*rows, heads, H)) for heads in (N, K, K))
     found = np.asarray(join(q, k, v))
@@ -48,7 +49,7 @@ def test_kernels_of_cpus_keep_three() -> None:
 
 
 def test_a_step_takes_one() -> None:
-    """As large as the three, which the plan names as checkpoints do."""
+    """The step takes one array of the size of three; the plan keeps the checkpoint's names."""
     plan = planned()
     assert plan.joined == ATTENTION
     assert "layers.0.attn.q_DNH" in plan.parameters
@@ -77,3 +78,20 @@ def test_weights_of_unlike_formats_are_not_joined() -> None:
     attn = plan.step_arguments[0]["layers"][0]["attn"]
     assert attn["qkv_DKXH"].get_value().dtype == np.int8
     assert attn["qkv_scale_KXH"].get_value().shape == (K, N // K + 2, H)
+
+
+def test_stages_on_one_device_share_what_is_joined() -> None:
+    """Two stages have one array; a third one, beside other kernels, has the three as they were."""
+    plans = [planned(), planned(), planned(kernels="plain")]
+    one, other, plain = (jax.tree.leaves(each) for each in random_parameters(MODEL, plans))
+    assert [id(leaf) for leaf in one] == [id(leaf) for leaf in other]
+    attn, own = (random_parameters(MODEL, plans)[i]["layers"][0]["attn"] for i in (0, 2))
+    three = (own[name].get_value() for name in ("q_DNH", "k_DKH", "v_DKH"))
+    np.testing.assert_array_equal(attn["qkv_DKXH"].get_value(), join(*three))
+    assert not any(leaf.is_deleted() for leaf in [*one, *other, *plain])
+
+
+def test_what_is_joined_is_no_longer_there_alone() -> None:
+    before = len(jax.live_arrays())
+    found = random_parameters(MODEL, [planned(), planned()])
+    assert len(jax.live_arrays()) - before == len(jax.tree.leaves(found[0]))

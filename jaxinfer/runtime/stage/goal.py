@@ -70,12 +70,22 @@ def goal_of(plan: StagePlan, path: str) -> Goal:
     return Goal(to, plan.parameters[scale] if scale else None, plan.dtype if scale else to.dtype)
 
 
-def parameters_of(plan: StagePlan, found: Callable[[str, Goal], Sequence[jax.Array]]) -> Parameters:
-    """A stage's parameters: ``found`` gives the arrays of each path and goal."""
+# The arrays of a parameter, by a stage's plan, its path and its goal.
+Find = Callable[[StagePlan, str, Goal], Sequence[jax.Array]]
+
+
+def parameters_of(plans: Sequence[StagePlan], found: Find) -> list[Parameters]:
+    """Return the parameters of each stage, which are joined where its plan says so."""
+    stages = [_leaves(plan, found) for plan in plans]
+    joined = join_weights.arrays(stages, [plan.joined for plan in plans])
+    return [plan.state(leaves) for plan, leaves in zip(plans, joined, strict=True)]
+
+
+def _leaves(plan: StagePlan, found: Find) -> dict[str, jax.Array]:
     leaves: dict[str, jax.Array] = {}
     for path in plan.parameters:
         if not is_scale(path):
             paths = (path, scale_path(path) or "")
-            leaves |= dict(zip(paths, found(path, goal_of(plan, path)), strict=False))
+            leaves |= dict(zip(paths, found(plan, path, goal_of(plan, path)), strict=False))
     assert leaves.keys() == plan.parameters.keys(), leaves.keys() ^ plan.parameters.keys()
-    return plan.state(join_weights.arrays(leaves, plan.joined))
+    return leaves

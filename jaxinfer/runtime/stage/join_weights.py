@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -16,9 +17,36 @@ def abstract(
     return with_joined(parameters, modules, _like)
 
 
-def arrays(leaves: Mapping[str, jax.Array], modules: Sequence[str]) -> dict[str, jax.Array]:
-    """Join arrays of weights in the same way, and delete the separate ones from devices."""
-    return with_joined(leaves, modules, _join)
+def arrays(
+    stages: Sequence[Mapping[str, jax.Array]], modules: Sequence[Sequence[str]]
+) -> list[dict[str, jax.Array]]:
+    """Join each stage's weights in the same way; stages with the same weights get one array.
+
+    Separate weights are deleted from their devices, but for those that a stage does not join.
+
+    Args:
+        modules: modules to join, by stage.
+    """
+    whole: Any = object()
+    kept = {
+        id(array)
+        for leaves, names in zip(stages, modules, strict=True)
+        for array in with_joined(leaves, names, lambda *three: whole).values()
+    }
+    # Weights are known by their identity: ``stages`` keeps them all.
+    joined: dict[tuple[int, ...], jax.Array] = {}
+
+    def join_once(*three: jax.Array) -> jax.Array:
+        key = tuple(map(id, three))
+        if key not in joined:
+            joined[key] = _program(_like(*three).sharding)(*three)
+            for part in three:
+                if id(part) not in kept:
+                    part.delete()
+        return joined[key]
+
+    both = zip(stages, modules, strict=True)
+    return [with_joined(leaves, names, join_once) for leaves, names in both]
 
 
 def _like(*three: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -28,13 +56,6 @@ def _like(*three: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     axes = (*where.spec, *[None] * len(like.shape))[: len(like.shape) - 2]
     sharding = NamedSharding(where.mesh, PartitionSpec(*axes, None, None))
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
-
-
-def _join(*three: jax.Array) -> jax.Array:
-    found = _program(_like(*three).sharding)(*three)
-    for part in three:
-        part.delete()
-    return found
 
 
 @cache

@@ -54,7 +54,9 @@ def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[
         return random_parameters(checkpoint.config, plans)
     if checkpoint.converted is not None:
         there: Loaded = {}
-        return [_restore(checkpoint, checkpoint.converted, plan, there) for plan in plans]
+        for plan in plans:
+            _restore(checkpoint, checkpoint.converted, plan, there)
+        return parameters_of(plans, lambda plan, path, goal: there[path, goal])
     specs = ARCHITECTURES[checkpoint.config.architecture].hf_weights(checkpoint.config)
     check_tensors(checkpoint, specs)
     # Segments of one stage share a tied embedding.
@@ -65,7 +67,7 @@ def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[
         if path in plan.parameters
     }
     loaded = dict(zip(wanted, _load(checkpoint, wanted), strict=True))
-    return [parameters_of(plan, lambda path, goal: loaded[path, goal]) for plan in plans]
+    return parameters_of(plans, lambda plan, path, goal: loaded[path, goal])
 
 
 def _load(
@@ -147,7 +149,7 @@ def _dequantised(blocks: jax.Array) -> jax.Array:
     return x.reshape(len(blocks), -1)
 
 
-def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan, there: Loaded) -> Parameters:
+def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan, there: Loaded) -> None:
     """Restore a converted checkpoint; refuse it if a parameter would silently be padded or cut.
 
     Args:
@@ -171,7 +173,6 @@ def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan, there: Loa
             else (arrays[path],)
             for path, goal in goals.items()
         }
-    return parameters_of(plan, lambda path, goal: there[path, goal])
 
 
 def _batches(plan: StagePlan, paths: Sequence[str]) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +30,14 @@ def random_parameters(config: ModelConfig, plans: Sequence[StagePlan]) -> list[P
     # Segments of one stage share a tied embedding.
     drawn: dict[tuple[str, Goal], tuple[jax.Array, ...]] = {}
 
-    def found(path: str, goal: Goal, seed: int) -> tuple[jax.Array, ...]:
+    def found(plan: StagePlan, path: str, goal: Goal) -> tuple[jax.Array, ...]:
         if (path, goal) not in drawn:
             is_scale = path.rpartition(".")[2].startswith("scale_")
             draw = program(shapes[path], goal, is_scale)
-            drawn[path, goal] = draw(_key_data(seed, path))
+            drawn[path, goal] = draw(_key_data(plan.options.seed, path))
         return drawn[path, goal]
 
-    return [parameters_of(plan, partial(found, seed=plan.options.seed)) for plan in plans]
+    return parameters_of(plans, found)
 
 
 def _key_data(seed: int, path: str) -> np.ndarray:
