@@ -236,8 +236,10 @@ class Suite:
     def against(self, kind: Pass, row: Row) -> Row:
         """A row with its answers beside those of one instance."""
         alone, own = (self.out / f"{kind.name}_{name}.json" for name in (ALONE, row["system"]))
-        if not (alone.is_file() and own.is_file()):
+        if row["result"] != "ok":
             return row
+        if not alone.is_file():
+            return row | {"result": f"failed: {ALONE} has not run, no answers to compare with"}
         found = compare(Answers.read(alone), Answers.read(own), BOUND[kind.dtype])
         return row | told(found)
 
@@ -344,6 +346,8 @@ def main(
         card = CARDS[0] if rehearse else card_here()
         known.write_text(json.dumps(card))
     kinds = [kind for kind in passes(out, rehearse) if kind.name in wanted.split(",")]
+    if unknown := {*wanted.split(",")} - {kind.name for kind in kinds}:
+        raise JaxinferError(f"--passes has {', '.join(unknown)}, must be exact or large, or both")
     suite = Suite(out, json.loads(known.read_text()), rehearse)
     rows = []
     names = systems.split(",")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfer import JaxinferError
 from scripts.bench import one_card
 from scripts.bench.same_answers import Answers, Comparison, compare
 from scripts.tables import read_csv
@@ -50,3 +51,20 @@ def test_what_is_wrong() -> None:
         assert not one_card.is_wrong(fine | changes)
     for changes in ({"result": "failed: X"}, {"apart": 1}, {"ledger": "step 3"}):
         assert one_card.is_wrong(fine | changes)
+
+
+def test_a_run_without_answers_to_compare_with_is_wrong(tmp_path: Path) -> None:
+    suite = one_card.Suite(tmp_path, "H200", is_rehearsal=True)
+    kind, row = one_card.Pass("exact", "m", (), "float32", False), {"system": "x", "result": "ok"}
+    Answers({"0": [1]}, {}).write(tmp_path / "exact_x.json")
+    assert one_card.is_wrong(suite.against(kind, row))
+    Answers({"0": [1]}, {}).write(tmp_path / "exact_single.json")
+    assert suite.against(kind, row)["equal"] == 1
+    late = row | {"result": "not run: no time left"}
+    assert suite.against(kind, late) == late
+
+
+def test_passes_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    asked = ["--out", str(tmp_path), "--rehearse", "--passes", "exact,big"]
+    with pytest.raises(JaxinferError, match="^--passes has big, must be exact or large, or both$"):
+        one_card.main(asked, standalone_mode=False)
