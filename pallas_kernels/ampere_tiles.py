@@ -109,7 +109,7 @@ class Interpreted(OnGpu):
         x[...] = value
 
     def add_product(self, sums: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
-        """By XLA."""
+        """Add a product that XLA computes."""
         return sums + jnp.dot(left, right, preferred_element_type=jnp.float32)
 
     def full(self, shape: tuple[int, ...], value: float) -> jax.Array:

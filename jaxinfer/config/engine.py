@@ -12,6 +12,8 @@ from jaxinfer.serving.policies import PolicyOptions
 
 # Requests and tokens of a step on a GPU where none are given.
 GPU_SEQS, GPU_TOKENS = 256, 8192
+# Share of a GPU's memory for weights and KV, if none is given.
+GPU_SHARE = 0.9
 
 
 def engine_named(name: object) -> dict[str, Any]:
@@ -176,6 +178,16 @@ class EngineOptions(Options):
     def num_stages(self) -> int:
         """Pipeline stages: as many steps at once share the running requests."""
         return 1
+
+    def sharing_gpu(self, users: int) -> Self:
+        """Return the same with an even part of a GPU's memory, if others use it and none is given.
+
+        Args:
+            users: number of stages on the GPU, these included.
+        """
+        if users < 2 or self.memory_fraction:
+            return self
+        return self.model_copy(update={"memory_fraction": GPU_SHARE / users})
 
     def on_gpu(self) -> Self:
         """The same with a GPU's sizes of steps where none are given, as far as others allow them.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxinfer.config.cluster import InstanceConfig
+from jaxinfer.config.engine import GPU_SHARE
 from jaxinfer.config.site import SiteGroup
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
@@ -63,7 +64,7 @@ def _memory(instance: InstanceConfig, gpu: Gpu, is_given: bool) -> float:
 
     The fraction is for a pool that takes what there is; one that is given may take all.
     """
-    return gpu.memory_gb * 1e9 * (1.0 if is_given else instance.memory_fraction or 0.9)
+    return gpu.memory_gb * 1e9 * (1.0 if is_given else instance.memory_fraction or GPU_SHARE)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from jaxinfer.config.site import ModelledSite, SiteStage
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.kv_capacity import page_bytes, reserved_bytes
 
-# Of a GPU's memory, for weights and KV of all that stands on it.
-SHARE = 0.9
 # The group that has a device, and its number there.
 Device = tuple[str, int]
 
@@ -31,12 +29,7 @@ def with_shares(site: ModelledSite) -> dict[str, InstanceConfig]:
     most: dict[str, int] = defaultdict(int)
     for name, _, _, device in _standing(site):
         most[name] = max(most[name], users[device])
-    return {
-        name: each.model_copy(update={"memory_fraction": SHARE / most[name]})
-        if most[name] > 1 and not each.memory_fraction
-        else each
-        for name, each in site.resolved.instances.items()
-    }
+    return {name: each.sharing_gpu(most[name]) for name, each in site.resolved.instances.items()}
 
 
 def check_together(site: ModelledSite, pages: Mapping[str, Sequence[int]]) -> None:

@@ -1,4 +1,4 @@
-"""What the host pays to launch a step of decodes, with XLA's command buffers and without.
+"""Measure the host's time to launch a step of decodes, with and without command buffers.
 
     python -m scripts.bench.launching --json launching.json
     python -m scripts.bench.launching --json launching.json --rehearse   # on a CPU: tiny
@@ -31,8 +31,8 @@ from jaxinfer.runtime.stage.step import Key
 from jaxinfer.steps.shapes import StepShape
 from scripts.bench.engine import FULL, REHEARSAL
 
-# A command buffer is recorded anew where an address has changed since; without any, each kernel
-# is launched by itself. What of them is skipped, XLA keeps at fixed addresses.
+# A command buffer is recorded again if an address has changed; without any, each kernel is launched
+# separately. What of them is skipped, XLA keeps at fixed addresses.
 _MODE = "--xla_gpu_command_buffer_update_mode="
 FLAGS = {
     "default": "",
@@ -40,7 +40,7 @@ FLAGS = {
     "temporaries skipped": f"{_MODE}SKIP_TEMP",
     "skipped by profile": f"{_MODE}SKIP_PROFILED",
 }
-# JAX holds up whoever has many computations in flight: a step has two.
+# JAX blocks a caller with many computations in flight, and a step has two.
 LAUNCHES, FEW, ROUNDS = 20, 4, 5
 
 
@@ -56,7 +56,7 @@ def times(stage: Stage, shape: StepShape) -> dict[str, float]:
 
 
 def launch(stage: Stage, key: Key, count: int, inputs: Any, sampling: Any) -> tuple[float, float]:
-    """Seconds until so many steps are launched, and until they are done."""
+    """Return the seconds until ``count`` steps are launched, and until they are done."""
     start = time.perf_counter()
     for _ in range(count):
         hidden = stage.forward(key, inputs, None)

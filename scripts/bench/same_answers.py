@@ -90,7 +90,7 @@ def compare(first: Answers, second: Answers, bound: float) -> Comparison:
 
 
 def _gap(first: Answers, name: str, at: int | None, theirs: Sequence[int]) -> float | None:
-    """By how much the first run held the other's token less likely; None where it is not known."""
+    """Return how much less likely the first run held the other's token; None if unknown."""
     if at is None or name not in first.likely:
         return None
     here = first.likely[name][at]

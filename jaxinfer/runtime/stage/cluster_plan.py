@@ -13,7 +13,7 @@ from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.stage.attention_plan import plan_attention
 from jaxinfer.runtime.stage.devices import configure_jax, open_groups
 from jaxinfer.runtime.stage.machine_speed import measure_speed
-from jaxinfer.runtime.stage.stage_plan import GPU_SHARE, StagePlan, choose_dtype, make_plan
+from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
 from jaxinfer.runtime.stage.taken import TakenMemory
 
 
@@ -64,10 +64,8 @@ def plan_cluster(
         try:
             on_gpus = [device for stage in devices[name] for device in stage]
             if any(device.platform == "gpu" for device in on_gpus):
-                instance = instance.on_gpu()
-                most = max(users[device] for device in on_gpus)
-                if most > 1 and not instance.memory_fraction:
-                    instance = instance.model_copy(update={"memory_fraction": GPU_SHARE / most})
+                users_here = max(users[device] for device in on_gpus)
+                instance = instance.on_gpu().sharing_gpu(users_here)
             given = (layers or {}).get(name, ())
             stages = _plan_stages(model, config, instance, groups, devices[name], taken, given)
             plans[name] = list(stages)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.engine import GPU_SHARE, EngineOptions
 from jaxinfer.config.stages import head_pages
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
@@ -28,9 +28,6 @@ from jaxinfer.runtime.stage.kv_cache import abstract_pages, available_memory, me
 from jaxinfer.runtime.stage.lay_out import DTYPES_OF_8_BITS, dtype_of, lay_out, with_bits
 from jaxinfer.runtime.stage.taken import Wanted, new_bytes
 from jaxinfer.steps.shapes import StepLimits
-
-# Of a GPU's memory, for weights and KV.
-GPU_SHARE = 0.9
 
 
 class Device(Protocol):

@@ -1,4 +1,4 @@
-"""What only some runs use; the files of ``serving/`` enter each by one call.
+"""Features that only some runs use; the files of ``serving/`` enter each by one call.
 
 - ``decode_group``: decodes that a simulation advances together.
 - ``half_batches``: steps computed as two halves in turn.

@@ -112,7 +112,7 @@ class PlacedSlices:
         self.is_spread = any(len(stage) > 1 for stage in self._stages)
 
     def spread_placement(self, extra: int) -> Placement:
-        """Slices of so many pages where they belong, or where there is room."""
+        """Place slices of ``extra`` pages each in their own shards or, without room, in others."""
         found: list[list[int]] = [[] for _ in self.shards]
         for stage in self._stages:
             room = [self.shards[number].pool.num_free // max(extra, 1) for number in stage]

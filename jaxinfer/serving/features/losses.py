@@ -27,7 +27,7 @@ class AliveInstances(dict[str, InstanceView]):
 
 
 class Losses:
-    """What is lost of a cluster, and what of it is to return.
+    """The losses of a cluster, and which of them are to return.
 
     Args:
         instances: serving instances by name: lost ones leave the mapping, and return to their

@@ -157,7 +157,7 @@ def test_an_instance_that_does_not_recover_is_lost_by_its_name(
 def test_an_instance_recovers_after_an_interrupt_that_became_an_error(
     llm: LLM, expected: tuple[list[list[int]], list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in C++, while the run after another interrupt begins."""
+    """An interrupt in C++ does, as the run after another interrupt begins."""
     worker = list(llm.cluster.engines.values())[-1].worker
     stage = worker.stages[-1]
 
