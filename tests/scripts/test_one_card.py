@@ -60,6 +60,7 @@ def test_a_run_without_answers_to_compare_with_is_wrong(tmp_path: Path) -> None:
     assert one_card.is_wrong(suite.against(kind, row))
     Answers({"0": [1]}, {}).write(tmp_path / "exact_single.json")
     assert suite.against(kind, row)["equal"] == 1
+    assert suite.shown_card == "H200, played by a CPU"
     late = row | {"result": "not run: no time left"}
     assert suite.against(kind, late) == late
 
