@@ -67,5 +67,6 @@ def test_a_run_without_answers_to_compare_with_is_wrong(tmp_path: Path) -> None:
 
 def test_passes_that_are_not_there_are_refused(tmp_path: Path) -> None:
     asked = ["--out", str(tmp_path), "--rehearse", "--passes", "exact,big"]
-    with pytest.raises(JaxinferError, match="^--passes has big, must be exact or large, or both$"):
+    wrong = r"^--passes has big, must be exact or large, or both$"
+    with pytest.raises(JaxinferError, match=wrong):
         one_card.main(asked, standalone_mode=False)
