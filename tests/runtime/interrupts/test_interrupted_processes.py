@@ -1,6 +1,7 @@
 """Runs over several processes that are interrupted between any two messages to these."""
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ def test_the_next_run_is_right(
     send = Process.send
 
     def send_or_not(process: Process, message: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            send(process, message)  # Python interrupts no other thread.
+            return
         if left:
             left[0] -= 1
             if left[0] == 0:
@@ -65,14 +69,17 @@ def test_the_next_run_is_right(
     ask(llm)
     moments = -left[0]
     assert moments >= 16  # Each message, before and after it is sent.
-    rng = random.Random(0)
+    rng, struck = random.Random(0), 0
     for moment in range(1, moments + 1):
         for at in (moment, rng.randrange(1, 5))[: rng.randrange(1, 3)]:
             left[:] = [at]
-            with pytest.raises(Interrupt):
+            try:
                 ask(llm)
+            except Interrupt:
+                struck += 1
         left.clear()
         check(llm, expected)
+    assert struck >= moments  # A run may take fewer messages than the one that was counted.
     # A message to one that is cut in two: it is given up, and the LLM says so.
     process: Any = next(iter(llm.cluster.engines.values())).worker.pieces[0].process
     process._sender._sent, process._sender._size = [3], 7
