@@ -46,10 +46,11 @@ def measure(
         JaxinferError: a request cannot be run, named by its index.
     """
     requests: list[RequestState] = []
+    firsts: list[RequestState] = []
     for index, item in enumerate(work):
         lengths = {"max_tokens": item.max_tokens, "ignore_eos": True}
         params = sampling.model_copy(update=lengths)
-        tokens = real_tokens(item, llm.vocab_size, seed=index)
+        tokens = real_tokens(item, llm.vocab_size, index)
         try:
             made = llm.make_requests(str(index), tokens, params)
         except JaxinferError as error:
@@ -57,6 +58,10 @@ def measure(
         for request in made:
             request.arrival = request.metrics.arrival = item.arrival
             request.after_ends = item.after_ends
+            request.session = None if item.session is None else str(item.session)
+            if item.follows is not None:
+                request.follows = firsts[item.follows]
+        firsts.append(made[0])
         requests += made
     llm.reset_prefix_cache()
 

@@ -218,6 +218,8 @@ def _arrival(ledger: Ledger, event: Arrival) -> None:
     request = event.request
     sizes = f"{request.prompt_len},{request.max_tokens}"
     flags = f"{_BOOL[request.goes_first]},{_BOOL[request.takes_cached]}"
+    if request.session is not None:
+        flags += f",{quoted(request.session)}"
     ledger.add(f'["arrival",[{quoted(request.id)},{sizes},[{flags}]]]')
     tokens = list(request.prompt_token_ids) if ledger.keeps_tokens else []
     ledger.measure([request.arrival, tokens])

@@ -57,7 +57,9 @@ class RequestFeed:
         for request in found:
             if request.goes_first:
                 continue
-            if request.after_ends:
+            if request.follows:
+                self._releases.hold_for(request.follows.id, request)
+            elif request.after_ends:
                 self._releases.hold(request.after_ends, request)
             else:
                 ready.append(request)
@@ -71,9 +73,17 @@ class RequestFeed:
         """
         return self._come(self._releases.due(), now)
 
-    def one_ended(self, now: float) -> list[RequestState]:
-        """Count a prompt all of whose continuations have ended; those that have waited for it."""
-        return self._come(self._releases.ended(), now)
+    def one_ended(self, request: RequestState, now: float) -> list[RequestState]:
+        """Count a prompt all of whose continuations have ended; those that have waited for it.
+
+        Args:
+            request: the continuation that ended last.
+        """
+        found = self._releases.ended(request.id)
+        for follower in found:
+            if follower.follows:
+                follower.take_history(request)
+        return self._come(found, now)
 
     def _come(self, requests: list[RequestState], now: float) -> list[RequestState]:
         for request in requests:

@@ -127,7 +127,7 @@ class Run:
             self._ledger.ended(request)
         self._recorder.add_request(request, sampling_of(request).parent, request.output_token_ids)
         if siblings := self._groups.done_with(request):
-            self._world.add(self._feed.one_ended(self._world.now()))
+            self._world.add(self._feed.one_ended(request, self._world.now()))
             self._recorder.add_prompt(siblings)
             self._num_failed += any(sibling.error for sibling in siblings)
             self._on_output(self._feed.answers.output(siblings))

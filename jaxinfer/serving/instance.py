@@ -15,7 +15,7 @@ from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.running import Running
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.system import Counts, Leg
+from jaxinfer.serving.system import Counts, Leg, RequestView
 from jaxinfer.serving.waiting import Waiting
 
 
@@ -284,11 +284,12 @@ class Instance:
             return False
         self.waiting.remove(request)
         if not request.computed:
-            request.computed = request.launched = len(request.hold.cached) * self.page_size
+            request.computed = request.launched = request.hold.num_cached
             request.metrics.add_cached(request.computed)
         if request.exported is None:
             self.taking_part.add(request)
         else:
+            request.sent = request.hold.num_cached
             self.importing[request.id] = request
             self._admitted_imports.append(request)
         return True
@@ -319,16 +320,21 @@ class Instance:
         return self.kv.pages_to_take(request.known_until(leg), cached)
 
     def cached_prefix(self, request: RequestState, leg: Leg) -> list[CachedPage]:
-        """Cached pages with which a request can start here.
+        """Cached pages with which a request can start here, or that need not be sent here.
 
         Its last known token is left to compute: it yields the next.
         """
-        if not (self.kv.cache and request.takes_cached and request.prompt_token_ids):
+        if not (self.kv.cache and request.prompt_token_ids):
             return []
-        if request.computed or request.hold:
+        if not (request.takes_cached or request.computed or request.hold):
             return []
         count = (request.known_until(leg) - 1) // self.page_size
         return self.kv.cache.match(request.page_digests(self.page_size, count))
+
+    def cached_tokens(self, request: RequestView) -> int:
+        """Return how many of the request's prompt tokens the prefix cache has KV entries of."""
+        assert isinstance(request, RequestState)
+        return len(self.cached_prefix(request, Leg(self.name))) * self.page_size
 
     def keep_prefix(self, request: RequestState) -> None:
         """Offer the request's pages that have become full to the prefix cache."""
@@ -357,6 +363,7 @@ class Instance:
         hold = self.reserve(request, leg)
         if hold:
             self.kv.reserved[hold] = request.drop_incoming
+            request.sent = hold.num_cached
         return hold
 
     def take_admitted_imports(self) -> list[RequestState]:

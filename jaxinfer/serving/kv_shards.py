@@ -40,6 +40,11 @@ class HeldPages(HeldSlices):
         self.users = 0
         self.released = False
 
+    @property
+    def num_cached(self) -> int:
+        """KV entries at the beginning whose pages came from the prefix cache, if it is new."""
+        return len(self.cached) * self.kv.page_size
+
     def grow(self, num_tokens: int) -> bool:
         """Extend to ``num_tokens`` KV entries; False, and no change, where a shard lacks room."""
         if num_tokens <= self.capacity:

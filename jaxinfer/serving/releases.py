@@ -1,31 +1,37 @@
-"""Requests that come once others have ended: what makes a closed loop, in either world."""
+"""Requests that come once others have ended: closed loops and sessions, in either world."""
 
 import heapq
 import itertools
+from collections import defaultdict
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class Releases(Generic[T]):
-    """Items, each held until a number of requests have ended; true while it holds any."""
+    """Items, each held until other requests have ended; true while it holds any."""
 
     def __init__(self) -> None:
         self._num_ended = 0
         self._order = itertools.count()
         self._held: list[tuple[int, int, T]] = []
+        self._followers: dict[str, list[T]] = defaultdict(list)
 
     def __bool__(self) -> bool:
-        return bool(self._held)
+        return bool(self._held or self._followers)
 
     def hold(self, after_ends: int, item: T) -> None:
         """Hold an item until ``after_ends`` requests have ended."""
         heapq.heappush(self._held, (after_ends, next(self._order), item))
 
-    def ended(self) -> list[T]:
+    def hold_for(self, request_id: str, item: T) -> None:
+        """Hold an item until the request with this id has ended."""
+        self._followers[request_id].append(item)
+
+    def ended(self, request_id: str = "") -> list[T]:
         """Count one more end; what has waited for it, in the order in which it was held."""
         self._num_ended += 1
-        return self.due()
+        return [*self.due(), *self._followers.pop(request_id, ())]
 
     def due(self) -> list[T]:
         """Take out the items that need not wait any more."""

@@ -30,6 +30,9 @@ class RequestState:
         prompt_details: the world's report on the prompt, by position.
         after_ends: number of requests of the run that must end before it comes, ``arrival`` seconds
             after that.
+        follows: the request whose end it waits for, ``arrival`` seconds longer, and whose tokens
+            its prompt begins with: the turn before it.
+        session: name of the session that it is a turn of, if any.
         predicted: output tokens, at least and at most, where something predicts them.
         goes_first: joins a queue at its head.
         takes_cached: may start with pages of the prefix cache.
@@ -52,10 +55,10 @@ class RequestState:
     __slots__ = (
         "__weakref__", "_digests", "after_ends", "arrival", "computed", "cumulative_logprob",
         "details", "epoch",
-        "error", "exported", "finish_reason", "goes_first", "hold", "id", "incoming",
+        "error", "exported", "finish_reason", "follows", "goes_first", "hold", "id", "incoming",
         "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
         "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_len",
-        "prompt_token_ids", "sent", "slice_copy", "slice_move", "slices_copied", "stop_reason",
+        "prompt_token_ids", "sent", "session", "slice_copy", "slice_move", "slices_copied", "stop_reason",
         "takes_cached", "transfers",
     )  # fmt: skip
 
@@ -82,6 +85,8 @@ class RequestState:
         self.details: list[object] = []
         self.prompt_details: dict[int, object] = {}
         self.after_ends = 0
+        self.follows: RequestState | None = None
+        self.session: str | None = None
         self.predicted: tuple[int, int] | None = None
         self.goes_first = False
         self.takes_cached = True
@@ -146,6 +151,18 @@ class RequestState:
             before = digests[-1] if digests else b""
             digests.append(blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest())
         return digests[:count]
+
+    def take_history(self, previous: "RequestState") -> None:
+        """Begin the prompt with the tokens of the turn before, as far as the prompt is long.
+
+        The prompt keeps its length: where ``previous`` ended early, its own tokens fill the gap.
+        """
+        self.follows = None
+        history = previous.known_tokens(0, min(previous.num_known, self.prompt_len))
+        self.prompt_token_ids = [*history, *self.prompt_token_ids[len(history) :]]
+        self._digests = {
+            size: digests[: len(history) // size] for size, digests in previous._digests.items()
+        }
 
     def known_until(self, leg: Leg) -> int:
         """KV entries of the tokens known now, up to the leg's end."""

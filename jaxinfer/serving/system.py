@@ -45,6 +45,10 @@ class RequestView(Protocol):
     @property
     def arrival(self) -> float: ...  # noqa: D102
     @property
+    def session(self) -> str | None:
+        """Name of the session that it is a turn of, if any."""
+
+    @property
     def first_token_at(self) -> float | None:
         """Time at which its first token was there; None before."""
 
@@ -203,6 +207,13 @@ class InstanceView(Protocol):
         """Prompt tokens that requests waiting, importing or running here have still to compute.
 
         Up to the end of their legs; those of a preempted request count again.
+        """
+
+    def cached_tokens(self, request: RequestView) -> int:
+        """Number of the request's prompt tokens whose KV entries its prefix cache has now.
+
+        Whole pages from the prompt's beginning on; its last token is always left to compute. Looks
+        up one digest per page that is found, and copies nothing.
         """
 
     @property

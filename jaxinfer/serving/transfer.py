@@ -11,7 +11,8 @@ A hand-off from leg to leg, by the fields of its request that tell where it is:
 | the next leg runs | hold | hold | none | here: running |
 
 "There" is the instance of the leg that was, "here" that of the next. ``sent`` counts the KV entries
-whose transfer here has started, ``transfers`` those that have not landed. Who frees pages:
+whose transfer here has started, or which the prefix cache here had; ``transfers`` counts the
+transfers that have not landed. Who frees pages:
 
 - ``hold``: the request's end, its preemption, or the loss of the instance. - ``exported``:
 ``_arrive``, once all has landed; or the request's end; or the loop, if no instance fetches them and
@@ -123,7 +124,8 @@ class HandOffs:
         leg = request.legs[0]
         if leg.hand_off not in _AHEAD or request.transfers or request.sent >= request.computed:
             return
-        if room := self._room_ahead(request, request.computed):
+        room = self._room_ahead(request, request.computed)
+        if room and request.sent < request.computed:
             assert request.hold
             here, there = (leg.instance, request.hold), (request.legs[1].instance, room)
             transfer = self._note(request, here, there, request.sent, request.computed)
@@ -138,7 +140,8 @@ class HandOffs:
             if len(request.output_token_ids) + request.pending == request.max_tokens:
                 continue  # The request ends with this step.
             stop = row.start + row.count
-            if room := self._room_ahead(request, stop):
+            room = self._room_ahead(request, stop)
+            if room and request.sent < stop:
                 here, there = (batch.instance, row.hold), (request.legs[1].instance, room)
                 batch.transfers.append(self._note(request, here, there, request.sent, stop))
 
@@ -201,6 +204,8 @@ class HandOffs:
 
     def _arrive(self, request: RequestState) -> None:
         self.release_export(request)
+        # A leg that was cut short may have computed less than was cached here.
+        request.computed = request.launched = max(request.computed, request.sent)
         request.sent = 0
         dest = self._instances[request.legs[0].instance]
         del dest.importing[request.id]

@@ -21,7 +21,7 @@ def serve_alone(config: RunFile, work: Iterable[BenchRequest], on_request: OnReq
     """
     cluster = prepare(config)
     for item in work:
-        serve(cluster, [replace(item, arrival=0.0, after_ends=0)], None, on_request)
+        serve(cluster, [replace(item, arrival=0.0, after_ends=0, follows=None)], None, on_request)
 
 
 def reference_latencies(config: RunFile, work: Sequence[BenchRequest]) -> Reference:

@@ -70,28 +70,35 @@ class ModelledRequests:
         """Requests that wait for no other's end, one by one, so that the ended are forgotten."""
         work = self._work
         for number in sorted(range(len(work)), key=lambda number: work[number].arrival):
-            if not work[number].after_ends:
+            if not work[number].after_ends and work[number].follows is None:
                 yield self.state(number, work[number].arrival)
 
     def by_ends(self) -> Releases[int]:
         """The others, by number."""
         found: Releases[int] = Releases()
         for number, item in enumerate(self._work):
-            if item.after_ends:
+            if item.follows is not None:
+                found.hold_for(str(item.follows), number)
+            elif item.after_ends:
                 found.hold(item.after_ends, number)
         return found
 
-    def after_an_end(self, number: int, now: float) -> RequestState:
-        """A waiting request, at the end that it has waited for."""
-        return self.state(number, now + self._work[number].arrival)
+    def after_an_end(self, number: int, ended: RequestState, now: float) -> RequestState:
+        """A waiting request, at the end of the request that it has waited for."""
+        request = self.state(number, now + self._work[number].arrival)
+        if self._work[number].follows is not None:
+            request.take_history(ended)
+        return request
 
     def state(self, number: int, arrival: float) -> RequestState:
         """The state that the loop serves for one of the requests."""
         item, shown = self._work[number], self._work[number].max_tokens
         if self._limit:
             shown = int(min(self._limit, self._longest - item.prompt_len))
-        tokens = modelled_tokens(item)
-        return RequestState(str(number), item.prompt_len, shown, arrival, tokens)
+        tokens = modelled_tokens(item, number)
+        request = RequestState(str(number), item.prompt_len, shown, arrival, tokens)
+        request.session = None if item.session is None else str(item.session)
+        return request
 
     def _check(self) -> None:
         if not self._work:

@@ -88,8 +88,8 @@ def serve(
         if ledger:
             ledger.ended(request)
         if waiting:
-            for number in waiting.ended():
-                world.add(requests.after_an_end(number, world.now()))
+            for number in waiting.ended(request.id):
+                world.add(requests.after_an_end(number, request, world.now()))
         recorder.add_request(request, request.id)
         (times,) = recorder.add_prompt([request])
         on_request(request, times)

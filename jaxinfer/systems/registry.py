@@ -14,6 +14,8 @@ SYSTEMS = {
     "data_parallel": "jaxinfer.systems.data_parallel:DataParallel",
     "takeover": "jaxinfer.papers.takeover.system:Takeover",
     "least_loaded": "jaxinfer.systems.least_loaded:LeastLoaded",
+    "prefix_aware": "jaxinfer.systems.prefix_aware:PrefixAware",
+    "session_affinity": "jaxinfer.systems.session_affinity:SessionAffinity",
     "disaggregated": "jaxinfer.systems.disaggregated:Disaggregated",
     "distserve": "jaxinfer.papers.distserve.system:DistServe",
     "splitwise": "jaxinfer.papers.splitwise.system:Splitwise",

@@ -116,11 +116,18 @@ class Arrivals(Options):
 def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[BenchRequest]:
     """The requests with their times of arrival, in seconds; the first one's is 0 but in a trace.
 
+    Of a session, its first turn; the others come after the turn before.
+
     Raises:
-        OptionError: one comes after ``LATEST_S``.
+        OptionError: one comes after ``LATEST_S``, or sessions come in a closed loop.
     """
     if arrivals.kind == "closed":
         assert arrivals.concurrency
+        if any(item.session is not None for item in work):
+            raise OptionError(
+                "workload.arrivals.kind is closed, must be another with sessions: a turn waits for "
+                "the turn before, and for no other request"
+            )
         ahead = arrivals.concurrency - 1
         return [
             replace(
@@ -129,26 +136,28 @@ def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[Benc
             for i, item in enumerate(work)
         ]
     times: Sequence[float]
+    first = [item for item in work if item.follows is None]
+    count = len(first)
     match arrivals.kind:
         case "at_once":
-            times = [0.0] * len(work)
+            times = [0.0] * count
         case "interval":
             assert arrivals.seconds
-            times = [i * arrivals.seconds for i in range(len(work))]
+            times = [i * arrivals.seconds for i in range(count)]
         case "poisson" | "gamma":
-            times = _random_times(len(work), arrivals)
+            times = _random_times(count, arrivals)
         case "ramp":
-            times = [_ramp_time(mass, arrivals) for mass in _masses(len(work), arrivals)]
+            times = [_ramp_time(mass, arrivals) for mass in _masses(count, arrivals)]
         case _:
-            times = [item.arrival * arrivals.scale for item in work]
+            times = [item.arrival * arrivals.scale for item in first]
     if (last := max(times, default=0.0)) > LATEST_S:
         raise OptionError(
             f"workload.arrivals: the last of {len(times)} requests comes after {last:.3g} seconds, "
             f"must be within {LATEST_S:g}: {_REMEDIES[arrivals.kind]}"
         )
+    of_first = iter(times)
     return [
-        BenchRequest(item.prompt_token_ids, item.prompt_len, item.max_tokens, time, item.hash_ids)
-        for item, time in zip(work, times, strict=True)
+        item if item.follows is not None else replace(item, arrival=next(of_first)) for item in work
     ]
 
 

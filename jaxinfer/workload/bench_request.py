@@ -16,6 +16,11 @@ class BenchRequest:
     start of the run or, of a closed loop, since the end that the request has waited for: it comes
     once ``after_ends`` requests of the run have ended. ``hash_ids`` name the prompt's blocks of 512
     tokens, of which the last may be shorter: prompts with the same names have the same tokens.
+
+    A turn of a session ``follows`` another request, by its place in the workload: it comes
+    ``arrival`` seconds after that one has ended, and its prompt begins with the prompt and the
+    answer of that one. ``session`` is the place of the session's first turn. The first
+    ``num_shared`` tokens of a session's first prompt are those of all other sessions.
     """
 
     prompt_token_ids: list[int] | None
@@ -24,18 +29,36 @@ class BenchRequest:
     arrival: float
     hash_ids: tuple[int, ...] | None = None
     after_ends: int = 0
+    follows: int | None = None
+    session: int | None = None
+    num_shared: int = 0
 
     @property
     def has_tokens(self) -> bool:
         """True if it is known which prompts begin alike."""
-        return bool(self.prompt_token_ids or self.hash_ids)
+        return bool(self.prompt_token_ids or self.hash_ids) or self.session is not None
 
 
-def modelled_tokens(item: BenchRequest) -> Sequence[int]:
+# Names of stretches of synthetic prompts: blocks of traces have those from 0 on.
+_SHARED, _FIRST_OWN = -2, -3
+
+
+def _stretches(item: BenchRequest, index: int) -> list[tuple[int, int]]:
+    """Names and lengths of the parts of a prompt of a session."""
+    shared = min(item.num_shared, item.prompt_len)
+    return [(_SHARED, shared), (_FIRST_OWN - index, item.prompt_len - shared)]
+
+
+def modelled_tokens(item: BenchRequest, index: int = 0) -> Sequence[int]:
     """Token ids for a modelled run, which asks only which are equal; none where nothing is known.
 
     A block is its name plus one, over and over: 0 is what a modelled run samples.
+
+    Args:
+        index: place of the request in its workload.
     """
+    if item.session is not None:
+        return [name + 1 for name, count in _stretches(item, index) for _ in range(count)]
     if item.prompt_token_ids or not item.hash_ids:
         return item.prompt_token_ids or ()
     tokens: list[int] = []
@@ -45,12 +68,20 @@ def modelled_tokens(item: BenchRequest) -> Sequence[int]:
     return tokens
 
 
-def real_tokens(item: BenchRequest, vocab_size: int, seed: int) -> list[int]:
-    """Token ids for a real run: what is not known of them is drawn by ``seed``."""
+def real_tokens(item: BenchRequest, vocab_size: int, index: int) -> list[int]:
+    """Token ids for a real run: what is not known of them is drawn by ``index``.
+
+    Args:
+        index: place of the request in its workload.
+    """
     if item.prompt_token_ids:
         return item.prompt_token_ids
+    if item.session is not None:
+        parts = _stretches(item, index)
+        drawn = [synthetic_tokens(length, vocab_size, name) for name, length in parts]
+        return [token for part in drawn for token in part]
     if not item.hash_ids:
-        return synthetic_tokens(item.prompt_len, vocab_size, seed)
+        return synthetic_tokens(item.prompt_len, vocab_size, index)
     blocks = [synthetic_tokens(BLOCK, vocab_size, name) for name in item.hash_ids]
     return [token for block in blocks for token in block][: item.prompt_len]
 

@@ -2,7 +2,8 @@
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import yaml
@@ -24,6 +25,24 @@ _MOST_TOKENS = 10**12
 _PATIENCE = 10_000
 
 
+class Sessions(Options):
+    """Options of synthetic sessions: conversations or agents whose prompts grow by each answer.
+
+    Each turn's prompt is the prompt and the answer of the turn before, and new tokens, as many as
+    ``input_len`` draws.
+
+    Attributes:
+        turns: Requests of a session.
+        think_s: Seconds from the end of a turn to the arrival of the next: a user's, or a tool's.
+        shared: Tokens that the first prompts of all sessions begin with, as a system prompt does;
+            they come before those of ``input_len``.
+    """
+
+    turns: int = Field(ge=1)
+    think_s: float = Field(default=0.0, ge=0)
+    shared: int = Field(default=0, ge=0, le=_MOST_TOKENS)
+
+
 class Synthetic(Options):
     """Requests whose prompt and output lengths are drawn independently of each other.
 
@@ -37,7 +56,8 @@ class Synthetic(Options):
             distribution.
         range_ratio: Turns each number n into the range from ``n * (1 - range_ratio)`` to ``n * (1 +
             range_ratio)``, as in vLLM.
-        count: Number of requests.
+        count: Number of requests, all turns counted.
+        sessions: Requests are turns of sessions, each of which begins with the one before.
         seed: Seed of the random lengths. Prompts do not depend on how outputs are drawn, nor
             outputs on prompts.
     """
@@ -47,6 +67,7 @@ class Synthetic(Options):
     output_len: PositiveInt | Lengths | None = None
     range_ratio: float | None = Field(default=None, ge=0, lt=1)
     count: int = Field(default=1000, ge=1)
+    sessions: Sessions | None = None
     seed: int = 0
 
     @field_validator("input_len", "output_len", mode="before")
@@ -99,6 +120,8 @@ class Synthetic(Options):
         Raises:
             JaxinferError: there are no such lengths, or hardly any of the class.
         """
+        if self.sessions and only:
+            raise OptionError("sessions: with workload.only, turns would be missing: leave one out")
         draws, misses = self._draws(), 0
         found: list[BenchRequest] = []
         count = self.count if limit is None else min(self.count, limit)
@@ -110,7 +133,7 @@ class Synthetic(Options):
             elif (misses := misses + 1) == _PATIENCE:
                 which = self.lengths or "these lengths"
                 raise JaxinferError(f"only {only}: none of {misses} draws of {which} is")
-        return found
+        return _as_turns(found, self.sessions) if self.sessions else found
 
     def _draws(self) -> Iterator[BenchRequest]:
         if self.lengths is None:
@@ -140,6 +163,26 @@ class Synthetic(Options):
         assert given
         ratio = self.range_ratio or 0.0
         return Uniform(max(math.floor(given * (1 - ratio)), 1), math.ceil(given * (1 + ratio)))
+
+
+def _as_turns(work: Sequence[BenchRequest], sessions: Sessions) -> list[BenchRequest]:
+    """Make each ``turns`` requests in a row the turns of one session."""
+    found: list[BenchRequest] = []
+    for index, item in enumerate(work):
+        turn = index % sessions.turns
+        before = found[-1] if turn else None
+        history = before.prompt_len + before.max_tokens if before else sessions.shared
+        found.append(
+            replace(
+                item,
+                prompt_len=history + item.prompt_len,
+                arrival=sessions.think_s if turn else 0.0,
+                follows=index - 1 if turn else None,
+                session=index - turn,
+                num_shared=0 if turn else sessions.shared,
+            )
+        )
+    return found
 
 
 def is_of_class(request: BenchRequest, name: WorkloadClass) -> bool:

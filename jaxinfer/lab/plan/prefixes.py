@@ -27,10 +27,14 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     is a prefix of this one, as that request's output may continue it; and 0 if the prompt's tokens
     are not known.
     """
-    found = [0] * len(work)
+    found = [_of_session(item, work) for item in work]
     # Block by block where all are known by their blocks: unrolled, a trace fills the memory.
     unit = 1 if any(item.prompt_token_ids for item in work) else BLOCK
-    known = sorted(_prompt(item, n, unit) for n, item in enumerate(work) if item.has_tokens)
+    known = sorted(
+        _prompt(item, n, unit)
+        for n, item in enumerate(work)
+        if item.has_tokens and item.session is None
+    )
     # In this order, those that begin most alike are next to each other, and those that a prompt is
     # the beginning of come right behind it.
     beginnings: list[int] = []
@@ -42,6 +46,15 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
         found[a.number] = max(found[a.number], min(common, a.length - 1))
         found[b.number] = b.length - 1 if beginnings else min(common, b.length - 1)
     return found
+
+
+def _of_session(item: BenchRequest, work: Sequence[BenchRequest]) -> int:
+    """Tokens of a session's prompt that come from the turn before, or from all sessions."""
+    if item.session is None:
+        return 0
+    before = work[item.follows] if item.follows is not None else None
+    common = before.prompt_len + before.max_tokens if before else item.num_shared
+    return min(common, item.prompt_len - 1)
 
 
 def _prompt(item: BenchRequest, number: int, unit: int) -> _Units:

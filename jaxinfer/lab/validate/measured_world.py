@@ -114,10 +114,11 @@ def measured(entries: Sequence[Entry]) -> Measured:
 
 
 def _request(decided: Sequence[Any], given: Sequence[Any]) -> RequestState:
-    id, prompt_len, max_tokens, (goes_first, takes_cached) = decided
+    id, prompt_len, max_tokens, (goes_first, takes_cached, *session) = decided
     arrival, tokens = given
     request = RequestState(id, prompt_len, max_tokens, arrival, tokens)
     request.goes_first, request.takes_cached = goes_first, takes_cached
+    request.session = session[0] if session else None
     return request
 
 

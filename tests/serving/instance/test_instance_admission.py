@@ -152,19 +152,29 @@ def test_cached_pages_are_counted_as_computed() -> None:
     assert instance.pages_to_take(other, Leg("A")) == 1
 
 
-@pytest.mark.parametrize("why", ["takes none", "no tokens", "computed", "has pages"])
+@pytest.mark.parametrize("why", ["takes none", "no tokens"])
 def test_who_starts_without_cached_pages(why: str) -> None:
     instance, request = cached_instance()
     if why == "takes none":
         request.takes_cached = False
-    elif why == "no tokens":
-        request.prompt_token_ids = ()
-    elif why == "computed":
-        request.computed = 1
     else:
-        request.hold = instance.kv.reserve(2)
+        request.prompt_token_ids = ()
     assert instance.cached_prefix(request, Leg("A")) == []
+    assert instance.cached_tokens(request) == 0
     assert make().cached_prefix(request, Leg("A")) == []
+
+
+@pytest.mark.parametrize("takes_cached", [True, False])
+def test_cached_pages_need_not_be_sent(takes_cached: bool) -> None:
+    """Also for a request whose prompt is reported on: it has been computed elsewhere."""
+    instance, request = cached_instance()
+    request.takes_cached = takes_cached
+    request.computed = 8
+    request.exported = ("B", make_kv(20, 2).reserve(8))
+    instance.waiting.append(request)
+    assert instance.admit(request)
+    assert instance.take_admitted_imports() == [request]
+    assert (request.computed, request.sent, request.metrics.num_cached_tokens) == (8, 6, None)
 
 
 def test_pages_are_kept_once_they_are_full() -> None:

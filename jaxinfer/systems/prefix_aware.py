@@ -1,0 +1,87 @@
+"""Whole requests where the prefix cache helps most for the load: llm-d's and Dynamo's routing."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from jaxinfer.options.validation import Options
+from jaxinfer.serving.system import (
+    Assignment,
+    ClusterView,
+    InstanceView,
+    Leg,
+    RequestView,
+    System,
+)
+from jaxinfer.systems.instances import KVRoom, most_entries
+from jaxinfer.systems.least_loaded import num_tokens
+
+
+class PrefixAwareOptions(Options):
+    """Options of ``PrefixAware``.
+
+    Attributes:
+        weight: Weight of the prompt tokens that an instance's cache lacks, against the load that it
+            has already; 0 ignores the caches.
+        load: Unit of both: tokens, or the predicted seconds until they are computed, for instances
+            of unlike speed.
+    """
+
+    weight: float = Field(default=1.0, ge=0)
+    load: Literal["tokens", "seconds"] = "tokens"
+
+
+class PrefixAware(System):
+    """Sends each request to the instance with the lowest cost; ties go by order.
+
+    The cost is the instance's load (prompt tokens to compute, and KV entries that decodes read)
+    plus ``weight`` times the prompt tokens that its prefix cache lacks. With equal weights and
+    nothing cached this is ``least_loaded`` by tokens.
+    """
+
+    Options = PrefixAwareOptions
+    options: PrefixAwareOptions
+
+    def __init__(self, options: PrefixAwareOptions | None = None) -> None:
+        super().__init__(options)
+        self.needs_fits = self.options.load == "seconds"
+        self._room = KVRoom()
+
+    def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
+        """An empty sequence: KV stays where it is."""
+        return ()
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
+        """Assign all waiting requests; each one counts as load for those after it."""
+        cost = _seconds if self.options.load == "seconds" else _tokens
+        given: Counter[str] = Counter()
+        assignments = []
+        names = list(cluster.instances)
+        for request in waiting:
+            holding = self._room.that_hold(most_entries(request), names, cluster) or names
+            lacking = {
+                name: request.prompt_len - cluster.instances[name].cached_tokens(request)
+                for name in holding
+            }
+            name = min(
+                holding,
+                key=lambda name: cost(
+                    cluster.instances[name], given[name], self.options.weight * lacking[name]
+                ),
+            )
+            given[name] += lacking[name]
+            assignments.append(Assignment(request.id, (Leg(name),)))
+        return assignments
+
+
+def _tokens(instance: InstanceView, given: int, lacking: float) -> float:
+    return num_tokens(instance) + given + lacking
+
+
+def _seconds(instance: InstanceView, given: int, lacking: float) -> float:
+    """Seconds until the queue's and the request's prompt tokens are computed, beside decodes."""
+    assert instance.fit
+    steps = (instance.prompt_tokens_left + given + lacking) / instance.max_num_batched_tokens
+    return steps * instance.fit.mixed.seconds(0, instance.kv_entries)
