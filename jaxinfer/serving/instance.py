@@ -289,7 +289,7 @@ class Instance:
         if request.exported is None:
             self.taking_part.add(request)
         else:
-            request.sent = request.hold.num_cached
+            request.sent = max(request.sent, request.hold.num_cached)
             self.importing[request.id] = request
             self._admitted_imports.append(request)
         return True
@@ -363,7 +363,7 @@ class Instance:
         hold = self.reserve(request, leg)
         if hold:
             self.kv.reserved[hold] = request.drop_incoming
-            request.sent = hold.num_cached
+            request.sent = max(request.sent, hold.num_cached)
         return hold
 
     def take_admitted_imports(self) -> list[RequestState]:

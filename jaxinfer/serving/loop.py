@@ -255,6 +255,8 @@ class ServingLoop:
                     self.world.launch(batch)
                 for request in instance.take_admitted_imports():
                     assignments.hand_offs.pull(request)
+                    if request in instance.taking_part:  # Nothing had to be sent.
+                        assignments.changed[name] = None
 
     def _drop_unfetched(self) -> bool:
         """Drop the KV of the latest request that waits for room elsewhere, if there is one.
