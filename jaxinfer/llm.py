@@ -41,6 +41,7 @@ from jaxinfer.text.prompts import (
 )
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.workload.conversation import read_conversation
+from jaxinfer.workload.order import Order, in_order
 from jaxinfer.workload.predictor import real_predictor
 
 
@@ -136,6 +137,7 @@ class LLM:
         *,
         progress: bool = True,
         run_dir: str | Path | None = None,
+        order: Order = "given",
     ) -> list[RequestOutput]:
         """Continue each prompt.
 
@@ -145,16 +147,18 @@ class LLM:
                 ``get_default_sampling_params()``.
             progress: show a bar on stderr.
             run_dir: a new numbered folder below it gets ``run.json`` and ``steps.jsonl``.
+            order: ``prefix_tree`` serves prompts that begin alike one after the other, so that the
+                prefix cache has what they share.
 
         Returns:
-            One output per prompt, in their order. A request that the KV pool could never hold
-            has ``error`` set; the rest is served.
+            One output per prompt, in the prompts' order. A request that the KV pool could never
+            hold has ``error`` set; the rest is served.
 
         Raises:
             JaxinferError: a prompt that cannot be run, named by its index, before any is run.
         """
         asked = self._asked(each_prompt(prompts), self._encode, sampling_params)
-        return self._all_outputs(asked, progress, run_dir)
+        return self._all_outputs(asked, progress, run_dir, order)
 
     def generate_iter(
         self,
@@ -316,11 +320,15 @@ class LLM:
         return AskedPrompts(self._ids, self._maker.make, prompts, encode, params)
 
     def _all_outputs(
-        self, asked: AskedPrompts, progress: bool, run_dir: str | Path | None
+        self,
+        asked: AskedPrompts,
+        progress: bool,
+        run_dir: str | Path | None,
+        order: Order = "given",
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         with self._runs.alone():
-            requests = list(asked.requests())
+            requests = in_order(asked.requests(), lambda each: each.prompt_token_ids, order)
             self._runs.run(requests, outputs.append, self.describe, progress, run_dir)
         return sorted(map(asked.answered, outputs), key=lambda output: output.prompt_index)
 

@@ -1,7 +1,7 @@
 """The main job: a file of requests in, a file of results out, resumable."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +22,7 @@ from jaxinfer.request import RequestOutput
 from jaxinfer.workload.batch_input import BadLine, BatchFile, BatchLine
 from jaxinfer.workload.batch_output import error_line, result_line
 from jaxinfer.workload.conversation import Conversation
+from jaxinfer.workload.order import in_order
 from jaxinfer.workload.parquet import check_ending, check_pyarrow, is_table, write_results
 from jaxinfer.workload.result_file import ResultFile, read_job
 
@@ -151,8 +152,11 @@ class BatchJob:
             return None
         about = asked_for(self._config) | {"job_started": llm.tokenizer.now.isoformat()}
         about["files"] |= {self._config.workload.input: self._source.sha256}
+        requests: Iterable[RequestState] = self._requests(llm)
+        if (order := self._config.workload.order) != "given":
+            requests = in_order(requests, lambda request: request.prompt_token_ids, order)
         return llm.run(
-            self._requests(llm),
+            requests,
             self._take,
             run_dir=self.run_folder,
             num_requests=num_good,

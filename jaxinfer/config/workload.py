@@ -1,6 +1,6 @@
 """A run file's workload: its requests, and when they come."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from stat import S_ISREG
 
@@ -11,7 +11,9 @@ from jaxinfer.files.shipped import data_path
 from jaxinfer.options.validation import OptionError, Options, shown, within
 from jaxinfer.text.encode import encoder
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
+from jaxinfer.workload.bench_request import modelled_tokens
 from jaxinfer.workload.lengths import BenchRequest, read_trace
+from jaxinfer.workload.order import Order, in_order
 from jaxinfer.workload.predictor import Buckets, Own
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
 from jaxinfer.workload.trace import Trace, from_start
@@ -29,6 +31,9 @@ class Workload(Options):
         only: Use only one class of requests: heavy prefill (HP) has more than 512 tokens, heavy
             decode (HD) more than 128; LP and LD are light.
         limit: Use only this many requests, from the first on.
+        order: Order in which requests are served that all arrive at once: as they are ``given``, or
+            by ``prefix_tree``, depth first through the tree of their prompts, so that the prefix
+            cache still has what the next prompt shares with the last one.
         arrivals: When requests arrive.
         max_tokens: Output limit that users give in a modelled run; by default the true length.
             Systems and policies see only this limit; the request ends earlier, at its true length.
@@ -43,6 +48,7 @@ class Workload(Options):
     synthetic: Synthetic | None = None
     only: WorkloadClass | None = None
     limit: int | None = Field(default=None, ge=1)
+    order: Order = "given"
     arrivals: Arrivals = Arrivals()
     max_tokens: int | None = Field(default=None, ge=1)
     predictor: Buckets | Own | None = None
@@ -127,7 +133,24 @@ class Workload(Options):
             work = self._drawn()
         else:
             work = self._read(self.tokenizer or model, note, searched)
-        return with_arrivals(work[: self.limit], self.arrivals)
+        work = work[: self.limit]
+        if self.order != "given":
+            self._check_order(work)
+            work = in_order(work, modelled_tokens, self.order)
+        return with_arrivals(work, self.arrivals)
+
+    def _check_order(self, work: Sequence[BenchRequest]) -> None:
+        """Refuse an order of requests that come over time, or whose prompts are not known."""
+        if (kind := self.arrivals.kind) != "at_once":
+            raise OptionError(
+                f"workload.order is {self.order}, must be given where workload.arrivals is {kind}: "
+                "requests are served as they come"
+            )
+        if not any(item.has_tokens and item.session is None for item in work):
+            raise OptionError(
+                f"workload.order is {self.order}, must be given: {self.source} has no tokens that "
+                "prompts could share"
+            )
 
     def _drawn(self) -> list[BenchRequest]:
         assert self.synthetic

@@ -49,6 +49,32 @@ def greedy(instance: Instance, request: RequestState, leg: Leg) -> bool:
     return free >= (0 if instance.is_idle else instance.watermark_pages)
 
 
+def once_per_prefix(instance: Instance, request: RequestState, leg: Leg) -> bool:
+    """Admit as ``greedy`` does, but not while another request computes a page that it could share.
+
+    It waits until the prefix cache has the page. Requests whose prompts begin alike and that come
+    together thus compute what they share once.
+    """
+    return greedy(instance, request, leg) and not _is_being_computed(instance, request, leg)
+
+
+def _is_being_computed(instance: Instance, request: RequestState, leg: Leg) -> bool:
+    """Return whether a running request computes the first page that the cache lacks."""
+    if not (instance.kv.cache and request.takes_cached and request.prompt_token_ids):
+        return False
+    pages = len(instance.cached_prefix(request, leg)) + 1
+    end = pages * instance.page_size
+    if request.computed or end >= request.known_until(leg):
+        return False
+    digest = request.page_digests(instance.page_size, pages)[-1]
+    return any(
+        other.computed < end <= other.prompt_len
+        and not other.paused
+        and other.page_digests(instance.page_size, pages)[-1] == digest
+        for other in instance.taking_part.ungrouped()
+    )
+
+
 def whole_request(instance: Instance, request: RequestState, leg: Leg) -> bool:
     """Admit if the request fits at its largest, together with all others at their largest.
 

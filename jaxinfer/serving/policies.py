@@ -31,6 +31,7 @@ ORDERS: Mapping[str, Any] = {
 }
 ADMISSIONS: Mapping[str, Any] = {
     "greedy": admission.greedy,
+    "once_per_prefix": admission.once_per_prefix,
     "whole_request": admission.whole_request,
     "reserve_longest": admission.ReserveLongest,
     "reserve_static": admission.ReserveStatic,

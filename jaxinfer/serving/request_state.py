@@ -58,7 +58,8 @@ class RequestState:
         "error", "exported", "finish_reason", "follows", "goes_first", "hold", "id", "incoming",
         "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
         "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_len",
-        "prompt_token_ids", "sent", "session", "slice_copy", "slice_move", "slices_copied", "stop_reason",
+        "prompt_token_ids", "sent", "session", "slice_copy", "slice_move", "slices_copied",
+        "stop_reason",
         "takes_cached", "transfers",
     )  # fmt: skip
 

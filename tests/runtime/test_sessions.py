@@ -80,7 +80,8 @@ def test_answers_and_bytes_of_deltas(
         turn = index % TURNS
         prompt_len = 45 + turn * 9
         assert lengths[str(index)] == prompt_len
-        # Both sessions come at once, so that their first turns find nothing. Decode has full pages of eight of the turn before, whose last token has no entry.
+        # Both sessions come at once, so that their first turns find nothing. Decode has full
+        # pages of eight of the turn before, whose last token has no entry.
         there = (prompt_len - 5 - 1) // 8 * 8 if turn else 0
         assert sent[str(index)] == prompt_len - there
         if turn >= 4:
