@@ -34,6 +34,8 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "data_parallel": ("pqde", {"shares": SHARES}),
     "least_loaded": ("pqde", {"choose": ("power_of_two", "join_shortest_queue"),
                               "load": ("tokens", "requests")}),
+    "prefix_aware": ("pqde", {"weight": (1.0, 4.0)}),
+    "session_affinity": ("pqde", {}),
     "disaggregated": ("pqde", PAIRS | {"hand_off": HAND_OFFS, "max_in_prefill": (2, 4)}),
     "cronus": ("pd", {"partial": "p", "chunked": "d", "cut_share": (0.3, 0.6, None),
                       "hand_off": HAND_OFFS}),

@@ -9,6 +9,7 @@ from jaxinfer import LLM, RequestOutput, SamplingParams
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.lab.measure import measure
 from jaxinfer.lab.validate.same_decisions import check_decisions
+from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.records import read_run
 from jaxinfer.workload.bench_request import real_tokens
 
@@ -29,15 +30,15 @@ def load(folder: Path, **sections: Any) -> LLM:
     return LLM.from_config(as_run_file(config), progress=False)
 
 
-def run(llm: LLM, out: Path) -> dict[str, tuple[int, ...]]:
+def run(llm: LLM, out: Path) -> tuple[dict[str, tuple[int, ...]], RunMetrics]:
     found: dict[str, tuple[int, ...]] = {}
 
     def note(output: RequestOutput) -> None:
         found[output.request_id] = tuple(output.outputs[0].token_ids)
 
     work = as_run_file({"workload": WORKLOAD}).requests()
-    measure(llm, work, "workload", str(out), progress=False, on_output=note)
-    return found
+    metrics = measure(llm, work, "workload", str(out), progress=False, on_output=note)
+    return found, metrics
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,8 @@ def test_answers_and_bytes_of_deltas(
         system={"name": "disaggregated"},
         verify_transfers=True,
     )
-    assert run(llm, tmp_path) == expected
+    answers, _ = run(llm, tmp_path)
+    assert answers == expected
     record = read_run(tmp_path / "1")
     sent = {t.request: t.num_tokens for t in record.transfers}
     lengths = {r.id: r.prompt_len for r in record.requests}
@@ -86,4 +88,22 @@ def test_answers_and_bytes_of_deltas(
         assert sent[str(index)] == prompt_len - there
         if turn >= 4:
             assert sent[str(index)] * 5 <= prompt_len
+    assert check_decisions(tmp_path / "1").difference is None
+
+
+def test_turns_of_a_session_stay_together(
+    tiny_folder: Path, tmp_path: Path, expected: dict[str, tuple[int, ...]]
+) -> None:
+    llm = load(
+        tiny_folder,
+        groups={name: {"platform": "cpu"} for name in "pd"},
+        instances={name: {"group": name} for name in "pd"},
+        system={"name": "session_affinity"},
+    )
+    answers, metrics = run(llm, tmp_path)
+    assert answers == expected
+    assert {step.instance for step in read_run(tmp_path / "1").steps} == {"p", "d"}
+    # Of each session: all full pages of the turn before, whose last token has no entry.
+    spared = sum((45 + turn * 9 - 5 - 1) // 4 * 4 for turn in range(1, TURNS))
+    assert metrics.cached_tokens == 2 * spared
     assert check_decisions(tmp_path / "1").difference is None
