@@ -328,8 +328,10 @@ class Instance:
             return []
         if not (request.takes_cached or request.computed or request.hold):
             return []
-        count = (request.known_until(leg) - 1) // self.page_size
-        return self.kv.cache.match(request.page_digests(self.page_size, count))
+        most = request.known_until(leg) - 1
+        if request.exported:
+            most = min(most, request.computed)
+        return self.kv.cache.match(request.page_digests(self.page_size, most // self.page_size))
 
     def cached_tokens(self, request: RequestView) -> int:
         """Return how many of the request's prompt tokens the prefix cache has KV entries of."""

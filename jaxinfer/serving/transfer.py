@@ -83,6 +83,8 @@ class HandOffs:
         if request.incoming and not (
             request.incoming.kv is dest.kv
             and dest.can_import
+            # A leg that was cut short may have computed less than the cache there has.
+            and request.sent <= request.computed
             and request.incoming.grow(request.known_until(leg))
         ):
             request.drop_incoming()
@@ -204,8 +206,6 @@ class HandOffs:
 
     def _arrive(self, request: RequestState) -> None:
         self.release_export(request)
-        # A leg that was cut short may have computed less than was cached here.
-        request.computed = request.launched = max(request.computed, request.sent)
         request.sent = 0
         dest = self._instances[request.legs[0].instance]
         del dest.importing[request.id]
