@@ -136,7 +136,7 @@ class Workload(Options):
         work = work[: self.limit]
         if self.order != "given":
             self._check_order(work)
-            work = in_order(work, modelled_tokens, self.order)
+            work = in_order(work, lambda item: item.hash_ids or modelled_tokens(item), self.order)
         return with_arrivals(work, self.arrivals)
 
     def _check_order(self, work: Sequence[BenchRequest]) -> None:
@@ -146,7 +146,11 @@ class Workload(Options):
                 f"workload.order is {self.order}, must be given where workload.arrivals is {kind}: "
                 "requests are served as they come"
             )
-        if not any(item.has_tokens and item.session is None for item in work):
+        if any(item.session is not None for item in work):
+            raise OptionError(
+                f"workload.order is {self.order}, must be given with sessions: turns come in turn"
+            )
+        if not any(item.has_tokens for item in work):
             raise OptionError(
                 f"workload.order is {self.order}, must be given: {self.source} has no tokens that "
                 "prompts could share"

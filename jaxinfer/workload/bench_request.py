@@ -19,8 +19,9 @@ class BenchRequest:
 
     A turn of a session ``follows`` another request, by its place in the workload: it comes
     ``arrival`` seconds after that one has ended, and its prompt begins with the prompt and the
-    answer of that one. ``session`` is the place of the session's first turn. The first
-    ``num_shared`` tokens of a session's first prompt are those of all other sessions.
+    answer of that one. ``session`` is the place of the session's first turn.
+
+    ``prefix`` has a number and a length: prompts with the same number begin with the same tokens.
     """
 
     prompt_token_ids: list[int] | None
@@ -31,22 +32,23 @@ class BenchRequest:
     after_ends: int = 0
     follows: int | None = None
     session: int | None = None
-    num_shared: int = 0
+    prefix: tuple[int, int] | None = None
 
     @property
     def has_tokens(self) -> bool:
         """True if it is known which prompts begin alike."""
-        return bool(self.prompt_token_ids or self.hash_ids) or self.session is not None
+        return bool(self.prompt_token_ids or self.hash_ids) or self.has_stretches
 
-
-# Names of stretches of synthetic prompts: blocks of traces have those from 0 on.
-_SHARED, _FIRST_OWN = -2, -3
+    @property
+    def has_stretches(self) -> bool:
+        """True if it is synthetic, and shares tokens with other requests."""
+        return self.session is not None or self.prefix is not None
 
 
 def _stretches(item: BenchRequest, index: int) -> list[tuple[int, int]]:
-    """Names and lengths of the parts of a prompt of a session."""
-    shared = min(item.num_shared, item.prompt_len)
-    return [(_SHARED, shared), (_FIRST_OWN - index, item.prompt_len - shared)]
+    """Names and lengths of the parts of a synthetic prompt; blocks of traces have names from 0."""
+    name, shared = item.prefix or (0, 0)
+    return [(-2 - 2 * name, shared), (-3 - 2 * index, item.prompt_len - shared)]
 
 
 def modelled_tokens(item: BenchRequest, index: int = 0) -> Sequence[int]:
@@ -57,7 +59,7 @@ def modelled_tokens(item: BenchRequest, index: int = 0) -> Sequence[int]:
     Args:
         index: place of the request in its workload.
     """
-    if item.session is not None:
+    if item.has_stretches:
         return [name + 1 for name, count in _stretches(item, index) for _ in range(count)]
     if item.prompt_token_ids or not item.hash_ids:
         return item.prompt_token_ids or ()
@@ -76,7 +78,7 @@ def real_tokens(item: BenchRequest, vocab_size: int, index: int) -> list[int]:
     """
     if item.prompt_token_ids:
         return item.prompt_token_ids
-    if item.session is not None:
+    if item.has_stretches:
         parts = _stretches(item, index)
         drawn = [synthetic_tokens(length, vocab_size, name) for name, length in parts]
         return [token for part in drawn for token in part]

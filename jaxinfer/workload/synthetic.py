@@ -34,13 +34,22 @@ class Sessions(Options):
     Attributes:
         turns: Requests of a session.
         think_s: Seconds from the end of a turn to the arrival of the next: a user's, or a tool's.
-        shared: Tokens that the first prompts of all sessions begin with, as a system prompt does;
-            they come before those of ``input_len``.
     """
 
     turns: int = Field(ge=1)
     think_s: float = Field(default=0.0, ge=0)
-    shared: int = Field(default=0, ge=0, le=_MOST_TOKENS)
+
+
+class Prefixes(Options):
+    """Options of prefixes that synthetic prompts share: system prompts, or documents.
+
+    Attributes:
+        count: Number of prefixes; each prompt begins with one of them, drawn evenly.
+        tokens: Tokens of each prefix, which come before those of ``input_len``.
+    """
+
+    count: int = Field(default=1, ge=1)
+    tokens: int = Field(ge=1, le=_MOST_TOKENS)
 
 
 class Synthetic(Options):
@@ -57,6 +66,7 @@ class Synthetic(Options):
         range_ratio: Turns each number n into the range from ``n * (1 - range_ratio)`` to ``n * (1 +
             range_ratio)``, as in vLLM.
         count: Number of requests, all turns counted.
+        prefixes: Prefixes that prompts share; of sessions, the first turns'.
         sessions: Requests are turns of sessions, each of which begins with the one before.
         seed: Seed of the random lengths. Prompts do not depend on how outputs are drawn, nor
             outputs on prompts.
@@ -67,6 +77,7 @@ class Synthetic(Options):
     output_len: PositiveInt | Lengths | None = None
     range_ratio: float | None = Field(default=None, ge=0, lt=1)
     count: int = Field(default=1000, ge=1)
+    prefixes: Prefixes | None = None
     sessions: Sessions | None = None
     seed: int = 0
 
@@ -133,6 +144,8 @@ class Synthetic(Options):
             elif (misses := misses + 1) == _PATIENCE:
                 which = self.lengths or "these lengths"
                 raise JaxinferError(f"only {only}: none of {misses} draws of {which} is")
+        if self.prefixes:
+            found = _with_prefixes(found, self.prefixes, random.Random(f"{self.seed} prefixes"))
         return _as_turns(found, self.sessions) if self.sessions else found
 
     def _draws(self) -> Iterator[BenchRequest]:
@@ -170,19 +183,31 @@ def _as_turns(work: Sequence[BenchRequest], sessions: Sessions) -> list[BenchReq
     found: list[BenchRequest] = []
     for index, item in enumerate(work):
         turn = index % sessions.turns
-        before = found[-1] if turn else None
-        history = before.prompt_len + before.max_tokens if before else sessions.shared
-        found.append(
-            replace(
+        item = replace(item, session=index - turn)
+        if turn:
+            before, own = found[-1], item.prompt_len - (item.prefix[1] if item.prefix else 0)
+            item = replace(
                 item,
-                prompt_len=history + item.prompt_len,
-                arrival=sessions.think_s if turn else 0.0,
-                follows=index - 1 if turn else None,
-                session=index - turn,
-                num_shared=0 if turn else sessions.shared,
+                prompt_len=before.prompt_len + before.max_tokens + own,
+                arrival=sessions.think_s,
+                follows=index - 1,
+                prefix=None,
             )
-        )
+        found.append(item)
     return found
+
+
+def _with_prefixes(
+    work: Sequence[BenchRequest], prefixes: Prefixes, rng: random.Random
+) -> list[BenchRequest]:
+    return [
+        replace(
+            item,
+            prompt_len=prefixes.tokens + item.prompt_len,
+            prefix=(rng.randrange(prefixes.count), prefixes.tokens),
+        )
+        for item in work
+    ]
 
 
 def is_of_class(request: BenchRequest, name: WorkloadClass) -> bool:

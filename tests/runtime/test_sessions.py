@@ -19,7 +19,8 @@ WORKLOAD = {
         "input_len": 5,
         "output_len": 4,
         "count": 2 * TURNS,
-        "sessions": {"turns": TURNS, "shared": 40},
+        "prefixes": {"tokens": 40},
+        "sessions": {"turns": TURNS},
     }
 }
 ENGINE = {"page_size": 4, "num_pages": 120, "max_model_len": 128, "kernels": "plain"}

@@ -57,8 +57,9 @@ def test_what_the_cache_spares(shared: int) -> None:
 
     The first tokens of a session that comes later are cached by the earlier one.
     """
-    sessions = {"turns": 4, "think_s": 1.0, "shared": shared}
-    given = config({"count": 8, "sessions": sessions})
+    sessions = {"turns": 4, "think_s": 1.0}
+    prefixes = {"tokens": shared} if shared else None
+    given = config({"count": 8, "sessions": sessions, "prefixes": prefixes})
     found = served(given)
     work, best = given.requests(), best_hits(given.requests())
     for index, (_, _, prompt_len, cached) in found.items():

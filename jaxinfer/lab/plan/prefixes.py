@@ -27,13 +27,13 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     is a prefix of this one, as that request's output may continue it; and 0 if the prompt's tokens
     are not known.
     """
-    found = [_of_session(item, work) for item in work]
+    found = [_of_synthetic(item, work) for item in work]
     # Block by block where all are known by their blocks: unrolled, a trace fills the memory.
     unit = 1 if any(item.prompt_token_ids for item in work) else BLOCK
     known = sorted(
         _prompt(item, n, unit)
         for n, item in enumerate(work)
-        if item.has_tokens and item.session is None
+        if item.has_tokens and not item.has_stretches
     )
     # In this order, those that begin most alike are next to each other, and those that a prompt is
     # the beginning of come right behind it.
@@ -48,12 +48,13 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     return found
 
 
-def _of_session(item: BenchRequest, work: Sequence[BenchRequest]) -> int:
-    """Tokens of a session's prompt that come from the turn before, or from all sessions."""
-    if item.session is None:
-        return 0
-    before = work[item.follows] if item.follows is not None else None
-    common = before.prompt_len + before.max_tokens if before else item.num_shared
+def _of_synthetic(item: BenchRequest, work: Sequence[BenchRequest]) -> int:
+    """Tokens that a prompt has from the turn before, or from its prefix; 0 of other prompts."""
+    if item.follows is not None:
+        before = work[item.follows]
+        common = before.prompt_len + before.max_tokens
+    else:
+        common = item.prefix[1] if item.prefix else 0
     return min(common, item.prompt_len - 1)
 
 
