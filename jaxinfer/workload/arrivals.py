@@ -157,7 +157,8 @@ def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[Benc
         )
     of_first = iter(times)
     return [
-        item if item.follows is not None else replace(item, arrival=next(of_first)) for item in work
+        item if item.follows is not None else replace(item, arrival=next(of_first), after_ends=0)
+        for item in work
     ]
 
 
