@@ -27,7 +27,7 @@ from jaxinfer.commands.batch_job import BatchJob
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.groups import GroupConfig
-from jaxinfer.config.run_file import RunFile
+from jaxinfer.config.run_file import RunFile, Workload
 from jaxinfer.request import CompletionOutput, RequestMetrics, Sampling
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.text.tokenizer import Tokenizer
@@ -83,6 +83,30 @@ def test_what_a_lost_instance_had_is_left_to_the_next_run(
         job.run()
         assert (job.lost, job.num_missing, job.num_failed) == (None, 0, 0)
     assert all(record["error"] is None for record in records(out))
+
+
+def test_a_batch_in_the_order_of_its_prefixes(
+    tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path
+) -> None:
+    """One at a time; what an interrupted job has left is in that order, too."""
+    prompts = ["b1", "a2", "c", "a1", "b2"]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"custom_id": text, "prompt": text, "max_tokens": 2} for text in prompts]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = EngineOptions(**TINY_OPTIONS | {"max_num_seqs": 1})
+    config = RunFile(model=str(tiny_folder), engine=options, workload=Workload(order="prefix_tree"))
+
+    def lose(number: int, output: RequestOutput) -> RequestOutput:
+        return replace(output, outputs=[], error="gone", lost=True) if number > 1 else output
+
+    with pytest.MonkeyPatch.context() as patch:
+        with_outputs(patch, lose)
+        with BatchJob.open(config, str(source), str(out), force=False) as job:
+            job.run()
+    assert [record["custom_id"] for record in records(out)] == ["a1", "a2"]
+    with BatchJob.open(config, str(source), str(out), force=False) as job:
+        job.run()
+    assert [record["custom_id"] for record in records(out)] == ["a1", "a2", "b1", "b2", "c"]
 
 
 def test_a_log_probability_that_json_cannot_say(

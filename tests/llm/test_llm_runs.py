@@ -93,6 +93,20 @@ def test_requests_come_in_the_order_given(tiny: LLM) -> None:
     assert starts[0] < starts[-1]
 
 
+def test_prompts_that_begin_alike_are_served_one_after_the_other(tiny: LLM) -> None:
+    prompts: list[Any] = [{"prompt_token_ids": [n % 3] * 16 + [n]} for n in range(9)]
+    found = {}
+    for order in ("given", "prefix_tree"):
+        tiny.reset_prefix_cache()
+        outputs = tiny.generate(prompts, GREEDY, progress=False, order=order)
+        assert [output.prompt_index for output in outputs] == list(range(9))
+        found[order] = [output.outputs[0].token_ids for output in outputs]
+    assert found["given"] == found["prefix_tree"]
+    starts = [output.metrics.first_scheduled or 0.0 for output in outputs]
+    by_start = sorted(range(9), key=lambda n: (starts[n], n % 3, n))
+    assert by_start == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+
+
 def test_ids_that_look_like_those_of_continuations_do_not_clash(tiny: LLM) -> None:
     several = SamplingParams(n=2, max_tokens=3, ignore_eos=True)
     one = SamplingParams(max_tokens=3, ignore_eos=True)
