@@ -176,11 +176,14 @@ def check_hand_offs(ran: Ran, way: Way) -> None:
         assert ran.prefilled(source) == sum(cuts) - ran.metrics["cached_tokens"]
     for number, (cut, ends) in enumerate(zip(cuts, ends_first, strict=True)):
         moved = ran.moved(number)
+        # With a prefix cache, what the destination has of other requests is not sent.
+        least = cut if way.caching == "off" else 0
         if way.rule not in ("per_chunk", "per_segment"):
-            assert moved == ([cut] if cut and not ends else [])
+            assert len(moved) <= bool(cut and not ends)
+            assert least * bool(not ends) <= sum(moved) <= cut
         elif ends or not cut:
             # Some pieces may be on their way by the first token, which is the last.
             assert sum(moved) < max(cut, 1)
         else:
             # Sent once more where no seat was free for the last piece.
-            assert cut <= sum(moved) <= 2 * cut
+            assert least <= sum(moved) <= 2 * cut

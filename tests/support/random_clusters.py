@@ -13,6 +13,8 @@ SYSTEMS = [
     "pipeline_parallel",
     "data_parallel",
     "least_loaded",
+    "prefix_aware",
+    "session_affinity",
     "disaggregated",
     "cronus",
     "distserve",

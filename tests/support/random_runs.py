@@ -169,6 +169,8 @@ _OPTIONS: Mapping[str, Callable[[Random, Sequence[str]], Settings]] = {
     "single": _none,
     "pipeline_parallel": _none,
     "least_loaded": _none,
+    "prefix_aware": _none,
+    "session_affinity": _none,
     "hetis": _none,
     "data_parallel": _data_parallel,
     "disaggregated": _disaggregated,

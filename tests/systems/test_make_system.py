@@ -9,8 +9,6 @@ from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer import JaxinferError
 from jaxinfer.papers.cronus.system import Cronus
-from jaxinfer.papers.hetis.system import Hetis
-from jaxinfer.papers.takeover.system import Takeover
 from jaxinfer.systems.data_parallel import DataParallel
 from jaxinfer.systems.disaggregated import Disaggregated
 from jaxinfer.systems.least_loaded import LeastLoaded
@@ -75,6 +73,16 @@ number = 3
 """
 
 
+# Those that have all they need without options, and their classes.
+COMPLETE = {
+    "least_loaded": "LeastLoaded",
+    "prefix_aware": "PrefixAware",
+    "session_affinity": "SessionAffinity",
+    "hetis": "Hetis",
+    "takeover": "Takeover",
+}
+
+
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module with a user's own system."""
@@ -109,8 +117,8 @@ def test_systems(config: dict[str, Any], instances: Sequence[str], kind: type) -
 
 def test_all_that_come_with_jaxinfer_are_found() -> None:
     for name, target in SYSTEMS.items():
-        if name in ("least_loaded", "hetis", "takeover"):  # They have all they need.
-            assert type(make_system({"name": name}, ["x", "y"])) in (LeastLoaded, Hetis, Takeover)
+        if name in COMPLETE:
+            assert type(make_system({"name": name}, ["x", "y"])).__name__ == COMPLETE[name]
         else:
             wrong = f"system {name}: |system.(shares|partial|prefill|prompt|units|flows|ttft_s)"
             with pytest.raises(JaxinferError, match=wrong):
@@ -122,8 +130,8 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
 
 def test_names() -> None:
     assert list(SYSTEMS) == [
-        "single", "cronus", "data_parallel", "takeover", "least_loaded", "disaggregated",
-        "distserve", "splitwise", "tetriinfer", "hexgen2", "hetis", "aladdin",
+        "single", "cronus", "data_parallel", "takeover", "least_loaded", "prefix_aware",
+        "session_affinity", "disaggregated", "distserve", "splitwise", "tetriinfer", "hexgen2", "hetis", "aladdin",
         "pipeline_parallel"]  # fmt: skip
 
 
