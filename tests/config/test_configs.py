@@ -76,7 +76,7 @@ def test_sweep_files_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_there_is_one_for_each_system() -> None:
     systems = {"single", "data_parallel", "pipeline_parallel", "disaggregated", "cronus"}
     of_cpu = {"least_loaded", "distserve", "splitwise", "tetriinfer", "hexgen2", "hetis"}
-    of_cpu |= {"aladdin", "takeover"}
+    of_cpu |= {"aladdin", "takeover", "prefix_aware", "session_affinity"}
     for platform, more in (("cpu", of_cpu), ("gpu", of_cpu)):
         here = [path for path in FILES if path.parent.name == platform]
         assert {load_run_file(path).system["name"] for path in here} == systems | more

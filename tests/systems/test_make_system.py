@@ -131,8 +131,8 @@ def test_all_that_come_with_jaxinfer_are_found() -> None:
 def test_names() -> None:
     assert list(SYSTEMS) == [
         "single", "cronus", "data_parallel", "takeover", "least_loaded", "prefix_aware",
-        "session_affinity", "disaggregated", "distserve", "splitwise", "tetriinfer", "hexgen2", "hetis", "aladdin",
-        "pipeline_parallel"]  # fmt: skip
+        "session_affinity", "disaggregated", "distserve", "splitwise", "tetriinfer", "hexgen2",
+        "hetis", "aladdin", "pipeline_parallel"]  # fmt: skip
 
 
 def test_a_users_own(own: str) -> None:
