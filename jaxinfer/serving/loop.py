@@ -34,15 +34,15 @@ class ServingLoop:
 
     Args:
         world: supplies time and execution.
-        instances: all of them, with unique names.
+        instances: all instances, with unique names.
         system: decides where each request runs.
-        check_stop: called with each token that has reached the host; a reason ends the request.
-            Without, only ``max_tokens`` does.
-        on_finish: called once per request: ``finish_reason`` is set, and ``error`` for one that
-            could never fit, or that a lost instance had and no other takes.
-        on_event: called with each event but Arrival and Tick once it is committed.
-        predict: called with each request that comes in: its ``predicted``.
-        renew: makes a fresh instance of the name of one that is back.
+        check_stop: called with each token that has reached the host; if it returns a reason, the
+            request ends. Without it, requests end at ``max_tokens``.
+        on_finish: called once per request. ``finish_reason`` is set, and ``error`` for a request
+            that can never fit, or that was lost with an instance and that no other one takes.
+        on_event: called with each committed event except Arrival and Tick.
+        predict: called with each arriving request; sets its ``predicted``.
+        renew: makes a fresh instance to replace a returning one, from its name.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class ServingLoop:
         self._steps_in_flight = 0
 
     def run(self) -> None:
-        """Serve until all requests have come in and ended, and nothing is in flight."""
+        """Serve until all requests have arrived and ended, and nothing is in flight."""
         for _ in self.rounds():
             pass
 
     def rounds(self) -> Iterator[None]:
-        """Serve as ``run`` does, with a stop after each round of events and their launches."""
+        """Serve as ``run`` does, but yield after each round of events and launches."""
         self._ask_for_tick()
         idle_ticks = 0
         while True:
@@ -135,7 +135,7 @@ class ServingLoop:
 
     @property
     def _more_to_come(self) -> bool:
-        """True if something is to come that nothing in flight brings."""
+        """True if an arrival or a returning instance is still expected."""
         losses = self.assignments.losses
         waits_for = losses.returning | losses.regaining
         return self.world.arrivals_left() or bool(waits_for)
@@ -236,7 +236,7 @@ class ServingLoop:
             self.assignments.end_leg(request)  # Cut short while its KV was on the way.
 
     def _give_up(self) -> None:
-        """Fail what the system does not route, or else all: it has stalled after a loss."""
+        """Fail unrouted requests; if nothing is in flight then, fail all: the loop has stalled."""
         assignments = self.assignments
         assignments.losses.fail(assignments.unrouted.values())
         self._decide()
@@ -257,9 +257,10 @@ class ServingLoop:
                     assignments.hand_offs.pull(request)
 
     def _drop_unfetched(self) -> bool:
-        """Drop the KV of the latest request that waits for room elsewhere, if there is one.
+        """Drop the KV of the latest request that waits for room elsewhere; return False if none
+        does.
 
-        It is recomputed by the instance that was to fetch it.
+        The instance that would have fetched the KV recomputes it.
         """
         system_speaks_again = self.system.tick_interval is not None or self._more_to_come
         if system_speaks_again and any(

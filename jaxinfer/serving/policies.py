@@ -1,4 +1,4 @@
-"""The policies of one instance, by the names that a run file gives them."""
+"""The policies of one instance, found by the names that a run file uses."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,16 +51,16 @@ Policy = str | dict[str, Any]
 
 
 class PolicyOptions(Options):
-    """Policies, each a name, or a mapping of ``name`` and options, or ``my_module:my_policy``.
+    """Policies, each given as a name, as ``name`` with options, or as ``my_module:my_policy``.
 
-    A policy of one's own is a function, or a class with a class ``Options`` whose instances are
-    called as a function is; each instance gets an object of its own.
+    Your own policy is a function, or a class with a class ``Options`` whose instances are called
+    like a function. Each instance of the model gets an object of its own.
 
     Attributes:
-        order: chooses the next waiting request: ``order(waiting) -> request``.
-        admit: whether there is room for it: ``admit(instance, request, leg) -> bool``.
-        batching: chooses the work of the next step: ``batching(batch)``, with a ``BatchBuilder``.
-        victim: chooses the request that loses its pages when one more is needed:
+        order: Chooses the next waiting request: ``order(waiting) -> request``.
+        admit: Tells whether there is room for it: ``admit(instance, request, leg) -> bool``.
+        batching: Chooses the work of the next step: ``batching(batch)``, with a ``BatchBuilder``.
+        victim: Chooses the request that loses its pages when one more is needed:
             ``victim(candidates) -> request``.
     """
 
@@ -72,7 +72,7 @@ class PolicyOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def _take_old_key(cls, data: Any) -> Any:
-        """Take ``form_batch``, the former name of ``batching``, with a note."""
+        """Accept ``form_batch``, the former name of ``batching``, with a warning."""
         if not isinstance(data, dict) or "form_batch" not in data:
             return data
         if "batching" in data:
@@ -81,7 +81,7 @@ class PolicyOptions(Options):
         return {"batching" if key == "form_batch" else key: data[key] for key in data}
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse what is no policy, before anything is loaded."""
+        """Refuse unknown policies before anything is loaded."""
         make_policies(self)
 
 
@@ -95,17 +95,17 @@ class Policies:
     victim: Callable[[Sequence[RequestState]], RequestState] = admission.latest
 
     def next_batch(self, instance: Instance) -> Batch | None:
-        """The next step, whose rows have been launched; None if nothing can take part in one."""
+        """Return the next step, with its rows marked as launched; None if there is none."""
         batch = BatchBuilder(instance)
         self.batching(batch)
         return batch.batch()
 
 
 def make_policies(options: PolicyOptions) -> Policies:
-    """New ones, for one instance.
+    """Make the policies of one instance.
 
     Raises:
-        JaxinferError: there is none of a name, or its options are wrong.
+        JaxinferError: a name is unknown, or its options are wrong.
     """
     return Policies(**{kind: _make(kind, getattr(options, kind)) for kind in KINDS})
 
@@ -149,7 +149,7 @@ def _import(kind: str, name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Own:
-    """A user's policy: what it raises, or answers amiss, is one line that names it."""
+    """A user's policy; its exceptions and invalid answers become one line that names it."""
 
     kind: str
     name: str
@@ -172,7 +172,7 @@ class _Own:
 
 
 class _ReadOnly(Sequence[RequestState]):
-    """Requests in their order, to look at."""
+    """A read-only sequence of requests."""
 
     def __init__(self, requests: Sequence[RequestState]) -> None:
         self._requests = requests
@@ -203,7 +203,7 @@ def _is_yes_or_no(instance: Instance, answer: Any) -> str | None:
 
 
 def _is_a_step(batch: BatchBuilder, answer: Any) -> str | None:
-    """Say what is wrong with a batch that was formed; it is launched by now, so the run is over."""
+    """Return what is wrong with a batch, which is already launched, so that the run must end."""
     if answer is not None:
         return f"returns {shown(answer)}, must return nothing: batch.add takes in rows"
     if (most := batch.instance.options.max_num_batched_tokens) < (

@@ -1,4 +1,4 @@
-"""Requests that come once others have ended: what makes a closed loop, in either world."""
+"""Requests that arrive when others have ended, for closed loops in both worlds."""
 
 import heapq
 import itertools
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Releases(Generic[T]):
-    """Items, each held until a number of requests have ended; true while it holds any."""
+    """Items that are each held until a number of requests have ended; true while any is held."""
 
     def __init__(self) -> None:
         self._num_ended = 0
@@ -23,12 +23,14 @@ class Releases(Generic[T]):
         heapq.heappush(self._held, (after_ends, next(self._order), item))
 
     def ended(self) -> list[T]:
-        """Count one more end; what has waited for it, in the order in which it was held."""
+        """Count one more end, and return the items that waited for it, in the order they were
+        added.
+        """
         self._num_ended += 1
         return self.due()
 
     def due(self) -> list[T]:
-        """Take out the items that need not wait any more."""
+        """Remove and return the items that need not wait any longer."""
         found = []
         while self._held and self._held[0][0] <= self._num_ended:
             found.append(heapq.heappop(self._held)[2])

@@ -43,7 +43,7 @@ class HandOffs:
     """Takes requests from leg to leg, by the rule that the leg names.
 
     Attributes:
-        moving: transfers started and not yet done.
+        moving: transfers that have started and not ended.
         slices: moves of slices of KV heads within an instance.
     """
 
@@ -76,7 +76,7 @@ class HandOffs:
             self.start_leg(request, leg.hand_off)
 
     def start_leg(self, request: RequestState, rule: HandOffRule = "on_demand") -> None:
-        """Put the request into its first leg's queue, or on, where its KV is there already."""
+        """Put the request into its first leg's queue, or start the leg if its KV is there."""
         leg = request.legs[0]
         dest = self._instances[leg.instance]
         if request.incoming and not (
@@ -108,7 +108,7 @@ class HandOffs:
                 dest.waiting.pushed[request.id] = request
 
     def pull(self, request: RequestState) -> None:
-        """Send what the next leg's instance still lacks; its pages are reserved."""
+        """Send the KV that the next leg's instance still lacks; its pages are reserved."""
         assert request.hold
         assert request.exported
         if request.sent < request.computed:
@@ -119,7 +119,7 @@ class HandOffs:
             self._arrive(request)  # What still goes to an earlier destination is not waited for.
 
     def send_chunk(self, request: RequestState) -> None:
-        """Send what a step computed, and has not sent, on to the leg's successor."""
+        """Send the KV that a step computed, and has not sent, to the next leg's instance."""
         leg = request.legs[0]
         if leg.hand_off not in _AHEAD or request.transfers or request.sent >= request.computed:
             return
@@ -130,7 +130,7 @@ class HandOffs:
             self._world.start_transfer(transfer)
 
     def send_along(self, batch: Batch) -> None:
-        """Let a step send what it computes of ``per_segment`` legs."""
+        """Let a step send the KV of ``per_segment`` legs while it computes it."""
         for row in batch.rows:
             request = row.request
             if request.legs[0].hand_off != "per_segment":
@@ -143,7 +143,7 @@ class HandOffs:
                 batch.transfers.append(self._note(request, here, there, request.sent, stop))
 
     def _room_ahead(self, request: RequestState, num_tokens: int) -> HeldPages | None:
-        """Pages at the next leg's instance while this leg runs, if that has them to spare."""
+        """Reserve pages at the next leg's instance while this leg runs, if it has enough."""
         if len(request.legs) < 2 or request.legs[0].instance == request.legs[1].instance:
             return None
         if request.incoming is None:
@@ -174,7 +174,7 @@ class HandOffs:
             self.pull(request)
 
     def forget(self, instance: str) -> None:
-        """Give up all transfers from or to an instance that is lost."""
+        """Cancel all transfers from or to a lost instance."""
         for transfer in list(self.moving):
             if instance not in (transfer.source, transfer.dest) or not self._end(transfer):
                 continue
@@ -182,7 +182,7 @@ class HandOffs:
                 self.slices.send_rest(transfer.request)  # It has waited for this one.
 
     def _end(self, transfer: Transfer) -> bool:
-        """End a transfer, and tell whether it was still wanted."""
+        """End a transfer, and tell whether it was still needed."""
         self.moving.remove(transfer)
         transfer.source_hold.unpin()
         transfer.dest_hold.unpin()
@@ -192,7 +192,7 @@ class HandOffs:
         return True
 
     def release_export(self, request: RequestState) -> None:
-        """Free the pages of the last leg: they have been fetched, or are given up."""
+        """Free the pages of the last leg once they have been fetched, or are no longer needed."""
         if request.exported:
             name, hold = request.exported
             request.exported = None
@@ -215,7 +215,7 @@ class HandOffs:
         stop: int,
         move: MoveSlices | None = None,
     ) -> Transfer:
-        """A transfer, of what has not been sent or of slices."""
+        """Record a transfer of unsent KV or of slices."""
         if not move:
             request.sent = stop
         request.transfers += 1
