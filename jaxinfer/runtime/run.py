@@ -23,7 +23,7 @@ from jaxinfer.workload.predictor import Predict
 
 
 class Run:
-    """Serves what a feed has, on all instances of a cluster. Its clock starts at once.
+    """Serves the requests of a feed on all instances of a cluster. Its clock starts at once.
 
     Args:
         system: system in its state before a run.
@@ -31,10 +31,10 @@ class Run:
         fits: fits of step times by instance, for the system's predictions.
         watchdog_s: see ``RealWorld``.
         requests: requests that the feed has already read.
-        on_output: called with each output as soon as its last token is there.
+        on_output: called with each output once its last token exists.
 
     Attributes:
-        lost: instances that have failed and are not being started again, and why.
+        lost: reasons for instances that have failed and are not being restarted.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def kv(self) -> dict[str, KVShards]:
-        """The KV shards of each instance as they are now."""
+        """Current KV shards of each instance."""
         return {name: instance.kv for name, instance in self._instances.items()}
 
     def _renew(self, name: str) -> Instance:
@@ -99,9 +99,9 @@ class Run:
         return instance
 
     def rounds(self) -> Iterator[None]:
-        """Serve until all requests have been read and have ended, with a stop after each round.
+        """Serve until all requests have been read and have ended, and yield after each round.
 
-        A caller that gives up at such a stop leaves no step and no transfer under way.
+        A caller that stops at such a point leaves no step and no transfer in flight.
 
         Raises:
             Exception: the error that ended reading or serving requests.
@@ -143,7 +143,7 @@ class Run:
             self._bar.step_done(self._recorder.totals)
 
     def finish(self) -> RunMetrics:
-        """The figures, once there are no rounds any more."""
+        """Return the metrics, once all rounds are over."""
         world, stages = self._world, self._cluster.stages
         return self._recorder.finish(
             self._loop,

@@ -1,4 +1,4 @@
-"""The runs of one loaded model, one after the other."""
+"""Successive runs of one loaded model."""
 
 import threading
 import traceback
@@ -30,16 +30,16 @@ Describe = Callable[[], Mapping[str, object]]
 
 
 class Session:
-    """Runs, one at a time: the next one has the same devices and KV.
+    """Runs requests, one run at a time, on the same devices and KV.
 
     Args:
         watchdog_s: see ``RealWorld``.
-        new_predictor: makes each run's ``predict``, see ``ServingLoop``: as a system, it may keep
-            something of the requests, and no run is to know of those before.
+        new_predictor: makes each run's ``predict``, see ``ServingLoop``. Like a system, a predictor
+            may remember requests, and a run must not know those of earlier runs.
 
     Attributes:
         fits: fits of step times by instance, for the system's predictions.
-        kv: KV shards that the last run left, by instance; empty during a run, and after one that
+        kv: KV shards that the last run left, by instance; empty during a run, and after a run that
             failed or was abandoned, which has pages in use.
     """
 
@@ -67,10 +67,10 @@ class Session:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no other thread is in here.
+        """Wait until no other thread uses the session.
 
         Raises:
-            JaxinferError: this one is.
+            JaxinferError: this thread already uses it.
         """
         if self._thread == threading.get_ident():
             raise JaxinferError(
@@ -85,7 +85,7 @@ class Session:
                 self._thread = None
 
     def resume(self) -> None:
-        """Say, within ``alone``, that this thread goes on with it."""
+        """Within ``alone``, make this thread the one that continues."""
         self._thread = threading.get_ident()
 
     def run(
@@ -98,7 +98,7 @@ class Session:
         on_step: OnStep = lambda done: None,
         num_requests: int = 0,
     ) -> RunMetrics:
-        """See ``LLM.run``; within ``alone``."""
+        """Run requests as ``LLM.run`` does; call it within ``alone``."""
         rounds = self.rounds(
             requests, on_output, describe, progress, run_dir, on_step, num_requests
         )
@@ -119,7 +119,9 @@ class Session:
         on_step: OnStep = lambda done: None,
         num_requests: int = 0,
     ) -> Generator[None, None, RunMetrics]:
-        """The same with a stop after each round of the loop, at which it may be closed."""
+        """Do the same as ``run``, but yield after each round of the loop, where it may
+        be closed.
+        """
         if not self._is_whole:
             self._recover()
         for name, reason in self._lost.items():

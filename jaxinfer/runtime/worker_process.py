@@ -1,8 +1,8 @@
-"""The process of a device group: today's workers behind a loop over messages.
+"""The process of a device group: the usual workers behind a loop over messages.
 
-Started as ``python -m jaxinfer.runtime.worker_process FD PID``; the file descriptor is one end of a
-socket whose other end the loop's process has, the number that of whoever has started it: the same,
-or a worker that listens. This one ends with either.
+Started as ``python -m jaxinfer.runtime.worker_process FD PID``. The file descriptor is one end of a
+socket whose other end is in the loop's process. PID is the number of the process that started this
+one: the loop's or a listening worker. This process ends with either.
 """
 
 import os
@@ -75,13 +75,13 @@ STEPS_KEPT = 16
 
 
 class WorkerProcess:
-    """Does what it is told, in order.
+    """Carries out messages, in order.
 
-    An instance with stages in other processes has a thread of its own, which waits for its hidden
-    states, and then does what comes after: a step, or slabs out of its pages and into them.
+    An instance with stages in other processes has a thread of its own. It waits for its hidden
+    states and then does what depends on them: a step, or slabs out of its pages and into them.
 
     Args:
-        connection: to the loop's process.
+        connection: connection to the loop's process.
         parent: number of the process that has started this one.
     """
 
@@ -122,7 +122,9 @@ class WorkerProcess:
             os._exit(1)
 
     def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
-        """Find the queue of a message that has its place among such an instance's steps."""
+        """Return the queue of a message that must be done in order with such an
+        instance's steps.
+        """
         match message:
             case Launch() | Prepare() | Measure() | Move() | Forget():
                 return self._lanes.get(message.instance)
@@ -241,7 +243,7 @@ class WorkerProcess:
         self._say(Loaded(plans, parts, addresses))
 
     def _lend(self, message: Lend) -> None:
-        """Take a pool's memory, for a stage in another process."""
+        """Allocate a pool's memory for a stage in another process."""
         plan, number = message.plan, message.number
         asked = plan.attention[number]
         device = open_groups(self._groups)[asked.group][asked.number]
@@ -253,7 +255,7 @@ class WorkerProcess:
         self._say(Lent(replace(pool, device=known), lent.address))
 
     def _forget(self, message: Forget) -> None:
-        """Begin again, without pools of processes that are lost."""
+        """Start again, without pools of lost processes."""
         worker = self._worker(message.instance)
         worker.recover()
         self._ends[message.instance].clear()
@@ -263,9 +265,9 @@ class WorkerProcess:
         self._say(Forgot(message.number))
 
     def _borrowed(self, message: BreakOff | Forget) -> Iterator[tuple[SpreadStage, int]]:
-        """The pools of a message: each one's stage, and its number there.
+        """Yield the pools of a message: each one's stage, and its number in the stage.
 
-        One in the place of a lost one may have been lost before it was reached.
+        A pool that replaces a lost one may have been lost before it was reached.
         """
         for stage, number in message.pools:
             spread = self._worker(message.instance).stages[stage]
@@ -288,7 +290,7 @@ class WorkerProcess:
         moves.start(copies, done)
 
     def _open_lane(self, instance: str, host: str) -> Address:
-        """Get ready for stages in other processes; the address of the hidden states from here."""
+        """Prepare for stages in other processes; return the address of hidden states from here."""
         hidden = self._worker(instance).hidden = HiddenStates(host)
         lane = self._lanes[instance] = queue.SimpleQueue()
         threading.Thread(target=self._follow_lane, args=(lane,), daemon=True).start()
@@ -344,14 +346,14 @@ def _decoder(stages: Sequence[Stage]) -> BatchDecoder:
 
 
 def _told(error: Exception) -> tuple[bool, str]:
-    """Return whether an error is the user's mistake, and its line."""
+    """Return whether an error is the user's mistake, and its message."""
     if isinstance(error, JaxinferError):
         return True, str(error)
     return False, f"{type(error).__name__}: {one_line(error)}"
 
 
 def main() -> None:
-    """Signals are for the loop's process, which ends this one when it has ended its work."""
+    """Run the process. Signals are left to the loop's process, which ends this one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.path.append(os.getcwd())  # See ``commands.app.main``.

@@ -71,7 +71,7 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class Landed:
-    """A slab is on the destination's devices; times are those of ``time.perf_counter``."""
+    """A slab has reached the destination's devices; times are those of ``time.perf_counter``."""
 
     slab: Slab
     start: float
@@ -82,17 +82,19 @@ Post = Callable[[Landed | Failed], None]
 
 
 class Channel:
-    """The way from one instance to another, on which slabs of KV move; see above.
+    """Moves slabs of KV from one instance to another; see above.
 
     Args:
-        ends: names of the two; ``sides``: the processes that have them.
-        pairs: pairs of all stages that have layers in common.
-        verify: compare checksums of what was sent and what lies in the destination's pages.
-        transports: at least one, from which the probe is to choose.
+        ends: names of the two instances.
+        sides: processes of the two instances.
+        pairs: all pairs of stages that have layers in common.
+        verify: compare checksums of what was sent with what is in the destination's pages.
+        transports: transports that the probe may choose from, at least one.
 
     Attributes:
-        transport: the one in use; ``failed``: those that the probe has failed with, and why.
-        sides: of source and destination.
+        transport: transport in use.
+        failed: transports that failed in the probe, with the reasons.
+        sides: processes of source and destination.
         token_bytes: KV bytes per token.
     """
 
@@ -127,10 +129,10 @@ class Channel:
             side.on_loss(partial(self._lose, end))
 
     def probe(self, names: str) -> float:
-        """10^9 bytes per second of the slowest pair, by the quickest transport there is.
+        """Find the fastest transport, and return the GB/s of its slowest pair.
 
         Raises:
-            JaxinferError: a known slab does not arrive by any of them, or arrives changed.
+            JaxinferError: with every transport, a known slab does not arrive, or arrives changed.
         """
         rates: dict[TransportName, float] = {}
         for name in self._transports:
@@ -170,11 +172,11 @@ class Channel:
     def send(
         self, transfer: Transfer, post: Post, stage: int | None = None, after: End | None = None
     ) -> None:
-        """Start moving; ``post`` gets each slab as it lands. Returns at once.
+        """Start a transfer; ``post`` receives each slab as it lands. Returns at once.
 
         Args:
-            stage: of the source, whose layers alone go; by default all.
-            after: done when they have been computed, where a step is to do that.
+            stage: stage of the source whose layers are sent; by default all stages.
+            after: event after which the KV exists, if a step still has to compute it.
 
         Raises:
             Exception: the source cannot launch it, or is lost.
@@ -203,16 +205,16 @@ class Channel:
         self._post = post
 
     def forget_all(self) -> None:
-        """Forget the slabs of an interrupted run, which no endpoint takes."""
+        """Forget the slabs of an interrupted run, which no endpoint will receive."""
         with self._lock:
             left = list(self._slabs.values())
         for slab in left:
             self._forget(slab)
 
     def place(self, landed: Landed) -> None:
-        """Have a slab written to its pages.
+        """Write a slab to its pages.
 
-        The ``post`` of ``send`` hears of it if that fails, or if it is not what was sent.
+        If writing fails, or if the slab is not what was sent, the ``post`` of ``send`` is told.
 
         Raises:
             Exception: the destination cannot launch it, or is lost.
@@ -228,7 +230,7 @@ class Channel:
             self._take(slab)
 
     def drop(self, landed: Landed) -> None:
-        """Forget a slab that is not to be placed."""
+        """Forget a slab that will not be written."""
         self._forget(landed.slab)
 
     def _hear(self, answer: SlabAnswer) -> None:
@@ -263,7 +265,7 @@ class Channel:
                 self._post(Failed(blamed, why, found_by))
 
     def _blame(self, failed: SlabFailed) -> tuple[str, ProcessLost | SlabLost]:
-        """Return the instance to blame and the reason: that its process has ended, if it has."""
+        """Return the instance to blame and the reason, which may be that its process has ended."""
         number = 0 if failed.by_source else 1
         lost = self.sides[number].why_lost(EXPLAINED_S)
         return self._ends[number], ProcessLost(lost) if lost else SlabLost(failed.line)
@@ -297,9 +299,9 @@ class Channel:
             self._post(Failed(self._ends[1], error))
 
     def _lose(self, instance: str, why: str) -> None:
-        """Give up what is on its way when one of the two is no more.
+        """Cancel slabs on their way after one of the two instances is lost.
 
-        What has been pulled needs the source no more.
+        Slabs already pulled no longer need the source.
         """
         with self._lock:
             lost = [s for s in self._slabs.values() if instance == self._ends[1] or not s.is_pulled]
@@ -314,7 +316,7 @@ class Channel:
             self._probed.put(SlabFailed(pair.source_end, number, by_source, why))
 
     def _take(self, slab: Slab) -> bool:
-        """Count a slab as done with; return whether it was not."""
+        """Mark a slab as finished; return whether it was unfinished."""
         with self._lock:
             return self._slabs.pop(slab.number, None) is not None
 

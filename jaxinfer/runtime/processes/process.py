@@ -40,16 +40,16 @@ START_S = 300.0
 
 
 class Hears(Protocol):
-    """Hears what becomes of one instance in a process."""
+    """Receives the events of one instance in a process."""
 
     def on_step(self, answer: StepEnded) -> None:
         """Take a step's results."""
 
     def on_move(self, answer: Moved) -> None:
-        """Take the news that KV heads have moved."""
+        """Record that KV heads have moved."""
 
     def on_loss(self, error: Exception) -> None:
-        """Learn that the instance there can do no more."""
+        """Record that the instance has failed."""
 
 
 class NobodyThere(JaxinferError):
@@ -57,17 +57,19 @@ class NobodyThere(JaxinferError):
 
 
 class Process:
-    """A process with devices of its own, ended by this one.
+    """A process with devices of its own, which this process ends.
 
     Args:
         name: name of its group.
-        peer: it, as it is got at.
+        peer: connection to it.
 
     Attributes:
-        lost: why it is no more, or None.
-        workers: workers of its instances, by name; ``ends``: receivers of the answers of each end.
-        on_loss: called, in a thread, when it is no more.
-        asking: lock held during a question if others may ask, too: an answer goes to any listener.
+        lost: reason why it has ended, or None.
+        workers: workers of its instances, by name.
+        ends: receivers of the answers of each end.
+        on_loss: called, in a thread, when it has ended.
+        asking: lock to hold during a question if other threads may ask, too, because an answer goes
+            to any listener.
     """
 
     def __init__(self, name: str, peer: Peer) -> None:
@@ -91,7 +93,7 @@ class Process:
         self._reader.start()
 
     def send(self, message: Any) -> None:
-        """Have something done, after all that was sent before.
+        """Send a message, to be carried out after all earlier ones.
 
         Raises:
             ProcessLost: the process has ended.
@@ -110,7 +112,7 @@ class Process:
             raise ProcessLost(why or f"process of group {self.name}: {error}") from None
 
     def ask(self, message: Any) -> Iterator[Any]:
-        """Send, and the answers to this message as they come.
+        """Send a message, and yield its answers as they come.
 
         Raises:
             JaxinferError: it cannot be done, by the user's mistake or because the process is lost.
@@ -134,12 +136,12 @@ class Process:
     def forget(
         self, instance: str, pools: Sequence[tuple[int, int]] = (), patience: float | None = None
     ) -> None:
-        """Have an instance there end all that was begun, and begin again; see ``Forget``.
+        """Let an instance there end all work and start again; see ``Forget``.
 
         Answers to an interrupted caller, which were never read, are dropped.
 
         Raises:
-            JaxinferError: it cannot, has not within ``patience``, in seconds, or is lost.
+            JaxinferError: it cannot, does not within ``patience`` seconds, or is lost.
         """
         with self.asking:
             asked = Forget(instance, pools, next(self._numbers))
@@ -159,7 +161,7 @@ class Process:
                         raise NobodyThere(str(answer))
 
     def close(self) -> None:
-        """End it; waits for no more than a few seconds."""
+        """End the process; waits at most a few seconds."""
         self._closing = True
         # Not by a message: a thread that is in the midst of sending one may be the one here, which
         # garbage collection has brought.
@@ -206,7 +208,7 @@ class Process:
             self._socket.close()
 
     def _hear_all(self) -> str:
-        """Hear answers until the process is no more, and why that is so."""
+        """Read answers until the process ends, and return the reason."""
         patience = START_S
         try:
             while self._says_something(patience):

@@ -1,4 +1,4 @@
-"""Processes of device groups on hosts that Ray finds for them."""
+"""Processes of device groups on hosts that Ray chooses."""
 
 import secrets
 import threading
@@ -18,7 +18,7 @@ PLACE_S = 300.0
 
 
 class ListeningWorker:
-    """An actor: a worker that listens on its node, with the devices that Ray gives it there.
+    """An actor: a listening worker on its node, with the devices that Ray gives it.
 
     Args:
         key: key that the job must have.
@@ -32,18 +32,18 @@ class ListeningWorker:
         threading.Thread(target=self._server.serve, daemon=True).start()
 
     def address(self) -> str:
-        """``HOST:PORT``."""
+        """Return ``HOST:PORT``."""
         return self._server.address
 
 
 def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str, Peer]]:
-    """A process for each group; it and its actor end with each other, and with this process.
+    """Yield a process for each group; each ends with its actor, and with this process.
 
     Args:
         address: address of Ray's cluster.
 
     Raises:
-        JaxinferError: there is none, or no node has what a group asks for.
+        JaxinferError: there is no cluster, or no node has what a group asks for.
     """
     ray = connect(address)
     key = secrets.token_hex(16)
@@ -83,7 +83,7 @@ def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str
 
 
 def _end(ray: Any, actor: Any) -> None:
-    """Have an actor ended, and its process with it, where there is still a cluster to ask."""
+    """End an actor and its process, if the cluster can still be reached."""
     # One that has been left would be joined again, or another one started.
     if ray.is_initialized():
         with suppress(Exception):  # Whoever asks has more to do, and the actor ends with this one.
@@ -99,7 +99,7 @@ def _demands(group: GroupConfig) -> dict[str, float]:
 
 
 def _check(name: str, demanded: Mapping[str, float], nodes: list[dict[str, Any]]) -> None:
-    """Refuse what no node has, which Ray would wait for."""
+    """Refuse demands that no node can meet; Ray would wait for them."""
     there = [node["Resources"] for node in nodes if node["Alive"]]
     if not any(all(has.get(n, 0) >= x for n, x in demanded.items()) for has in there):
         known = "; ".join(_words({n: x for n, x in has.items() if _is_told(n)}) for has in there)

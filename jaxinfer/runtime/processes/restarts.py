@@ -1,4 +1,4 @@
-"""Processes that are lost and started again, while the rest of their cluster goes on."""
+"""Restarts lost processes while the rest of their cluster continues."""
 
 import threading
 import time
@@ -25,15 +25,16 @@ from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 
 
 class Restarts:
-    """Starts lost processes again, as often as their groups say.
+    """Restarts lost processes, as often as their groups allow.
 
-    Instances with attention groups in other processes go on without these, until they are back.
+    Instances with attention groups in other processes continue without these until they are back.
 
-    What has loaded and compiled waits until the loop's thread takes it: from then on, its workers
-    and the ways to and from them are those of the new process.
+    A process that has loaded and compiled waits until the loop's thread takes it. From then on, the
+    workers and channels are those of the new process.
 
     Args:
-        others: has started them at first; ``remotes``: their workers, by instance.
+        others: starts the processes, as at the beginning.
+        remotes: workers of the processes, by instance.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Restarts:
     def listen(self, hear: Hear) -> None:
         """Call ``hear`` on news, from any thread, and on news not taken before.
 
-        A process that is being started counts as lost: this reports it before a step shows it.
+        A process that is being restarted counts as lost; this reports it before a step fails.
         """
         with self._lock:
             self._hear = hear
@@ -93,12 +94,12 @@ class Restarts:
                     hear(Failed(name, ProcessLost(rest.why)))
 
     def expect(self, instance: str, why: str) -> bool:
-        """Return whether a lost instance is to return; if so, all of its process is lost."""
+        """Return whether a lost instance will return; if so, its whole process counts as lost."""
         rest = self._rests.get(instance)
         return bool(rest and self._go_on(instance, rest, why)) or self._return(instance, why)
 
     def _return(self, instance: str, why: str) -> bool:
-        """Return whether an instance that cannot go on is to return; all of its process is lost."""
+        """Return whether an instance that cannot continue will return; if so, end its process."""
         if rest := self._rests.get(instance):
             # It may have lost the rest after it was told that it could go on.
             rest.worker.give_up(ProcessLost(why))
@@ -116,7 +117,7 @@ class Restarts:
             return is_on_its_way or home.left > 0
 
     def goes_without(self, instance: str) -> tuple[tuple[int, ...], bool]:
-        """The shards of an instance's KV that are lost, and whether some are to return."""
+        """Return the lost shards of an instance's KV, and whether any will return."""
         if (rest := self._rests.get(instance)) is None:
             return (), False
         # One that is not missed as yet brings back nothing that is lost by now.
@@ -126,7 +127,7 @@ class Restarts:
         return tuple(rest.worker.without), returns
 
     def _go_on(self, instance: str, rest: Rest, why: str) -> bool:
-        """Have an instance go on without what is lost of it, if it can."""
+        """Let an instance continue without its lost parts, if it can."""
         with self._lock:
             if rest.why or rest.news:
                 return True
@@ -157,7 +158,7 @@ class Restarts:
                 self._hear(Restarted(home.name))
 
     def take(self, group: str) -> RestartResult | None:
-        """The news of a group, if there are any; what was started is in use when this returns."""
+        """Return the news of a group, if any; started processes are in use afterwards."""
         with self._lock:
             for rest in self._rests.values():
                 if rest.news and rest.news.group == group:
@@ -180,7 +181,7 @@ class Restarts:
         return outcome
 
     def close(self) -> None:
-        """Start none any more."""
+        """Start no more processes."""
         self._closed = True
 
     def _watch(self, home: Home) -> None:
@@ -244,7 +245,7 @@ def _home_of(
     others: OtherProcesses,
     rests: Sequence[Rest],
 ) -> InstancesHome:
-    """The home of some groups that share an instance, or of one, with the instances there."""
+    """Return the home of one group, or of groups that share an instance, with its instances."""
     sides = {instance: others.side_of(instance) for instance in workers}
     pieces = [(name, piece) for name, worker in workers.items() for piece in worker.pieces]
     parts = {
@@ -261,7 +262,7 @@ def _home_of(
 
 
 def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> ClusterConfig:
-    """Return ``config`` with the sizes that free memory and speed decided, as they came out."""
+    """Return ``config`` with the sizes that were chosen by free memory and speed."""
     instances = {}
     for name, worker in workers.items():
         instance, plans = config.instances[name], [stage.plan for stage in worker.stages]

@@ -1,4 +1,4 @@
-"""A pool of KV heads that this process lends to a stage in another one."""
+"""A pool of KV heads that this process lends to a stage in another process."""
 
 import math
 import secrets
@@ -36,11 +36,12 @@ ALIGNMENT = 64
 
 
 class LentPool:
-    """Does what the stage's process asks for, in order, until that is gone.
+    """Carries out the requests of the stage's process, in order, until that process ends.
 
     Args:
-        plan: plan of the stage; ``number``: number of the pool's attention group in it.
-        host: the address by which this process is reached.
+        plan: plan of the stage.
+        number: number of the pool's attention group in it.
+        host: address of this process.
 
     Attributes:
         address: address that the stage's process connects to.
@@ -58,7 +59,7 @@ class LentPool:
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
 
     def compile_ahead(self) -> Iterator[int]:
-        """Compile all that is ever asked for, try it, and begin; yields how many are left."""
+        """Compile everything that can be asked for, try it, and begin; yields how much is left."""
         shapes = [
             pairs
             for shape in self._plan.limits.shapes()
@@ -76,7 +77,7 @@ class LentPool:
         yield 0
 
     def _try(self, pairs: StepShape, window: int | None) -> None:
-        """Attend to padding: a first run allocates."""
+        """Attend to padding once, because a first run allocates memory."""
         (tables,) = empty_spread_inputs(pairs, pairs, self._plan.limits, 1, 1).tables
         assert tables is not None
         self._do(Begin(0, pairs, tables))
@@ -84,9 +85,9 @@ class LentPool:
         self._do(Attend(0, self._windows.index(window), nothing_RXH))
 
     def _place(self, pairs: int) -> np.ndarray:
-        """The buffer that collects ``pairs`` pairs, [R, X, H], zeros at first.
+        """Return the buffer that collects ``pairs`` pairs, [R, X, H], zeros at first.
 
-        It is aligned, so that a CPU takes it as it lies: what has computed with it is waited for.
+        It is aligned so that a CPU uses it without a copy; computations with it are waited for.
         """
         if pairs not in self._places:
             cut = Cut(self._plan, 1, pairs)

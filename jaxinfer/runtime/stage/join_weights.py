@@ -1,4 +1,4 @@
-"""Queries', keys' and values' weights on devices, joined; see ``models.joined``."""
+"""Joins the weights of queries, keys and values on devices; see ``models.joined``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -20,9 +20,9 @@ def abstract(
 def arrays(
     stages: Sequence[Mapping[str, jax.Array]], modules: Sequence[Sequence[str]]
 ) -> list[dict[str, jax.Array]]:
-    """Join each stage's weights in the same way; stages with the same weights get one array.
+    """Join each stage's weights in the same way; stages with the same weights share one array.
 
-    Separate weights are deleted from their devices, but for those that a stage does not join.
+    Separate weights are deleted from their devices, except those that a stage does not join.
 
     Args:
         modules: modules to join, by stage.
