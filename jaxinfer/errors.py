@@ -1,4 +1,4 @@
-"""The one exception for a mistake that the user can mend, and what others say in one line."""
+"""The exception for mistakes that users can correct, and one-line texts of other exceptions."""
 
 import os
 import traceback
@@ -10,14 +10,14 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 class JaxinferError(Exception):
-    """A user's mistake: one line that names the thing, its value, and what would work.
+    """A user's mistake: one line that names the option or file, its value, and what would work.
 
     The command line prints the message without a traceback.
     """
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text without line breaks."""
+    """Return an error's text without line breaks."""
     return " ".join(str(error).split())
 
 

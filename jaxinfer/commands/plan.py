@@ -1,4 +1,4 @@
-"""``jaxinfer plan``: the best placement for a goal."""
+"""``jaxinfer plan``: searches for the best placement."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def _search(
     kind: str,
     force: bool,
 ) -> list[Any]:
-    """A plan; what there is to say of it."""
+    """Search for a plan; return the lines and tables to print."""
     from jaxinfer.lab.plan.choose import choose
     from jaxinfer.lab.plan.pictures import draw_latencies, draw_rates
     from jaxinfer.lab.plan.result import (
@@ -139,7 +139,7 @@ def _follow(
     kind: str,
     force: bool,
 ) -> list[Any]:
-    """Plans as the load shifts; the table of all ways."""
+    """Plan again as the load shifts; return the table of all schedules."""
     from jaxinfer.lab.plan.replan.replan import follow
     from jaxinfer.lab.plan.replan.result import table, write
     from jaxinfer.lab.plan.search import DrivenSearch

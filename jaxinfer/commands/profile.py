@@ -1,4 +1,4 @@
-"""``jaxinfer profile``: what the steps of each instance take."""
+"""``jaxinfer profile``: measures the step times of each instance."""
 
 import sys
 from pathlib import Path
@@ -18,14 +18,14 @@ from jaxinfer.errors import JaxinferError
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers from 1 on, with commas between."""
+    """Whole numbers from 1 on, separated by commas."""
 
     name = "numbers"
 
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> list[int]:
-        """A list of them."""
+        """Return the numbers as a list."""
         parts = value.split(",")
         if not all(part.strip().isdecimal() and int(part) for part in parts):
             self.fail(f"{value!r} must be whole numbers from 1 on, such as 1,2", param, ctx)

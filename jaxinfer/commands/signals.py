@@ -1,6 +1,6 @@
-"""Ends of a command by Ctrl-C (SIGINT) and SIGTERM: by one line, and soon.
+"""Ends a command on Ctrl-C (SIGINT) and SIGTERM with one line, and quickly.
 
-This module is loaded before all that is slow to import, so it needs none of that.
+This module is loaded before all slow imports, so it needs none of them.
 """
 
 import os
@@ -18,7 +18,7 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 class Interrupted(BaseException):
-    """A signal has come. ``code`` is the exit code that shells know it by."""
+    """A signal has arrived. ``code`` is the exit code that shells expect."""
 
     def __init__(self, number: int) -> None:
         super().__init__(_WORDS[signal.Signals(number)])
@@ -28,8 +28,8 @@ class Interrupted(BaseException):
 def end_on_signals() -> None:
     """Raise ``Interrupted`` in the main thread on a signal; after ``GRACE_S``, end the process.
 
-    The exception alone would not do: it waits for the end of a call into C++, such as a long
-    compilation, and is lost where C++ has called Python.
+    The exception alone is not enough: it waits until a call into C++ ends, such as a long
+    compilation, and it is lost if C++ has called Python.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -43,7 +43,7 @@ def end_on_signals() -> None:
 def leave(message: str, code: int) -> NoReturn:
     """End the process at once, with one line on stderr.
 
-    Not by ``sys.exit``: it would take the interpreter down under XLA's threads, which then abort.
+    ``sys.exit`` would shut down the interpreter under XLA's threads, which then abort.
     """
     if multiprocessing := sys.modules.get("multiprocessing"):
         for child in multiprocessing.active_children():

@@ -1,4 +1,4 @@
-"""Operators that others have measured and published, as a run file names them."""
+"""Measured operators published by others, as a run file names them."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -58,7 +58,7 @@ class PublishedTables(Options):
 
 @cache
 def shipped_tables() -> Mapping[str, PublishedTables]:
-    """Tables that ship, by the names that stand for them in run files, as ``h100``."""
+    """Return shipped tables by the names that run files use, such as ``h100``."""
     found = {}
     for path in sorted(OPERATORS.glob("*.yaml")):
         ships = yaml.safe_load(path.read_text(encoding="utf-8"))["ships_as"]

@@ -14,7 +14,7 @@ class Share(Options):
 
     Attributes:
         weight: Requests in one round.
-        max_waiting: Requests in its queue, at most; an instance at its limit is skipped.
+        max_waiting: Largest number of requests in its queue; an instance at its limit is skipped.
     """
 
     weight: int = Field(ge=1)
@@ -55,11 +55,11 @@ class DataParallel(System):
             raise OptionError(f"shares: instance {left[0]!r} has none")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """An empty sequence: KV stays where it is."""
+        """Return no routes: KV stays where it is."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign requests in turns, as long as some queue has room."""
+        """Assign requests in turn, as long as some queue has room."""
         given: Counter[str] = Counter()
         assignments = []
         for request in waiting:
