@@ -47,7 +47,7 @@ _COPY, _PRODUCT = 1 << 28, 2048
 def profile_operators(
     config: RunFile, degrees: Sequence[int], layers: tuple[int, int] | None, out: Path
 ) -> None:
-    """Measure, write and check; the folder is new.
+    """Measure, write and check tables in a new folder.
 
     Raises:
         JaxinferError: see ``the_instance``, ``choose_depths`` and ``measure_operators``.
@@ -124,7 +124,7 @@ def _degree(devices: int, measured: MeasuredDegree) -> Degree:
 
 
 def _numbers(platform: str | None) -> Gpu:
-    """Measure here, as far as possible, a device that ``configs/gpus.yaml`` does not have."""
+    """Measure, as far as possible, the numbers of a device that ``configs/gpus.yaml`` lacks."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return Gpu(
         bf16_tflops=round(product_rate(_PRODUCT) / 1e12, 4),

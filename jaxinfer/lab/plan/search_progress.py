@@ -24,10 +24,10 @@ SIMULATIONS = 10
 
 
 class Bar:
-    """A bar where there is a terminal, else a line from time to time.
+    """A progress bar on a terminal; otherwise a line from time to time.
 
     Args:
-        total: None where it is not known.
+        total: number of steps; None if unknown.
     """
 
     def __init__(self, total: int | None = None) -> None:
@@ -39,7 +39,7 @@ class Bar:
         self._task = self._bar.add_task("", total=total)
 
     def advance(self, said: str) -> None:
-        """Note that one more is done."""
+        """Record that one more is done."""
         self._done += 1
         count = f"{self._done} of {self._total}" if self._total else f"{self._done} tried"
         self._bar.update(self._task, advance=1, description=f"{count}; {said}")
@@ -68,9 +68,9 @@ def _load(rate: float) -> str:
 
 
 class SearchBar(Watcher):
-    """Shows a search's progress: the share done, what is looked at, the time left, and the best.
+    """Shows a search's progress: the share done, what is being tried, the time left, and the best.
 
-    A bar where there is a terminal, else a line from time to time.
+    It is a bar on a terminal; otherwise a line from time to time.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class SearchBar(Watcher):
             self._tell()
 
     def simulated(self, candidate: Candidate, tried: TriedRate) -> None:
-        """Note that one rate of a candidate is simulated."""
+        """Record that one rate of a candidate was simulated."""
         with self._lock:
             self._simulations += 1
             self._running[candidate.key] += 1
@@ -111,7 +111,7 @@ class SearchBar(Watcher):
             self._tell()
 
     def scored(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
-        """Note that one candidate more is done."""
+        """Record that one more candidate is done."""
         with self._lock:
             self._done.append(self._running.pop(candidate.key, 0))
             self._expected = max(self._expected, len(self._done))  # One may be looked at again.
@@ -148,8 +148,8 @@ class SearchBar(Watcher):
 
 
 class PointBar(Bar):
-    """A bar of the points of a sweep that have figures."""
+    """A bar of the points of a sweep that are done."""
 
     def update(self, point: Candidate, figures: Mapping[str, object]) -> None:
-        """There are some of one more."""
+        """Record that one more point is done."""
         self.advance(str(point))

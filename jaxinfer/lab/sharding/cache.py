@@ -1,4 +1,4 @@
-"""Compiled layers, kept from run to run by all that they depend on."""
+"""A cache of compiled layers, keyed by everything that they depend on."""
 
 import contextlib
 import hashlib
@@ -18,11 +18,11 @@ _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin
 
 
 class CompiledCache:
-    """A file for each layer that was compiled.
+    """A file for each compiled layer.
 
     Args:
-        folder: made when something is kept; a user without a home keeps nothing.
-        target, mesh, model, dtype: what all jobs have in common.
+        folder: created when something is stored; a user without a home directory stores nothing.
+        target, mesh, model, dtype: common to all jobs.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CompiledCache:
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
     def get(self, job: LayerJob) -> Compiled | None:
-        """The kept result of a job; None where there is none, or it cannot be read."""
+        """Return the stored result of a job; None if there is none, or it cannot be read."""
         try:
             found = json.loads(self._path(job).read_text(encoding="utf-8"))
             return Compiled.of(found)
@@ -54,7 +54,7 @@ class CompiledCache:
             return None
 
     def add(self, job: LayerJob, compiled: Compiled) -> None:
-        """Keep one; a file that another process writes at once has the same."""
+        """Store a result; if another process writes the same file, it has the same contents."""
         path = self._path(job)
         part = path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Seconds of a step over its tokens, a line for each layout, crossings of the fastest marked."""
+"""Draws seconds of a step over its tokens, a line per layout, with crossings of the fastest."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,10 @@ def draw_seconds(
     """Draw a panel for each phase.
 
     Args:
-        seconds: phase -> layout -> seconds by tokens; ``fitting``: infinite where it is too large.
-        fastest: phase -> from how many tokens on which layout is the fastest.
-        asked: phase -> the tokens that were asked for.
+        seconds: phase -> layout -> seconds by tokens.
+        fitting: the same, but infinite where the step does not fit.
+        fastest: phase -> numbers of tokens from which on a layout is the fastest.
+        asked: phase -> number of tokens that was asked for.
     """
     figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     panels = figure.subplots(1, len(seconds), squeeze=False)[0]
@@ -88,7 +89,7 @@ def _alike(
     fitting: Mapping[str, Mapping[str, SecondsOf]],
     counts: Sequence[int],
 ) -> dict[str, list[str]]:
-    """The layouts of which none is drawn upon another, each with all that are alike."""
+    """Group layouts whose lines coincide; return one of each group with all that it stands for."""
     found: dict[tuple[float | None, ...], list[str]] = {}
     tables = [of[phase] for of in (seconds, fitting) for phase in seconds]
     for name in dict.fromkeys(name for of in tables for name in of):

@@ -1,4 +1,4 @@
-"""Measured points: rows of a CSV with aiconfigurator's columns, and which of them may be used."""
+"""Measured points: rows of a CSV file with aiconfigurator's columns, and their valid uses."""
 
 import csv
 import math
@@ -35,13 +35,18 @@ class Point:
     """A measured point.
 
     Attributes:
-        row: all columns as they are given.
-        concurrency: requests in flight; ``isl``, ``osl``: nominal tokens of prompt and output.
-        tp, stages: GPUs that share each layer, and pipeline stages.
-        moe_tp, moe_ep: ways that experts are shared: each cut, and whole; 1 where there are none.
-        ttft_ms, tpot_ms: measured means.
-        line: of the file, on which the row ends.
-        wrong: why the row cannot be read, or empty; its numbers are 0 then.
+        row: all given columns.
+        concurrency: number of requests in flight.
+        isl: nominal number of prompt tokens.
+        osl: nominal number of output tokens.
+        tp: number of GPUs that share each layer.
+        stages: number of pipeline stages.
+        moe_tp: number of parts into which each expert is cut.
+        moe_ep: number of parts into which whole experts are divided; 1 without experts.
+        ttft_ms: measured mean TTFT.
+        tpot_ms: measured mean TPOT.
+        line: line of the file on which the row ends.
+        wrong: reason why the row cannot be read, or empty; its numbers are then 0.
     """
 
     row: Mapping[str, str]
@@ -69,33 +74,35 @@ class Point:
 
     @property
     def attention_dp(self) -> int:
-        """Number of groups of GPUs that attend to their own requests, while all share experts."""
+        """Number of groups of GPUs that attend to their own requests while all share experts."""
         return max(self.moe_ep * self.moe_tp // max(self.tp, 1), 1)
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Model, card, backend and its version."""
+        """Model, card, backend and backend version."""
         return tuple(self.row[n] for n in ("model_path", "system", "backend", "backend_version"))
 
     @property
     def series(self) -> tuple[object, ...]:
-        """The key of points that differ in concurrency alone."""
+        """Key that is equal for points that differ only in concurrency."""
         names = ("precision", "gemm_quant_mode", "mode", "pp_size", "moe_tp_size", "moe_ep_size")
         others = (self.row.get(name, "") for name in names)
         return (*self.group, self.isl, self.osl, self.tp, *others)
 
     @property
     def e2e_ms(self) -> float:
-        """Measured mean time of a request, of its nominal length."""
+        """Measured mean time of a request with its nominal length."""
         return self.ttft_ms + (self.osl - 1) * self.tpot_ms
 
 
 @dataclass(frozen=True)
 class Use:
-    """The use that a point may be put to.
+    """What a point may be used for.
 
     Attributes:
-        tpot, ttft: whether it counts in that figure; ``why``: why not, else empty.
+        tpot: whether it counts for TPOT.
+        ttft: whether it counts for TTFT.
+        why: reason if not, otherwise empty.
     """
 
     tpot: bool
@@ -104,7 +111,7 @@ class Use:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read a file of points; of a row that cannot be read, the point says what is wrong.
+    """Read a file of points; a point whose row cannot be read says what is wrong.
 
     Raises:
         JaxinferError: the file cannot be read, lacks a column, or has one twice.
@@ -203,7 +210,7 @@ def _number(name: str, text: str, least: float, wanted: str) -> float:
 
 
 def uses(points: Sequence[Point]) -> list[Use]:
-    """Decide what each point may be used for, by rules that no prediction has a part in."""
+    """Decide what each point may be used for, by rules that do not depend on predictions."""
     twice = set(_duplicates(points))
     some_stated = any(point.states_concurrency for point in points if not point.wrong)
     falling = _falling_groups([p for n, p in enumerate(points) if n not in twice and not p.wrong])
@@ -227,7 +234,7 @@ def uses(points: Sequence[Point]) -> list[Use]:
 
 
 def _duplicates(points: Sequence[Point]) -> Iterator[int]:
-    """Yield the numbers of points that are the same as one before."""
+    """Yield the numbers of points that equal an earlier one."""
     seen = set()
     for number, point in enumerate(points):
         key = (*point.series, point.concurrency, point.ttft_ms, point.tpot_ms)
@@ -238,7 +245,7 @@ def _duplicates(points: Sequence[Point]) -> Iterator[int]:
 
 
 def _falling_groups(points: Iterable[Point]) -> set[tuple[str, ...]]:
-    """Groups whose TTFT falls in too many pairs of neighbouring concurrencies."""
+    """Return the groups whose TTFT falls between too many neighbouring concurrencies."""
     series: defaultdict[tuple[object, ...], list[Point]] = defaultdict(list)
     for point in points:
         series[point.series].append(point)

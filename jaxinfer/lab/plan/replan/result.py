@@ -45,7 +45,7 @@ def rows(served: Sequence[ScheduleResult]) -> list[dict[str, Any]]:
 
 
 def table(served: Sequence[ScheduleResult]) -> Table:
-    """The same for the terminal, without most latencies."""
+    """Return the same rows for the terminal, without most latencies."""
     found = Table(box=None, pad_edge=False)
     shown = [
         {name: value for name, value in row.items() if name not in ("windows", *LATENCIES[1:])}
@@ -97,7 +97,7 @@ def _named(prefix: str, verdict: Verdict | None) -> dict[str, float | None]:
 def write(
     folder: Path, problem: Problem, followed: Followed, kind: str, force: bool = False
 ) -> None:
-    """``replan.csv``, ``windows.csv``, a run file of each placement that stood, and a picture.
+    """Write ``replan.csv``, ``windows.csv``, a run file for each used placement, and a picture.
 
     Args:
         force: overwrite run files that were edited.
@@ -151,7 +151,9 @@ _LOAD = (("requests/s", "rate"), ("prompt tokens", "prompt"), ("output tokens", 
 def draw(
     path: Path, windows: Sequence[Window], served: Sequence[ScheduleResult], targets: Targets
 ) -> None:
-    """The load, and each target's figure window by window; grey: nothing serves new requests."""
+    """Draw the load, and each target's figure per window; grey: no placement serves
+    new requests.
+    """
     from matplotlib.figure import Figure
 
     from jaxinfer.report.plots import COLOURS
@@ -204,7 +206,7 @@ def _log_scale(axes: Any) -> None:
 
 
 def _explain(axes: Any, title: str) -> None:
-    """A legend beside the axes."""
+    """Add a legend next to the axes."""
     axes.legend(
         frameon=False,
         fontsize="small",
@@ -217,7 +219,7 @@ def _explain(axes: Any, title: str) -> None:
 
 
 def _in_words(name: str, targets: Targets) -> str:
-    """A figure and its unit."""
+    """Return the name of a figure with its unit."""
     metric, _, percent = name.partition(" ")
     if isinstance(targets, PercentileTargets):
         return f"{metric.upper()} {percent}, {'times alone' if targets.reference else 's'}"
@@ -229,7 +231,7 @@ def _steps(axes: Any, edges: Sequence[float], values: Sequence[float | None], **
 
 
 def _limits(targets: Targets) -> dict[str, float]:
-    """Return the limit that each figure in a verdict is to keep."""
+    """Return the limit of each figure in a verdict."""
     if isinstance(targets, PercentileTargets):
         return {f"{metric} p{percent:g}": limit for metric, percent, limit in targets.limits}
     assert isinstance(targets, RequestTargets)
