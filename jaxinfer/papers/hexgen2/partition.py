@@ -1,8 +1,8 @@
-"""HexGen-2's first phase (section 3.2): GPUs into groups, and groups into roles, by their links.
+"""HexGen-2's first phase (section 3.2): divides GPUs into groups and roles by their links.
 
 Our readings where the paper is silent: recursive bisection by the second eigenvector of the
-normalised Laplacian, cut where memory comes nearest to the share of groups on that side; of
-Kernighan and Lin, the single best swap at a time; half of the groups prefill.
+normalised Laplacian, cut where memory is closest to that side's share of groups; for Kernighan and
+Lin, the single best swap at a time; half of the groups prefill.
 """
 
 from collections import Counter
@@ -28,12 +28,12 @@ _DIGITS, _EQUAL = 9, 1e-9
 
 
 def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
-    """The memory of all GPUs by that of a replica: its weights, and the KV of 32 requests.
+    """Return the memory of all GPUs divided by that of a replica: weights and KV of 32 requests.
 
-    By Table 1, which has 12 H^2 parameters in a layer, and as many KV heads as heads.
+    Follows Table 1, which has 12 H^2 parameters in a layer, and as many KV heads as heads.
 
     Args:
-        tokens: of a request.
+        tokens: number of tokens of a request.
     """
     H, layers = model.hidden_size, model.num_hidden_layers
     kv = _REQUESTS * tokens * H * ITEMSIZE
@@ -42,7 +42,7 @@ def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
 
 
 def partition(site: Site, count: int) -> MemberPlan:
-    """So many groups with roles; there are as many GPUs at least."""
+    """Return ``count`` groups with roles; there must be at least as many GPUs."""
     weights = _weights(site)
     memory, node_of = _memory(site), _node_of(site)
     parts = _bisect(weights, memory, list(range(len(memory))), count)
@@ -60,7 +60,9 @@ def partition(site: Site, count: int) -> MemberPlan:
 
 
 def roles(between: np.ndarray) -> list[GroupRole]:
-    """Half of the groups to each role, so that much weight lies between the two: by swaps."""
+    """Assign half of the groups to each role by swaps, so that much weight is between
+    both roles.
+    """
     count = len(between)
     side = np.array([i % 2 for i in range(count)])
     if count < 3:
@@ -94,7 +96,7 @@ def _memory(site: Site) -> np.ndarray:
 
 
 def _weights(site: Site) -> np.ndarray:
-    """Bytes per second between all GPUs."""
+    """Return the bytes per second between all GPUs."""
     nodes = range(len(site.gpus))
     between = np.array([[1 / site.hop(a, b)[1] for b in nodes] for a in nodes])
     node_of = _node_of(site)
@@ -120,10 +122,10 @@ def _bisect(
 
 
 def _order(weights: np.ndarray) -> np.ndarray:
-    """Order nodes by the second eigenvector; those that are equal there, by number.
+    """Order nodes by the second eigenvector; nodes that are equal there are ordered by number.
 
-    Clusters with equal parts have several. Of these, it is the one that is nearest to the first
-    node on which they do not vanish: any other one would depend on the machine's LAPACK.
+    Clusters with equal parts have several such eigenvectors. The one nearest to the first node on
+    which they do not vanish is used: any other choice would depend on the machine's LAPACK.
     """
     degree = 1 / np.sqrt(weights.sum(axis=1))
     laplacian = np.eye(len(weights)) - degree[:, None] * weights * degree[None, :]
@@ -138,7 +140,7 @@ def _order(weights: np.ndarray) -> np.ndarray:
 def _swap(
     weights: np.ndarray, memory: np.ndarray, node_of: np.ndarray, owner: np.ndarray, count: int
 ) -> None:
-    """Swap GPUs of two groups, the best two at a time, until no swap gains anything."""
+    """Swap GPUs of two groups, the best pair at a time, until no swap is an improvement."""
     whole, mean = weights.sum() / 2, memory.sum() / count
     for _ in range(len(memory)):
         # Of each GPU, its weight to each group.

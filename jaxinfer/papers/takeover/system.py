@@ -1,11 +1,11 @@
 """Takeover: free instances compute whole prompts; the best instances take over decodes.
 
-No prompt is cut ahead of time, and no length is predicted. While requests wait, an instance takes
-the decodes of those on which a decode displaces more of the prompts that wait. One with a small
-pool keeps its short decodes and hands on the longest ones, as it needs room for the next prompt.
-While few wait, decodes go from slower instances to faster ones, and so do prompts that are partly
-computed; steps have few prompt tokens beside decodes. ``docs/results/takeover.md`` says what comes
-of it.
+No prompt is split in advance, and no length is predicted. While requests wait, an instance takes
+over decodes from instances where a decode displaces more of the waiting prompts. An instance with a
+small pool keeps its short decodes and hands over the longest ones when it needs room for the next
+prompt. While few requests wait, decodes and partly computed prompts move from slower to faster
+instances, and steps with decodes have few prompt tokens. ``docs/results/takeover.md`` has the
+results.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -91,7 +91,7 @@ class Takeover(System):
         self._line: list[tuple[float, int]] = []
 
     def _follow(self, cluster: ClusterView) -> None:
-        """Keep books of the instances that are there now."""
+        """Keep accounts of the present instances."""
         self._seen = cluster.instances
         if cluster.instances != self._books.views:  # One was lost, or is back.
             self._books.follow(cluster.instances)
@@ -104,7 +104,7 @@ class Takeover(System):
     # Where requests begin.
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Requests in their order, each where it is computed first, while there is room."""
+        """Assign requests in order, each to where it is computed first, while there is room."""
         if cluster.instances is not self._seen:
             self._follow(cluster)
         books, largest = self._books.by_name, self._books.largest
@@ -163,14 +163,14 @@ class Takeover(System):
         return best
 
     def _legs(self, book: Book, known: int, most: int) -> tuple[Leg, ...]:
-        """Return a leg for all of a request; where it cannot end here, one for what is known."""
+        """Return a leg for a whole request or, if it cannot end here, for the known tokens."""
         largest = self._books.largest
         if book.kind.entries_held >= most or book.kind is largest.kind:
             return book.legs
         return Leg(book.name, known, "when_room"), Leg(largest.name)
 
     def _is_kept(self, kind: Kind) -> bool:
-        """Tell whether these instances' room is for decodes of smaller pools."""
+        """Tell whether these instances' room is kept for decodes of smaller pools."""
         if not self.options.keeps_room or not self._takes.most_moves:
             return False
         context, decodes, due = self._books.mean_context, 0, 0
@@ -191,7 +191,7 @@ class Takeover(System):
     # Who takes whose decodes.
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Take over decodes: those of others here, and by others this instance's."""
+        """Take over decodes from other instances, and let others take over this instance's."""
         if cluster.instances is not self._seen:
             self._follow(cluster)
         book = self._books.by_name.get(step.instance)
@@ -222,7 +222,7 @@ class Takeover(System):
         return actions
 
     def _spread(self, book: Book, now: float, actions: list[Action]) -> None:
-        """Limit the prompt tokens of the next step, unless many wait and there is ample room."""
+        """Limit the prompt tokens of the next step, unless many requests wait and room is ample."""
         limit, slo, book.for_ttft = 0, self.options.slo, False
         if not self._waits:
             limit = takeover_prompts.limit(book, book.backlog, slo, now)
@@ -240,20 +240,20 @@ class Takeover(System):
             actions.append(Budget(book.name, told))
 
     def _full(self, book: Book) -> int | None:
-        """Prompt tokens of a narrow step that is full; None where no step is narrow."""
+        """Return the prompt tokens of a full narrow step; None if no step is narrow."""
         if book.budget == book.widest:
             return None
         return max(book.budget - (book.decodes if book.backlog else 0), 1)
 
     def _take_prompt(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
-        """Take over a prompt under way."""
+        """Take over a partly computed prompt."""
         holders, open_to = self._holders.values(), self._books.open_to.values()
         found = takeover_prompts.best_take(book, holders, open_to, cluster, self.options.slo)
         if found:
             self._takes.take_prompt(*found, actions)
 
     def _take_decodes(self, book: Book, actions: list[Action]) -> None:
-        """Have decodes go from others to here, and from here to others."""
+        """Move decodes from other instances here, and from here to others."""
         if book.has_room:
             for others in self._worse(book):
                 self._takes.longest_of(others, book, actions)
@@ -271,14 +271,16 @@ class Takeover(System):
                     self._takes.take_spent(other, book, actions)
 
     def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
-        """Tell whether decodes of this context are better off there, while requests wait."""
+        """Tell whether decodes with this context are better there, while requests wait."""
         if not kind.decodes:
             return False
         most = _LITTLE_MORE if kind in to.below else _LESS
         return _displaced_by(kind, to, context) < most
 
     def _worse(self, book: Book) -> Sequence[Collection[Book]]:
-        """The instances whose decodes this one takes, the worst first, those alike together."""
+        """Return the instances whose decodes this one takes over: the worst first, equal ones
+        together.
+        """
         if not self._waits:
             most, givers = _SHORTER * book.step_s, []
             for kind in self._books.kinds:
@@ -297,7 +299,7 @@ class Takeover(System):
         return [kind.givers for kind in kinds]
 
     def _better(self, book: Book) -> Iterable[Book]:
-        """The instances that take this one's decodes, the best first."""
+        """Return the instances that take over this one's decodes, the best first."""
         if not self._waits:
             takers: list[Book] = []
             for kind in self._books.kinds:
@@ -313,7 +315,7 @@ class Takeover(System):
         return (each for kind in kinds for each in kind.books if each.has_room)
 
     def _make_room(self, book: Book, actions: list[Action]) -> None:
-        """Hand decodes on to a larger pool, so that the next prompts may begin here."""
+        """Hand decodes over to a larger pool, so that the next prompts can begin here."""
         if self._next > book.kind.entries_held:
             return
         # As if all that are to begin before the next step were as long as the first one.
@@ -349,7 +351,7 @@ class Takeover(System):
         self._takes.moves.pop(request.id, None)
 
     def report(self) -> Mapping[str, object]:
-        """Count the decodes and the prompts that were taken over."""
+        """Return the numbers of decodes and prompts that were taken over."""
         taken = {"decodes_taken": self._takes.decodes, "prompts_taken": self._takes.prompts}
         if self.options.slo.tbt is None:
             return taken

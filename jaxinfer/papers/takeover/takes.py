@@ -1,4 +1,4 @@
-"""Takes of ``Takeover``: requests that go from one instance to another, and how often they have."""
+"""Moves of ``Takeover``: requests that are taken over by other instances, and how often."""
 
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush
@@ -12,19 +12,21 @@ _AT_ONCE = 2, 30
 
 
 class Takes:
-    """Takes of decodes and of prompts, and the instances that requests are bound for.
+    """Takes decodes and prompts over, and tracks the instances that requests are bound for.
 
     Args:
-        most_moves: takes of one request, at most.
+        most_moves: largest number of takeovers of one request.
 
     Attributes:
         most_moves: as given.
-        moves: number of takes of each request; ``bound_for``: the instance that will have it, in
-            the order of the takes.
-        fixed: places of requests that must not be taken: bound for an instance, or taken too often.
-        stale: instances that handed a request on since their last step, and may have no step to
-            come.
-        decodes, prompts: how many were taken.
+        moves: number of takeovers of each request.
+        bound_for: instance that will have each request, in the order of the takeovers.
+        fixed: places of requests that must not be taken over: bound for an instance, or taken over
+            too often.
+        stale: instances that handed a request over since their last step, and may have no further
+            step.
+        decodes: number of decodes taken over.
+        prompts: number of prompts taken over.
     """
 
     def __init__(self, books: Books, most_moves: int) -> None:
@@ -36,7 +38,7 @@ class Takes:
         self.decodes = self.prompts = 0
 
     def take_prompt(self, here: Book, there: Book, actions: list[Action]) -> None:
-        """Have an instance take the oldest prompt that is under way on another."""
+        """Let an instance take over the oldest partly computed prompt of another."""
         name, (_, rest, known, _) = next(iter(here.under_way.items()))
         del here.under_way[name]
         if name in self.fixed:
@@ -51,7 +53,7 @@ class Takes:
         self.prompts += 1
 
     def longest_of(self, books: Collection[Book], to: Book, actions: list[Action]) -> None:
-        """Have one instance take the longest decodes that any of these has, while it has room."""
+        """Let an instance take over the longest decodes of any of these, while it has room."""
         left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
         by_number = {each.number: each for each in books}
         heapify(left)
@@ -71,10 +73,10 @@ class Takes:
         actions: list[Action],
         wanted: float = inf,
     ) -> None:
-        """Have one instance take the longest decodes of another, while it has room.
+        """Let an instance take over the longest decodes of another, while it has room.
 
         Args:
-            wanted: pages that are to come free.
+            wanted: number of pages to free.
         """
         if book.longest and to.room < to.pages_for(book.longest + 1):
             return  # As it was when it was last looked for.
@@ -87,7 +89,7 @@ class Takes:
     def _take_longest(
         self, to: Book, book: Book, actions: list[Action], wanted: float
     ) -> int | None:
-        """Take decodes, and return the KV entries of the longest one that is left."""
+        """Take over decodes, and return the KV entries of the longest one left."""
         kind, size = book.kind, to.page_size
         for count in _AT_ONCE:
             longest = book.view.longest_decodes(count, self.fixed)
@@ -106,7 +108,7 @@ class Takes:
         return None
 
     def _bind(self, name: str, book: Book, to: Book, pages: int, actions: list[Action]) -> None:
-        """Have a request go elsewhere, and write down that it is to come there."""
+        """Move a request to another instance, and record that it will arrive there."""
         self.moves[name], self.bound_for[name] = self.moves.get(name, 0) + 1, to
         self.fixed[name] = book
         book.stay += 1
@@ -114,7 +116,7 @@ class Takes:
         actions.append(Reassign(name, to.legs, "when_room"))
 
     def take_spent(self, to: Book, book: Book, actions: list[Action]) -> None:
-        """Take decodes that were taken as often as they may be, while there is room."""
+        """Take over decodes that reached their limit of takeovers, while there is room."""
         running = book.view.running
         for name in list(book.spent):
             request = running.get(name)
@@ -135,7 +137,7 @@ class Takes:
             before.spent.pop(name, None)
 
     def put(self, name: str, here: Book | None) -> None:
-        """Write down where a request is, or that it is nowhere."""
+        """Record where a request is, or that it is nowhere."""
         self._release(name)
         if bound := self.bound_for.pop(name, None):
             del bound.coming[name]

@@ -1,4 +1,4 @@
-"""Changes of role, of an instance that was hardly ever busy while all of the other role were."""
+"""Changes the role of an instance that was idle while all instances of the other role were busy."""
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -10,7 +10,7 @@ class Flips:
 
     Args:
         after: length of the observed window in seconds; None: no instance ever flips.
-        below: share of the reports of that time at which an instance that flips may have been busy,
+        below: share of the reports in that time at which an instance that flips may have been busy,
             and each of the other role idle.
     """
 
@@ -20,7 +20,7 @@ class Flips:
         self._reports: dict[str, deque[tuple[float, bool]]] = {}
 
     def watch(self, names: Collection[str], idle: Collection[str], now: float) -> None:
-        """Take a report of all there are."""
+        """Record a report of all instances."""
         if self._after is None:
             return
         self._reports = {name: self._reports.get(name, deque()) for name in names}
@@ -31,10 +31,10 @@ class Flips:
                 reports.popleft()
 
     def next(self, roles: Mapping[str, Sequence[str]], now: float) -> tuple[str, str] | None:
-        """An instance and the role it is to take: of several, the one that was busy the least.
+        """Return an instance and its new role: of several, the one that was busy the least.
 
         The last instance of a role stays. An instance changes only to a role that needs it;
-        otherwise a constant load would make instances go to and fro.
+        otherwise a constant load would make instances change back and forth.
 
         Args:
             roles: the two roles, and the instances in each.

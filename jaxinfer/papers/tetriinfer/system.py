@@ -55,10 +55,11 @@ class TetriInferOptions(Options):
 
 
 class TetriInfer(System):
-    """A prompt joins the queue with the fewest tokens to compute, and waits for its window.
+    """Queues each prompt where the fewest tokens wait, until its window is sorted.
 
-    When it is done, its request goes to one of two decode instances drawn, by loads as last
-    reported and what was given out since. Where all of a role are lost, the other serves alone.
+    When the prompt is done, its request goes to one of two randomly drawn decode instances, chosen
+    by their last reported loads and the requests assigned since. If all instances of a role are
+    lost, the others serve alone.
     """
 
     Options = TetriInferOptions
@@ -79,17 +80,19 @@ class TetriInfer(System):
         self._flipped: list[dict[str, object]] = []
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that all are there, and none in both roles."""
+        """Check that all instances exist, and that none has both roles."""
         check_roles({"prefill": self.options.prefill, "decode": self.options.decode}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Pairs of all, since roles change; without flips, from each role to the other."""
+        """Return all pairs, since roles change; without flips, pairs from each role to
+        the other.
+        """
         if self.options.flip_after_s is not None:
             return super().routes(instances)
         return list(product(self.options.prefill, self.options.decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Prompts in windows, and the requests whose prompt is done."""
+        """Assign prompts in windows, and requests whose prompts are done."""
         prefill, decode = self._in_roles(cluster).values()
         if not prefill and not decode:
             # One that drains; without any left, to ask for one tells the loop that they were lost.
@@ -122,7 +125,7 @@ class TetriInfer(System):
         return roles
 
     def _dispatch(self, request: RequestView, decode: Sequence[str], cluster: ClusterView) -> str:
-        """Choose where a request decodes: where its prompt was done if nothing decodes."""
+        """Choose where a request decodes: where its prompt was computed if no instance decodes."""
         if not decode:
             return self._prefilled[request.id]
         if not self._ledger.reports.keys() >= {*decode}:
@@ -131,13 +134,13 @@ class TetriInfer(System):
         return self._ledger.place(request, names, self.options.heavy_decode, self.options.dispatch)
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Take it out of the books."""
+        """Remove the request from the accounts."""
         self._ledger.forget(request.id)
         self._prefilled.pop(request.id, None)
         self._windows.remove(request.id)
 
     def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
-        """Reports of loads; then one instance may flip."""
+        """Report loads; then one instance may flip."""
         roles, instances = self._in_roles(cluster), cluster.instances
         self._ledger.report(instances[name] for name in roles["decode"])
         idle = [n for n, i in instances.items() if not i.num_requests and n not in self._windows]
@@ -149,5 +152,5 @@ class TetriInfer(System):
         return ()
 
     def report(self) -> Mapping[str, object]:
-        """The flips that were asked for, and when."""
+        """Return the flips that were requested, with their times."""
         return {"flips": self._flipped}
