@@ -1,8 +1,8 @@
-"""Layouts: where a model's parameters, activations and KV lie on a mesh, as tables by name.
+"""Layouts: tables by name that place a model's parameters, activations and KV on a mesh.
 
-A logical axis is a letter of a name's suffix (``layers.0.attn.q_DNH`` has D, N and H); each table
-puts some of them on axes of the mesh, and the others are whole on every device. Models know
-nothing of this. This file needs no JAX.
+A logical axis is a letter of a name's suffix (``layers.0.attn.q_DNH`` has D, N and H). Each table
+assigns some of them to axes of the mesh; the others are not cut. Models do not depend on layouts.
+This file needs no JAX.
 """
 
 import math
@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 
 class Axes(Enum):
-    """Placeholders for axes of the mesh that a layout is applied to, in the mesh's order."""
+    """Placeholders for axes of the mesh to which a layout is applied, in the mesh's order."""
 
     ALL = "all axes"
     FIRST = "the first axis"
@@ -48,10 +48,10 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Parameters whose path matches ``pattern`` (as file names do) lie on the mesh like this.
+    """The placement of parameters whose path matches ``pattern`` (as in file names).
 
     Attributes:
-        axes: logical axis -> axes of the mesh; the others are whole on every device.
+        axes: logical axis -> axes of the mesh; other logical axes are not cut.
     """
 
     pattern: str
@@ -60,17 +60,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class Layout:
-    """Three tables, and over which axes weights are gathered.
+    """Three tables, and the axes over which weights are gathered.
 
     Attributes:
-        parameters: the first rule that matches a parameter's path holds.
-        activations: by name, see ``ACTIVATIONS``: the ``residual`` stream between the parts of a
-            layer; ``attention_inputs`` and ``ffn_inputs``, normalised; ``queries`` and ``new_kv``
-            as they are made; ``heads`` of queries and of results, and ``kv``, as they attend and
-            are kept; ``ffn`` between its products; ``attention_outputs`` and ``ffn_outputs`` as
-            they are multiplied; ``experts``, where all compute all tokens; ``logits``. XLA decides
-            for names that are not there.
-        kv: of KV pages: K, heads; S, sequences; C, tokens of each.
+        parameters: rules for parameters; the first one that matches a parameter's path applies.
+        activations: places of activations, by name (see ``ACTIVATIONS``). XLA decides for missing
+            names. ``residual``: the stream between the parts of a layer. ``attention_inputs`` and
+            ``ffn_inputs``: after the norms. ``queries`` and ``new_kv``: as computed. ``heads`` of
+            queries and of results, and ``kv``: as used in attention and stored. ``ffn``: between
+            its products. ``attention_outputs`` and ``ffn_outputs``: as multiplied. ``experts``: if
+            all compute all tokens. ``logits``.
+        kv: places of KV pages: K, heads; S, sequences; C, tokens of each.
         gathered: axes of the mesh over which a layer's weights are gathered before they are used.
     """
 
@@ -234,7 +234,7 @@ PRICED: dict[str, Layout] = {
 
 
 def in_use(layout: Layout, axes: Sequence[str]) -> Layout:
-    """The layout with the names of this mesh's axes: each place a tuple of them."""
+    """Return the layout with the names of this mesh's axes: each place a tuple of them."""
 
     def places(table: Places) -> dict[str, tuple[str, ...]]:
         return {letter: named(place, axes) for letter, place in table.items()}
@@ -263,17 +263,17 @@ def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def letters_of(path: str) -> str:
-    """Logical axes of a parameter: ``layers.0.attn.q_DNH`` has D, N and H."""
+    """Return the logical axes of a parameter: ``layers.0.attn.q_DNH`` has D, N and H."""
     return path.rpartition("_")[2]
 
 
 def table_of(path: str, layout: Layout) -> Places:
-    """The places of a parameter, by the first rule that matches its path."""
+    """Return the places of a parameter, by the first rule that matches its path."""
     return next((rule.axes for rule in layout.parameters if fnmatchcase(path, rule.pattern)), {})
 
 
 def table_in_use(path: str, layout: Layout, axes: Sequence[str]) -> Places:
-    """The places of a parameter as it is multiplied: whole over the axes it is gathered over."""
+    """Return the places of a parameter as it is multiplied, after gathering."""
     gathered = named(layout.gathered, axes)
     return {
         letter: tuple(axis for axis in named(place, axes) if axis not in gathered)
@@ -282,12 +282,12 @@ def table_in_use(path: str, layout: Layout, axes: Sequence[str]) -> Places:
 
 
 def ways(place: Place, mesh: Mapping[str, int]) -> int:
-    """Pieces that an axis is cut into, on a mesh with these sizes of its axes."""
+    """Return the number of pieces of an axis, on a mesh with these sizes of its axes."""
     return math.prod(mesh[axis] for axis in named(place, list(mesh)))
 
 
 def most_ways(letters: str, layout: Layout, mesh: Mapping[str, int]) -> int:
-    """The least number that divides by all pieces which tables cut these logical axes into."""
+    """Return the least number divisible by all numbers of pieces of these logical axes."""
     tables = [rule.axes for rule in layout.parameters]
     tables += [*layout.activations.values(), layout.kv]
     cuts = (ways(table[letter], mesh) for table in tables for letter in letters if letter in table)

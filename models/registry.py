@@ -13,10 +13,11 @@ class Architecture(NamedTuple):
     """Model and weights of an architecture; ``checkpoints/config_readers.py`` reads its config.
 
     Attributes:
-        model: its ``embed`` takes one step's tokens and ``PagedBatch``, its call the result with
-            KV pages, its ``logits`` what that returns. A layer's call is attention between its
-            ``before``, which takes one of the model's ``ropes``, and its ``after``.
-        hf_weights: Hugging Face's tensors that each parameter is made of, by its path.
+        model: makes the model. Its ``embed`` takes one step's tokens and a ``PagedBatch``; its call
+            takes that result and KV pages; its ``logits`` takes the result of the call. A layer's
+            call is attention between its ``before``, which takes one of the model's ``ropes``, and
+            its ``after``.
+        hf_weights: returns Hugging Face's tensors for each parameter, by its path.
     """
 
     model: Callable[[ModelConfig, nnx.Rngs], Any]

@@ -1,9 +1,9 @@
 """Decode for NVIDIA Ampere and Ada in Mosaic GPU: pages by cp.async, products by mma.sync.
 
-The same function as ``reference.decode_attention``; keys lie as values do, ``[K, B, H]``, in 16-bit
-floats. One warpgroup per sequence, KV head and part of a context goes through tiles of tokens, in a
-ring of slots in shared memory. The heads that share a KV head are rows of one product. Parts are
-joined by a kernel of Mosaic's, too: none of Triton's is needed.
+It computes the same as ``reference.decode_attention``, but keys are stored like values,
+``[K, B, H]``, in 16-bit floats. One warpgroup per sequence, KV head and part of a context goes
+through tiles of tokens, in a ring of slots in shared memory. The heads that share a KV head are
+rows of one product. A Mosaic kernel also joins the parts, so that Triton is not needed.
 """
 
 import math
@@ -51,7 +51,8 @@ class Softmax(NamedTuple):
 
     Attributes:
         out_RH: values weighted by 2^(score - max).
-        max_R: of scores times log2(e); ``sum_R``: of the weights.
+        max_R: maximum of scores times log2(e).
+        sum_R: sum of the weights.
     """
 
     out_RH: jax.Array
@@ -60,7 +61,7 @@ class Softmax(NamedTuple):
 
 
 def why_not(head_dim: int, group: int, page_size: int, dtype: jnp.dtype) -> str | None:
-    """Say why this kernel cannot run; None if it can. ``group``: query heads per KV head."""
+    """Return why this kernel cannot run, or None; ``group``: query heads per KV head."""
     if not hasattr(plgpu, "mma"):
         return f"jax is {jax.__version__}, Mosaic has no products for these GPUs before 0.11"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -178,14 +179,14 @@ def _decode(
 
 
 def _nothing(how: OnGpu, head_dim: int) -> Softmax:
-    """A softmax over nothing."""
+    """Return a softmax over nothing."""
     return Softmax(how.full((ROWS, head_dim), 0), how.full((ROWS,), NO_SCORE), how.full((ROWS,), 0))
 
 
 def _joined(
     out_WKRH: jax.Array, lse_WKR: jax.Array, parts: Parts, how: OnGpu, interpret: Any
 ) -> jax.Array:
-    """Each sequence's attention [S, K, R, H], of that to its parts; zeros where it has none."""
+    """Combine attention to parts into that of sequences [S, K, R, H]; zeros without parts."""
     _, K, R, H = out_WKRH.shape
     S = len(parts.first_S)
     found: jax.Array = plgpu.kernel(

@@ -1,4 +1,4 @@
-"""Cut contexts of decodes so that any lengths fill a GPU, and combine the results.
+"""Cuts contexts of decodes so that any lengths fill a GPU, and combines the results.
 
 Shape suffixes: W parts, S sequences, K KV heads, G query heads of each, R the same with padding.
 """
@@ -18,11 +18,14 @@ START = 1
 
 
 class Parts(NamedTuple):
-    """Parts of contexts, one for each program of a KV head, and where each sequence's are.
+    """Parts of contexts, one for each program of a KV head, and each sequence's parts.
 
     Attributes:
-        sequence_W: whose; ``begin_W``, ``end_W``: its tiles, none of padding.
-        first_S: of a sequence's parts; ``count_S``: how many follow each other, 0 of no context.
+        sequence_W: sequence of each part.
+        begin_W: first tile of each part.
+        end_W: end of its tiles; equal to ``begin_W`` for padding.
+        first_S: first of a sequence's parts.
+        count_S: number of its parts, which are consecutive; 0 without context.
     """
 
     sequence_W: jax.Array
@@ -35,13 +38,13 @@ class Parts(NamedTuple):
 def decode_parts(
     length_S: jax.Array, window: int | None, tile: int, heads: int, at_once: int
 ) -> Parts:
-    """Cut contexts into parts of nearly one length, that which the batch's own lengths ask for.
+    """Cut contexts into parts of nearly equal length, chosen by the batch's lengths.
 
     Args:
-        length_S: int32, tokens of each context; 0 of padding.
-        tile: tokens that a program takes at once.
-        heads: programs for each part.
-        at_once: programs that run at once.
+        length_S: int32, number of tokens of each context; 0 for padding.
+        tile: number of tokens that a program takes at a time.
+        heads: number of programs for each part.
+        at_once: number of programs that run at a time.
     """
     more = max(at_once // heads, 1)
     first_tile_S = jnp.maximum(length_S - window, 0) // tile if window else jnp.zeros_like(length_S)
@@ -66,11 +69,11 @@ def decode_parts(
 def joined(
     out_WKRH: jax.Array, lse_WKR: jax.Array, parts: Parts, group: int, interpret: bool = False
 ) -> jax.Array:
-    """Join each sequence's attention, of that to its parts.
+    """Join attention to parts into each sequence's attention.
 
     Args:
-        lse_WKR: float32 logarithms to the base of 2 of the sums of 2^score.
-        group: rows among R that are query heads.
+        lse_WKR: float32, base-2 logarithms of the sums of 2^score.
+        group: number of rows among R that are query heads.
 
     Returns:
         float32 [S, K * group, H], zeros for a sequence without parts.

@@ -1,11 +1,11 @@
 """Paged attention for NVIDIA GPUs in generic Pallas, which lowers to Triton: sm_80 and later.
 
-The same functions as in ``reference`` and ``kv_pages``, whose docstrings say what they compute.
-Keys lie as values do, ``[K, B, H]``: whatever the page size, memory is read in rows of a head. A
-program goes through the context in tiles of tokens: a tile's page numbers are looked up in the
-table, and its keys and values gathered through them. Heads that share a KV head are the rows of
-one tile of queries, padded to the 16 rows that a matrix product needs. A head size that is no
-power of two is cut into pieces that are.
+The functions compute the same as those in ``reference`` and ``kv_pages``. Keys are stored like
+values, ``[K, B, H]``, so that memory is read in rows of a head for any page size. A program goes
+through the context in tiles of tokens: it looks up a tile's page numbers in the table, and gathers
+its keys and values. Heads that share a KV head are the rows of one tile of queries, padded to the
+16 rows that a matrix product needs. A head size that is not a power of two is cut into pieces that
+are.
 """
 
 import math
@@ -39,7 +39,7 @@ LOG2_E = math.log2(math.e)
 
 
 class Softmax(NamedTuple):
-    """An online softmax over R rows: values by pieces of the head, the maximum, the sum."""
+    """An online softmax over R rows: values by pieces of the head, maximum and sum."""
 
     outs: tuple[jax.Array, ...]
     max_R: jax.Array
@@ -132,7 +132,7 @@ def chunk_attention(
 ) -> jax.Array:
     """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
 
-    One launch for all chunks. Rows of no chunk give 0.
+    There is one launch for all chunks. Rows without a chunk give 0.
     """
     T, N, H = q_TNH.shape
     K = kv.values.shape[1]
@@ -209,9 +209,10 @@ class Tokens(NamedTuple):
     """J tokens of a context.
 
     Attributes:
-        head: the KV head.
-        page_J, offset_J: where they lie.
-        exists_J: which of them have a value, whatever memory holds; None where all have.
+        head: number of the KV head.
+        page_J: page of each token.
+        offset_J: offset in the page.
+        exists_J: whether a token exists (memory may hold anything otherwise); None if all exist.
     """
 
     head: jax.Array
@@ -228,11 +229,11 @@ def _fold(
     tokens: Tokens,
     seen_RJ: jax.Array | None,
 ) -> Softmax:
-    """Take J tokens of one KV head into the softmax.
+    """Add J tokens of one KV head to the softmax.
 
     Args:
         q: [R, size] for each piece of the head.
-        seen_RJ: which tokens a row sees; None for all.
+        seen_RJ: tokens that each row sees; None for all.
     """
     head, page, offset, exists_J = tokens
     score_RJ = jnp.zeros((q[0].shape[0], len(page)), jnp.float32)
@@ -272,7 +273,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _tile_tokens(head_dim: int, dtype: jnp.dtype, size: int) -> int:
-    """Tokens of context that a program takes at once, in ``size`` bytes."""
+    """Return the number of context tokens that a program takes at a time, in ``size`` bytes."""
     return max(min(size // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64), MIN_ROWS)
 
 

@@ -1,9 +1,9 @@
-"""Products of rows with their experts' weights on NVIDIA GPUs, in generic Pallas: Triton's route.
+"""Products of rows with their experts' weights on NVIDIA GPUs, in generic Pallas (Triton).
 
-As ``numba_grouped`` has them, but rows are rounded to the weights' dtype. The rows of an expert lie
-together; a program multiplies a tile of one expert's rows by some columns of its weights, or of two
-weights, summed in float32. Which rows a tile has is looked up in a table, so that launches depend
-on the number of rows alone. An expert without rows is not read.
+As in ``numba_grouped``, but rows are rounded to the weights' dtype. The rows of an expert are
+consecutive. A program multiplies a tile of one expert's rows by some columns of its weights (or of
+two weights), summed in float32. A tile's rows are looked up in a table, so that launches depend
+only on the number of rows. An expert without rows is not read.
 
 Suffixes are those of ``models/layers.py``; R is rows, I tiles.
 """
@@ -35,7 +35,9 @@ class RowTiles(NamedTuple):
     """Tiles of rows of one expert, all int32 [I].
 
     Attributes:
-        expert: whose; ``row``: the first one's; ``size``: rows, 0 of padding.
+        expert: expert of each tile.
+        row: its first row.
+        size: number of rows; 0 for padding.
     """
 
     expert: jax.Array
@@ -44,10 +46,10 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(count_E: jax.Array, R: int, rows: int) -> RowTiles:
-    """Tiles of at most ``rows`` with all experts' rows, then padding to whole ``TOGETHER``.
+    """Return tiles of at most ``rows`` with all experts' rows, padded to multiples of ``TOGETHER``.
 
     Args:
-        R: rows, of which experts have no more.
+        R: number of rows, which bounds the sum over experts.
     """
     most = pl.cdiv(R, rows) + min(R, len(count_E))
     most = pl.cdiv(most, TOGETHER) * TOGETHER
@@ -59,7 +61,7 @@ def row_tiles(count_E: jax.Array, R: int, rows: int) -> RowTiles:
 
 
 def why_not(D: int, F: int) -> str | None:
-    """Say why weights of D x F have no products here; None if they have."""
+    """Return why weights of D x F are not supported, or None."""
     if D % LEAST or F % LEAST:
         return f"experts are of {D} x {F}, no multiples of {LEAST}"
     return None
@@ -69,9 +71,9 @@ def why_not(D: int, F: int) -> str | None:
 def matmul(
     x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """See ``numba_grouped.matmul``; D and F are multiples of 16.
+    """See ``numba_grouped.matmul``; D and F must be multiples of 16.
 
-    Rows behind the last expert's hold anything.
+    Rows after the last expert's are undefined.
     """
     return _call(x_RD, (weight_EDF,), count_E, jnp.dtype("float32"), interpret)
 
@@ -84,7 +86,7 @@ def gated(
     count_E: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """``silu(x gate) * (x up)``, in the weights' dtype, as ``matmul`` has its products."""
+    """Return ``silu(x gate) * (x up)`` in the weights' dtype; see ``matmul``."""
     return _call(x_RD, (gate_EDF, up_EDF), count_E, gate_EDF.dtype, interpret)
 
 

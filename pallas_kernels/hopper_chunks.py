@@ -1,4 +1,4 @@
-"""Prefill for Hopper: two warpgroups multiply in turns, one fetches; see ``hopper``."""
+"""Prefill for Hopper: two warpgroups multiply in turn, one fetches; see ``hopper``."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def chunk_attention(
 ) -> jax.Array:
     """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
 
-    One launch for all chunks. Rows of no chunk give 0.
+    There is one launch for all chunks. Rows without a chunk give 0.
 
     Args:
         interpret: parameters of Mosaic's interpret mode, to check results on a CPU.
@@ -106,15 +106,18 @@ def chunk_attention(
 
 
 class ChunkMemory(NamedTuple):
-    """A program's shared memory, and the barriers that say what is where.
+    """A program's shared memory, and the barriers that guard it.
 
     Attributes:
-        k, v: rings of tiles, with 16 bits; ``ready`` says that one is there, ``free`` that it has
-            been multiplied.
-        raw_k, raw_v: rings of entries of 8 bits as they arrive; else None, like ``arrived``.
-        weight: for interpretation alone, see ``hopper_tiles.add_product``.
-        turn: on which each warpgroup waits until the other has issued its products.
-        cleared: says that the last tile has no values of missing tokens.
+        k: ring of tiles of keys, with 16 bits.
+        v: ring of tiles of values, with 16 bits.
+        k_ready, v_ready: a tile is ready.
+        k_free, v_free: a tile has been multiplied.
+        raw_k, raw_v: rings of entries of 8 bits as they arrive; otherwise None.
+        k_arrived, v_arrived: a tile of 8 bits has arrived; otherwise None.
+        weight: only for interpretation, see ``hopper_tiles.add_product``.
+        turn: each warpgroup waits here until the other has issued its products.
+        cleared: values of missing tokens in the last tile are cleared.
     """
 
     q: Ref
@@ -138,8 +141,10 @@ class Rows(NamedTuple):
     """A tile of a chunk's rows, tokens times G heads.
 
     Attributes:
-        start: position of the first token; ``size``: tokens.
-        begin, end: the tiles of context that they see.
+        start: position of the first token.
+        size: number of tokens.
+        begin: first tile of context that they see.
+        end: end of these tiles.
     """
 
     start: jax.Array
@@ -199,7 +204,7 @@ def _fetch(pages: Pages, mine: Rows, sm: ChunkMemory) -> None:
 
 
 def _fetch_wide(pages: Pages, mine: Rows, sm: ChunkMemory) -> None:
-    """Copy tiles of entries of 8 bits, and write them with 16 to where they are multiplied."""
+    """Copy tiles of 8-bit entries, and write them with 16 bits to where they are multiplied."""
     begin, end, tile, raw_slots = mine.begin, mine.end, sm.k.shape[1], sm.raw_k.shape[0]
 
     def copy(step: jax.Array) -> None:
@@ -230,12 +235,12 @@ def _fetch_wide(pages: Pages, mine: Rows, sm: ChunkMemory) -> None:
 
 
 def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softmax:
-    """A warpgroup's rows: their softmax over all tiles."""
+    """Return the softmax of a warpgroup's rows over all tiles."""
     q, weights = sm.q.at[me], None if sm.weight is None else sm.weight.at[me]
     begin, end, tile = mine.begin, mine.end, sm.k.shape[1]
 
     def weigh_tile(some: bool, step: jax.Array, so_far: Softmax, score: jax.Array) -> Weighed:
-        """Weigh a tile's scores, of which rows see all or only some."""
+        """Weigh a tile's scores; rows see all of them, or only some."""
         k_scale, v_scale = pages.scales(step, tile)
         if not some:
             return weigh(so_far, score, (k_scale, v_scale))
@@ -250,7 +255,7 @@ def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softm
     def one_tile(
         some: bool, step: jax.Array, carry: tuple[Softmax, jax.Array]
     ) -> tuple[Softmax, jax.Array]:
-        """A tile's scores, and the values of the one before."""
+        """Compute a tile's scores, and multiply the values of the previous tile."""
         so_far, weight = carry
         slot, before = lax.rem(step - begin, SLOTS), lax.rem(step - 1 - begin, SLOTS)
 
@@ -300,7 +305,7 @@ def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softm
 
 
 def _write(out_sm: Ref, out_YH: Ref, row: jax.Array, count: jax.Array) -> None:
-    """Write a warpgroup's first ``count`` rows: what follows belongs to other tiles."""
+    """Write a warpgroup's first ``count`` rows; later rows belong to other tiles."""
 
     @pl.when(count >= ROWS)
     def _all() -> None:

@@ -99,12 +99,13 @@ def decode_attention(
 
 
 class DecodeMemory(NamedTuple):
-    """A program's shared memory, and the barriers that say what has arrived there.
+    """A program's shared memory, and the barriers that report arrivals there.
 
     Attributes:
-        k, v: rings of tiles, as they lie in pages.
-        wide_k, wide_v: one tile each with 16 bits, of entries of 8; else None.
-        weight: for interpretation alone, see ``hopper_tiles.add_product``.
+        k: ring of tiles of keys, as stored in pages.
+        v: ring of tiles of values, as stored in pages.
+        wide_k, wide_v: one tile each with 16 bits, for entries of 8 bits; otherwise None.
+        weight: only for interpretation, see ``hopper_tiles.add_product``.
     """
 
     q: Ref
@@ -120,7 +121,7 @@ class DecodeMemory(NamedTuple):
 
 
 def programs_at_once(head_dim: int, itemsize: int = 2) -> int:
-    """Return how many decode programs an H100 runs at once: shared memory holds one or two each.
+    """Return how many decode programs an H100 runs at once; shared memory limits them.
 
     Args:
         itemsize: bytes of an entry.
@@ -159,7 +160,7 @@ def _attend(
     sm: DecodeMemory,
     window: int | None,
 ) -> Softmax:
-    """The softmax over a part's tiles."""
+    """Return the softmax over a part's tiles."""
     seen_from = jnp.maximum(length - window, 0) if window else 0
 
     def fetch(tile: jax.Array) -> None:

@@ -1,14 +1,13 @@
 """Products of a step's rows with weights on a CPU, compiled by numba and called by XLA.
 
-A weight is read some columns at a time, which then stay in the core's second cache for all of the
-rows; those that the core takes next are fetched meanwhile. They are read where they lie or, where
-there are many rows, packed first: the rows of a weight are thousands of bytes apart, so that many
-share few sets of a cache and push each other out. bfloat16 is multiplied in pairs where processors
-can, so that two rows of a weight count as one; elsewhere it becomes float32 in the core's
-registers, or once as it is packed, as do weights of 8 bits, int8 or fp8 (e4m3), where rows are
-float32. XLA's own products copy a whole weight into another order first, each time, which costs
-most where there are few rows. But for logits, a row's sums are taken in blocks, in the order of the
-weight's rows, whatever the other rows are.
+A block of a weight's columns is read at a time and stays in the core's second-level cache for all
+rows; the next block is fetched meanwhile. Weights are read in place or, with many rows, packed
+first: the rows of a weight are thousands of bytes apart, so that many share few cache sets and
+evict each other. bfloat16 is multiplied in pairs if the processor can, so that two rows of a weight
+count as one. Otherwise it becomes float32 in registers, or once when it is packed; the same holds
+for weights of 8 bits, int8 or fp8 (e4m3), with float32 rows. XLA's own products copy the whole
+weight into another order each time, which costs most with few rows. Except for logits, a row's sums
+are taken in blocks, in the order of the weight's rows, whatever the other rows are.
 
 Suffixes are those of ``models/layers.py``.
 """
@@ -60,12 +59,13 @@ class MatmulSizes(NamedTuple):
     """Sizes that a kernel is compiled for.
 
     Attributes:
-        rows, columns: of a tile.
-        dtype: of the weights: float32, bfloat16, int8 or float8_e4m3fn.
-        gated: two products in one pass.
-        packed: the columns of a unit are copied side by side first, as float32 or as pairs.
-        pairs: rows of bfloat16 are multiplied two at a time.
-        streamed: a few of the weight's rows at a time, where they lie.
+        rows: number of rows of a tile.
+        columns: number of columns of a tile.
+        dtype: dtype of the weights: float32, bfloat16, int8 or float8_e4m3fn.
+        gated: whether there are two products in one pass.
+        packed: whether the columns of a unit are first copied side by side, as float32 or as pairs.
+        pairs: whether rows of bfloat16 are multiplied two at a time.
+        streamed: whether a few of the weight's rows are read at a time, in place.
     """
 
     rows: int
@@ -78,10 +78,10 @@ class MatmulSizes(NamedTuple):
 
 
 def _in_blocks(product: RowProduct) -> Any:
-    """``run(x, x_bytes, weight, D, row_bytes, sums, more, ahead, go_on, slowness)``.
+    """Return ``run(x, x_bytes, weight, D, row_bytes, sums, more, ahead, go_on, slowness)``.
 
-    Over D of a weight's rows or pairs, in blocks. With ``more``, they are added to what the sums
-    are or, where a product carries, go on from there; ``slowness`` is that of
+    It goes over D of a weight's rows or pairs, in blocks. With ``more``, they are added to the
+    present sums or, if a product carries, continue from there. ``slowness`` is that of
     ``RowProduct.intrinsic``.
     """
     by = 4 * product.columns
@@ -107,7 +107,7 @@ def _in_blocks(product: RowProduct) -> Any:
 def _matmul(sizes: MatmulSizes) -> NativeCode:
     """Compile a kernel whose units are some tiles of columns, for all rows.
 
-    Its arguments are the rows, each weight, followed by its scales where it has 8 bits, and two
+    Its arguments are the rows; each weight, followed by its scales if it has 8 bits; and two
     numbers: the tiles of a unit, and how many rows or pairs of a weight are multiplied at a time.
     """
     rows, columns, dtype, gated, packed, pairs, streamed = sizes
@@ -242,8 +242,10 @@ class LogitsSizes(NamedTuple):
     """Sizes that a kernel is compiled for.
 
     Attributes:
-        tokens: of the vocabulary, of a unit; ``rows`` of them, and ``columns`` rows, of a tile.
-        pairs: of bfloat16, those of a row side by side.
+        tokens: number of the vocabulary's tokens per unit.
+        rows: number of these tokens per tile.
+        columns: number of rows per tile.
+        pairs: whether pairs of bfloat16 of a row are side by side.
     """
 
     tokens: int
@@ -254,7 +256,7 @@ class LogitsSizes(NamedTuple):
 
 @compiled_once
 def _logits(sizes: LogitsSizes) -> NativeCode:
-    """Compile logits with weights and rows swapped: the vocabulary's lie one after the other."""
+    """Compile logits with weights and rows swapped: the vocabulary's are consecutive."""
     tokens, rows, columns, pairs = sizes
     product = RowProduct(rows, columns, 32, pairs=pairs, carry=True)
     product, fetching = product.intrinsic(), product._replace(prefetch=1).intrinsic()
@@ -304,20 +306,23 @@ def _call(target: NativeCode, shape: tuple[int, int], scratch: int, *args: jax.A
 
 
 def has_pairs(dtype: jnp.dtype) -> bool:
-    """True if this processor multiplies rows of this dtype in pairs: bfloat16, if any."""
+    """Tell whether this processor multiplies rows of this dtype in pairs; only bfloat16 can be."""
     return dtype == jnp.bfloat16 and tiles().lanes == PAIRS and has("avx512bf16")
 
 
 def matmul(x_TD: jax.Array, *weight: jax.Array) -> jax.Array:
-    """``x_TD @ weight_DF``, summed in float32; a weight of 8 bits is followed by its columns'
-    scales. Rows are rounded to bfloat16 where the weight is, and may be so for 8 bits."""
+    """Return ``x_TD @ weight_DF``, summed in float32.
+
+    A weight of 8 bits is followed by its columns' scales. Rows are rounded to bfloat16 if the
+    weight is bfloat16, and may be for 8 bits.
+    """
     if is_left_to_xla(len(x_TD), weight[0].dtype):
         return _plain(x_TD, weight[0])
     return _product(x_TD, weight, 1)
 
 
 def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
-    """``silu(x_TD @ gate_DF) * (x_TD @ up_DF)``, as ``matmul`` has its products."""
+    """Return ``silu(x_TD @ gate_DF) * (x_TD @ up_DF)``; see ``matmul``."""
     if is_left_to_xla(len(x_TD), weights[0].dtype):
         gate_DF, up_DF = weights
         return jax.nn.silu(_plain(x_TD, gate_DF)) * _plain(x_TD, up_DF)
@@ -325,9 +330,9 @@ def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
 
 
 def is_left_to_xla(rows: int, dtype: jnp.dtype, head: bool = False) -> bool:
-    """True where XLA's own product is the quicker one, as ``scripts/bench/products.py`` has it.
+    """Tell whether XLA's own product is faster, as measured by ``scripts/bench/products.py``.
 
-    Without AVX-512, that is of float32: many rows, and the head of one row.
+    Without AVX-512, that is true of float32 with many rows, and of the head with one row.
     """
     if dtype != jnp.float32 or has("avx512f"):
         return False
@@ -378,9 +383,10 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
 
 
 def few_rows(D: int, F: int, dtype: jnp.dtype, pairs: bool) -> tuple[int, bool]:
-    """How many rows at most meet a weight where it lies, and True if it is large.
+    """Return the largest number of rows for which a weight is read in place, and whether it is
+    large.
 
-    By its bytes alone: a row's sums depend on no other row.
+    This depends only on the weight's bytes: a row's sums do not depend on other rows.
     """
     tile, size = tiles(), D * F * dtype.itemsize
     if dtype.itemsize == 1:
@@ -393,15 +399,15 @@ def few_rows(D: int, F: int, dtype: jnp.dtype, pairs: bool) -> tuple[int, bool]:
 
 
 def _tiles_of_unit(count: int, floats: int) -> int:
-    """Tiles of columns that a unit packs: no more than a panel has, of units that share evenly."""
+    """Return the tiles of columns that a unit packs: at most a panel, divided evenly over units."""
     units = -(-count // max(tiles().panel // floats, 1))
     return -(-count // (-(-units // threads()) * threads()))
 
 
 def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """``x_SD @ head_VD.T`` in float32, of a vocabulary of 16 tokens or more.
+    """Return ``x_SD @ head_VD.T`` in float32, for a vocabulary of at least 16 tokens.
 
-    Rows are rounded to bfloat16 where the head is; without pairs, such products are XLA's own.
+    Rows are rounded to bfloat16 if the head is bfloat16; without pairs, XLA computes such products.
     """
     (S, D), V, dtype = x_SD.shape, len(head_VD), head_VD.dtype
     x_SD, pairs = x_SD.astype(dtype), has_pairs(dtype)

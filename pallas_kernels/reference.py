@@ -1,11 +1,11 @@
 """Paged attention in plain JAX: the implementation on CPU, and every kernel's reference.
 
-A page holds B tokens' keys as ``[K, H, B]`` and values as ``[K, B, H]``: both products of
-attention then read it as it lies (XLA:CPU takes twice as long where it must transpose). The
-kernels' keys are ``[K, B, H]``; all else is theirs too. A row of a page table lists a sequence's
-pages in token order. Attention is softmax(q k^T) v, where q is scaled already, with an online
-softmax (Milakov and Gimelshein, 2018) over pages, in float32, and goes only through the pages that
-the batch sees, so that one compiled shape serves all lengths.
+A page holds B tokens' keys as ``[K, H, B]`` and values as ``[K, B, H]``, so that both products of
+attention read it without transposing (which doubles the time of XLA's CPU backend). The kernels'
+keys are ``[K, B, H]``; everything else is the same. A row of a page table lists a sequence's pages
+in token order. Attention is softmax(q k^T) v with scaled q. It is an online softmax (Milakov and
+Gimelshein, 2018) over pages, in float32, and visits only pages that the batch sees, so that one
+compiled shape serves all lengths.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,10 @@ NO_SCORE = MASKED / 10
 
 
 def work_items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A list of work: ``count[s]`` items for each s, in order, then padding.
+    """Return a list of work: ``count[s]`` items for each s, in order, then padding.
 
-    Returns, for each of ``most`` items, whose it is (of padding: the last one's) and its index
-    among that one's; and how many items there are.
+    Returns, for each of ``most`` items, its owner (for padding, the last one) and its index among
+    that owner's items; and the number of items.
     """
     start_S = jnp.cumsum(count_S) - count_S
     owner_I = jnp.repeat(jnp.arange(len(count_S)), count_S, total_repeat_length=most)
@@ -47,7 +47,7 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _float_of(kv: KVPages) -> jnp.dtype:
-    """Dtype that products are computed in."""
+    """Return the dtype of products."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("float32")
 
 
@@ -58,15 +58,15 @@ def decode_attention(
     length_S: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attention of one query row per sequence to its first ``length`` KV entries.
+    """Attend from one query row per sequence to its first ``length`` KV entries.
 
-    With a window, only to the last ``window`` of them. A length of 0 (padding) gives zeros.
-    Returns float32 [S, N, H].
+    With a window, only to the last ``window`` of them. A length of 0 (padding) gives zeros. Returns
+    float32 [S, N, H].
 
-    The work is a list of items, one per sequence and page. Where they are most of the pool, and
-    none of its pages has two readers, all pages are multiplied where they lie, each with its
-    reader's query. Else the items' pages are copied, some at a time: the cost follows the pages
-    in use, however large the pool and however unequal the sequences.
+    The work is a list of items, one per sequence and page. If the items are most of the pool, and
+    no page has two readers, all pages are multiplied in place, each with its reader's query.
+    Otherwise the items' pages are copied, some at a time, so that the cost depends only on the
+    pages in use, not on the size of the pool or on unequal lengths.
     """
     S, N, H = q_SNH.shape
     P, K, B, _ = kv.values.shape
@@ -103,8 +103,9 @@ class Items(NamedTuple):
 
     Attributes:
         row: the sequence, whose query it is.
-        page: in the pool.
-        begin, end: the offsets in the page between which the sequence sees its entries.
+        page: number in the pool.
+        begin: first offset in the page that the sequence sees.
+        end: end of these offsets.
     """
 
     row: jax.Array
@@ -124,7 +125,7 @@ class Softmax(NamedTuple):
 def _decode_items(
     page_table_SM: jax.Array, length_S: jax.Array, window: int | None, B: int
 ) -> tuple[Items, jax.Array]:
-    """The items, padded with pages of which nothing is seen, and how many they are."""
+    """Return the items, padded with pages of which nothing is seen, and their number."""
     S, M = page_table_SM.shape
     from_S = jnp.maximum(length_S - (window or M * B), 0)
     # Whole blocks of items: a slice past the end would start early and repeat some.
@@ -136,7 +137,7 @@ def _decode_items(
 
 
 def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> Softmax:
-    """Take these items' keys and values into the softmax."""
+    """Add these items' keys and values to the softmax."""
     S, B = q_SKGH.shape[0], pages.keys.shape[-1]
     out_SKGH, max_SKG, sum_SKG = so_far
     score = _einsum("ikgh,ikhb->ikgb", q_SKGH[items.row], pages.keys)
@@ -169,7 +170,7 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
         return _einsum("si,ikgh->skgh", owner_SI.astype(jnp.float32), add)
 
     def summed_apart() -> jax.Array:
-        """The same, where some sequences have NaN: it stays theirs."""
+        """Compute the same if some sequences have NaN, so that it stays in those."""
         is_finite = jnp.isfinite(add)
         lost = summed((~is_finite).astype(jnp.float32)) > 0
         return jnp.where(lost, jnp.nan, summed(jnp.where(is_finite, add, 0)))
@@ -180,7 +181,7 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
 
 
 def _if_finite(x: jax.Array, otherwise: Callable[[], jax.Array]) -> jax.Array:
-    """Return x or, where any of it is NaN or infinite, what ``otherwise`` computes."""
+    """Return x or, if any of it is NaN or infinite, the result of ``otherwise``."""
     found: jax.Array = jax.lax.cond(jnp.isfinite((x * 0).sum()), lambda: x, otherwise)
     return found
 
@@ -197,14 +198,14 @@ def chunk_attention(
     row_C1: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Causal attention of a ragged batch of prefill chunks to their own pages.
+    """Attend causally from a ragged batch of prefill chunks to their own pages.
 
-    Chunk c has the rows ``row[c]`` to ``row[c + 1]`` of q; its first row stands at position
-    ``start[c]``, and the KV entries up to each row's own are in the pages already. With a window,
-    a row sees its last ``window`` entries only. Rows of no chunk have unspecified output. Returns
+    Chunk c has the rows ``row[c]`` to ``row[c + 1]`` of q. Its first row is at position
+    ``start[c]``, and the pages already have the KV entries up to each row's own. With a window, a
+    row sees only its last ``window`` entries. Rows without a chunk have undefined output. Returns
     float32 [T, N, H].
 
-    A chunk is cut into tiles of rows; each tile goes through the pages that any of them sees.
+    A chunk is cut into tiles of rows; each tile goes through the pages that any of its rows sees.
     """
     T, N, H = q_TNH.shape
     C = start_C.shape[0]
@@ -242,7 +243,7 @@ def _attend_tile(
     page_M: jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """Causal attention of one tile: TILE_ROWS positions from ``first``, G times over.
+    """Attend causally in one tile: TILE_ROWS positions from ``first``, G times over.
 
     No row needs a page past position ``last``. Returns float32 [K, R, H].
     """

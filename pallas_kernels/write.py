@@ -1,4 +1,4 @@
-"""Writing KV entries into their pages on NVIDIA GPUs, in generic Pallas: one launch for a step."""
+"""Writes KV entries into their pages on NVIDIA GPUs, in generic Pallas: one launch per step."""
 
 from collections.abc import Callable
 from functools import partial, reduce

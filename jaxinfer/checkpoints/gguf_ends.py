@@ -1,6 +1,6 @@
-"""Tokens that end a text in a GGUF file: those that its keys name, and those of known texts.
+"""Tokens that end a text in a GGUF file: those that its keys name, and those with known texts.
 
-The texts, and what takes some of them out again, are those of llama.cpp's ``llama-vocab.cpp``.
+The texts, and the rules that exclude some of them, are those of llama.cpp's ``llama-vocab.cpp``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,17 +26,17 @@ _FILLING = {
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text, those that keys name first."""
+    """Return the tokens that end a text, those named by keys first."""
     named = [metadata.get(key) for key in END_KEYS]
     ids = dict.fromkeys(token for token in named if token is not None)
     return tuple(ids | dict.fromkeys(_by_text(metadata)))
 
 
 def token_types(metadata: Mapping[str, Any], types: Sequence[int]) -> list[int]:
-    """The types of all tokens: an end that is known by its text is a control token.
+    """Return the types of all tokens; an end that is known by its text is a control token.
 
-    llama.cpp sets them right like this, as some files have them as ordinary text, of which a
-    conversation's marks would be read letter by letter.
+    llama.cpp corrects them in this way, because some files have them as ordinary text. The marks of
+    a conversation would then be read letter by letter.
     """
     found = list(types)
     for token in _by_text(metadata):

@@ -1,4 +1,4 @@
-"""Keys of a GGUF file that change what is computed, and how its positions rotate."""
+"""Checks keys of a GGUF file that change the computation, and reads its rotation of positions."""
 
 import math
 from dataclasses import dataclass
@@ -56,11 +56,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def check_keys(keys: Keys, kind: str) -> None:
-    """Refuse what the architecture ``kind`` is to do otherwise than it is done here.
+    """Refuse keys that ask for a variant of the architecture ``kind`` that is not implemented.
 
     Raises:
-        JaxinferError: a key under its name asks for something that is not implemented, or is
-            unknown, so that it may.
+        JaxinferError: such a key, or an unknown one, which might ask for it.
     """
     known = _READ | _HARMLESS | _READ_OF.get(kind, set())
     for key, value in keys.values.items():
@@ -75,7 +74,7 @@ def check_keys(keys: Keys, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of positions by a file's keys.
+    """The rotation of positions given by a file's keys.
 
     Attributes:
         rope: rotary positions of layers with full attention.
@@ -87,13 +86,13 @@ class Rotation:
 
 
 def read_rotation(keys: Keys, kind: str, head_dim: int, divisors: np.ndarray) -> Rotation:
-    """The rotation that ``rope.*`` ask for; an absent key has llama.cpp's default.
+    """Return the rotation given by ``rope.*``; an absent key has llama.cpp's default.
 
     Args:
         divisors: divisors of the frequencies, [H / 2] or one, as in Llama 3.1's files.
 
     Raises:
-        JaxinferError: a rule that is not implemented, or a wrong number.
+        JaxinferError: a rule is not implemented, or a number is wrong.
     """
     prefix = f"{kind}.rope."
     theta = keys.number(prefix + "freq_base", 1e6 if kind == "gemma3" else 1e4)

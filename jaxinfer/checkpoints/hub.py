@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, fetched into its own cache."""
+"""Fetches models of the Hugging Face hub into its own cache."""
 
 import re
 from pathlib import Path
@@ -23,18 +23,18 @@ _ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?
 
 
 def is_hub_id(model: str) -> bool:
-    """Return whether ``model`` looks like ``org/name`` or ``org/name@revision``."""
+    """Tell whether ``model`` looks like ``org/name`` or ``org/name@revision``."""
     return _ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
 
 def fetch(model: str, weights: bool = True) -> Path:
-    """The folder of ``model`` in the hub's cache, downloaded as far as it is not there.
+    """Return the folder of ``model`` in the hub's cache; download missing files.
 
-    Where the hub cannot be reached, a complete copy in the cache will do.
+    If the hub cannot be reached, a complete copy in the cache is used.
 
     Args:
         model: ``org/name``, or ``org/name@revision`` with a branch, a tag or a commit.
-        weights: with its safetensors.
+        weights: whether to fetch the safetensors.
 
     Raises:
         JaxinferError: there is no such repository or revision, it is gated, or the hub cannot be

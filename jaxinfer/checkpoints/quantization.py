@@ -1,8 +1,8 @@
-"""Stored formats of linear weights by ``quantization_config``, and the layers that it leaves out.
+"""Stored formats of linear weights by ``quantization_config``, and the layers that it excludes.
 
-Read are those of compressed-tensors and of ``fp8``, with one scale for each output channel or one
-for all. All else is refused by name, and so is a key that is not known: it may change the numbers.
-This file needs no JAX.
+Supported formats are those of compressed-tensors and ``fp8``, with one scale for each output
+channel or one for all. Everything else is refused by name, and so is an unknown key, since it may
+change the numbers. This file needs no JAX.
 """
 
 import re
@@ -65,12 +65,12 @@ _IsNarrow = Callable[[str], bool]
 
 
 def with_stored_bits(config: ModelConfig, keys: Keys) -> ModelConfig:
-    """The config with the format that its linear weights are stored in, where that has 8 bits.
+    """Return the config with the stored format of its linear weights, if that has 8 bits.
 
-    Activations that the checkpoint would quantise, too, stay as they are, and so does the head.
+    Activations that the checkpoint would also quantise are left unchanged, and so is the head.
 
     Raises:
-        JaxinferError: weights are quantised otherwise.
+        JaxinferError: weights are quantised in another way.
     """
     # The second is how compressed-tensors once called it.
     names = ("quantization_config", "compression_config")
@@ -92,7 +92,7 @@ def with_stored_bits(config: ModelConfig, keys: Keys) -> ModelConfig:
 
 
 def linear_weights(config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Names of the linear modules in all layers, by Hugging Face and as paths of ours."""
+    """Yield the linear modules of all layers: Hugging Face's names and our paths."""
     root = "model.decoder" if config.architecture == "OPTForCausalLM" else "model"
     table = _LINEAR.get(config.architecture, _ATTENTION | _DENSE)
     for i in range(config.num_hidden_layers):
@@ -149,7 +149,7 @@ def _read_compressed(found: Keys) -> tuple[str, _IsNarrow]:
 
 
 def _read_group(group: Keys) -> str:
-    """The dtype of the weights of a group."""
+    """Return the dtype of the weights of a group."""
     group.only("format", None, *_FORMATS)
     _check_unknown(group, {"targets", "weights", "format"} | _HARMLESS["group"])
     weights = group.within("weights")
@@ -173,7 +173,7 @@ def _check_unknown(found: Keys, known: Collection[str]) -> None:
 
 
 def _matches(found: Keys, key: str) -> _IsNarrow:
-    """A list of compressed-tensors: names of modules, of the class Linear, and expressions."""
+    """Return a test for names in a list of compressed-tensors: modules, "Linear", expressions."""
     texts = _texts(found, key)
     patterns = [_pattern(found, key, text[3:]) for text in texts if text.startswith("re:")]
     names = set(texts)

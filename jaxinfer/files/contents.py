@@ -21,12 +21,12 @@ _INSIDE = (
 
 
 def contents(data: object, beside: bool = True) -> dict[str, str]:
-    """The SHA-256 of each file that run files name, and of modules of a user's own.
+    """Return the SHA-256 of each file that run files name, and of the user's own modules.
 
-    The same names may stand for other things when a search goes on, or a run is made again.
+    A name may refer to other contents when a search is continued, or a run is repeated.
 
     Args:
-        beside: with a module or a Python file, those in its folder and all that these import.
+        beside: for a module or a Python file, include those in its folder and all their imports.
     """
     found = {}
     for text, may_be_folder in _texts(data):
@@ -38,7 +38,7 @@ def contents(data: object, beside: bool = True) -> dict[str, str]:
 
 
 def _texts(value: object, of_folder: bool = True) -> Iterator[tuple[str, bool]]:
-    """Yield each text, and whether it may name a folder, as one under no key may."""
+    """Yield each text, and whether it may name a folder, as texts without a key may."""
     if isinstance(value, str):
         if value:
             yield value, of_folder or "/" in value
@@ -52,7 +52,9 @@ def _texts(value: object, of_folder: bool = True) -> Iterator[tuple[str, bool]]:
 
 
 def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
-    """The file of this name, those of a folder with measurements or a model, or a module's."""
+    """Yield the file of this name, the files of a folder with data or a model, or a
+    module's files.
+    """
     module, colon, _ = text.partition(":")
     try:
         path = data_path(Path(text).expanduser())

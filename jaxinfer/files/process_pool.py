@@ -1,4 +1,4 @@
-"""Processes that work for this one, and end with it, however it ends."""
+"""Processes that work for this one, and always end with it."""
 
 import os
 import signal
@@ -15,9 +15,9 @@ _LOOKS_S = 0.5
 
 @contextmanager
 def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
-    """A pool of some number of processes; by default one for each core.
+    """Yield a pool of processes; by default one for each core.
 
-    What fails inside ends them at once, and drops what they were at.
+    A failure inside ends them at once, and drops their work.
     """
     # Not forked: who calls may have threads, as JAX has.
     pool = ProcessPoolExecutor(

@@ -1,4 +1,4 @@
-"""Batches of a Ray Data dataset, answered: ``ds.map_batches(jaxinfer.ray.Generator, ...)``."""
+"""Answers batches of a Ray Data dataset: ``ds.map_batches(jaxinfer.ray.Generator, ...)``."""
 
 from collections.abc import Iterable, Mapping
 from itertools import count
@@ -35,19 +35,19 @@ class Generator:
     """An LLM in each of Ray Data's actors.
 
     A row has ``prompt`` (text), ``prompt_token_ids`` or ``messages``, and may have
-    ``sampling_params``, a mapping that goes before the constructor's. It keeps its columns and gets
-    ``generated_text``, ``generated_tokens``, ``num_input_tokens``, ``num_generated_tokens``,
-    ``finish_reason`` and ``error``: why it was not answered, or None. Rows without a seed draw from
-    their actor's own sequence.
+    ``sampling_params``, a mapping that takes precedence over the constructor's. It keeps its
+    columns and gets ``generated_text``, ``generated_tokens``, ``num_input_tokens``,
+    ``num_generated_tokens``, ``finish_reason`` and ``error`` (why it was not answered, or None).
+    Rows without a seed use their actor's own sequence.
 
     Args:
-        run_file: a path, or what it would hold; it must be there on each of Ray's hosts.
-        sampling_params: of rows, by the names of ``SamplingParams``; where neither they nor a row
-            give one, it is the model's default.
-        **options: without a run file, those of ``LLM``: ``model`` and the engine's.
+        run_file: a path, which must exist on each of Ray's hosts, or the contents of a run file.
+        sampling_params: options of rows, by the names of ``SamplingParams``; options that neither
+            they nor a row set have the model's default.
+        **options: without a run file, the options of ``LLM``: ``model`` and the engine's.
 
     Raises:
-        JaxinferError: as ``LLM`` or ``LLM.from_config``.
+        JaxinferError: see ``LLM`` and ``LLM.from_config``.
     """
 
     def __init__(
@@ -76,8 +76,9 @@ class Generator:
         """Answer the rows of a batch, a mapping from columns to arrays of equal length.
 
         Raises:
-            JaxinferError: it is in another format, has no column to ask by, or one that the answers
-                are to have; or an instance was lost, and this one can do no more.
+            JaxinferError: the batch has another format, no column with prompts, or a column that
+                the answers would overwrite; or an instance was lost, so that this actor cannot
+                continue.
         """
         if not isinstance(batch, dict):
             raise JaxinferError(f"batch is a {type(batch).__name__}: leave batch_format out")
@@ -135,7 +136,7 @@ def _plain_row(batch: RayBatch, index: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own in place of arrays and their numbers."""
+    """Convert arrays and their numbers to Python's own types."""
     if isinstance(value, np.ndarray | np.generic):
         return _plain(value.tolist())
     if isinstance(value, list):
@@ -159,7 +160,7 @@ def _answer(output: RequestOutput) -> dict[str, Any]:
 
 
 def _column(values: Iterable[Any]) -> np.ndarray:
-    """Objects, None among them: numbers and texts of an array's own kind have none."""
+    """Return an array of objects that may include None, unlike arrays of numbers or texts."""
     cells = list(values)
     column = np.empty(len(cells), object)
     for index, cell in enumerate(cells):  # At once, lists of one length would be rows of a matrix.

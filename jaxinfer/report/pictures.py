@@ -1,4 +1,4 @@
-"""Pictures as files: in which formats, and how."""
+"""Saves pictures as files, in several formats."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ def save_picture(figure: "Figure", path: str | Path) -> None:
     """Write a figure in the format that the file's ending names: .png, .svg or .pdf.
 
     Raises:
-        JaxinferError: it has another ending.
+        JaxinferError: the file has another ending.
     """
     from matplotlib import rc_context
 
@@ -41,5 +41,5 @@ def picture_link(words: str, file: str) -> str:
 
 
 def can_be_drawn(*values: float) -> bool:
-    """True if a picture can show numbers: none is endless, or beyond what anything measures."""
+    """Tell whether a picture can show these numbers: none is infinite or extreme."""
     return all(value == 0 or 1e-15 < abs(value) < 1e15 for value in values)

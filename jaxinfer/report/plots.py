@@ -1,6 +1,6 @@
-"""Pictures of runs: what ran when, how latencies are spread, throughput.
+"""Pictures of runs: timelines, distributions of latencies, and throughput.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and a brown.
+Colours are those of Okabe and Ito, which colour-blind readers can distinguish, and a brown.
 """
 
 import math
@@ -62,7 +62,7 @@ Block = tuple[str, float, float]  # Kind, start and end in seconds.
 
 @dataclass(frozen=True)
 class _Lane:
-    """A row of the timeline; blocks that overlap lie in several tracks."""
+    """A row of the timeline; overlapping blocks are on several tracks."""
 
     label: str
     tracks: list[list[Block]]
@@ -73,11 +73,11 @@ def timeline(
 ) -> Figure:
     """Draw what each stage and each route did when, in a row each.
 
-    A route's row lies above the instance that it goes to, whose steps hide it.
+    A route's row is above its destination, whose steps hide the transfers.
 
     Args:
-        start, stop: seconds of the run to show. By default from the first step on, up to 12 s,
-            and less where steps are so short that they would run together.
+        start, stop: seconds of the run to show. By default from the first step on, up to 12 s, or
+            less if steps are so short that they would merge.
 
     Raises:
         JaxinferError: the window is empty, or the file's ending is not .png, .svg or .pdf.
@@ -106,7 +106,9 @@ def timeline(
 
 
 def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
-    """Draw how TTFT and TBT are spread, of each system's round with the median requests/s."""
+    """Draw the distributions of TTFT and TBT, for each system's round with the
+    median requests/s.
+    """
     chosen = {name: median_round(rounds) for name, rounds in runs.items()}
     done = {name: finished(run) for name, run in chosen.items()}
     ttft = {n: [t for r in requests if (t := r.ttft) is not None] for n, requests in done.items()}
@@ -125,7 +127,7 @@ def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
 def throughput_bars(runs: Runs, path: str | Path) -> Figure:
     """Draw each system's requests/s: a bar up to the median, and a dot for each of several rounds.
 
-    The median's number stands in a column of its own: beside a dot, it would read as the dot's.
+    The median's number is in a separate column, since next to a dot it would look like the dot's.
     """
     several = any(len(rounds) > 1 for rounds in runs.values())
     names = [fill(name, 30) for name in runs]
@@ -159,7 +161,7 @@ def throughput_bars(runs: Runs, path: str | Path) -> Figure:
 
 
 def _lanes(run: RunRecord) -> list[_Lane]:
-    """Group by group, and instance by instance within a group."""
+    """Return the lanes of each group, and within a group those of each instance."""
     blocks: dict[tuple[str, int], list[Block]] = {}
     for step in run.steps:
         for number, (start, end) in enumerate(step.stages):
@@ -200,7 +202,7 @@ def _window(
 
 
 def _draw_lane(axes: Axes, row: int, lane: _Lane, start: float, stop: float) -> set[str]:
-    """Draw what is inside the window; returns the kinds of blocks that are."""
+    """Draw the blocks inside the window; return their kinds."""
     inside = [[b for b in track if b[1] < stop and b[2] > start] for track in lane.tracks]
     inside = [track for track in inside if track]
     for number, track in enumerate(inside):
@@ -220,7 +222,7 @@ def _draw_lane(axes: Axes, row: int, lane: _Lane, start: float, stop: float) -> 
 
 
 def _draw_cdfs(axes: Axes, values: Mapping[str, Sequence[float]], xlabel: str, ylabel: str) -> None:
-    """A line per system that has values."""
+    """Draw a line per system that has values."""
     for number, found in enumerate(values.values()):
         if found:
             axes.ecdf(found, **_line(number))
@@ -252,7 +254,7 @@ def _legend_columns(names: Collection[str]) -> int:
 
 
 def _line(number: int) -> dict[str, Any]:
-    """Return the line style of the system of this number, in all plots: no two of 36 are alike."""
+    """Return the line style of a system by its number, in all plots; up to 36 are different."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": DASHES[number % len(DASHES)],
@@ -269,7 +271,7 @@ def _bare(axes: Axes) -> None:
 
 
 def _figure(height: float, runs: Runs) -> Figure:
-    """A figure of this height in inches, and of what a footnote on emulation needs below."""
+    """Return a figure of this height in inches, plus space for a footnote on emulation."""
     lines = [line for said in emulation(runs) for line in wrap(said, 150)]
     figure = Figure(figsize=(WIDTH, height + 0.17 * len(lines)), layout="constrained")
     if lines:

@@ -1,4 +1,4 @@
-"""Ends of a request's text, and the text it gives."""
+"""Finds the end of a request's text, and makes its output."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ class StopCheck:
     Stop strings may span tokens, and text is held back until its characters are complete.
 
     Args:
-        prompt: its tokens, on which the text follows.
+        prompt: tokens of the prompt, which precede the text.
     """
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class StopCheck:
         self._emitted = 0
 
     def add(self, token: int) -> Stop | None:
-        """Take the next token; a reason where it ends the request."""
+        """Add the next token; return a reason if it ends the request."""
         self._num_tokens += 1
         if token in self._stop_ids:
             return "stop", token
@@ -66,12 +66,12 @@ class StopCheck:
         return None
 
     def text(self, token_ids: list[int], ended_by_token: bool) -> str:
-        """The output's text: without the token or the string that ended it."""
+        """Return the output's text, without the token or the string that ended it."""
         text = self._tokenizer.decode(_kept(token_ids, ended_by_token), after=self._prompt)
         return text if self._cut is None else text[: self._cut]
 
     def pieces(self, token_ids: list[int], ended_by_token: bool) -> list[str]:
-        """The text that each token adds, before the cut; none of the token that ended it.
+        """Return the text that each token adds, before the cut; empty for the token that ended it.
 
         A character of several tokens comes with the last of them.
         """
@@ -96,7 +96,7 @@ def _kept(token_ids: list[int], ended_by_token: bool) -> list[int]:
 
 
 def decoded(position: object, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Log probabilities at one position, with the tokens' texts and bytes."""
+    """Return log probabilities at one position, with the tokens' texts and bytes."""
     assert isinstance(position, dict)
     found = {}
     for token, logprob in position.items():
@@ -106,7 +106,7 @@ def decoded(position: object, tokenizer: Tokenizer) -> dict[int, Logprob]:
 
 
 def completion(request: RequestState, check: StopCheck, tokenizer: Tokenizer) -> CompletionOutput:
-    """A finished request's output."""
+    """Return a finished request's output."""
     sampling = _sampling(request)
     tokens = request.output_token_ids
     by_token = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
@@ -131,23 +131,23 @@ def completion(request: RequestState, check: StopCheck, tokenizer: Tokenizer) ->
 
 
 class Answers:
-    """The texts of one run's requests: when each is over, and what is answered."""
+    """Makes the outputs of one run's requests, and decides when each one ends."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._checks: dict[str, StopCheck] = {}
 
     def add(self, requests: Iterable[RequestState]) -> None:
-        """More requests, as ``LLM.make_requests`` makes them; each is forgotten when answered."""
+        """Add requests from ``LLM.make_requests``; each is forgotten when answered."""
         for request in requests:
             self._checks[request.id] = StopCheck(
                 _sampling(request), self._tokenizer, request.prompt_token_ids
             )
 
     def check_stop(self, request: RequestState, token: int) -> Stop | None:
-        """Take a request's next token; a reason where it ends the request.
+        """Process a request's next token; return a reason if it ends the request.
 
-        A token that was drawn from NaN fails the request.
+        A token that was sampled from NaN fails the request.
         """
         if math.isnan(request.cumulative_logprob):
             request.error = (

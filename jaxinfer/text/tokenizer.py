@@ -1,4 +1,4 @@
-"""Text to token ids and back: a checkpoint's tokenizer, chat template and streaming decoder."""
+"""A checkpoint's tokenizer, chat template and streaming decoder."""
 
 import logging
 import re
@@ -22,8 +22,8 @@ class Tokenizer:
     Attributes:
         name: the model, for error messages.
         eos_token_ids: tokens that end a text.
-        vocab_size: tokens that the tokenizer knows; the model's vocabulary may be padded.
-        now: the time for chat templates that write a date; that of loading, so that equal
+        vocab_size: number of tokens that the tokenizer knows; the model's vocabulary may be padded.
+        now: time for chat templates that include a date. It is the time of loading, so that equal
             conversations have equal tokens.
     """
 
@@ -41,20 +41,20 @@ class Tokenizer:
         self._detokenizer = Detokenizer(self._backend)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, with BOS where the model's tokenizer adds one.
+        """Return the token ids of ``text``, with BOS if the model's tokenizer adds one.
 
         Special tokens written in the text become those tokens.
 
         Raises:
-            JaxinferError: it holds half of a surrogate pair, which is no text.
+            JaxinferError: the text contains half of a surrogate pair.
         """
         return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a chat up to where the assistant begins to answer.
+        """Return the token ids of a chat up to where the assistant begins to answer.
 
         Args:
-            messages: each ``{"role": ..., "content": ...}``; one at least.
+            messages: at least one ``{"role": ..., "content": ...}``.
 
         Raises:
             JaxinferError: the model has no chat template, or its template refuses the messages.
@@ -98,19 +98,19 @@ class Tokenizer:
             ) from None
 
     def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """The text of ``token_ids``, which follow the tokens ``after``; see ``Detokenizer``."""
+        """Return the text of ``token_ids``, which follow ``after``; see ``Detokenizer``."""
         return self._detokenizer.decode(token_ids, after)
 
     def token(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text, and the bytes that it adds to a text; see ``Detokenizer``."""
+        """Return a token's text, and the bytes that it adds to a text; see ``Detokenizer``."""
         return self._detokenizer.token(token_id)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files as Hugging Face's tools read them."""
+        """Write the tokenizer's files for Hugging Face's tools."""
         self._wrapped.save_pretrained(folder)
 
     def open_stream(self, after: Sequence[int] = ()) -> Stream:
-        """A new incremental decoder of what follows the tokens ``after``."""
+        """Return a new incremental decoder for the tokens that follow ``after``."""
         return self._detokenizer.open_stream(after)
 
 
@@ -121,25 +121,25 @@ class NoTokenizer(Tokenizer):
         self.name, self.eos_token_ids, self.vocab_size = name, eos_token_ids, 0
 
     def encode(self, text: str) -> list[int]:
-        """Refuse."""
+        """Raise JaxinferError: the model has no tokenizer."""
         raise JaxinferError(
             f"model {self.name!r} has no tokenizer for a text: give prompt_token_ids"
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Refuse."""
+        """Raise JaxinferError: the model has no tokenizer."""
         return self.encode("")
 
     def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """The empty text."""
+        """Return the empty text."""
         return ""
 
     def token(self, token_id: int) -> tuple[str, bytes]:
-        """The empty text."""
+        """Return the empty text."""
         return "", b""
 
     def open_stream(self, after: Sequence[int] = ()) -> Stream:
-        """Refuse."""
+        """Raise JaxinferError: the model has no tokenizer."""
         raise JaxinferError(
             f"model {self.name!r} has no tokenizer for stop strings: give stop_token_ids"
         )
@@ -148,13 +148,13 @@ class NoTokenizer(Tokenizer):
 def load_tokenizer(
     checkpoint: Checkpoint, required: bool = True, more_ends: Sequence[int] = ()
 ) -> Tokenizer:
-    """The tokenizer that ``checkpoint`` carries, with its chat template if it has one.
+    """Return the tokenizer of ``checkpoint``, with its chat template if it has one.
 
-    A text ends at the configurations' ends, and at the tokenizer's own EOS.
+    A text ends at the ends given by the configurations, and at the tokenizer's own EOS.
 
     Args:
-        required: that a folder has none is an error.
-        more_ends: others.
+        required: whether a folder without tokenizer is an error.
+        more_ends: further ends.
 
     Raises:
         JaxinferError: the tokenizer is missing, damaged, or of a kind that is not supported.
@@ -172,7 +172,7 @@ def load_tokenizer(
 
 
 def folder_tokenizer(path: str) -> Tokenizer | None:
-    """The tokenizer in a folder, whether there is a model or not; None where there is none.
+    """Return the tokenizer in a folder, with or without a model; None if there is none.
 
     Raises:
         JaxinferError: it is damaged, or of a kind that is not supported.
@@ -207,7 +207,7 @@ def _from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
 
 
 def _fast_tokenizer_class() -> Any:
-    """``transformers.PreTrainedTokenizerFast``, imported without the advice to install PyTorch."""
+    """Return ``transformers.PreTrainedTokenizerFast``, without the advice to install PyTorch."""
     logger = logging.getLogger("transformers")
 
     def is_no_advice(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata, as llama.cpp reads it: byte-level BPE and SentencePiece's BPE."""
+"""Tokenizers from GGUF metadata, as in llama.cpp: byte-level BPE and SentencePiece's BPE."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ _NAMED_TOKENS = {
 def read_gguf_tokenizer(
     metadata: Mapping[str, Any], path: Path
 ) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer that a GGUF file describes.
+    """Return the tokenizer that a GGUF file describes.
 
     Args:
         path: the file, for error messages.
@@ -44,8 +44,8 @@ def read_gguf_tokenizer(
         ``transformers.PreTrainedTokenizerFast``.
 
     Raises:
-        JaxinferError: the metadata lack something, contradict themselves, or describe a kind
-            of tokenizer that is not implemented.
+        JaxinferError: the metadata are incomplete or contradictory, or describe a kind of tokenizer
+            that is not implemented.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -72,10 +72,10 @@ def read_gguf_tokenizer(
 
 
 def _add_tokens(backend: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Have control and user-defined tokens cut out of the text before anything else is done.
+    """Split control and user-defined tokens off the text before anything else.
 
-    So llama.cpp does it. SentencePiece never reads control tokens; user-defined ones with spaces
-    it also finds where the text has U+2581 instead.
+    llama.cpp does the same. SentencePiece never reads control tokens; it finds user-defined ones
+    with spaces also where the text has U+2581 instead.
     """
     typed = list(zip(tokens, types, strict=False))
     backend.add_special_tokens(
@@ -189,10 +189,10 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any], path: P
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """The ways to make a token of two others, the best token first.
+    """Return the ways to make a token of two others, the best token first.
 
-    SentencePiece joins the neighbours that make the token of the highest score, and the leftmost
-    of equals. Only tokens of ordinary text take part.
+    SentencePiece joins the neighbours that make the token with the highest score, and the leftmost
+    of equal ones. Only tokens of ordinary text take part.
     """
     scores = {
         token: score

@@ -1,4 +1,4 @@
-"""Times at which requests come in."""
+"""Arrival times of requests."""
 
 import math
 import random
@@ -88,7 +88,7 @@ class Arrivals(Options):
     spacing: Literal["poisson", "even"] = "poisson"
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse options that the kind does not use, and the lack of those that it does."""
+        """Refuse options that the kind does not use, and missing ones that it needs."""
         given = {name.rstrip("_") for name in self.model_fields_set}
         for name, kinds in _USES.items():
             if name in given and self.kind not in kinds:
@@ -101,11 +101,11 @@ class Arrivals(Options):
 
     @property
     def is_drawn(self) -> bool:
-        """True if the times are by a seed."""
+        """True if the times depend on a seed."""
         return self.kind in _USES["seed"] and self.spacing != "even"
 
     def check_open(self) -> None:
-        """Raise OptionError where there is no rate that could be searched."""
+        """Raise OptionError if there is no rate that could be searched."""
         if self.kind == "closed":
             raise OptionError(
                 "workload.arrivals.kind is closed, which has a concurrency and no rate, and a rate "
@@ -114,10 +114,10 @@ class Arrivals(Options):
 
 
 def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[BenchRequest]:
-    """The requests with their times of arrival, in seconds; the first one's is 0 but in a trace.
+    """Return the requests with arrival times in seconds; the first is 0, except in a trace.
 
     Raises:
-        OptionError: one comes after ``LATEST_S``.
+        OptionError: a request arrives after ``LATEST_S``.
     """
     if arrivals.kind == "closed":
         assert arrivals.concurrency
@@ -170,7 +170,7 @@ def _random_times(count: int, arrivals: Arrivals) -> list[float]:
 
 
 def _masses(count: int, arrivals: Arrivals) -> Iterator[float]:
-    """The integral of the rate up to each request's arrival."""
+    """Yield the integral of the rate up to each request's arrival."""
     if arrivals.spacing == "even":
         return iter(range(count))
     rng = random.Random(arrivals.seed)
@@ -179,7 +179,7 @@ def _masses(count: int, arrivals: Arrivals) -> Iterator[float]:
 
 
 def _ramp_time(mass: float, arrivals: Arrivals) -> float:
-    """The time when the integral of the rate, a t + (b - a) t^2 / (2 T), has come to ``mass``."""
+    """Return when the integral of the rate, a t + (b - a) t^2 / (2 T), reaches ``mass``."""
     a, b, T = arrivals.from_, arrivals.to, arrivals.over
     assert a is not None
     assert b is not None

@@ -1,14 +1,14 @@
-"""Reading a batch file: one request a line or row, in OpenAI's batch format or plain.
+"""Reads a batch file: one request per line or row, in OpenAI's batch format or plain.
 
-A plain line is what would be the body of an OpenAI line, with the prompt in any of three forms::
+A plain line is the body of an OpenAI line, with the prompt in any of three forms::
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
     {"prompt": "Hi", "temperature": 0, "max_tokens": 32}
     {"messages": [{"role": "user", "content": "Hi"}]}
     {"prompt_token_ids": [1, 15043]}
 
-One bad line does not spoil the file: it comes back as a ``BadLine`` with its reason. A row of a
-Parquet file is such a line, whose fields are its columns.
+A bad line does not spoil the file: it is returned as a ``BadLine`` with its reason. A row of a
+Parquet file is treated as such a line, with its columns as fields.
 """
 
 import gzip
@@ -68,9 +68,9 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A request as read from line ``number``: a text, token ids, or a conversation.
+    """A request from line ``number``: a text, token ids, or a conversation.
 
-    Of ``sampling``, what the line gives is set. ``custom_id`` is empty until it is decided.
+    ``sampling`` has the options that the line sets. ``custom_id`` is empty until it is assigned.
     """
 
     number: int
@@ -81,10 +81,10 @@ class BatchLine:
 
 @dataclass(frozen=True)
 class BadLine:
-    """Line ``number`` is no request, because of ``reason`` (one line, without the number).
+    """Line ``number`` is not a valid request; ``reason`` is one line, without the number.
 
-    ``custom_id`` is the line's own where it can be told and is free, else made of the number; it is
-    empty until it is decided.
+    ``custom_id`` is the line's own if it can be read and is unique, otherwise made from the number;
+    it is empty until it is assigned.
     """
 
     number: int
@@ -93,15 +93,15 @@ class BadLine:
 
 
 class BatchFile:
-    """The requests of a JSONL or Parquet file, read twice: first for what holds of all of it.
+    """The requests of a JSONL or Parquet file, read twice: first to check the whole file.
 
-    Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``, or another
-    one if a line calls itself so. All ids differ; the second user of an id is a bad line. Ids,
-    numbers and bad lines' reasons are in memory, some 200 bytes for each line, but no prompts.
+    Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``, or another id
+    if a line already has that. All ids differ; the second line with an id is a bad line. Ids,
+    numbers and reasons of bad lines are in memory (about 200 bytes per line), but no prompts.
 
     Args:
-        path: is opened once, so that it may be a pipe; what comes out of one is kept in a
-            temporary file. One that ends in ``.gz`` is unpacked as it is read.
+        path: opened once, so that it may be a pipe, whose contents are kept in a temporary file. A
+            file that ends in ``.gz`` is decompressed.
 
     Attributes:
         number_of: id -> line number, in the file's order.
@@ -109,7 +109,7 @@ class BatchFile:
         sha256: SHA-256 of all bytes of the file, in hexadecimal digits.
 
     Raises:
-        JaxinferError: the file is missing, a folder, of another format, or cannot be read.
+        JaxinferError: the file is missing, is a folder, has another format, or cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -174,7 +174,7 @@ class BatchFile:
             self._bad[key] = line
 
     def _name(self, ids: dict[str | int, int]) -> None:
-        """Give an id to each line without one: one that no other line has."""
+        """Give each line without an id one that no other line has."""
         for key, number in ids.items():
             custom_id = f"line-{number}" if isinstance(key, int) else key
             while isinstance(key, int) and custom_id in ids:
@@ -187,7 +187,7 @@ class BatchFile:
         """Read the good lines again, one by one, without those of some ids.
 
         Raises:
-            JaxinferError: the file cannot be read, or is no longer what it was.
+            JaxinferError: the file cannot be read, or has changed.
         """
         with readable(self._path):
             found = numbered(self._again())
@@ -247,7 +247,7 @@ def _custom_id(value: object) -> str:
 
 
 def _body(fields: dict[str, object]) -> tuple[dict[str, object], tuple[str, ...], str]:
-    """The body of a line, the prompt fields it may have, and what to call such a request."""
+    """Return a line's body, the prompt fields it may have, and the name of such a request."""
     if not fields.keys() & set(_ENVELOPE):
         return fields, _PROMPTS, "a plain line"
     for name in _ENVELOPE:
@@ -320,13 +320,13 @@ def _sampling(body: dict[str, object]) -> SamplingParams:
 
 
 def _whole(value: object) -> object:
-    """A whole number as an integer, which some tools write with a dot."""
+    """Return a whole number as an integer; some tools write it with a decimal point."""
     is_whole = isinstance(value, float) and abs(value) < 2**53 and value.is_integer()
     return int(value) if is_whole else value  # type: ignore[call-overload]
 
 
 def _num_logprobs(body: dict[str, object]) -> object:
-    """Likeliest tokens to report: a number for completions, a switch and a number for chat."""
+    """Return how many likeliest tokens to report: a number; for chat, a switch and a number."""
     asked, top = body.get("logprobs"), body.get("top_logprobs")
     if "messages" not in body:
         if top:

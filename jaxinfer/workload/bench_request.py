@@ -1,4 +1,4 @@
-"""A request to measure with, and the tokens of its prompt."""
+"""A request for measurements, and the tokens of its prompt."""
 
 import random
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request to measure with: ``prompt_len`` tokens in, ``max_tokens`` out.
+    """A request for measurements: ``prompt_len`` tokens in, ``max_tokens`` out.
 
-    ``prompt_token_ids`` is None where only lengths are known. ``arrival`` is in seconds since the
-    start of the run or, of a closed loop, since the end that the request has waited for: it comes
-    once ``after_ends`` requests of the run have ended. ``hash_ids`` name the prompt's blocks of 512
+    ``prompt_token_ids`` is None if only lengths are known. ``arrival`` is in seconds since the
+    start of the run or, in a closed loop, since the end of another request: it arrives once
+    ``after_ends`` requests of the run have ended. ``hash_ids`` name the prompt's blocks of 512
     tokens, of which the last may be shorter: prompts with the same names have the same tokens.
     """
 
@@ -27,14 +27,14 @@ class BenchRequest:
 
     @property
     def has_tokens(self) -> bool:
-        """True if it is known which prompts begin alike."""
+        """True if it is known which prompts have a common prefix."""
         return bool(self.prompt_token_ids or self.hash_ids)
 
 
 def modelled_tokens(item: BenchRequest) -> Sequence[int]:
-    """Token ids for a modelled run, which asks only which are equal; none where nothing is known.
+    """Return token ids for a modelled run, which only compares them; empty if nothing is known.
 
-    A block is its name plus one, over and over: 0 is what a modelled run samples.
+    A block repeats its name plus one; 0 is the token that a modelled run samples.
     """
     if item.prompt_token_ids or not item.hash_ids:
         return item.prompt_token_ids or ()
@@ -46,7 +46,7 @@ def modelled_tokens(item: BenchRequest) -> Sequence[int]:
 
 
 def real_tokens(item: BenchRequest, vocab_size: int, seed: int) -> list[int]:
-    """Token ids for a real run: what is not known of them is drawn by ``seed``."""
+    """Return token ids for a real run; unknown ones are drawn with ``seed``."""
     if item.prompt_token_ids:
         return item.prompt_token_ids
     if not item.hash_ids:
@@ -56,5 +56,5 @@ def real_tokens(item: BenchRequest, vocab_size: int, seed: int) -> list[int]:
 
 
 def synthetic_tokens(length: int, vocab_size: int, seed: int) -> list[int]:
-    """``length`` token ids below ``vocab_size``, drawn evenly; the same for the same ``seed``."""
+    """Return ``length`` token ids below ``vocab_size``, drawn uniformly with ``seed``."""
     return random.Random(seed).choices(range(vocab_size), k=length)

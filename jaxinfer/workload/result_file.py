@@ -1,4 +1,4 @@
-"""A file of a batch's results, one JSON record a line, that survives a kill."""
+"""A file of a batch's results, one JSON record per line, that survives a kill."""
 
 import contextlib
 import fcntl
@@ -16,16 +16,16 @@ from jaxinfer.workload.batch_output import Record
 
 
 class ResultFile:
-    """An append-only JSONL file of results, resumable after a kill at any instant.
+    """An append-only JSONL file of results, which can be resumed after a kill at any time.
 
-    Beside the output stands ``<output>.job.json``, the fingerprint of the job that writes it, with
-    notes of its first start.
-    Each record is one write and is on the disk when ``append`` returns, so a kill tears at most
-    the last line, which the next ``open`` cuts away. A lock keeps a second process out.
+    A second file ``<output>.job.json`` has the fingerprint of the job that writes the output, with
+    notes of its first start. Each record is one write and is on the disk when ``append`` returns,
+    so that a kill can only tear the last line, which the next ``open`` removes. A lock keeps other
+    processes out.
 
     Attributes:
         finished: the ``custom_id`` of each record in the file.
-        num_failed: how many of them are errors.
+        num_failed: number of records that are errors.
         notes: notes of the job's first start.
     """
 
@@ -47,18 +47,18 @@ class ResultFile:
         force: bool,
         notes: Mapping[str, object] | None = None,
     ) -> Self:
-        """Start the output of ``job``, or resume it where the file holds some of it already.
+        """Start the output of ``job``, or resume it if the file already has some of it.
 
         Args:
-            path: the output. An empty file is as good as none.
-            job: all that decides the results, as JSON values; compared key by key. The input's
-                digest is ``input_sha256``; those of the model's files are ``model_files``.
-            force: start over and drop the file's contents.
-            notes: more to keep, as JSON values, if this is the job's first start.
+            path: the output. An empty file counts as none.
+            job: everything that decides the results, as JSON values; compared key by key. The
+                input's digest is ``input_sha256``; those of the model's files are ``model_files``.
+            force: start over and discard the file's contents.
+            notes: further entries to keep, as JSON values, if this is the job's first start.
 
         Raises:
-            JaxinferError: the file belongs to another job or to none, is damaged in its
-                middle, is in use by another process, or cannot be written.
+            JaxinferError: the file belongs to another job or to none, is damaged in the middle, is
+                in use by another process, or cannot be written.
         """
         path = Path(path)
         fd = _open_locked(path)
@@ -72,9 +72,9 @@ class ResultFile:
         """Write one record and wait until the disk has it.
 
         Raises:
-            JaxinferError: it could not be written. What was written of it is removed, and the
-                file is closed: the records before it stay good for resuming.
-            ValueError: a record with this ``custom_id`` is there already, or the file is closed.
+            JaxinferError: it cannot be written. A part that was written is removed, and the file is
+                closed; earlier records stay valid for resuming.
+            ValueError: a record with this ``custom_id`` exists already, or the file is closed.
         """
         if self._fd is None:
             raise ValueError(f"{self._path} is closed")
@@ -145,7 +145,7 @@ def _lock(path: Path, fd: int) -> None:
 def _prepare(
     path: Path, fd: int, job: Mapping[str, object], force: bool, notes: Mapping[str, object]
 ) -> tuple[dict[str, bool], Mapping[str, object]]:
-    """Bring output and sidecar in line with ``job``.
+    """Make output and sidecar consistent with ``job``.
 
     Returns:
         The finished ids, and which are errors; and the notes of the first start.
@@ -167,7 +167,7 @@ def _prepare(
 
 
 def read_job(path: str | Path) -> Mapping[str, Any]:
-    """The fingerprint and notes stored next to an output; empty if there are none."""
+    """Return the fingerprint and notes stored next to an output; empty if there are none."""
     try:
         return _mapping(json.loads(_sidecar(Path(path)).read_bytes()))
     except (OSError, ValueError):
@@ -183,7 +183,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _check_same_job(path: Path, sidecar: Path, job: Mapping[str, object]) -> Mapping[str, object]:
-    """Return what is recorded, if it is of the same job."""
+    """Return the record if it belongs to the same job; otherwise raise JaxinferError."""
     remedy = "give another output, or --force to start over"
     try:
         recorded = json.loads(sidecar.read_bytes())
@@ -216,7 +216,7 @@ def _compared(job: Mapping[str, object]) -> dict[str, str]:
 
 
 def _other_model(job: Mapping[str, object], recorded: Mapping[str, object]) -> str:
-    """Say which of the model's files differ, and what to do about it."""
+    """Describe which of the model's files differ, and what to do about it."""
     if "model_files" not in recorded:
         return (
             f"was begun by an older version, which did not note the files of {job.get('model')}, "
@@ -235,7 +235,7 @@ def _other_model(job: Mapping[str, object], recorded: Mapping[str, object]) -> s
 
 
 def _flat(value: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Leaves of nested options as (dotted key, JSON text); unlike values, 1 is not 1.0 there."""
+    """Yield leaves of nested options as (dotted key, JSON text), in which 1 differs from 1.0."""
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
             yield from _flat(item, f"{prefix}{key}.")
@@ -265,7 +265,7 @@ def _write_sidecar(sidecar: Path, job: Mapping[str, object]) -> None:
 
 
 def _repair(path: Path, fd: int) -> dict[str, bool]:
-    """Collect the finished ids, and which are errors; cut a torn last line away."""
+    """Collect the finished ids, and which are errors; remove a torn last line."""
     failed: dict[str, bool] = {}
     end = 0
     torn_number: int | None = None
@@ -289,7 +289,7 @@ def _repair(path: Path, fd: int) -> dict[str, bool]:
 
 
 def _whole_record(raw: bytes) -> Record | None:
-    """A result line, None for a torn one."""
+    """Return a result line's record; None for a torn line."""
     if not raw.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Traces of lengths as CSV, told apart by their columns: Vidur's, Azure's and BurstGPT's."""
+"""Traces of lengths as CSV, distinguished by their columns: Vidur's, Azure's and BurstGPT's."""
 
 import csv
 import io
@@ -19,10 +19,10 @@ from jaxinfer.workload.trace import Trace, at
 
 @dataclass(frozen=True)
 class _Columns:
-    """A format: the names of its columns and how it tells the time.
+    """A format: the names of its columns and its notation of time.
 
-    ``extra`` are columns that are not read. With ``fails``, a row without output is of a request
-    that has failed.
+    ``extra`` are columns that are not read. With ``fails``, a row without output belongs to a
+    request that has failed.
     """
 
     prompt: str
@@ -125,7 +125,7 @@ def read_csv(path: Path, limit: int | None) -> Trace:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row of cells that is not blank, with its line number."""
+    """Yield each non-blank row of cells with its line number."""
     try:
         raw = open_bytes(path)
         with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
@@ -153,6 +153,6 @@ def _length(row: dict[str, str], name: str) -> int:
 
 
 def _number(cell: str) -> int | None:
-    """A whole number, which pandas may have written as ``10.0``; None for anything else."""
+    """Return a whole number, which pandas may have written as ``10.0``; None for anything else."""
     whole, _, rest = cell.strip().partition(".")
     return int(whole) if whole.isascii() and whole.isdigit() and not rest.strip("0") else None

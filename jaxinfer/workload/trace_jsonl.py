@@ -1,4 +1,6 @@
-"""Traces as JSONL, told apart by the first line's fields: token ids, Mooncake's, conversations."""
+"""Traces as JSONL, distinguished by the first line's fields: token ids,
+Mooncake's, conversations.
+"""
 
 import math
 from collections.abc import Callable
@@ -19,7 +21,7 @@ def read_jsonl(path: Path, limit: int | None, encode: Encode) -> Trace:
     """Return the first requests, or all.
 
     Args:
-        encode: called with texts, where the file has conversations.
+        encode: called with texts, if the file has conversations.
 
     Raises:
         JaxinferError: the file cannot be read, has other fields, or a wrong value.

@@ -58,8 +58,8 @@ def choose(
 ) -> str:
     """Choose one of these instances for a request.
 
-    Two instances are drawn among those with room for it, and ``rule`` picks one of them. If none has
-    room, two are drawn among all, and the one with more room is chosen.
+    Two instances are drawn among those with room for it, and ``rule`` picks one of them. If none
+    has room, two are drawn among all, and the one with more room is chosen.
 
     Args:
         entries: least number of KV entries that the request will have.
