@@ -223,8 +223,8 @@ class RealWorld:
     def due_events(self) -> Sequence[Event]:
         """Return the events since the last call; wait for the first one.
 
-        Losses and returns come first, and other events in the next call. What the loop starts on a
-        lost instance before it knows of the loss is given up as well.
+        Losses and returns come first, and other events in the next call. If the loop starts work on
+        an instance before it learns that the instance is lost, that work is also given up.
 
         Raises:
             Exception: the error of a failed step, if there is only one instance.

@@ -122,7 +122,7 @@ class ReserveDynamic:
         self._bound = options.bound
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
-        """Tell whether all requests fit once each has grown by what the shortest has left."""
+        """Tell whether all requests still fit when the shortest one has ended."""
         found = [(_held(other), other, other.legs[0]) for other in _admitted(instance)]
         found.append((request.known_until(leg), request, leg))
         left = [

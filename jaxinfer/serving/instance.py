@@ -191,7 +191,7 @@ class Instance:
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """The pieces of its KV."""
+        """Shards of its KV."""
         return self.kv.shards
 
     @property

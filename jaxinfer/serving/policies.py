@@ -203,7 +203,7 @@ def _is_yes_or_no(instance: Instance, answer: Any) -> str | None:
 
 
 def _is_a_step(batch: BatchBuilder, answer: Any) -> str | None:
-    """Return what is wrong with a batch, which is already launched, so that the run must end."""
+    """Return the error of a launched batch, which ends the run, or None."""
     if answer is not None:
         return f"returns {shown(answer)}, must return nothing: batch.add takes in rows"
     if (most := batch.instance.options.max_num_batched_tokens) < (

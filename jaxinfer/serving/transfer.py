@@ -1,8 +1,8 @@
 """Movement of KV entries: transfers, and the hand-off of a request from one leg to the next.
 
-A hand-off from leg to leg, by the fields of its request that tell where it is:
+The states of a hand-off from leg to leg, and the fields of the request in each state:
 
-| state | fields set | pages there | pages here | where it stands |
+| state | fields set | pages there | pages here | place and status |
 |---|---|---|---|---|
 | the first leg runs | hold | none | hold | there: running |
 | room is reserved ahead | hold, incoming | incoming | hold | there: running |
@@ -10,18 +10,20 @@ A hand-off from leg to leg, by the fields of its request that tell where it is:
 | its KV is fetched | exported, hold | hold | exported | here: importing |
 | the next leg runs | hold | hold | none | here: running |
 
-"There" is the instance of the leg that was, "here" that of the next. ``sent`` counts the KV entries
-whose transfer here has started, ``transfers`` those that have not landed. Who frees pages:
+"There" is the instance of the ended leg, "here" is the instance of the next leg. ``sent`` counts the
+KV entries whose transfer here has started, ``transfers`` counts the transfers that have not landed.
 
-- ``hold``: the request's end, its preemption, or the loss of the instance. - ``exported``:
-``_arrive``, once all has landed; or the request's end; or the loop, if no instance fetches them and
-nothing else can continue (the KV is recomputed then). - ``incoming``: an ``epoch`` that ends, legs
-that change, or the instance, which takes back what is reserved when those that run there need it;
-what was sent is void, and ``sent`` is 0 again.
+Pages are freed as follows:
 
-All of them stay pinned until the last step or transfer that uses them is done.
+- ``hold``: at the request's end, at its preemption, or if the instance is lost.
+- ``exported``: by ``_arrive``, once all KV has landed; at the request's end; or by the loop, if no
+  instance fetches the KV and nothing else can continue (it is then recomputed).
+- ``incoming``: when an ``epoch`` ends, when legs change, or when running requests of the instance
+  need the pages. Entries that were already sent are then void, and ``sent`` is 0 again.
 
-Moves of slices of KV heads within an instance stand apart (``features/slice_moves.py``).
+Pages stay pinned until the last step or transfer that uses them is done.
+
+Moves of slices of KV heads within an instance are separate (``features/slice_moves.py``).
 """
 
 from collections.abc import Mapping

@@ -20,10 +20,10 @@ from jaxinfer.lab.plan.problem import Cost, Goal, Problem
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import too_few
 
-# What a maximised rate is divided by, in words.
+# For each goal that is maximised, the phrase that follows the rate.
 PER = {"cluster": "", "gpu": " per GPU", "usd": " per dollar an hour", "watt": " per watt"}
 
-# What is minimised, likewise.
+# For each goal that is minimised, the words for its unit.
 COSTS = {"gpus": "GPUs", "usd": "dollars an hour", "watts": "watts"}
 
 

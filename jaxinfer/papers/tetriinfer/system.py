@@ -1,8 +1,9 @@
 """TetriInfer: sorted windows of prompts, decodes placed by predicted length, roles that flip.
 
-Sections 3.2 to 3.5 of the paper. What an instance does with its requests is said by its policies:
-chunks of a fixed number of tokens are ``mixed`` with ``token_buckets`` of that one number, and
-admission for decoding is ``reserve_dynamic`` by the lower bound. ``workload.predictor`` predicts.
+This module implements sections 3.2 to 3.5 of the paper. Policies decide how an instance serves its
+requests. For chunks of a fixed number of tokens, set the policy ``mixed`` and ``token_buckets`` to
+that one number. Decode instances use the admission ``reserve_dynamic`` with the lower bound.
+``workload.predictor`` predicts the lengths of answers.
 """
 
 from collections.abc import Collection, Mapping, Sequence

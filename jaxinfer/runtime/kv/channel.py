@@ -1,37 +1,37 @@
 """The one protocol by which KV moves between instances, over any kind of link.
 
 A ``Channel`` joins two sides. A side is a process: the loop's own (``kv_endpoint.ThisProcess``), or
-another one to which the same messages travel (``process_group.AnotherProcess``). Each side has an
-end of every ``StagePair`` (``kv_endpoint.KVEndpoint``), and each end a thread that does what has to
-be waited for. A transport (``transports``) takes a slab from end to end: ``device`` where both are
-in the loop's process, ``host`` or ``transfer_server`` otherwise.
+another process, which receives the same messages (``process_group.AnotherProcess``). Each side has
+an end of every ``StagePair`` (``kv_endpoint.KVEndpoint``). Each end has a thread for jobs that
+wait. A transport (``transports``) takes a slab from end to end: ``device`` if both are in the
+loop's process, ``host`` or ``transfer_server`` otherwise.
 
 | step | thread | what it does | to blame |
 |---|---|---|---|
-| send | loop | has the source offer each slab of a transfer | source |
+| send | loop | tells the source to offer each slab of a transfer | source |
 | gather | source (1) | launches the copy out of the pages, and its checksum | source |
-| offer | source end | waits for the copy, and the step that computes it; hands it over | source |
-| hear Offered | source end (2) | has the destination pull | a lost process |
-| pull | destination end (3) | waits until the slab comes: here bytes cross | source |
+| offer | source end | waits for the copy and for the step that computes it; hands it over | source |
+| hear Offered | source end (2) | tells the destination to pull | a lost process |
+| pull | destination end (3) | waits for the slab; bytes are sent during this step | source |
 | put | destination end (3) | puts it on the destination's devices, and waits | destination |
 | hear Pulled | destination end (2, 3) | posts ``Landed`` to the loop | |
-| hold back | loop | leaves it for as long as an emulated link would take | |
-| place | loop | has the destination write it; or drop it, when the transfer is given up | |
+| hold back | loop | waits for as long as an emulated link would take | |
+| place | loop | tells the destination to write it, or to drop it if the transfer is given up | |
 | scatter | destination (1) | launches the copy into the pages, which are donated | destination |
-| check | destination end | waits for the checksum of what lies there, if asked for | destination |
-| hear Checked | destination end (2) | compares it with that of what was sent | the run ends |
+| check | destination end | waits for the checksum of the pages, if transfers are verified | destination |
+| hear Checked | destination end (2) | compares it with the source's checksum | the run ends |
 | free | loop | ``serving.transfer`` frees pages when all slabs are placed | |
 
-1. The loop's thread, or in another process its main thread, which does what messages say.
-2. Answers of another process are heard by the thread that reads them here.
-3. By ``device``, it is the source end's thread that goes on, as nothing has to come.
+1. The loop's thread. In another process, its main thread, which handles messages.
+2. If the side is another process, the thread that reads its answers.
+3. With ``device``, the source end's thread, because no bytes are sent between processes.
 
-So the loop's thread launches, and never waits. An end does its jobs in order: slabs of a pair
-arrive in the order in which they were sent. The transport holds a slab until it is pulled, then the
-destination's end does until it is placed or dropped; what fails is dropped on both sides. A process
-that is lost is to blame for all that it has not passed on, while what was pulled from it is still
-placed. Who waits for devices in this process is in ``waits_for``, where the watchdog finds whose
-devices hang.
+The loop's thread therefore launches work, but never waits. An end does its jobs in order, so slabs
+of a pair arrive in the order in which they were sent. The transport holds a slab until it is
+pulled. Then the destination's end holds it until it is placed or dropped. A slab that fails is
+dropped on both sides. If a process is lost, it is to blame for all slabs that it has not passed on.
+Slabs that were already pulled from it are still placed. ``waits_for`` lists the threads of this
+process that wait for devices. The watchdog finds there whose devices hang.
 """
 
 import threading

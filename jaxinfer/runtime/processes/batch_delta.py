@@ -22,7 +22,7 @@ class _Ref(weakref.ref[RequestState]):
 
 @dataclass(slots=True)
 class _Told:
-    """What the other process knows of a request: pages of a hold, and output tokens.
+    """The state of a request that the other process already has: pages of a hold, and output tokens.
 
     Attributes:
         slices: lists of the pages of slices, if slices may move.

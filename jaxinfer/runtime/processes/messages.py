@@ -88,7 +88,7 @@ class Forget(NamedTuple):
     """Forget all requests, and continue without some pools. Answered with Forgot.
 
     Attributes:
-        pools: number of a stage, and of the attention group in it.
+        pools: pairs of a stage's number and the number of an attention group in it.
     """
 
     instance: str

@@ -2,7 +2,7 @@
 
 ``first`` computes up to the first layer's attention, ``middle`` from one layer's attention to the
 next, and ``last`` from the last attention to the stage's end. In between, each device attends to
-its own pairs (``pair_inputs``). If a step is computed as two halves, ``part`` selects a half from
+its own pairs. If a step is computed as two halves, ``part`` selects a half from
 the previous stage's result, and ``join`` combines the halves at the end. Parameters are arguments,
 so that all layers use one executable.
 

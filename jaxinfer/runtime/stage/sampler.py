@@ -81,8 +81,8 @@ class SamplingInputs(NamedTuple):
             the history (Keskar et al., 2019); 1 changes nothing.
         presence_S: float32, subtracted once from the logits of tokens in the output (as in the
             OpenAI API); 0 changes nothing.
-        frequency_S: float32, subtracted as often as a token occurs in the output (likewise there);
-            0 changes nothing.
+        frequency_S: float32, subtracted from a token's logit once for each time that the token
+            occurs in the output (as in the OpenAI API); 0 changes nothing.
     """
 
     temperature_S: HostOrTraced

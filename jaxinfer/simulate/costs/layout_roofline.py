@@ -51,7 +51,7 @@ class LayoutStage:
         return self.spent(work).total + self._step_s + self._sequence_s * work.sequences
 
     def spent(self, work: Work) -> Seconds:
-        """Return these seconds by cause, without the time that an engine adds.
+        """Return the seconds of one step by cause, without the time that an engine adds.
 
         Prefill chunks and decodes are separate kernels.
         """
