@@ -101,13 +101,13 @@ class Interpreted(OnGpu):
         """Return at once: all copies are done."""
 
     def load(self, x: Ref, layout: Any) -> jax.Array:
-        """Load, whatever the layout."""
+        """Load the value; the layout is ignored."""
         return x[...]
 
     fetch = load
 
     def store(self, x: Ref, value: jax.Array) -> None:
-        """Store, whatever the layout."""
+        """Store the value."""
         x[...] = value
 
     def add_product(self, sums: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:

@@ -137,7 +137,7 @@ class AttentionFit:
         return self.busy(pairs, entries) + self.exchange if pairs else 0.0
 
     def busy(self, pairs: float, entries: float) -> float:
-        """Return how many of these seconds keep the device and the link busy."""
+        """Return the seconds for which one layer keeps the device and the link busy."""
         if not pairs:
             return 0.0
         each = self.per_pair + self.exchange_per_pair

@@ -10,8 +10,9 @@ The states of a hand-off from leg to leg, and the fields of the request in each 
 | its KV is fetched | exported, hold | hold | exported | here: importing |
 | the next leg runs | hold | hold | none | here: running |
 
-"There" is the instance of the ended leg, "here" is the instance of the next leg. ``sent`` counts the
-KV entries whose transfer here has started, ``transfers`` counts the transfers that have not landed.
+"There" is the instance of the ended leg, "here" is the instance of the next leg. ``sent`` counts
+the KV entries whose transfer here has started. ``transfers`` counts the transfers that have not
+landed.
 
 Pages are freed as follows:
 

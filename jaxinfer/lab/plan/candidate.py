@@ -84,8 +84,8 @@ class Score:
     """The rate that a candidate can serve and its costs, or the reason why there is none.
 
     Attributes:
-        rate: requests per second at which it meets the targets; 0 if there is none, infinite if
-            any.
+        rate: requests per second at which it meets the targets; 0 if it meets them at no rate,
+            infinite if at every rate.
         given_up: set if it missed the targets at the rate to beat, or if its bound is below that
             rate and nothing was simulated.
         figures: figures at that rate, by target (see ``Verdict``).

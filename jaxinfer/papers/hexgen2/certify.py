@@ -24,8 +24,8 @@ class Certified:
 
     Attributes:
         flow: requests per second over shared networks, and their bottlenecks.
-        bound: requests per second that no plan exceeds whose groups have at most the given number
-            of GPUs, wherever these are.
+        bound: upper bound on the requests per second of plans whose groups have at most the given
+            number of GPUs, wherever these are.
         within: the same for plans whose groups stay within nodes, on the real network.
         per_gpu: additional requests per second for one more GPU of each kind.
     """

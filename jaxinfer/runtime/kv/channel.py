@@ -10,7 +10,7 @@ loop's process, ``host`` or ``transfer_server`` otherwise.
 |---|---|---|---|
 | send | loop | tells the source to offer each slab of a transfer | source |
 | gather | source (1) | launches the copy out of the pages, and its checksum | source |
-| offer | source end | waits for the copy and for the step that computes it; hands it over | source |
+| offer | source end | waits for the copy and the step that computes it; hands it over | source |
 | hear Offered | source end (2) | tells the destination to pull | a lost process |
 | pull | destination end (3) | waits for the slab; bytes are sent during this step | source |
 | put | destination end (3) | puts it on the destination's devices, and waits | destination |
@@ -18,7 +18,7 @@ loop's process, ``host`` or ``transfer_server`` otherwise.
 | hold back | loop | waits for as long as an emulated link would take | |
 | place | loop | tells the destination to write it, or to drop it if the transfer is given up | |
 | scatter | destination (1) | launches the copy into the pages, which are donated | destination |
-| check | destination end | waits for the checksum of the pages, if transfers are verified | destination |
+| check | destination end | waits for the checksum of the pages, if verifying | destination |
 | hear Checked | destination end (2) | compares it with the source's checksum | the run ends |
 | free | loop | ``serving.transfer`` frees pages when all slabs are placed | |
 

@@ -22,7 +22,7 @@ class _Ref(weakref.ref[RequestState]):
 
 @dataclass(slots=True)
 class _Told:
-    """The state of a request that the other process already has: pages of a hold, and output tokens.
+    """The part of a request that was already sent: pages of a hold, and output tokens.
 
     Attributes:
         slices: lists of the pages of slices, if slices may move.
