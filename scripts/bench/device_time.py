@@ -1,4 +1,4 @@
-"""Work of a GPU during the steps of a run, by kind of kernel, from a trace of JAX's profiler."""
+"""Times of a GPU in the steps of a run, by kind of kernel, from a trace of JAX's profiler."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A launch; times in seconds, of the same clock as the steps'."""
+    """A launched kernel; its times are in seconds, by the same clock as the steps' times."""
 
     name: str
     start: float
@@ -38,12 +38,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """Seconds per step, which add up to ``step_s``.
+    """Seconds per step by cause; they add up to ``step_s``.
 
     Attributes:
-        attention: KV writes included; ``matmuls``; ``rest``: of the device's time.
-        host: no kernel ran.
-        kernels: of those that take longest, by name: seconds and launches per step.
+        attention: seconds of attention kernels, including KV writes.
+        matmuls: seconds of matrix products.
+        rest: seconds of all other kernels.
+        host: seconds in which no kernel ran.
+        kernels: seconds and launches per step of the kernels that take longest, by name.
     """
 
     steps: int
@@ -56,7 +58,7 @@ class DeviceTime:
 
 
 def device_time(kernels: Iterable[Kernel], marks: Sequence[float]) -> DeviceTime:
-    """Return the mean device time of the steps between the marks, each of which ends a step."""
+    """Return the mean device time of the steps between the marks; each mark ends a step."""
     first, last, steps = marks[0], marks[-1], len(marks) - 1
     inside = [
         Kernel(k.name, max(k.start, first), min(k.end, last))
@@ -89,7 +91,7 @@ def _kind(name: str) -> str | None:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans is."""
+    """Return the seconds that at least one of the spans covers."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(end - max(start, until), 0.0)
@@ -98,7 +100,7 @@ def _covered(spans: Iterable[Span]) -> float:
 
 
 def read_trace(data: ProfileData) -> tuple[list[Kernel], list[float]]:
-    """Kernels of all GPUs, and the marks."""
+    """Return the kernels of all GPUs, and the marks."""
     kernels, marks = [], []
     for plane in data.planes:
         on_gpu = plane.name.startswith("/device:GPU")
@@ -115,7 +117,7 @@ def read_trace(data: ProfileData) -> tuple[list[Kernel], list[float]]:
 
 @dataclass
 class _Window:
-    """A trace under way of steps of one kind."""
+    """A running trace of steps of one kind."""
 
     name: str
     folder: Path
@@ -127,12 +129,12 @@ class StepTracer:
     """Traces some successive steps of each kind in a run, once; ``on_step`` is for ``LLM.run``.
 
     Args:
-        kinds: by name, which steps are of it.
-        steps: how many of each.
+        kinds: functions that tell whether a step is of a kind, by the kind's name.
+        steps: number of steps to trace, for each kind.
 
     Attributes:
-        found: by kind, device times, or why there are none.
-        work: by kind, what the steps computed.
+        found: device times by kind, or the reason why there are none.
+        work: the work of the traced steps, by kind.
     """
 
     def __init__(self, kinds: Mapping[str, Callable[[Work], bool]], steps: int) -> None:
@@ -143,7 +145,7 @@ class StepTracer:
         self._window: _Window | None = None
 
     def on_step(self, done: StepDone) -> None:
-        """A step has ended."""
+        """Take note of an ended step."""
         work, window = done.batch.work, self._window
         if window is None:
             self._start(work)
@@ -170,7 +172,7 @@ class StepTracer:
         self._window = _Window(name, folder, _SKIPPED + 1 + self._steps, [])
 
     def close(self) -> None:
-        """Give up a trace that is under way."""
+        """Give up a running trace."""
         if self._window:
             jax.profiler.stop_trace()
             shutil.rmtree(self._window.folder)

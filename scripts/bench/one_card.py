@@ -1,17 +1,19 @@
-"""All systems on one card that plays several: answers, decisions, and times beside simulations.
+"""All systems on one card that plays several: answers, decisions, and times next to simulations.
 
     python -m scripts.bench.one_card --out DIR                 # on a GPU
     python -m scripts.bench.one_card --out DIR --processes     # then: a process for each group
     python -m scripts.bench.one_card --out DIR --rehearse      # on a CPU: tiny
     python -m scripts.bench.one_card --predict one_card_predicted.csv    # simulations alone
 
-The run files are those of configs/gpu/one_card/. Twice: ``exact``, four layers of SmolLM2-135M in
-float32, whose answers have to be those of ``single``, token by token; ``large``, Llama 3 8B's shape
-in bfloat16, where a step's other rows change the last bits, and answers may part at a tie: where
-``single`` held both tokens likely within BOUND. Each run keeps a ledger, on which the simulator has
-to decide alike. Makespans stand beside two simulations: by the card's data sheet (``predicted_s``)
-and by the profile of steps measured here (``replayed_s``). What no time is left for is said to be
-missing.
+The run files are those of configs/gpu/one_card/. They run in two ways. ``exact`` has four layers of
+SmolLM2-135M in float32; its answers must equal those of ``single``, token by token. ``large`` has
+Llama 3 8B's shape in bfloat16. There, the other rows of a step change the last bits, so answers may
+differ from a tie on, that is, where both tokens had log probabilities within BOUND of each other in
+``single``.
+
+Each run keeps a ledger, and the simulator must make the same decisions. Makespans are compared with
+two simulations: one by the card's data sheet (``predicted_s``), and one by the profile of steps
+measured here (``replayed_s``). Runs for which no time is left are reported as missing.
 """
 
 import gc
@@ -88,9 +90,11 @@ class Pass:
     """One way to run all files.
 
     Attributes:
+        name: name of the way.
+        model: model to run.
         size: settings of the run files that make runs smaller.
-        dtype: of weights and KV.
-        is_large: whether simulations by the data sheet stand beside the runs.
+        dtype: dtype of weights and KV.
+        is_large: whether runs are compared with simulations by the data sheet.
     """
 
     name: str
@@ -100,7 +104,7 @@ class Pass:
     is_large: bool
 
     def of(self, system: str, *more: str) -> list[str]:
-        """Settings of one system's file."""
+        """Return the settings of one system's file."""
         found = [f"model={self.model}", f"engine.dtype={self.dtype}", *self.size]
         if self.size:
             found.append("engine.kernels=plain")
@@ -110,7 +114,7 @@ class Pass:
 
 
 def passes(out: Path, is_rehearsal: bool) -> list[Pass]:
-    """Return the two ways, tiny ones in a rehearsal; the folder gets the small model."""
+    """Return both ways, or tiny ones in a rehearsal; write the small model to the folder."""
     folder, size = out / "model", LEAST if is_rehearsal else SMALL
     folder.mkdir(exist_ok=True)
     # Few layers compile sooner.
@@ -123,13 +127,13 @@ def passes(out: Path, is_rehearsal: bool) -> list[Pass]:
 
 
 def own_groups(path: Path) -> list[str]:
-    """Groups of a run file that have devices of their own."""
+    """Return the groups of a run file that have devices of their own."""
     groups = yaml.safe_load(path.read_text())["groups"]
     return [name for name, group in groups.items() if "shares" not in group]
 
 
 def predict(system: str, card: str, settings: Sequence[str] = ()) -> Row | None:
-    """Simulate a run file by a card's data sheet; None of what is not modelled."""
+    """Simulate a run file by a card's data sheet; None if the file cannot be modelled."""
     path = FOLDER / f"{system}.yaml"
     kinds = [f"groups.{name}.kind={card}" for name in own_groups(path)]
     config = load_run_file(path, [*settings, *kinds])
@@ -161,8 +165,9 @@ class Suite:
     """Runs of systems on one card, and the folder of their results.
 
     Attributes:
-        card: as ``configs/gpus.yaml`` calls it; none of them on a CPU.
-        is_rehearsal: CPU devices stand for the card.
+        out: folder of the results.
+        card: the card's name in ``configs/gpus.yaml``, or another name on a CPU.
+        is_rehearsal: whether CPU devices stand for the card.
     """
 
     out: Path
@@ -171,11 +176,11 @@ class Suite:
 
     @property
     def shown_card(self) -> str:
-        """The card as the results name it, which says if a CPU has stood for it."""
+        """The card's name in the results, which says if a CPU stood for it."""
         return f"{self.card}, played by a CPU" if self.is_rehearsal else self.card
 
     def run(self, kind: Pass, system: str, label: str, *more: str) -> Row:
-        """Run one system; what failed is in the row, too."""
+        """Run one system; if it fails, the row says so."""
         start = time.monotonic()
         row: Row = {"pass": kind.name, "system": label, "card": self.shown_card, "result": "ok"}
         try:
@@ -213,7 +218,7 @@ class Suite:
         return [f"groups.{name}.platform=cpu" for name in own_groups(path)]
 
     def _figures(self, config: RunFile, folder: Path, kind: Pass, system: str) -> Row:
-        """Read a run's folder, and decide and simulate it again."""
+        """Read a run's folder, replay its decisions, and simulate it."""
         (ran,) = run_folders(folder)
         record = read_run(ran, system)
         late = record.run["overruns"].values()
@@ -239,7 +244,7 @@ class Suite:
         return row
 
     def against(self, kind: Pass, row: Row) -> Row:
-        """A row with its answers beside those of one instance."""
+        """Compare a row's answers with those of one instance."""
         alone, own = (self.out / f"{kind.name}_{name}.json" for name in (ALONE, row["system"]))
         if row["result"] != "ok":
             return row
@@ -250,7 +255,7 @@ class Suite:
 
 
 def told(found: Comparison) -> Row:
-    """A comparison as columns."""
+    """Return a comparison as columns."""
     return {
         "equal": found.equal,
         "tied": found.tied,
@@ -261,7 +266,7 @@ def told(found: Comparison) -> Row:
 
 
 def is_wrong(row: Row) -> bool:
-    """True of a run that failed, whose answers differ, or which the simulator decides otherwise."""
+    """True if a run failed, has other answers, or has other decisions than the simulator."""
     return (
         row["result"].startswith("failed")
         or bool(row.get("apart"))
@@ -286,7 +291,7 @@ def rows_of(
 
 
 def rows_of_processes(suite: Suite, kinds: Sequence[Pass], seconds: float) -> Iterator[Row]:
-    """Run files with processes by each transport, the large model by the quicker one."""
+    """Run files with processes by each transport, and the large model by the quicker one."""
     end = time.monotonic() + seconds
     for system, kind in product(PROCESSES, kinds):
         jobs = [(system, "transport=auto")]
@@ -301,14 +306,14 @@ def rows_of_processes(suite: Suite, kinds: Sequence[Pass], seconds: float) -> It
 
 
 def write(rows: Sequence[Row], out: Path, name: str) -> None:
-    """Write rows as JSON and as a CSV file with all their columns."""
+    """Write rows as JSON, and as a CSV file with all their columns."""
     out.joinpath(f"{name}.json").write_text(json.dumps(rows, indent=2) + "\n")
     columns = dict.fromkeys(column for row in rows for column in row)
     write_csv(out / f"{name}.csv", [{c: row.get(c) for c in columns} for row in rows])
 
 
 def card_here() -> str:
-    """Return the first device, as ``configs/gpus.yaml`` calls it, or as JAX does."""
+    """Return the first device's name in ``configs/gpus.yaml``, or else its JAX name."""
     import jax
 
     from jaxinfer.hardware.catalogue import name_of_device
@@ -335,7 +340,7 @@ def main(
     rehearse: bool,
     predicted: Path | None,
 ) -> None:
-    """Run, compare and write; exits with 1 where something is wrong."""
+    """Run, compare and write; exit with 1 if something is wrong."""
     if predicted:
         write_predictions(predicted)
         return

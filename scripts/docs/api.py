@@ -1,4 +1,4 @@
-"""The API reference, from docstrings: needs the extra ``docs``.
+"""Write the API reference from docstrings; this needs the extra ``docs``.
 
 python -m scripts.docs.api --out build/docs
 """
@@ -14,7 +14,7 @@ LEFT_OUT = "ray"
 
 
 def specs() -> list[str]:
-    """The package's face, and each of its modules and packages; pdoc finds what is in these."""
+    """Return the package, and all its modules and packages; pdoc finds what is in these."""
     found = [module.name for module in pkgutil.iter_modules(jaxinfer.__path__)]
     return [
         "jaxinfer",

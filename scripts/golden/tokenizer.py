@@ -1,10 +1,10 @@
-"""Write the ids that SentencePiece itself gives, for the tests of tokenizers from GGUF files.
+"""Write the ids of SentencePiece itself, for the tests of tokenizers from GGUF files.
 
     python -m scripts.golden.tokenizer
 
-It needs the packages sentencepiece, protobuf and those of the demo model gemma3-270m. Gemma's
-model is put together from its GGUF file's pieces, scores and types; two tiny ones are trained here,
-and written as llama.cpp's converter would write them.
+This needs the packages sentencepiece, protobuf and those of the demo model gemma3-270m. Gemma's
+model is built from the pieces, scores and types of its GGUF file. Two tiny models are trained here,
+and written in the same way as llama.cpp's converter does.
 """
 
 # ruff: noqa: RUF001
@@ -61,7 +61,7 @@ TEXTS = [
 
 
 def model_of(metadata: Mapping[str, Any]) -> Any:
-    """SentencePiece's model of a GGUF file's metadata."""
+    """Return SentencePiece's model for a GGUF file's metadata."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -85,7 +85,7 @@ def model_of(metadata: Mapping[str, Any]) -> Any:
 
 
 def train(vocab_size: int, prefix: bool, **options: Any) -> dict[str, Any]:
-    """The metadata of a GGUF file of a model trained on ``CORPUS``."""
+    """Return the metadata of a GGUF file of a model trained on ``CORPUS``."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -124,7 +124,10 @@ def train(vocab_size: int, prefix: bool, **options: Any) -> dict[str, Any]:
 
 
 def cases(metadata: Mapping[str, Any], controls: Sequence[str]) -> list[dict[str, Any]]:
-    """Texts and their ids, BOS first; some with control tokens, which SentencePiece never reads."""
+    """Return texts and their ids, BOS first.
+
+    Some have control tokens, which SentencePiece never reads.
+    """
     model = model_of(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     bos = metadata["tokenizer.ggml.bos_token_id"]
@@ -139,7 +142,7 @@ def cases(metadata: Mapping[str, Any], controls: Sequence[str]) -> list[dict[str
 
 
 def write(name: str, content: Mapping[str, Any]) -> None:
-    """Write a JSON file that changes by whole lines."""
+    """Write a JSON file in which changes are whole lines."""
     lines = []
     for key, value in content.items():
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Clusters and requests on which both worlds are to decide alike, drawn by a seed."""
+"""Draws clusters and requests on which both worlds must make the same decisions."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ WORKLOADS: dict[str, tuple[str, bool, str]] = {
 
 
 def sections(system: str, cluster: str, seed: int) -> dict[str, Any]:
-    """A run file of a system on a cluster."""
+    """Return a run file of a system on a cluster."""
     rng = random.Random(f"{seed} {system} {cluster}")
     names, given = SYSTEMS[system]
     options = {name: _one(rng, value) for name, value in given.items()}
@@ -124,9 +124,9 @@ Sections = dict[str, dict[str, Any]]
 def _spread(
     rng: random.Random, groups: Sections, cluster: str, engine: dict[str, Any]
 ) -> tuple[Sections, Sections]:
-    """An instance whose heads may lie on two more groups; or with two stages that share one.
+    """Add an instance whose heads may be on two more groups, or whose two stages share a group.
 
-    With room, one of them, that which is shared, has two devices.
+    If there is room, the shared group has two devices.
     """
     # A request of 19 pages for each of two heads just fits the small ones.
     own, near, far = (12, 11, 8) if cluster == "small" else (30, 14, 12)
@@ -146,7 +146,7 @@ def _spread(
 
 
 def _pipeline(groups: Sections, cluster: str, engine: dict[str, Any]) -> tuple[Sections, Sections]:
-    """Two stages; on one group where its process is to come back."""
+    """Return two stages; they are on one group if that group's process is restarted."""
     names = ["p", "q"]
     if cluster == "meshes":
         groups = {name: {"devices": 2, "tensor_parallel_size": 2} for name in names}
@@ -157,7 +157,7 @@ def _pipeline(groups: Sections, cluster: str, engine: dict[str, Any]) -> tuple[S
 
 
 def _as_meshes(groups: Sections, instances: Sections) -> None:
-    """The first instance on two devices; the last one, with larger pages, of two stages."""
+    """Give the first instance two devices, and the last one larger pages and two stages."""
     names = [*instances]
     first, last = names[0], names[-1]
     groups[first] = {"devices": 2, "tensor_parallel_size": 2}
@@ -172,7 +172,9 @@ def _as_meshes(groups: Sections, instances: Sections) -> None:
 
 
 def asked(rng: random.Random, drawn: bool) -> list[tuple[list[int], SamplingParams]]:
-    """Nine prompts, those of more than 40 tokens beginning alike, and how they are sampled."""
+    """Return nine prompts with sampling options; those of over 40 tokens have the
+    same beginning.
+    """
     shared = [rng.randrange(256) for _ in range(PROMPT)]
     found = []
     for number in range(9):
@@ -192,6 +194,6 @@ def asked(rng: random.Random, drawn: bool) -> list[tuple[list[int], SamplingPara
 
 
 def wait_for(there: Callable[[], object], sleep: Callable[[float], None]) -> None:
-    """Look every so often, until something is there."""
+    """Poll until something is there."""
     while not there():
         sleep(0.01)

@@ -1,4 +1,4 @@
-"""Ledgers of real runs beside the simulator's decisions on what they were told: docs/proof.md.
+"""Compare ledgers of real runs with the simulator's decisions; see docs/proof.md.
 
 python -m scripts.validate.decisions docs/results/proof/decisions.csv --seed 1
 """
@@ -59,7 +59,7 @@ COLUMNS = (
 
 
 def ledgers(system: str, workloads: Sequence[str], seed: int, folder: Path) -> Iterator[Row]:
-    """Run workloads on a system, those of one cluster on one that is loaded once."""
+    """Run workloads on a system; a cluster is loaded once for all of its workloads."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
@@ -105,7 +105,7 @@ def serve(llm: LLM, rng: random.Random, workload: str, runs: Path) -> None:
 
 
 def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
-    """Kill a process after some steps, and wait for it to be back after some more."""
+    """Kill a process after some steps, and wait after some more steps until it is back."""
     restarts = llm.cluster.restarts
     assert restarts
     name = rng.choice([*llm.cluster.engines])
@@ -131,7 +131,7 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
 
 
 def outcome(folder: Path) -> Row:
-    """A row of a run: how its two ledgers differ, and what has happened in it."""
+    """Return the row of a run: the differences of its two ledgers, and the events of the run."""
     found, entries = check_decisions(folder), read_ledger(folder / NAME)
     counts = Counter(kind for kind, *_ in entries)
     run = read_run_json(folder)
@@ -175,13 +175,13 @@ def kinds_of(entries: Iterable[Entry]) -> Counter[str]:
 
 
 def never(rows: Iterable[Row]) -> list[str]:
-    """The kinds of decisions that no run of a matrix has made."""
+    """Return the kinds of decisions that no run of a matrix has made."""
     made = {each.partition(":")[0] for row in rows for each in str(row["kinds"]).split()}
     return [name for name in KINDS if name not in made]
 
 
 def summary(path: Path) -> str:
-    """A sentence: how many runs there are, how many ledgers are equal, and what happened in all."""
+    """Return a sentence with the numbers of runs, of equal ledgers, and of all events."""
     rows = read_csv(path)
     sums = Counter[str]()
     for row in rows:
@@ -202,10 +202,10 @@ def summary(path: Path) -> str:
 @click.option("--system", "systems", multiple=True, type=click.Choice([*SYSTEMS]))
 @click.option("--workload", "workloads", multiple=True, type=click.Choice([*WORKLOADS]))
 def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequence[str]) -> None:
-    """Run systems over workloads, and write to OUT, a CSV file, which ledgers are equal.
+    """Run systems on workloads, and write the comparison of their ledgers to OUT, a CSV file.
 
-    By default, all systems and all workloads. A matrix in which a kind of decision never occurs
-    fails, as one does whose ledgers differ.
+    By default, all systems and all workloads run. The program fails if ledgers differ, or if a kind
+    of decision never occurs.
     """
     # Most of the time goes into compilation, little into what it makes.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

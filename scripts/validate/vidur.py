@@ -1,4 +1,4 @@
-"""The simulator beside Vidur, on Vidur's own profile.
+"""Compare the simulator with Vidur, on Vidur's own profile.
 
     python -m scripts.validate.vidur --tables FOLDER --requests request_metrics.csv.gz --out DIR
 
@@ -26,7 +26,7 @@ RUN_FILE = CONFIGS / "vidur" / "codellama_34b.yaml"
 @click.option("--requests", "path", required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 def main(tables: str, path: Path, out: Path) -> None:
-    """Print mean and p99 of TTFT and of decode time per token of both."""
+    """Print mean and p99 of TTFT, and of decode time per token, of both."""
     with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
         theirs = list(csv.DictReader(file))
     gaps = [float(row["request_inter_arrival_delay"] or 0) for row in theirs]

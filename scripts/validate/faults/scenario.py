@@ -1,4 +1,4 @@
-"""A hand-off with neighbours: what lies beside the requests that move, on either side."""
+"""A hand-off with neighbours: other requests on both sides, next to those that move."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -50,7 +50,9 @@ class Scenario:
     """Two sides before a hand-off.
 
     Attributes:
-        before: the destination as it is before.
+        source: side that sends.
+        dest: side that receives.
+        before: copy of the destination before the hand-off.
     """
 
     source: Side
@@ -66,7 +68,7 @@ class Scenario:
 
 
 def scenario(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Scenario:
-    """Make a scenario; its sides may be changed."""
+    """Return a new scenario; its sides may be changed."""
     given, taken = _side(model, source, True), _side(model, dest, False)
     return Scenario(given.copy(), taken.copy(), taken)
 
