@@ -88,9 +88,7 @@ def run_vllm(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float
 
 
 def run_llamacpp(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
-    """Return the seconds for all requests; each step has decodes, then prompts, up to
-    512 tokens.
-    """
+    """Return the seconds for all requests; a step has decodes, then prompts, up to 512 tokens."""
     import llama_cpp as lib
 
     lib.llama_backend_init()

@@ -51,9 +51,7 @@ def run_file(model: str, process: str | None, transport: str = "host") -> dict[s
 
 
 def spread_file(model: str, process: str | None) -> dict[str, Any]:
-    """Return a run file of one stage and its attention group, both here or each in its
-    own process.
-    """
+    """Return a run file of one stage and its attention group, here or each in a process."""
     found = run_file(model, process)
     stages = [{"group": "a", "attention": ["b"]}]
     options = {"stages": stages, "enable_prefix_caching": False}
@@ -78,9 +76,7 @@ def decodes(llm: LLM, count: int) -> Batch:
 
 
 def step_us(llm: LLM, count: int, rounds: int) -> list[tuple[float, float]]:
-    """Return, for each step, microseconds from the loop's call to the worker's start and to its
-    end.
-    """
+    """Return microseconds from the loop's call to the worker's start and end, for each step."""
     batch, found = decodes(llm, count), []
     posted: SimpleQueue[Any] = SimpleQueue()
     for _ in range(rounds):

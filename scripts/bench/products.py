@@ -39,9 +39,7 @@ class Shape(NamedTuple):
     V: int
 
     def products(self, rows: int) -> list[tuple[str, str, int, int]]:
-        """Return the name, kind, inputs and outputs of each product; heads have a row
-        per sequence.
-        """
+        """Return name, kind, inputs and outputs of each product; heads have a row per sequence."""
         D, N, K, F, V = self
         found = [("q", "dense", D, N), ("k", "dense", D, K), ("v", "dense", D, K)]
         found += [("o", "dense", N, D), ("gate, up", "gated", D, F), ("down", "dense", F, D)]

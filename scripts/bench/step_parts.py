@@ -108,9 +108,7 @@ def _one_entry(kv: KVPages, k_TKH: jax.Array, v_TKH: jax.Array, *_: Any) -> KVPa
 
 
 def products(engine: Engine, tokens: int) -> Callable[[], object]:
-    """Return a function that computes little more than all layers' products for
-    ``tokens`` tokens.
-    """
+    """Return a function that computes the products of all layers, and little else."""
     c, dtype = engine.plan.config, engine.plan.options.dtype
     D, F = c.hidden_size, c.intermediate_size
     E, G = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim

@@ -84,9 +84,7 @@ class StepWatch:
         }
 
     def _alone(self, sampler: SamplerShape) -> dict[str, float]:
-        """Return the seconds of a step on the device, and of its launch with inputs from
-        the host.
-        """
+        """Return the seconds of a step on the device, and of a launch with inputs from the host."""
         assert self.kept
         shape, inputs = self.kept
         sampling = empty_sampling(shape.rows, sampler)

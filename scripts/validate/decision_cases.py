@@ -172,9 +172,7 @@ def _as_meshes(groups: Sections, instances: Sections) -> None:
 
 
 def asked(rng: random.Random, drawn: bool) -> list[tuple[list[int], SamplingParams]]:
-    """Return nine prompts with sampling options; those of over 40 tokens have the
-    same beginning.
-    """
+    """Return nine prompts with sampling options; those of over 40 tokens begin alike."""
     shared = [rng.randrange(256) for _ in range(PROMPT)]
     found = []
     for number in range(9):

@@ -1,4 +1,4 @@
-"""Rates of ``pd_ratio``, and of closed forms alone, beside brute force over all ratios."""
+"""Rates of ``pd_ratio``, and of closed forms alone, compared with brute force over all ratios."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -24,7 +24,7 @@ Rates = Mapping[tuple[int, int], tuple[float, float]]
 
 
 def problem(trace: Path) -> Problem:
-    """The multi-vendor paper's cards and model: the most requests per second and card."""
+    """Return the problem: the multi-vendor paper's cards and model, most requests/s per card."""
     run = {name: read_yaml(FILE)[name] for name in ("model", "engine", "gpus")}
     planner = {
         "name": "pd_ratio",
@@ -43,14 +43,14 @@ def problem(trace: Path) -> Problem:
 def searched(
     asked: Problem, pool: ProcessPoolExecutor, prune: bool
 ) -> tuple[Candidate, DrivenSearch]:
-    """The choice, with as little work as it takes or with all of it."""
+    """Return the choice, with as few simulations as possible or with all of them."""
     search = DrivenSearch(asked, pool.map, prune=prune)
     options = {name: value for name, value in asked.planner.items() if name != "name"}
     return PDRatio(PDRatioOptions.model_validate(options)).plan(search.problem, search), search
 
 
 def ratio_row(name: str, lengths: Lengths, out: Path, pool: ProcessPoolExecutor) -> Row:
-    """A workload, of short traces and of long ones."""
+    """Return the row of a workload, for short traces and long ones."""
     rates = []
     for count in (SHORT, LONG[name]):
         trace = out / f"{name}-{count}.csv"
@@ -100,10 +100,10 @@ def _write(path: Path, lengths: Lengths) -> None:
 
 
 def ratios(chats: Lengths, folder: Path, pool: ProcessPoolExecutor) -> list[Row]:
-    """A row for each workload.
+    """Return a row for each workload.
 
     Args:
-        folder: gets the traces that are simulated.
+        folder: folder for the traces that are simulated.
     """
     rows = []
     for name in LONG:
@@ -114,7 +114,7 @@ def ratios(chats: Lengths, folder: Path, pool: ProcessPoolExecutor) -> list[Row]
 
 
 def ratio_targets(rows: Sequence[Row]) -> list[Target]:
-    """Return targets for the rate of a planner's choice beside the best."""
+    """Return targets that compare the rate of a planner's choice with the best rate."""
     return [
         by_share(
             f"pd_ratio: capacity per card of its choice by that of brute force's, {row['lengths']}",

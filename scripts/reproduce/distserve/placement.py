@@ -1,6 +1,6 @@
-"""DistServe's placements (section 4.2) by ``jaxinfer plan``'s planner, beside the paper's.
+"""DistServe's placements (section 4.2) by ``jaxinfer plan``'s planner, and the paper's.
 
-By the plan files ``configs/plan/distserve_*.yaml``.
+The plan files are ``configs/plan/distserve_*.yaml``.
 """
 
 import time
@@ -21,12 +21,12 @@ AXES = ("prefill_tp", "prefill_pp", "decode_tp", "decode_pp")
 
 
 def shape_of(candidate: Candidate) -> tuple[Axis, ...]:
-    """Tensor and pipeline parallelism of prefill and decode."""
+    """Return tensor and pipeline parallelism of prefill and decode."""
     return tuple(candidate.axes[name] for name in AXES)
 
 
 def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[Row], Target]:
-    """The best three placements and the paper's, and the claim."""
+    """Return the best three placements and the paper's, and the claim."""
     paper = PAPER[model]
     problem = load_problem(FOLDER / f"distserve_{model}.yaml", ["goal.top=3"])
     search = DrivenSearch(problem, pool.map)

@@ -40,7 +40,7 @@ TABLE_2 = {
 
 
 def latencies(cluster: Cluster, data: Data, work: Work) -> reference.Latencies:
-    """Seconds to the first token and per token after it, of each request."""
+    """Return each request's seconds to the first token, and per later token."""
     found: dict[int, tuple[float, float]] = {}
 
     def note(request: RequestState, times: Sequence[float]) -> None:
@@ -52,7 +52,7 @@ def latencies(cluster: Cluster, data: Data, work: Work) -> reference.Latencies:
 
 
 def attained(found: reference.Latencies, ttft: float = 0.2, tpot: float = 0.1) -> float:
-    """Percent of the requests that meet both."""
+    """Return the percent of the requests that meet both limits."""
     return 100 * fmean(first <= ttft and each <= tpot for first, each in found)
 
 
@@ -113,7 +113,7 @@ def _faster(work: Work, times: int) -> list[BenchRequest]:
 
 
 def measured(inputs: Inputs) -> Part:
-    """The first of them that ended on the authors' A100s at 3 per GPU, one by one."""
+    """The first requests that ended on the authors' A100s at 3 per GPU, one by one."""
     data = Data.read(inputs.path(PROFILES))
     with REQUESTS.with_name("measured_requests.csv").open(encoding="utf-8") as file:
         real = {
@@ -150,7 +150,7 @@ def measured(inputs: Inputs) -> Part:
 
 
 def draw_pools(data: Data) -> Figure:
-    """Draw how full both pools are over a run: KV that waits for decode fills that of prefill."""
+    """Draw how full both pools are during a run: KV that waits for decode fills prefill's pool."""
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     config = LOW.run_file(data)
     for ax, rate in zip(figure.subplots(1, 2, sharey=True), (2, 3.5), strict=True):

@@ -1,4 +1,4 @@
-"""Run files of Hetis' cluster, and what comes out of them."""
+"""Run files of Hetis' cluster, and the figures of their simulations."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +50,7 @@ MODELS = {
 
 
 def hardware(folder: Path, latency_s: float | None = None) -> Path:
-    """The cluster's file with another latency, and with a node of four 3090 besides."""
+    """Return the cluster's file with another latency, and with an additional node of four 3090."""
     known = yaml.safe_load(HARDWARE.read_text(encoding="utf-8"))
     known["nodes"]["rtx3090"] = known["nodes"]["rtx3090_1"] | {"gpus": 4}
     if latency_s is not None:
@@ -72,7 +72,7 @@ def cluster(
     lengths: str = "sharegpt",
     file: Path = HARDWARE,
 ) -> RunFile:
-    """A run file of one instance, with attention groups for all stages, each of so many pages."""
+    """Return a run file of one instance with attention groups for all stages."""
     stages = [
         {
             "group": group,
@@ -104,19 +104,20 @@ def cluster(
 
 
 def hetis(**options: Any) -> dict[str, Any]:
-    """The system's section."""
+    """Return the system's section."""
     return {"name": "hetis", **options}
 
 
 def modelled(run_file: RunFile) -> ModelledInstance:
-    """The modelled instance."""
+    """Return the modelled instance."""
     return model_cluster(model_site(resolve(run_file))).instances["x"]
 
 
 def run(config: RunFile, folder: Path | None = None) -> Row:
-    """Simulate, recorded in a folder if asked, and return figures of tables; times in seconds.
+    """Simulate, and return figures for tables; times are in seconds.
 
-    A request's time per token is all of its time by its tokens; TPOT is that after the first one.
+    If a folder is given, the run is recorded there. A request's time per token is its whole time
+    divided by its tokens. TPOT is the time per token after the first one.
     """
     ttft, per_token, tpot = list[float](), list[float](), list[float]()
 

@@ -1,8 +1,8 @@
-"""Tokens in flight from which heads leave the devices with layers, and which go where.
+"""Tokens in flight from which heads leave the devices with layers, and where they go.
 
-Closed form, one stage: a layer's attention takes longer than an
-exchange, ``entries * per_entry = exchange`` (over all heads). A pipeline's step has its share of
-the requests, so that it takes as many times more of them.
+The closed form is for one stage. Heads leave once a layer's attention takes longer than an
+exchange: ``entries * per_entry = exchange`` (over all heads). A step of a pipeline has only its
+share of the requests, so the number of tokens in flight is larger by that factor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,12 +40,13 @@ EXCHANGES = (60e-6, 100e-6, 200e-6)
 
 @dataclass(frozen=True)
 class Course:
-    """A simulation in which requests come until there are many.
+    """A simulation in which requests arrive until there are many.
 
     Attributes:
-        exchange_s: of a layer, there and back.
+        case: name of the case.
+        exchange_s: seconds of one layer's exchange, there and back.
         expected: tokens in flight at which heads should leave, by the closed form.
-        steps: tokens in flight, and of each stage the heads on each device.
+        steps: for each step, the tokens in flight, and each stage's heads on each device.
     """
 
     case: str
@@ -81,7 +82,7 @@ def served(case: str, config: RunFile, folder: Path) -> Iterator[tuple[int, list
 
 
 def closed_form(config: RunFile) -> float:
-    """Tokens in flight at which the first stage's heads leave."""
+    """Return the tokens in flight at which the first stage's heads leave."""
     instance = modelled(config)
     stages, least = len(instance.layers), float("inf")
     for stage in range(stages):
@@ -95,7 +96,7 @@ def closed_form(config: RunFile) -> float:
 
 
 def offload(found: Sequence[Course]) -> tuple[list[Row], list[Target]]:
-    """Closed form against simulation, and how often the devices with layers have fewer heads."""
+    """Compare the closed form with simulations, and count steps with few heads on own devices."""
     rows, targets = list[Row](), list[Target]()
     for course in found:
         # Once gone, they come back late: what is asked is when the first ones leave.

@@ -1,4 +1,4 @@
-"""Setting 1 and 5 against eight H100s, in three regimes."""
+"""Settings 1 and 5 compared with eight H100s, in three regimes."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -34,7 +34,7 @@ PAPER = [ours / theirs for ours, theirs in zip(TABLE_3, DISTSERVE_3, strict=True
 
 
 def regimes(inputs: Inputs) -> Part:
-    """Simulate each cluster with the planner's own plan for each workload."""
+    """Each cluster, simulated with the planner's own plan for each workload."""
     trace, clusters = both(inputs)
     rows = []
     for name in WORKLOADS:
@@ -95,7 +95,7 @@ def ratios(trace: Work, clusters: Clusters, rows: Sequence[Row]) -> list[Row]:
 
 
 def regime_targets(rows: Sequence[Row], found: Sequence[Row]) -> list[Target]:
-    """Means over the five workloads; gaps; and whether what is planned is what flows."""
+    """Return targets for means over five workloads, gaps, and planned and real flows."""
     targets = []
     for regime in (*REGIMES, "by their other plan"):
         for setting, paper in (("setting 1", fmean(PAPER)), ("setting 5", 1.0)):

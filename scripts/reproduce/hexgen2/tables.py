@@ -67,12 +67,12 @@ def classes(inputs: Inputs) -> Part:
 
 
 def off(ours: float, theirs: float) -> int:
-    """Return by how many percent of theirs ours is above it."""
+    """Return by how many percent ours is above theirs."""
     return round(100 * (ours / theirs - 1))
 
 
 def step_seconds(inputs: Inputs) -> Part:
-    """Effect of the calibrated number on the cell that it is from."""
+    """Effect of the calibrated number on the cell that it is fitted to."""
     trace, clusters = both(inputs)
     work = draw(trace, "HPHD")
     return Part(
@@ -118,7 +118,7 @@ def table_4(inputs: Inputs) -> Part:
 
 
 def table_3(inputs: Inputs) -> Part:
-    """Llama-2-70B in setting 1 by Table 2's plan, with what is not known changed one by one."""
+    """Llama-2-70B in setting 1 by Table 2's plan, with each unknown changed in turn."""
     trace, clusters = both(inputs)
     rows, targets, found = [], [], []
     fast = clusters.setting("heterogeneous_1")
@@ -242,7 +242,7 @@ def latencies(inputs: Inputs) -> Part:
 
 
 def draw_tables(three: Sequence[Row], four: Sequence[Row]) -> Figure:
-    """Bars: the paper's and ours."""
+    """Draw bars of the paper's figures and ours."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     titles = "Table 3: Llama-2-70B, setting 1", "Table 4: OPT-30B, four H100s"
     for ax, rows, title in zip(figure.subplots(1, 2), (three, four), titles, strict=True):

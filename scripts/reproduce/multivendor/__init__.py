@@ -15,7 +15,7 @@ def lengths(inputs: Inputs) -> Part:
 
 
 def conformance(inputs: Inputs) -> Part:
-    """Pairs between which KV crosses, as ``jaxinfer conformance`` has found them."""
+    """Pairs between which KV is sent, as ``jaxinfer conformance`` has found them."""
     return Part(claims=figures.conforming(read_csv(inputs.path(CONFORMANCE))))
 
 

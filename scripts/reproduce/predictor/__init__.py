@@ -33,7 +33,7 @@ def accuracy(inputs: Inputs) -> Part:
 
 
 def runs(inputs: Inputs) -> Part:
-    """Simulated with predictions, and without."""
+    """Simulations with predictions and without."""
     from scripts.reproduce.predictor import train
 
     inputs.rows("accuracy")

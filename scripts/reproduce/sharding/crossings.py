@@ -1,4 +1,4 @@
-"""Numbers that a feed-forward layer sends, and tokens from which on gathering pays."""
+"""Numbers that a feed-forward layer sends, and the tokens from which gathering is faster."""
 
 from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def volumes(inputs: Inputs) -> Part:
 
 
 def crossings(inputs: Inputs) -> Part:
-    """Seconds of a prompt's step over its tokens, PaLM 540B on 64 TPU v4."""
+    """Seconds of a prompt's step by tokens, PaLM 540B on 64 TPU v4."""
     model = Catalogue().model("palm-540b")
     seconds = {
         name: [

@@ -19,7 +19,7 @@ PHASES: dict[str, tuple[Work, int, int, str, float]] = {
 
 
 def phases(inputs: Inputs) -> Part:
-    """Seconds of each phase under each layout, beside Table 2."""
+    """Seconds of each phase under each layout, compared with Table 2."""
     model = Catalogue().model("palm-540b")
     rows: list[Row] = []
     claims: list[Target] = []

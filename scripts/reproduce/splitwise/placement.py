@@ -46,10 +46,13 @@ class Case:
     """A search over the machines of one design.
 
     Attributes:
-        minimise: what is to be least at 70 requests per second; or ``budget``: for the largest
-            rate.
-        step: of the grid.
-        seeds: of arrivals.
+        trace: name of the trace.
+        name: name of the design.
+        minimise: quantity to minimise at 70 requests per second.
+        budget: otherwise, the budget within which the rate is maximised.
+        measured: whether decode times are the measured ones.
+        step: step of the grid.
+        seeds: number of seeds of arrivals.
     """
 
     trace: str
@@ -62,7 +65,7 @@ class Case:
 
     @property
     def named(self) -> dict[str, str]:
-        """The columns by which its row is known."""
+        """Return the columns that identify its row."""
         return {
             "trace": self.trace,
             "cluster": self.name,
@@ -73,7 +76,7 @@ class Case:
 
     @property
     def goal(self) -> dict[str, Any]:
-        """Goal of the plan file; the targets are not those of its ``slo``."""
+        """Return the plan file's goal; the authors' targets replace those of its ``slo``."""
         if self.minimise:
             goal: dict[str, Any] = {"minimise": self.minimise, "rate": RATE}
         else:
@@ -90,7 +93,7 @@ class Setting:
     traces: Mapping[str, Sequence[BenchRequest]]
 
     def find(self, case: Case) -> dict[str, Any]:
-        """Return the planner's choice, and the seconds of CPU that it takes."""
+        """Return the planner's choice, and its seconds of CPU time."""
         with TemporaryDirectory() as folder:
             problem = self._problem(case, Path(folder))
             search = DrivenSearch(problem)
@@ -128,7 +131,7 @@ class Setting:
         public = self.public
 
         class NotebookProblem(Problem):
-            """Problem with the targets of the authors' notebook."""
+            """The problem with the targets of the authors' notebook."""
 
             @cached_property
             def targets(self) -> Targets:
@@ -162,7 +165,7 @@ def largest(budget: str, measured: bool = False) -> list[Case]:
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
-    """Yield the paper's claims that rows tell."""
+    """Yield the paper's claims that the rows can decide."""
     for row in rows:
         if (row["trace"], row["cluster"], row["least"]) == ("code", "HH", "gpus"):
             yield by_amount(
@@ -179,7 +182,7 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
 
 
 def cases() -> list[Case]:
-    """Searches: HH for coding with three seeds, the cheapest, and the largest rates."""
+    """Return all searches: HH for coding with three seeds, the cheapest, and the largest rates."""
     return [
         Case("code", "HH", "gpus", seeds=3),
         *cheapest(),
@@ -190,7 +193,7 @@ def cases() -> list[Case]:
 
 
 def found(setting: Setting, pool: ProcessPoolExecutor, known: EvaluationCache) -> list[Row]:
-    """A row for each search; ``known`` has those of a run that was killed, of this host."""
+    """Return a row for each search; ``known`` has the searches of a killed run on this host."""
     keys = {case: key_of(case.named, case.seeds, origin()["machine"]) for case in cases()}
     missing = [case for case, key in keys.items() if known.get(key) is None]
     for case, row in zip(missing, pool.map(setting.find, missing), strict=True):

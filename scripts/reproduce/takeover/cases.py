@@ -1,4 +1,4 @@
-"""Clusters of unlike GPUs under several systems, over lengths of prompts and answers."""
+"""Clusters of unlike GPUs under several systems, by lengths of prompts and answers."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,11 +83,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The lengths in words."""
+        """The lengths as text."""
         return f"{_short(self.prompt)}/{_short(self.answer)}"
 
     def work(self, seed: int, count: int) -> list[BenchRequest]:
-        """Requests that are all there at the beginning."""
+        """Return the requests, which all arrive at the start."""
         rng = random.Random(seed)
         # The longest prompts still fit into the model's context, and into an A10.
         width = 0.25 if self.prompt > 8192 else 0.5
@@ -102,7 +102,10 @@ class Cell:
 
     @property
     def count(self) -> int:
-        """Four times the requests that run at once, about; 200 to 1,000, on wide ones 4,000."""
+        """Return about four times the number of requests that run at once.
+
+        It is at least 200, and at most 1,000 on pairs and 4,000 on others.
+        """
         entries = self.prompt + self.answer / 2
         at_once = sum(min(pool / entries, 256) for pool in pools(self.cluster))
         return round(min(max(4 * at_once, 200), 1000 if is_pair(self.cluster) else 4000))
@@ -118,7 +121,7 @@ class Run:
     seed: int
 
     def config(self) -> RunFile:
-        """The run file, with the cluster's GPUs and costs."""
+        """Return the run file with the cluster's GPUs and costs."""
         kinds = list(dict.fromkeys(gpus(self.cell.cluster)))
         groups = ["high", "low"] if len(kinds) == 2 else [kind.lower() for kind in kinds]
         return load_run_file(
@@ -137,7 +140,7 @@ class Run:
 
 
 def gpus(cluster: str) -> tuple[str, ...]:
-    """The kind of each GPU of a cluster."""
+    """Return the kind of each GPU of a cluster."""
     return tuple(kind for kind, count in _counted(cluster) for _ in range(count))
 
 
@@ -153,7 +156,7 @@ def is_pair(cluster: str) -> bool:
 
 @cache
 def pools(cluster: str) -> list[int]:
-    """KV entries that each GPU's pool holds, about."""
+    """Return about how many KV entries each GPU's pool holds."""
     if cluster not in OTHERS:
         return [POOLS[kind] for kind in gpus(cluster)]
     run = Run(Cell(cluster, 1, 1), *systems(cluster)[OURS][""], 0)
@@ -161,10 +164,10 @@ def pools(cluster: str) -> list[int]:
 
 
 def systems(cluster: str) -> Mapping[str, Variants]:
-    """The systems that run on a cluster, with their variants.
+    """Return the systems that run on a cluster, with their variants.
 
-    Cronus runs on pairs. L-H computes prompts on all that are weaker or, of four kinds, on one or
-    two. DP's turns go by peak FLOPS where the published ones are not 3 to 1.
+    Cronus runs on pairs. L-H computes prompts on all weaker GPUs, or, with four kinds, on one or
+    two. DP's shares are by peak FLOPS if the published shares of 3 to 1 do not apply.
     """
     if cluster in PAIRS:
         longer: tuple[str, ...] = () if gpus(cluster)[1] in SMALL else (LONGER,)
@@ -208,7 +211,7 @@ def _two_kinds(cluster: str) -> Mapping[str, Variants]:
     ]
 
     def instances(high: str, low: str) -> tuple[list[str], list[list[str]]]:
-        """Settings of their number, and the names of each."""
+        """Return the settings for the number of instances, and the names of each kind."""
         each = {high: num_high, low: num_low}
         settings = [f"instances.{name}.replicas={n}" for name, n in each.items() if n > 1]
         names = [[f"{name}{i}" for i in range(n)] if n > 1 else [name] for name, n in each.items()]
@@ -231,7 +234,7 @@ def _two_kinds(cluster: str) -> Mapping[str, Variants]:
 def _parallel(
     file: str, changes: Sequence[str], weights: Mapping[str, int], instances: Iterable[str]
 ) -> Variants:
-    """Data parallelism with the budgets that takeover has, and with longer chunks."""
+    """Return data parallelism with takeover's budgets, and with longer chunks."""
     shares = ", ".join(
         f"{name}: {{weight: {weight}, max_waiting: {weight}}}" for name, weight in weights.items()
     )
@@ -241,13 +244,13 @@ def _parallel(
 
 
 def _split(prefill: Sequence[str], decode: Sequence[str]) -> str:
-    """The setting of disaggregation over these instances."""
+    """Return the setting of disaggregation on these instances."""
     first, second = ", ".join(prefill), ", ".join(decode)
     return f"system={{name: disaggregated, prefill: [{first}], decode: [{second}]}}"
 
 
 def costs(kinds: Mapping[str, str]) -> list[str]:
-    """The calibrated costs of groups of these kinds, as settings."""
+    """Return the calibrated costs of groups of these kinds, as settings."""
     found = read_yaml(CONFIGS / "cronus_calibration.yaml")
     own = found["high"][MODEL]
     settings = [f"simulate.{name}={value}" for name, value in found["engine"].items()]
@@ -258,12 +261,11 @@ def costs(kinds: Mapping[str, str]) -> list[str]:
 
 
 def shares(run: Run) -> tuple[float, float] | None:
-    """The shares of the bound: of the steady part of a run, and of all of it.
+    """Return the shares of the bound that the steady part of a run and the whole run reach.
 
-    The bound is that of takeover's settings for all systems: others' weak GPUs may have one seat,
-    which bounds what they can do and not what the cluster can.
-
-    None where the system gives an instance a request which that could never hold.
+    The bound uses takeover's settings for all systems. Weak GPUs of other systems may have one
+    seat, which limits these systems, but not the cluster. Returns None if the system gives an
+    instance a request that does not fit there.
     """
     ours = next(iter(systems(run.cell.cluster)[OURS].values()))
     work = run.cell.work(run.seed, run.cell.count)
@@ -279,9 +281,9 @@ def shares(run: Run) -> tuple[float, float] | None:
 
 
 def beside_bound(config: RunFile, ours: RunFile, work: Work) -> tuple[float, float, float]:
-    """Run, and return the steady part's share of the bound of ``ours``, and both rates.
+    """Run; return the steady part's share of the bound of ``ours``, and both rates.
 
-    Rates are the run's requests per second, and the bound's.
+    The rates are the run's requests per second, and the bound's.
     """
     bound = bound_of(prepare(ours), work)
     done = WorthDone(bound)
@@ -290,7 +292,7 @@ def beside_bound(config: RunFile, ours: RunFile, work: Work) -> tuple[float, flo
 
 
 def cells(cluster: str) -> Sequence[Cell]:
-    """All cells of a cluster: sixteen of a pair, eight of a wide one, five of others."""
+    """Return all cells of a cluster: sixteen of a pair, eight of a wide one, five of others."""
     if cluster in PAIRS:
         return [Cell(cluster, prompt, answer) for prompt in PROMPTS for answer in ANSWERS]
     return [Cell(cluster, *each) for each in (OTHER_CELLS if cluster in OTHERS else WIDE_CELLS)]

@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers that are not uniform: drawn by a lognormal law, and of traces."""
+"""Lengths that are not uniform: drawn from a lognormal distribution, and from traces."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ LONGEST, MOST = 8000, 2000
 
 @dataclass(frozen=True)
 class Drawn(Cell):
-    """Requests of some lengths on a cluster; ``prompt`` and ``answer`` are their means.
+    """Requests of given lengths on a cluster; ``prompt`` and ``answer`` are their means.
 
     Attributes:
-        called: as the workload is.
-        lengths: of each request; a run has as many of them as it needs, from a place that its seed
-            says.
+        called: name of the workload.
+        lengths: lengths of each request. A run takes as many as it needs, from a start that depends
+            on its seed.
     """
 
     called: str = ""
@@ -40,18 +40,18 @@ class Drawn(Cell):
 
     @property
     def name(self) -> str:
-        """What the lengths are of."""
+        """Name of the lengths."""
         return self.called
 
     def work(self, seed: int, count: int) -> list[BenchRequest]:
-        """Requests that are all there at the beginning, in their order."""
+        """Return the requests in their order; all arrive at the start."""
         start = seed * count % max(len(self.lengths) - count, 1)
         found = self.lengths[start : start + count]
         return [BenchRequest(None, prompt, answer, 0.0) for prompt, answer in found]
 
 
 def drawn(cluster: str, traces: Mapping[str, Work]) -> Sequence[Drawn]:
-    """A cluster's cells: lengths of a lognormal law, and of each trace."""
+    """Return a cluster's cells: lognormal lengths, and those of each trace."""
     rng = random.Random(0)
     lognormal = [
         tuple(max(round(rng.lognormvariate(log(each), DEVIATION)), 1) for each in MEDIANS)

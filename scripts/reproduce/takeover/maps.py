@@ -31,7 +31,7 @@ def map_of(
     pool: ProcessPoolExecutor,
     wanted: Sequence[Cell] | None = None,
 ) -> list[Row]:
-    """A row for each cell and seed; a system counts with its best variant, by steady share."""
+    """Return a row for each cell and seed; a system counts with its best variant."""
     asked = [
         (cell, seed, system, variant, Run(cell, file, changes, seed))
         for cell in (cells(cluster) if wanted is None else wanted)
@@ -63,7 +63,7 @@ def _row(cell: Cell, seed: int, made: Mapping[str, Best], failed: Sequence[str])
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Means over seeds, by cell and column."""
+    """Return means over seeds, by cell and column."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(str(row["cell"]), []).append(row)
@@ -78,7 +78,7 @@ def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def claims(cluster: str, rows: Sequence[Row]) -> list[Target]:
-    """Make a map's claims: ours beside the best other, and all beside the bound."""
+    """Return a map's claims: ours compared with the best other, and all with the bound."""
     made = by_cell(rows)
     ratios = sorted(cell["by_best"] for cell in made.values())
     share = [cell[OURS] for cell in made.values()]
@@ -107,7 +107,7 @@ def claims(cluster: str, rows: Sequence[Row]) -> list[Target]:
 
 
 def draw(maps: Mapping[str, Sequence[Row]]) -> Figure:
-    """A heat map per pair and system: prompts downwards, answers to the right."""
+    """Draw a heat map per pair and system: prompts downwards, answers to the right."""
     figure = Figure(figsize=(2.4 * len(SYSTEMS), 2.5 * len(maps)), layout="constrained")
     axes: Any = figure.subplots(len(maps), len(SYSTEMS), squeeze=False)
     image: Any = None
