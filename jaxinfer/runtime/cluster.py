@@ -244,7 +244,7 @@ def load_cluster(
     stages: dict[str, Sequence[Stage]] = {}
     channels: dict[tuple[str, str], Channel] = {}
     speeds = {}
-    # Threads would keep weights and pages of a cluster that fails to load.
+    # If the cluster fails to load, its threads would keep weights and pages.
     with ExitStack() as opened:
         divided = divided_layers(config, checkpoint.config.num_hidden_layers)
         others = OtherProcesses.start(config, checkpoint.source, divided)
@@ -283,8 +283,8 @@ def load_cluster(
         cluster = Cluster(
             config, {name: engines[name] for name in config.instances}, channels, speeds, restarts
         )
-        # The threads know the workers, not the cluster: once that is gone, all of it can go.
-        # At the interpreter's end, threads that wake up would crash it.
+        # The threads refer to the workers, not to the cluster. Once the cluster is no longer used,
+        # everything can be freed. Threads that wake up at the interpreter's end would crash it.
         weakref.finalize(cluster, opened.pop_all().close).atexit = False
     return cluster
 

@@ -59,7 +59,7 @@ def _memory(plan: StagePlan) -> Table:
     table.add_row("KV pages", f"{pages:,} of {size} tokens, {pages * size:,} tokens")
     for place in plan.attention:
         if place.number:
-            continue  # As on the group's first device.
+            continue  # The same as on the group's first device.
         pages = place.num_pages - 1
         all_bytes = place.devices * place.kv_bytes
         what = f"{pages:,} of {size} tokens, {pages * size:,} tokens, {mib(all_bytes)}"

@@ -35,8 +35,8 @@ class Losses:
         self.returning: set[str] = set()
         self.restarted: list[RestartResult] = []
         self._restarts, self._forget = restarts, forget
-        # Of each instance, the shards of its KV that it was said to go without, and whether some
-        # are to return.
+        # For each instance, the shards of its KV that it continues without, and whether some will
+        # return.
         self._without = dict.fromkeys(names, ALL)
         if restarts:
             self._without = {name: (restarts.goes_without(name)[0], False) for name in names}
@@ -89,7 +89,7 @@ class Losses:
         if outcome.error:
             yield self._note(name, outcome.error, False)
             return
-        if name not in self.lost:  # Nobody had anything for it to do.
+        if name not in self.lost:  # It had no work to do.
             yield self._note(name, outcome.why, True)
         del self.lost[name]
         self.returning.discard(name)

@@ -94,12 +94,13 @@ class RequestFeed:
         if self._sampler is not None:
             wanted = self._sampler.widened(wanted)
         if wanted != self._sampler:
-            # Before a run there is nothing to hold up; within one, steps wait for what they need.
+            # Before a run, nothing waits for this; during a run, steps wait for what they need.
             wait, self._sampler = self._sampler is None, wanted
             for engine in self._cluster.engines.values():
-                # Closed, since whoever is interrupted here may be kept with all that it has.
+                # Closed, because an interrupted thread may be kept with everything that it refers
+                # to.
                 with (
-                    suppress(NobodyThere),  # The first step for it will show it.
+                    suppress(NobodyThere),  # The first step for it will notice it.
                     closing(engine.worker.prepare(wanted, wait)) as left,
                 ):
                     if total := next(left):

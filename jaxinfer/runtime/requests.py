@@ -11,7 +11,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.text.prompts import Params, check_params, paired, token_ids
 from jaxinfer.text.tokenizer import Tokenizer
 
-# From what a user hands in to its text, where it is one, and its tokens.
+# Converts a user's input to its text, if it has any, and its tokens.
 Encode = Callable[[Any], tuple[str | None, list[int]]]
 Make = Callable[[str, Sequence[int], SamplingParams], list[RequestState]]
 
@@ -49,7 +49,7 @@ class RequestMaker:
         ends += params.stop_token_ids
         requests = []
         for index in range(params.n):
-            # Such that no two requests with different ids get the same.
+            # Requests with different ids never get the same key.
             suffixed = params.n > 1 or request_id.endswith(")")
             request = RequestState(
                 id=f"{request_id} ({index + 1} of {params.n})" if suffixed else request_id,
@@ -60,7 +60,7 @@ class RequestMaker:
             )
             request.takes_cached = params.prompt_logprobs is None
             requests.append(request)
-            # The other continuations: seeds of their own, and the prompt reported on once.
+            # Further continuations have their own seeds, and their prompt is reported once.
             params = params.model_copy(update={"prompt_logprobs": None})
             seed = _hash63(f"{seed}#{index}")
         return requests
@@ -79,7 +79,7 @@ class RequestMaker:
                 f"token id {wrong[0]} is not in the vocabulary of {self.vocab_size}"
             )
         if params.stop:
-            self.tokenizer.open_stream()  # Refuses where there is no tokenizer.
+            self.tokenizer.open_stream()  # This fails without a tokenizer.
 
 
 def _hash63(text: str) -> int:

@@ -55,7 +55,7 @@ class Run:
         self._recorder, self._bar, self._on_output = recorder, bar, on_output
         self._late = cluster.late_compiles
         self._num_failed = 0
-        cluster.take_overruns()  # Those of runs that nobody recorded.
+        cluster.take_overruns()  # Runs that were not recorded.
         engines = cluster.engines.items()
         self._fits = fits
         self._instances = {name: e.new_instance(kv[name], fits.get(name)) for name, e in engines}
@@ -119,7 +119,7 @@ class Run:
             self._feed.check_all_came()
         finally:
             for instance in self._instances.values():
-                instance.kv.on_free = lambda: None  # The loop is not to outlive the run.
+                instance.kv.on_free = lambda: None  # The loop must not outlive the run.
 
     def _on_finish(self, request: RequestState) -> None:
         self._world.add(self._groups.released_by(request))

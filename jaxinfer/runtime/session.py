@@ -25,7 +25,7 @@ from jaxinfer.workload.predictor import Predict
 
 OnOutput = Callable[[RequestOutput], None]
 OnStep = Callable[[StepDone], None]
-# What runs where, as JSON values.
+# The placement of instances, as JSON values.
 Describe = Callable[[], Mapping[str, object]]
 
 
@@ -43,9 +43,9 @@ class Session:
             failed or was abandoned, which has pages in use.
     """
 
-    # A run that has failed, or was interrupted at any moment, leaves steps and transfers under way,
-    # and what was launched or told in part. The next one begins with ``_recover``, which decides of
-    # each instance: it is whole again, is started again, or is lost.
+    # A run that has failed or was interrupted leaves steps and transfers in flight, and work that
+    # was launched or sent only in part. The next run begins with ``_recover``. It decides for each
+    # instance whether it is whole again, is restarted, or is lost.
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Session:
             raise JaxinferError(
                 "this LLM is in the middle of a run: wait until it has ended, or close its iterator"
             )
-        # Not one that belongs to a thread: an iterator may be closed in another.
+        # Not a lock that belongs to a thread, because an iterator may be closed in another thread.
         with self._lock:
             try:
                 self.resume()
@@ -134,21 +134,22 @@ class Session:
         except Exception:
             raise
         except BaseException as interrupt:
-            # It may be kept, with pages that a step was about to return: the next run needs room.
+            # It may still exist and keep pages that a step was about to return; the next run needs
+            # them.
             traceback.clear_frames(interrupt.__traceback__)
             raise
         self._is_whole = True
         return metrics
 
     def _recover(self) -> None:
-        self.kv = {}  # Of pages that may not be there any more.
+        self.kv = {}  # Some pages may no longer exist.
         restarts = self._cluster.restarts
         for name, engine in self._cluster.engines.items():
             if name in self._lost:
                 continue
             try:
                 engine.worker.recover(self._watchdog_s)
-            # Anything else, as an interrupt that has become an error in C++, is raised, and the
+            # Any other error, such as an interrupt that C++ turned into an error, is raised; the
             # next run tries again.
             except (JaxinferError, ProcessLost) as error:
                 why = one_line(error)
@@ -185,13 +186,13 @@ class Session:
                 self._cluster, self.site.new_system(), kv, self.fits, self._watchdog_s,
                 feed, first, recorder, bar, on_output, predict,
             )  # fmt: skip
-            del first  # Those that end are to be forgotten.
+            del first  # The requests that end must be forgotten.
             try:
                 yield from run.rounds()
             finally:
                 if (
                     len(engines) > 1
-                ):  # A failure of the only one is raised, and may be a passing one.
+                ):  # A failure of the only instance is raised; it may be temporary.
                     self._lost |= run.lost
             self.kv = run.kv
             return run.finish()

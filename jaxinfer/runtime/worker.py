@@ -70,7 +70,7 @@ class Worker:
     def __init__(self, stages: Sequence[Stage], groups: Sequence[str] = ()) -> None:
         self.stages = stages
         self.hidden: HiddenStates | None = None
-        # Of each stage, the number of its first shard.
+        # For each stage, the number of its first shard.
         self._shards = [0, *accumulate(len(stage.plan.pool_pages) for stage in stages)]
         self._sampler = PLAIN_SAMPLER
         self._sample_slots: dict[str, int] = {}
@@ -239,7 +239,7 @@ class Worker:
                 else:
                     step.set()
                 continue
-            # Whatever fails here would otherwise leave the loop waiting for ever.
+            # Without this, any failure would leave the loop waiting forever.
             try:
                 for number in self.parts[part]:
                     end = self._wait(step, number, end)
@@ -248,7 +248,7 @@ class Worker:
             except Exception as error:
                 step.post(Failed(step.batch.instance, error))
                 _fail(step.ended, error)
-            del step  # Its requests are not to wait here for the next one.
+            del step  # Do not keep its requests here while waiting for the next one.
 
     def _wait(self, step: _Step, number: int, end: float) -> float:
         """Wait until one stage's part is done; the previous part on its mesh ended at ``end``."""
@@ -256,8 +256,8 @@ class Worker:
         if number:
             ready = stage.start_of(step.stages[-1][1], step.hidden[number - 1])
         elif self.hidden and self.hidden.before:
-            ready = stage.start_of(ready, step.hidden[0])  # What has come is as large.
-        # A part launched ahead starts when the one before it has ended.
+            ready = stage.start_of(ready, step.hidden[0])  # The received array is as large.
+        # A part that was launched ahead starts when the previous one has ended.
         start = max(ready, end)
         last = number == len(self.stages) - 1
         samples = found = None
@@ -272,15 +272,15 @@ class Worker:
             if self.hidden and not samples:
                 self.hidden.give(step.number, step.hidden[number])
             step.post(_step_done(step, samples, found))
-        # After the post: transfers of what the step has computed end later than it does.
+        # After the post, because transfers of the step's KV end later than the step.
         step.ended[number].set_result(None)
         return end
 
 
 def on_host(samples: Samples) -> Samples:
     """Wait for a step's results, and copy them to the host."""
-    # A list: a tuple that grows while the device is waited for (other threads run) breaks off in a
-    # SystemError when one of them calls gc.get_objects, as profilers of memory do.
+    # A list, not a tuple: other threads run while this waits for the device. If one of them calls
+    # gc.get_objects, as memory profilers do, a growing tuple raises SystemError.
     return Samples(*[np.asarray(array) for array in samples])
 
 

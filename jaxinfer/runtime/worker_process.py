@@ -67,10 +67,11 @@ from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
 
 ALIVE_S = 1.0
-# A process that lends in the place of a lost one is called until the loop has ended it, as it does
-# with those that are silent: nobody else is to be taken for the cause. Steps wait, nothing else.
+# A process that lends a pool in place of a lost one is called until the loop has ended it, as for
+# silent processes, so that no other is blamed. Only steps wait for it.
 LENDER_S = 60.0
-# A step's ends are known for so many steps more: an offer that follows it waits for one of them.
+# The ends of a step are kept for this many further steps, because a later offer waits for one of
+# them.
 STEPS_KEPT = 16
 
 
@@ -93,7 +94,7 @@ class WorkerProcess:
         self._endpoint: KVEndpoint
         self._lent: list[LentPool] = []
         self._decoders: dict[str, BatchDecoder] = {}
-        # By instance, the ends of the last steps, by their numbers.
+        # For each instance, the ends of the last steps, by their numbers.
         self._ends: defaultdict[str, dict[int, list[Future[None]]]] = defaultdict(dict)
         self._lanes: dict[str, queue.SimpleQueue[Any]] = {}
         self._instances: dict[int, str] = {}
@@ -117,7 +118,7 @@ class WorkerProcess:
             except Exception as error:
                 self._say(self._failure(message, error))
         except BaseException:
-            # A thread that ends alone would leave this undone, or all that is to be done after it.
+            # If the thread ended alone, this job and all later ones would never be done.
             traceback.print_exc()
             os._exit(1)
 
@@ -143,7 +144,7 @@ class WorkerProcess:
         except (EOFError, OSError):
             os._exit(0)  # Threads of JAX may hang at the interpreter's end.
         except Exception:
-            traceback.print_exc()  # Of a message that cannot be read: nothing can be done in order.
+            traceback.print_exc()  # After an unreadable message, nothing can be done in order.
             os._exit(1)
 
     def _say(self, answer: Any) -> None:
@@ -157,14 +158,14 @@ class WorkerProcess:
         while True:
             time.sleep(ALIVE_S)
             if os.getppid() != self._parent:
-                os._exit(0)  # What it has forked may still have its end of the connection.
+                os._exit(0)  # Its child processes may still have its end of the connection.
             self._say(Heartbeat())
 
     def _failure(
         self, message: Any, error: Exception
     ) -> WorkerFailed | SlabFailed | Forgot | Refused:
         mistake, line = _told(error)
-        # Refused is for what somebody waits for.
+        # Refused answers a message whose sender waits.
         match message:
             case Launch() | Move() | EmulateSteps() | Prepare(wait=False):
                 return WorkerFailed(message.instance, mistake, line)
@@ -221,7 +222,7 @@ class WorkerProcess:
                     if left and wait:
                         self._say(Left("samplers", left))
                 if wait:
-                    self._say(Left("samplers", 0))  # After the last one, there is some to do.
+                    self._say(Left("samplers", 0))  # After the last one, some work is left.
             case EmulateSteps(instance, stage, seconds):
                 self._worker(instance).stages[stage].emulate = seconds
 

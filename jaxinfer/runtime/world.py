@@ -83,15 +83,16 @@ class RealWorld:
         self._ticks: list[float] = []
         self._watchdog_s = watchdog_s
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-        # What has been taken from there and is still to be told.
+        # Events that were taken from the queue and are not reported yet.
         self._heard: deque[Posted] = deque()
-        # Instances that have not taken something, of which the loop has not heard.
+        # Instances that have not taken a message, of which the loop has not heard.
         self._refused: set[str] = set()
-        # Of each transfer under way, the slabs still to land and when the first one left.
+        # For each transfer in flight, the slabs that have not landed, and the time at which the
+        # first one left.
         self._slabs_left: dict[Transfer, int] = {}
         self._left_at: dict[Transfer, float] = {}
-        # Of each instance, the steps and moves of its KV heads that are under way, and when it was
-        # given the first or reported one.
+        # For each instance, its steps and moves of KV heads in flight, and the time at which it
+        # received the first or reported one.
         self._steps: dict[str, int] = {}
         self._heard_at: dict[str, float] = {}
         self._losses = losses = Losses(restarts, workers, self._forget)
@@ -105,7 +106,7 @@ class RealWorld:
     def add(self, requests: Iterable[RequestState]) -> None:
         """Let more requests arrive, each at its time, or at once if that has passed."""
         if requests := list(requests):
-            # Stable: of those that arrive together, the first comes first.
+            # The sort is stable: of requests with equal arrivals, the first stays first.
             self._arrivals = deque(sorted([*self._arrivals, *requests], key=lambda r: r.arrival))
 
     def arrivals_left(self) -> bool:
@@ -136,7 +137,7 @@ class RealWorld:
     def launch(self, batch: Batch) -> None:
         """Start a step on the instance's worker, unless it has failed to start another one."""
         if batch.instance in self._refused:
-            return  # What is missing of the other would have this one fail for another reason.
+            return  # A part that the other lacks would make this one fail for another reason.
         start = time.perf_counter()
         self._begin(batch.instance, start)
         try:
@@ -148,7 +149,7 @@ class RealWorld:
 
             self._workers[batch.instance].launch(batch, self._origin, self._posted.put, launched)
             if self._steps[batch.instance] == 1:
-                # Launching may have compiled for long.
+                # Launching may have compiled for a long time.
                 self._heard_at[batch.instance] = time.perf_counter()
         except JaxinferError:
             raise
@@ -261,7 +262,7 @@ class RealWorld:
         if (due := self._next_by_clock()) is not None:
             ends.append(self._origin + due)
         if self._watchdog_s:
-            # A channel that waits for nobody as yet may come to.
+            # A channel that nothing waits for yet may come to be waited for.
             quiet_since = [time.perf_counter(), *self._quiet_since().values()]
             ends.append(min(quiet_since) + self._watchdog_s)
         return max(min(ends) - time.perf_counter(), 0) if ends else None
@@ -346,7 +347,7 @@ class RealWorld:
         transfer = landed.slab.transfer
         channel = self._channels[transfer.source, transfer.dest]
         if transfer not in self._slabs_left:
-            channel.drop(landed)  # Given up with one of its instances.
+            channel.drop(landed)  # It was given up with one of its instances.
             return []
         try:
             channel.place(landed)

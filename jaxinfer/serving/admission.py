@@ -153,7 +153,7 @@ class Peak:
         size = instance.page_size
         found = [(_held(other), other, other.legs[0]) for other in _admitted(instance)]
         found.append((request.known_until(leg), request, leg))
-        # A page is held from its first entry on: up to size - 1 entries that are not there yet.
+        # A page is held from its first entry on, so up to size - 1 entries may be empty.
         entries = peak_entries(
             (held + size - 1, max(predicted_end(other, its_leg, self._bound) - held, 0))
             for held, other, its_leg in found
@@ -170,7 +170,7 @@ def peak_entries(requests: Iterable[tuple[int, int]]) -> int:
     """
     held = most = 0
     for count, (now, left) in enumerate(sorted(requests, key=lambda pair: -pair[1]), 1):
-        # When this one ends, all with more to come are there, and have grown by as much.
+        # When this request ends, all longer ones are still there, and have grown by as much.
         held += now
         most = max(most, held + count * left)
     return most
@@ -181,7 +181,7 @@ def predicted_end(request: RequestState, leg: Leg, bound: Bound) -> int:
     if request.predicted is None:
         return _end(request, leg)
     output = request.predicted[bound == "high"]
-    # The last token needs no entry.
+    # The last token needs no KV entry.
     end = request.prompt_len + max(min(output, request.max_tokens), 1) - 1
     return end if leg.until is None else min(end, leg.until)
 

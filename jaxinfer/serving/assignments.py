@@ -71,7 +71,8 @@ class Assignments:
         self._hooks, self._system = hooks, hooks.name
         self._on_leg_end, self._on_finish = on_leg_end, on_finish
         self._draining: dict[str, None] = {}
-        # What systems see of the instances, until one is lost or back, or shards of it.
+        # The systems' view of the instances; it is renewed when an instance or shard is lost or
+        # returns.
         self._there: AliveInstances | None = None
         self._view: ClusterView | None = None
         for instance in self.instances.values():
@@ -210,7 +211,7 @@ class Assignments:
             )
         if refusal := self._refusal(request, legs):
             if self.losses.regaining & {leg.instance for leg in legs}:
-                return  # There may be room again.
+                return  # There may be room now.
             request.error = refusal
             self.finish(request, "error", None)
             return
@@ -248,7 +249,7 @@ class Assignments:
 
     def act(self, ask: Callable[[], Iterable[Action]]) -> None:
         """Carry out the system's actions, except those for a lost instance."""
-        with suppress(LostInstance):  # It has asked for one while it decided.
+        with suppress(LostInstance):  # The system asked for one while it decided.
             for action in ask() if self.instances else ():
                 with suppress(LostInstance):
                     self._do(action)
@@ -265,7 +266,7 @@ class Assignments:
             return
         request = self.live.get(action.request)
         if request is None:
-            return  # It ended in the step that the system answers.
+            return  # It ended in the step that the system reacts to.
         if request.legs:
             self.instances[request.legs[0].instance].taking_part.leave_group(request)
         match action:
@@ -306,7 +307,7 @@ class Assignments:
             self.finish(request, "error", None)
             return
         if not following or following[0].instance != here.name:
-            # KV entries in flight are still computed here; the rest is the next leg's.
+            # KV entries in flight are computed by this leg; the next leg computes the rest.
             following.insert(0, Leg(here.name, request.launched, action.hand_off))
         request.legs = following
         self.on_legs(request)

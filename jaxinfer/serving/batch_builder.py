@@ -78,7 +78,7 @@ class BatchBuilder:
         others, decodes, planned = 0, 0, {row.request.id for row in self.rows}
         for request in running.ungrouped():
             if request.id in planned:
-                continue  # It goes on in this step.
+                continue  # It continues in this step.
             waits = request.pending and not instance.options.launch_ahead
             if group.takes(request) and not waits and not self._follows_a_chunk(request):
                 running.join(group, request)
@@ -125,7 +125,7 @@ class BatchBuilder:
         instance = self.instance
         hold = request.hold
         if hold is None or request.paused or request.slice_move:
-            return False  # Without pages: preempted for another row of this batch.
+            return False  # It was preempted for another row of this batch.
         pending = request.pending
         if pending and not instance.options.launch_ahead:
             return False
@@ -191,7 +191,7 @@ class BatchBuilder:
         instance, hold = self.instance, request.hold
         assert hold
         if num_tokens > request.leg_goal:
-            # No pool may ever hold it: this would preempt for ever.
+            # No pool can hold it, so preemptions would never end.
             raise ValueError(
                 f"add: request {request.id!r} up to {num_tokens} KV entries, may have "
                 f"{request.leg_goal} in this step"
@@ -200,11 +200,11 @@ class BatchBuilder:
         asked: set[int] = set()
         while not hold.grow(num_tokens):
             if instance.kv.num_pinned:
-                return False  # Pages come back without anyone losing work.
+                return False  # This frees pages without a preemption.
             if instance.kv.take_back_reserved():
                 continue
             if instance.num_exported or instance.taking_part.any_moves:
-                return False  # Here, too.
+                return False  # The same here.
             if planned is None:
                 planned = self._planned()
             victims, newest = instance.taking_part.others_than(planned), None
@@ -217,11 +217,11 @@ class BatchBuilder:
                 newest = [each for each in everyone if _lies_in(each, lacking)][-1]
             victim = instance.policies.victim(victims)
             if victim is request and newest and request.launched > request.computed:
-                return False  # Alone there, it would lose the token on its way, time and again.
+                return False  # Alone here, it would lose its token in flight again and again.
             if victim is request and instance.importing:
-                return False  # What is on its way came later; it can be preempted on arrival.
+                return False  # Requests on their way came later; they can be preempted on arrival.
             if len(victims) == 1 and request is not (newest or instance.taking_part.newest):
-                return False  # Those that came later are in this batch: their turn comes first.
+                return False  # Later requests are in this batch; they are preempted first.
             instance.preempt(victim)
             if victim is request:
                 return False

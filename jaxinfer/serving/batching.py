@@ -162,7 +162,7 @@ class PrefillFirst:
         if self._lacks_pages:
             self._lacks_pages = bool(_decode(batch))
             if self._lacks_pages or batch.rows or batch.grouped:
-                return  # Else who has waited for pages is paused, or has left.
+                return  # Otherwise, the request that waited for pages is paused or has left.
         self._add_prompts(batch)
         if not batch.rows:
             self._lacks_pages = bool(_decode(batch))
@@ -235,11 +235,11 @@ class WholePrompts:
             batch.add_chunk(request)
         elif not batch.rows:
             within, batch.budget = batch.budget, budget
-            # Alone, and whole where the instance's steps allow it.
+            # The prompt is alone, and whole if the instance's limits allow that.
             batch.budget = 0 if batch.add_chunk(request) else within
 
     def _fill(self, batch: BatchBuilder) -> None:
-        # Without room for all of them, each is a row that can be left out.
+        # If there is no room for all of them, each becomes a row, which can be left out.
         batch.add_group()
         rows = {row.request.id for row in batch.rows}
         skipped = {}
@@ -271,7 +271,7 @@ def _add_decodes(batch: BatchBuilder, most: int | None = None) -> list[RequestSt
     prefills: list[RequestState] = []
     for request in batch.ungrouped():
         todo, launched = 1, request.launched
-        # Most are decodes of a last leg, with one token to go: asking costs more than the rest.
+        # Most rows are decodes of a last leg with one token; asking would cost more than the rest.
         if (
             launched + 1 != request.prompt_len + len(request.output_token_ids)
             or launched >= request.peak_tokens

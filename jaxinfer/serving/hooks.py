@@ -86,7 +86,7 @@ class Hooks:
 
     def _asked(self, hook: str, ask: Callable[[], Iterable[T]]) -> Iterable[T]:
         answer = self._call(hook, ask)
-        if isinstance(answer, tuple | list) and not answer:  # Mostly it is nothing.
+        if isinstance(answer, tuple | list) and not answer:  # Usually, it is nothing.
             return ()
         return listed(self._system, hook, answer)
 
@@ -111,7 +111,7 @@ class Hooks:
         try:
             answer = self._call(hook, call)
         except LostInstance:
-            return  # The system has looked for an instance that is no more.
+            return  # The system has looked for an instance that no longer exists.
         if answer is not None:
             raise JaxinferError(
                 f"{self.name}.{hook} returns {shown(answer)}, must return "

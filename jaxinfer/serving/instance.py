@@ -166,7 +166,8 @@ class Instance:
         """Counts of the requests here, taken in one pass."""
         to_come = self.waiting.prompt_tokens_left
         for request in self.importing.values() if self.importing else ():
-            if request.computed < request.prompt_len:  # Mostly its prompt is all there.
+            # Usually, the whole prompt has been computed.
+            if request.computed < request.prompt_len:
                 to_come += request.prompt_tokens_left
         return self.taking_part.counts(to_come)
 

@@ -47,7 +47,8 @@ class HeldPages(HeldSlices):
             return True
         kv = self.kv
         extra = -(-num_tokens // kv.page_size) - self.num_pages
-        # Not zip: most have one shard, and a simulation grows at each page of each request.
+        # This avoids zip, because most instances have one shard, and simulations grow requests at
+        # each page.
         for number, shard in enumerate(kv.shards):
             slices = self._num_slices(number) if self.copies else len(self.tables[number])
             if shard.pool.num_free < extra * slices:
@@ -110,7 +111,7 @@ class HeldPages(HeldSlices):
             shard.num_pairs -= len(table)
             for pages in table.values():
                 shard.pool.give([p for i, p in enumerate(pages) if i not in self.cached])
-        # The last pages first: without those before them they would not be found.
+        # The last pages are dropped first; without those before them, they could not be found.
         for index in sorted(self.cached, reverse=True):
             assert self.kv.cache
             self.kv.cache.drop(self.cached[index])
@@ -208,7 +209,7 @@ class KVShards(PlacedSlices):
     @property
     def num_pages(self) -> int:
         """Pages per slice of the largest request that the shards can hold."""
-        if len(self.shards) == 1:  # Asked for each leg.
+        if len(self.shards) == 1:  # It is asked for each leg.
             shard = self.shards[0]
             return shard.pool.num_usable // len(shard.slices)
         return self.most_pages([shard.pool.num_usable for shard in self.shards])
@@ -216,7 +217,7 @@ class KVShards(PlacedSlices):
     @property
     def num_free(self) -> int:
         """Pages per slice of the largest request that fits now."""
-        if len(self.shards) == 1:  # Asked at each step.
+        if len(self.shards) == 1:  # It is asked in each step.
             shard = self.shards[0]
             return shard.pool.num_free // len(shard.slices)
         return self.most_pages([shard.pool.num_free for shard in self.shards])

@@ -126,7 +126,7 @@ def _make(kind: str, given: Policy) -> Callable[..., Any]:
             "of your own"
         )
     if not options and hasattr(found, "plain"):
-        return found.plain  # Without options, all instances may have one.
+        return found.plain  # Without options, all instances can share one.
     if isinstance(found, type):
         try:
             found = make_with_options(found, options)
@@ -156,7 +156,7 @@ class _Own:
     policy: Callable[..., Any]
 
     def __call__(self, *asked: Any) -> Any:
-        # The queue is the engine's: who takes something out of it would lose a request.
+        # The queue belongs to the engine; a policy that removes an item would lose a request.
         shown_to = [_ReadOnly(each) if isinstance(each, Sequence) else each for each in asked]
         try:
             answer = self.policy(*shown_to)
@@ -178,7 +178,7 @@ class _ReadOnly(Sequence[RequestState]):
         self._requests = requests
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):  # A deque has none.
+        if isinstance(index, slice):  # A deque has no such method.
             return list(self._requests)[index]
         return self._requests[index]
 
@@ -196,7 +196,7 @@ def _is_among(given: Sequence[RequestState], answer: Any) -> str | None:
 
 
 def _is_yes_or_no(instance: Instance, answer: Any) -> str | None:
-    # numpy has a kind of its own.
+    # numpy has its own kind of bool.
     if type(answer).__name__ in ("bool", "bool_"):
         return None
     return f"returns {shown(answer)}, must be True or False"

@@ -157,7 +157,7 @@ class RequestState:
     @property
     def leg_goal(self) -> int:
         """KV entries that this leg may launch now."""
-        # The last token allowed needs no KV entry, nor does one still to be sampled.
+        # The last permitted token needs no KV entry; neither does a token that is not sampled yet.
         goal = self.prompt_len + len(self.output_token_ids) + self.pending
         if goal > self.peak_tokens:
             goal = self.peak_tokens

@@ -35,13 +35,13 @@ class Running:
     ) -> None:
         self._page_size, self._ahead, self._num_output = page_size, ahead, num_output
         self._groups: list[DecodeGroup] = []
-        # Of the steps in flight that have a group, the oldest first.
+        # The steps in flight that have a group, the oldest first.
         self._launched: deque[DecodeGroup] = deque()
         self._all: dict[str, RequestState] = {}
-        # By id, as how many-th each was admitted.
+        # For each request id, the number of its admission.
         self._number: dict[str, int] = {}
         self._numbers = count()
-        # Those that are in no group, in the order of admission, too.
+        # The requests outside of groups, also in the order of admission.
         self._ungrouped: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Running:
                 begun_prompts += computed
                 to_come += request.prompt_tokens_left
         kv_entries = decode_entries + begun_prompts
-        # Not ``Counts(...)``, which takes as long as all the rest.
+        # Calling ``Counts(...)`` would take as long as all the rest.
         return tuple.__new__(Counts, (len(self._all), decodes, decode_entries, kv_entries, to_come))
 
     def longest_decodes(self, count: int, but: Container[str] = ()) -> list[tuple[str, int]]:

@@ -90,7 +90,7 @@ class LeastSquares:
     def solve(self) -> list[float] | None:
         """Return the coefficients, or None if the observations do not determine them."""
         size = len(self._xy)
-        # Columns of one length: the rank is not to depend on units.
+        # Columns are scaled to equal length, so that the rank does not depend on units.
         length = [self._xx[i][i] ** 0.5 for i in range(size)]
         if not all(length):
             return None

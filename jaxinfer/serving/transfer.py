@@ -91,7 +91,8 @@ class HandOffs:
         if request.exported and request.exported[0] == dest.name:
             dest.waiting.appendleft(request)
             return
-        if not request.exported:  # Cut before anything was computed: there is nothing to send.
+        # It was cut before anything was computed, so there is nothing to send.
+        if not request.exported:
             request.drop_incoming()
             rule = "on_demand"
         pushed = rule == "when_room"
@@ -119,7 +120,7 @@ class HandOffs:
             transfer = self._note(request, request.exported, dest, request.sent, request.computed)
             self._world.start_transfer(transfer)
         elif not (request.transfers and any(t.dest_hold is request.hold for t in self.moving)):
-            self._arrive(request)  # What still goes to an earlier destination is not waited for.
+            self._arrive(request)  # Transfers to an earlier destination are not waited for.
 
     def send_chunk(self, request: RequestState) -> None:
         """Send the KV that a step computed, and has not sent, to the next leg's instance."""
@@ -152,7 +153,7 @@ class HandOffs:
         if request.incoming is None:
             dest = self._instances[request.legs[1].instance]
             request.incoming = dest.reserve_ahead(request, request.legs[1])
-        # A leg that goes on past its prompt outgrows what was reserved.
+        # A leg that continues after its prompt outgrows the reserved pages.
         fits = request.incoming and request.incoming.grow(num_tokens)
         return request.incoming if fits else None
 
@@ -182,7 +183,7 @@ class HandOffs:
             if instance not in (transfer.source, transfer.dest) or not self._end(transfer):
                 continue
             if transfer.source != instance and transfer.request.slice_move:
-                self.slices.send_rest(transfer.request)  # It has waited for this one.
+                self.slices.send_rest(transfer.request)  # It waited for this transfer.
 
     def _end(self, transfer: Transfer) -> bool:
         """End a transfer, and tell whether it was still needed."""

@@ -36,7 +36,7 @@ class StepDone:
     rows: Sequence[Row] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.instance, self.rows = self.batch.instance, self.batch.rows  # Systems look at these.
+        self.instance, self.rows = self.batch.instance, self.batch.rows  # Systems read these.
 
 
 @dataclass(slots=True)

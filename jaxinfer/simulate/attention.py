@@ -76,7 +76,7 @@ def spread_stage(place: SiteStage, first: int) -> ModelledSpreadStage:
         there = replace(part, gpu=each.group.gpu, devices=1)
         (cost,) = ModelledSpreadStage.of(there, each.costs).shards
         path, devices = each.path, each.group.devices
-        # All of them exchange at once, over what the group has.
+        # All of them exchange at once, over the group's links.
         per_query = devices * exchanged / path.rate
         cost = replace(cost, per_query=per_query, round_trip=2 * path.latency_s)
         stage.shards += (cost,) * devices
@@ -112,7 +112,8 @@ def spread_shards(
                 if is_own and halves and isinstance(stage, ModelledSpreadStage)
                 else None
             )
-            # As profiled: a stage that has no other shard takes no time that its placement decides.
+            # As in a profile: a stage without another shard has no time that its placement could
+            # change.
             fit = cost.fit if cost else AttentionFit(0.0, 0.0, 0.0)
             found.append(
                 ModelledShard(

@@ -6,7 +6,7 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.cluster import ModelledInstance
 
-# What a step has, by the names by which a stage's ``measured`` says how far its points go.
+# The sizes of a step, by the names in a stage's ``measured``, which has the measured ranges.
 _NAMES = ("tokens", "prompt tokens", "decodes", "entries per decode")
 
 

@@ -17,16 +17,17 @@ from jaxinfer.simulate.targets import Targets, Verdict
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 
-# The least rate that is tried, in requests per second, and one that no cluster comes near.
+# The smallest rate that is tried, in requests per second, and a rate that no cluster can reach.
 _LEAST, _MOST = 2.0**-10, 1e5
-# One at which all requests come at once, as far as any step can tell.
+# A rate at which, for every step, all requests arrive at once.
 AT_ONCE = 1e15
-# So many times the capacity, the targets should be missed.
+# At this multiple of the capacity, the targets should be missed.
 _ABOVE = (1.1, 1.5, 2.0)
-# Requests that tell, alone, whether the search is worth its time.
+# Number of requests of a first simulation, which shows whether the search is worthwhile.
 _SAMPLE = 100
-# The fewest requests that tell a rate: so many times those that are in the cluster at a time, and
-# so many of all seeds. Fewer end before a backlog shows, or arrive at a rate of their own.
+# The smallest number of requests that can decide a rate: this multiple of the requests in the
+# cluster at a time, and this number over all seeds. Fewer requests end before a backlog shows, or
+# happen to arrive at another rate.
 _TURNOVERS, _FEWEST = 20, 100
 
 
@@ -239,7 +240,7 @@ def capacity(
     try_rate = partial(load, config, work, targets, seeds)
     ladder = Ladder(precision)
     least, double = ladder.step(_LEAST), ladder.double
-    # Steps that keep the targets, and miss them, and what the former have come to.
+    # The highest step that keeps the targets, the lowest that misses them, and their results.
     low, high = ladder.step(met.rate) if met else None, None
     best, worst = met, met
 
@@ -270,7 +271,7 @@ def capacity(
             steps = [first + double * i for i in range(max(at_once, 2))]
         rise(steps)
         if high is None and best and (best.rate > _MOST or (best.enough and not tried_at_once)):
-            tried_at_once = True  # Of few requests, an overload may never show.
+            tried_at_once = True  # With few requests, an overload may never show.
             if next(iter(map_rates(try_rate, [AT_ONCE]))).verdict.met:
                 raise AnyRateError(len(work), best.enough)
     while high - (bottom := least if low is None else low) > 1:

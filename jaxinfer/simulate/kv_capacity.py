@@ -11,7 +11,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu
 from jaxinfer.simulate.costs.model import ITEMSIZE
 
-# Entries of 8 bits have a float32 for each page and head, of keys and of values.
+# Entries of 8 bits have a float32 scale for each page and head, for keys and for values.
 _SCALES = 2 * 4
 
 
@@ -109,7 +109,7 @@ def count_attention_pages(
     found: dict[tuple[int, str], int] = {}
     for asked in groups:
         group, room = asked.group, _room(instance, parts, asked)
-        # The pools' padding pages are of one head, and one on each device.
+        # The pools' padding pages have one head, and there is one on each device.
         room -= sum(
             group.devices * bytes_of[n] / parts[n].model.num_key_value_heads for n in asked.given
         )

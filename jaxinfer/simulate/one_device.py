@@ -8,7 +8,7 @@ from jaxinfer.config.site import ModelledSite, SiteStage
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.kv_capacity import page_bytes, reserved_bytes
 
-# The group that has a device, and its number there.
+# The group of a device, and the device's number in it.
 Device = tuple[str, int]
 
 

@@ -107,7 +107,7 @@ def _read_file(
     criterion: Criterion | None,
 ) -> Targets:
     options = Slowdowns.model_validate(read_yaml(path))
-    # Checked before the reference takes its time.
+    # Checked first, because the reference takes time.
     nobody = Reference({})
     targets: RequestTargets | PercentileTargets
     try:

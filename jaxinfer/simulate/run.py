@@ -113,7 +113,7 @@ def serve(
         )
         if ledger:
             ledger.watch(loop)
-        # Opening a folder asks git and reads files: no part of the loop.
+        # Opening a folder calls git and reads files; that is not part of the loop.
         started = time.perf_counter()
         loop.run()
         loop_s = time.perf_counter() - started
@@ -143,7 +143,7 @@ def _played(group: SiteGroup | GroupConfig) -> str:
 
 def describe_run(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> dict[str, object]:
     """Describe the cluster and the workload, as JSON values."""
-    from jaxinfer.report.origin import FACTS, asked_for  # Of what is kept alone.
+    from jaxinfer.report.origin import FACTS, asked_for  # Only the requests that are kept.
 
     site, modelled = cluster.resolved, cluster.site
     assert site

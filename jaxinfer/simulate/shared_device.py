@@ -9,7 +9,7 @@ class SharedDevice:
     """
 
     def __init__(self) -> None:
-        # Intervals that are taken, by time; they do not overlap.
+        # Taken intervals, sorted by time; they do not overlap.
         self._taken: list[tuple[float, float]] = []
 
     def take(self, start: float, seconds: float, now: float) -> float:

@@ -74,7 +74,7 @@ def _delay(request: RequestState, times: Sequence[float]) -> float | None:
     return None if first is None else first - request.arrival
 
 
-# Of one finished request; None where it has too few tokens.
+# A function of one finished request; it returns None if the request has too few tokens.
 Latency = Callable[[RequestState, Sequence[float]], float | None]
 LATENCIES: Mapping[str, Latency] = {
     "ttft": lambda request, times: times[0] - request.arrival,
@@ -117,7 +117,7 @@ def _latency(metric: str, reference: Reference | None) -> Latency:
 
 def _check(metric: str, name: str, limit: float, reference: Reference | None) -> None:
     """Raise OptionError for an impossible limit; ``name`` is what the user calls it."""
-    # Alone, nobody waits: a delay has no multiples.
+    # A request that is alone does not wait, so multiples of its delay are undefined.
     known = [name for name in LATENCIES if name != "delay" or reference is None]
     if metric not in known:
         raise OptionError(f"{metric}: no such metric, {did_you_mean(metric, known)}")
@@ -249,7 +249,7 @@ class _PercentileWatch:
         }
         self._all_gaps = targets.reference is None and "tbt" in self._latencies
         self._values = {metric: StreamPercentiles() for metric in self._latencies}
-        # Of each limit: values beyond it, and how many may be before the percentile must be.
+        # For each limit: the values beyond it, and how many of them the percentile permits.
         self._beyond = [0] * len(self._limits)
         self._allowed = [
             _allowed(runs * self._expected(metric, work), percent)

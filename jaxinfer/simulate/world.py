@@ -44,7 +44,7 @@ class SimulatedWorld:
         self._instances = cluster.instances
         self._lanes, self._slice_lanes = cluster.lanes, cluster.slice_lanes
         visits = {name: each.visits for name, each in self._instances.items()}
-        # Of those alone that have any: this is looked at in each step.
+        # Only those that have any, because this is read in each step.
         self._visits = {name: each for name, each in visits.items() if any(each)}
         self._turns: defaultdict[tuple[str, int], SharedDevice] = defaultdict(SharedDevice)
         self._network: Network[tuple[_Moving, StagePath]] = Network(cluster.capacities)
@@ -56,7 +56,7 @@ class SimulatedWorld:
         self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
         self._joint = cluster.joint.own if cluster.joint else {}
         self._rounds = JointRounds(cluster.joint) if cluster.joint else None
-        # When each device of an instance is done with what it has been given.
+        # The times at which each device of an instance has done its work.
         self._free = {n: dict.fromkeys(each.devices, 0.0) for n, each in self._instances.items()}
 
     def now(self) -> float:
@@ -169,7 +169,7 @@ class SimulatedWorld:
     def due_events(self) -> Sequence[Event]:
         """Return the next event in virtual time, and all other events at the same moment."""
         events: list[Event] = []
-        if self._rounds:  # All that could be launched at this time has been.
+        if self._rounds:  # Everything that can be launched at this time has been launched.
             for done in self._rounds.begin(self._now):
                 self._at(done.end, done)
         while not events and (time := self._next_time()) < math.inf:

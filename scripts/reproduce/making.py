@@ -158,9 +158,7 @@ class Maker:
         return found
 
     def _key(self, part: str, read: Iterable[str]) -> str:
-        """Return a digest of all code and of a part's inputs; of the host, too, if the part has
-        seconds.
-        """
+        """Return a digest of all code, of a part's inputs, and of the host if it has seconds."""
         digests: dict[str, Mapping[str, str]] = {}
         for name in sorted(read):
             kind, _, what = name.partition("/")

@@ -63,9 +63,9 @@ from jaxinfer.runtime.kv.slab import SLAB_TOKENS
 from jaxinfer.runtime.kv.stage_pair import Slab, StagePair
 from jaxinfer.serving.batch import Transfer
 
-# A process that has ended may be missed as a source before it is known why.
+# A process that has ended may be noticed as a missing source before the reason is known.
 EXPLAINED_S = 1.0
-# Numbers of slabs: none is used again, so that a late answer is known to be one.
+# Numbers of slabs. None is used twice, so that late answers can be recognised.
 _numbers = count()
 
 
@@ -112,12 +112,12 @@ class Channel:
         self.token_bytes = sum(pair.token_bytes for pair in pairs)
         self._ends, self._verify = ends, verify
         self.sides = self._source, self._dest = sides
-        # Slabs that have not been placed or, where that is asked for, not been checked.
+        # Slabs that have not been placed or, if transfers are verified, not been checked.
         self._slabs: dict[int, Slab] = {}
         self._probing: dict[int, StagePair] = {}
         self._probed: SimpleQueue[Pulled | SlabFailed] = SimpleQueue()
         self._post: Post = lambda posted: None
-        # For what has become of a slab: answers come in threads of both sides.
+        # Guards the states of slabs, because answers arrive in threads of both sides.
         self._lock = threading.Lock()
         for pair in pairs:
             form, (source, dest) = pair.form, ends
@@ -148,14 +148,14 @@ class Channel:
 
     def _probe(self, pair: StagePair, names: str) -> float:
         seconds = []
-        for _ in range(3):  # The first pays for set-up.
+        for _ in range(3):  # The first one includes set-up.
             number = next(_numbers)
             self._probing[number] = pair
             offer = Offer(pair.source_end, number, None, 0, SLAB_TOKENS, None, self.transport)
             try:
                 self._source.do(offer)
                 while (answer := self._probed.get()).slab != number:
-                    pass  # An answer about one that was given up.
+                    pass  # This answers a slab that was given up.
             except ProcessLost as error:
                 raise JaxinferError(f"{names}: {error}") from None
             finally:
@@ -247,13 +247,13 @@ class Channel:
                 pull = Pull(slab.pair.dest_end, slab.number, self.transport, answer.address)
                 try:
                     self._dest.do(pull)
-                except ProcessLost as error:  # This slab alone: others may be for a new process.
+                except ProcessLost as error:  # Only this slab: others may be for a new process.
                     self._forget(slab)
                     self._post(Failed(self._ends[1], error, slab.transfer))
             case Pulled() if slab:
                 self._post(Landed(slab, answer.began, answer.ended))
             case Pulled():
-                with suppress(ProcessLost):  # Given up while it was on its way.
+                with suppress(ProcessLost):  # It was given up while it was on its way.
                     self._dest.do(Drop(answer.end, answer.slab, self.transport))
             case Checked() if slab:
                 self._check(slab, answer)
@@ -305,7 +305,7 @@ class Channel:
         """
         with self._lock:
             lost = [s for s in self._slabs.values() if instance == self._ends[1] or not s.is_pulled]
-            # At once: what is heard of one of them from here on comes too late.
+            # Removed now, because later answers about them come too late.
             for slab in lost:
                 del self._slabs[slab.number]
         for slab in lost:
@@ -326,7 +326,7 @@ class Channel:
 
     def _drop(self, slab: Slab) -> None:
         for side, end in ((self._source, slab.pair.source_end), (self._dest, slab.pair.dest_end)):
-            with suppress(ProcessLost):  # Nothing is left there then.
+            with suppress(ProcessLost):  # Nothing is left there.
                 side.do(Drop(end, slab.number, self.transport))
 
 

@@ -17,7 +17,7 @@ def checksum(slab_2LTKH: jax.Array) -> jax.Array:
     kind = {2: jnp.uint16, 4: jnp.uint32}[width]
     bits = jax.lax.bitcast_convert_type(slab_2LTKH, kind).astype(jnp.uint32)
     two, _, _, K, H = slab_2LTKH.shape
-    weight = 2 * jnp.arange(two * K * H, dtype=jnp.uint32) + 1  # Odd: no bit is lost.
+    weight = 2 * jnp.arange(two * K * H, dtype=jnp.uint32) + 1  # An odd factor loses no bit.
     return jnp.einsum("altkh,akh->lt", bits, weight.reshape(two, K, H))
 
 

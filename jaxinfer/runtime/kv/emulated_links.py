@@ -12,9 +12,9 @@ from jaxinfer.runtime.kv.stage_pair import StagePair
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.kv_shards import HeldPages
 
-# The slabs of one transfer that take one pair's way follow one another.
+# Slabs of one transfer between the same pair are sent one after another.
 Flow = tuple[Transfer, StagePair]
-# Those of several transfers may overtake each other, but not on their way to the same pages.
+# Slabs of several transfers may overtake each other, but not on their way to the same pages.
 Way = tuple[HeldPages, StagePair]
 
 
@@ -37,7 +37,7 @@ class EmulatedLinks:
     """
 
     def __init__(self, pairs: Iterable[StagePair]) -> None:
-        # Each way between two groups has the link's rate to itself.
+        # Each direction between two groups has the link's whole rate.
         rates: dict[Link, float] = {
             pair.groups: pair.link.gb_s * 1e9 for pair in pairs if pair.link
         }
@@ -101,7 +101,7 @@ class EmulatedLinks:
                     del self._queues[flow]
 
     def _start(self, flow: Flow, time: float) -> None:
-        # Reports of several routes may come in another order than what they tell of.
+        # Reports of several routes may arrive in another order than the events.
         self._now = max(self._now, time)
         slab, (_, pair) = self._queues[flow][0].landed.slab, flow
         num_bytes = (slab.stop - slab.start) * pair.token_bytes

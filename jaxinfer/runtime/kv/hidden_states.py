@@ -40,7 +40,7 @@ class HiddenStates:
 
     def give(self, step: int, x_TD: jax.Array) -> None:
         """Wait for a step's hidden states, then offer them."""
-        # One device's copy: every one has all of it.
+        # One device's copy; every device has all of it.
         one = x_TD.addressable_shards[0].data
         self._transport.offer(step, one, HiddenForm(one.shape, one.dtype))
 
@@ -55,7 +55,7 @@ class HiddenStates:
         form = HiddenForm(like.shape, like.dtype)
         try:
             found = self._transport.fetch(step, self.before, form, like.sharding, None)
-        except JaxinferError as error:  # It closes: nothing more will be offered.
+        except JaxinferError as error:  # It closes, so nothing more will be offered.
             raise EOFError(str(error)) from None
         return jax.device_put(found, like.sharding)
 

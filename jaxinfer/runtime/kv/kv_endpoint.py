@@ -38,8 +38,7 @@ from jaxinfer.runtime.stage.stage import Stage
 
 T = TypeVar("T")
 Hear = Callable[[SlabAnswer], None]
-# A slab that has not come after so many seconds, and those that it takes at so slow a rate, is
-# given up.
+# A slab is given up after this many seconds without arrival, or if it is slower than this rate.
 PATIENCE_S, SLOWEST_GB_S = 10.0, 0.05
 
 
@@ -157,7 +156,7 @@ class KVEndpoint:
         self._ends[message.end].jobs.put(partial(self._attempt, message, job))
 
     def _attempt(self, message: _OfSlab, job: _Job) -> None:
-        # Whatever fails here would otherwise leave the loop waiting for ever.
+        # Without this, any failure would leave the loop waiting forever.
         end = self._ends[message.end]
         try:
             answer = job(end)
@@ -281,7 +280,7 @@ def _hand_over(
 
 
 def _failed(number: int, slab: int, end: _End, error: Exception) -> SlabFailed:
-    # What does not come, or is not what it should be, is the sender's fault.
+    # If a slab does not arrive, or is wrong, the sender is to blame.
     by_source = end.source is not None or isinstance(error, OSError | EOFError | JaxinferError)
     line = one_line(error)
     if not isinstance(error, JaxinferError):
@@ -301,4 +300,4 @@ def _known(form: SlabFormat) -> np.ndarray:
 def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # Its slab is not to wait here for the next one.
+        del job  # Do not keep its slab here while waiting for the next one.

@@ -10,10 +10,10 @@ from jaxinfer.pallas_kernels.kv_pages import LARGEST
 from jaxinfer.runtime.kv.slab import SLAB_TOKENS
 from jaxinfer.runtime.stage.stage import Stage
 
-# Entries of 8 bits by half a step of their scale at most: of equal steps, and of e4m3, whose steps
-# grow with the number above the smallest of 2^-9.
+# The largest error of entries of 8 bits is half a step of their scale. Steps are equal for int8.
+# For e4m3, they grow with numbers above the smallest one, 2^-9.
 _HALF_STEP = {"int8": (0.5, 0.0), "float8_e4m3fn": (2.0**-10, 2.0**-4)}
-# What float32 itself leaves of a scale's products and quotients.
+# The rounding error of float32 in products and quotients of a scale.
 _FLOAT32 = 4e-7
 
 

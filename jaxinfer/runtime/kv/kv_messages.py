@@ -12,7 +12,7 @@ from jaxinfer.runtime.kv.slab import SlabFormat
 
 TransportName = Literal["device", "host", "transfer_server"]
 
-# To a side, done in this order.
+# Messages to a side, which are handled in this order.
 
 
 class OpenEnd(NamedTuple):
@@ -79,7 +79,7 @@ class Drop(NamedTuple):
     transport: TransportName
 
 
-# From it.
+# Messages from it.
 
 
 class Offered(NamedTuple):

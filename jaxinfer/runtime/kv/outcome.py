@@ -42,9 +42,9 @@ class StepEnd(NamedTuple):
 
 
 Post = Callable[[StepDone | Failed], None]
-# What will be done when a stage's part of a step has ended, or what names it in another process.
+# The future result of a stage's part of a step, or its name in another process.
 End = Future[None] | StepEnd
-# Called with a stage's number when it has been launched, and its end.
+# Called with a stage's number and its end, once it has been launched.
 Launched = Callable[[int, End], None]
 
 

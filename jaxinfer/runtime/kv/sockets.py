@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
-# Who is asked for a connection takes it, and who has one says who it is, within this time.
+# Time limit to accept a connection, and for a new connection to identify itself.
 CONNECT_S = 5.0
-# A host that has not answered for so long has gone.
+# A host that does not answer for this long counts as gone.
 VANISHED_S = 10
 
 
@@ -116,7 +116,7 @@ class Sender:
 
     def __init__(self, there: "Connection[Any, Any]") -> None:
         self._there = there
-        # Of the last message.
+        # State of the last message: sent parts, and its size.
         self._sent: list[int] = []
         self._size = 0
 
@@ -135,7 +135,7 @@ class Sender:
         parts = [memoryview(size), memoryview(data)]
         self._sent, self._size = [], len(size) + len(data)
         while parts:
-            # By a call in C that counts: no interrupt comes between a write and its count.
+            # A single call in C, so that no interrupt comes between a write and its count.
             self._sent.extend(map(os.writev, (self._there.fileno(),), (parts,)))
             parts = _rest(parts, self._sent[-1])
 

@@ -10,7 +10,7 @@ from jaxinfer.runtime.kv.slab import SlabFormat
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.serving.batch import Transfer
 
-# Numbers of ends: none is used twice in a process.
+# Numbers of ends; none is used twice in a process.
 _ends = count()
 
 

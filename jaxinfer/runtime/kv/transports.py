@@ -126,7 +126,7 @@ class TcpTransport:
         self._closed = False
         self._offers: dict[int, np.ndarray] = {}
         self._waits, self._is_news = waits, threading.Condition()
-        # Of each thread that pulls, so that none waits for another's slab.
+        # One per pulling thread, so that none waits for another's slab.
         self._sources: dict[tuple[int, Address], Connection[Any, Any]] = {}
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -164,7 +164,7 @@ class TcpTransport:
                 raise TimeoutError(f"no slab after {patience_s:g} s")
             data = source.recv_bytes()
         except (EOFError, OSError):
-            # Broken, or what comes late would be taken for the next one.
+            # Closed, because late data would be taken for the next slab.
             self._sources.pop(thread).close()
             raise
         if not data:
@@ -194,7 +194,7 @@ class TcpTransport:
             try:
                 caller, _ = self._listener.accept()
             except OSError:
-                time.sleep(0.01)  # Gone, or this is closed.
+                time.sleep(0.01)  # The connection is gone, or this is closed.
                 continue
             threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
         self._listener.close()
@@ -203,7 +203,7 @@ class TcpTransport:
         try:
             client: Connection[Any, Any] = Connection(let_in(caller, self.address.key).detach())
         except OSError:
-            return  # Not one of ours.
+            return  # It is not from one of our processes.
         try:
             while True:
                 found = self._found(client.recv())
@@ -212,10 +212,10 @@ class TcpTransport:
                 else:
                     client.send_bytes(found.view(np.uint8).reshape(-1).data)
         except (EOFError, OSError):
-            client.close()  # Whoever pulled is gone.
+            client.close()  # The pulling process is gone.
 
 
-# Each connection to a server takes one; a server that had fewer than its peer has aborted.
+# Each connection to a server takes one; servers with fewer than their peer have aborted.
 ADDRESSES = 8
 
 

@@ -46,8 +46,8 @@ class BatchEncoder:
     def __init__(self, shards: slice = slice(None)) -> None:
         self._shards = shards
         self._told: dict[int, _Told] = {}
-        # Requests that are garbage. A list's own method notes them: Ctrl-C could interrupt a Python
-        # function halfway, and the error would be lost.
+        # Requests that were freed. A list's own method records them, because Ctrl-C could interrupt
+        # a Python function halfway, and the error would be lost.
         self._dead: list[_Ref] = []
         self._numbers = 0
 
@@ -57,11 +57,12 @@ class BatchEncoder:
         pages: list[tuple[int, int, Sequence[NewPages]]] = []
         tokens: list[tuple[int, list[int]]] = []
         rows: list[int] = []
-        # One by one: a request may go at any moment, in any thread. First: its key may come again.
+        # Removed one by one, because a request may be freed at any moment, in any thread. This
+        # comes first, because its key may be used again.
         dead = (self._dead.pop() for _ in range(len(self._dead)))
         gone = [self._told.pop(ref.key).number for ref in dead]
         spread = any(row.hold.kv.is_spread for row in batch.rows[:1])
-        for row in batch.rows:  # Of each step, the rows are the most: no call for most of them.
+        for row in batch.rows:  # Rows are the most frequent, so most of them make no call.
             request, hold = row.request, row.hold
             told = self._told.get(id(request)) or self._introduce(request, new)
             number, outputs, token = told.number, request.output_token_ids, -1
@@ -156,7 +157,7 @@ class BatchDecoder:
 
     def decode(self, told: Launch) -> Batch:
         """Return the batch, which is valid for one step."""
-        for number in told.gone:  # One may never have been told: its message was interrupted.
+        for number in told.gone:  # The process may not know one whose message was interrupted.
             self._requests.pop(number, None)
             self._pages.pop(number, None)
         for new in told.new:

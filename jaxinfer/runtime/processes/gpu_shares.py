@@ -12,7 +12,7 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.stage.gpu_memory import SETTINGS, SHARE, free_shares, has_started
 
-# What the loop's process is called, beside the groups that have their own.
+# Name of the loop's process among the groups that have their own.
 HERE = ""
 
 
@@ -101,7 +101,7 @@ def divide(processes: Mapping[str, GpuProcess], free: Mapping[str, float]) -> di
         ]
         if not shares:
             continue
-        # Down to whole percents, as where one process has a GPU alone.
+        # Rounded down to whole percents, as for a process that has a GPU alone.
         found[name] = share = math.floor(100 * min(shares)) / 100
         if share <= 0:
             raise JaxinferError(

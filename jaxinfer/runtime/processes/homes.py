@@ -160,7 +160,7 @@ class InstancesHome(Home):
         super().end(why)
         threads = [*(rest.thread for rest in self.rests), *(each.thread for each in self.lenders)]
         for thread in filter(None, threads):
-            if thread.ident:  # Else, who was about to start it was interrupted.
+            if thread.ident:  # Otherwise, the thread that was about to start it was interrupted.
                 thread.join()
         lent = [process for rest in self.rests for process in rest.worker.lending]
         coming = [process for home in self.lenders for process in home.processes.values()]
@@ -201,8 +201,8 @@ class InstancesHome(Home):
                 piece.move_to(self.processes[piece.process.name])
             if isinstance(worker, PipelineWorker):
                 worker.begin_again([self.fresh[group] for group in worker.lends])
-            if self.prepared[name] != worker.sampler:  # Asked for when it was ready.
-                with suppress(NobodyThere):  # The first step for it will show it.
+            if self.prepared[name] != worker.sampler:  # It was requested when it was ready.
+                with suppress(NobodyThere):  # The first step for it will notice that.
                     next(worker.prepare(worker.sampler, wait=False))
         for lender in self.lenders:
             lender.processes, lender.news = {lender.name: self.fresh[lender.name]}, None
@@ -269,7 +269,7 @@ class LenderHome(Home):
         """See Home."""
         (process,), worker = processes.values(), self.rest.worker
         worker.coming.update(processes)
-        if not self.is_wanted:  # Who gives the instance up may not have seen this one.
+        if not self.is_wanted:  # A thread that gives the instance up may not know this one.
             raise JaxinferError("its instance is lost")
         wait_until_loaded(process)
         plans = [stage.plan for stage in worker.stages]
@@ -292,7 +292,7 @@ class LenderHome(Home):
 
 def check_same(instance: str, before: StageFacts, now: StageFacts) -> None:
     """Raise JaxinferError if the new process's plan differs from the loop's."""
-    # Pages that the loop does not know of are not used.
+    # Pages that the loop does not know are not used.
     sizes = {name: getattr(before, name) for name in ("num_pages", "kv_bytes", "memory_bytes")}
     if now.num_pages < before.num_pages or replace(now, options=before.options, **sizes) != before:
         raise JaxinferError(

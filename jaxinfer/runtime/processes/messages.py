@@ -16,7 +16,7 @@ from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StageFacts
 
-# To a worker's process, done in this order.
+# Messages to a worker's process, which are handled in this order.
 
 
 class LoadInstances(NamedTuple):
@@ -117,7 +117,7 @@ class NewRequest(NamedTuple):
     payload: object
 
 
-# Pages of one shard, or by slice where a stage has its slices in several.
+# Pages of one shard, or by slice if a stage has its slices in several shards.
 NewPages = list[int] | dict[int, list[int]]
 
 
@@ -173,7 +173,7 @@ class EmulateSteps(NamedTuple):
     seconds: Any
 
 
-# From it.
+# Messages from it.
 
 
 class Heartbeat(NamedTuple):

@@ -21,11 +21,11 @@ from jaxinfer.runtime.kv.sockets import (
     set_patience,
 )
 
-# The secret that a worker that listens shares with those who may use it.
+# The secret that a listening worker shares with those who may use it.
 KEY = "JAXINFER_KEY"
-# Of messages and back, by which two clocks are compared.
+# Number of messages and answers to compare two clocks.
 ROUND_TRIPS = 20
-# A process that is to end has so long for it.
+# Seconds that a process has to end.
 END_S = 5.0
 
 
@@ -171,13 +171,14 @@ def start_worker(
     connection: socket.socket, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     """Start a worker as a child process, which answers at the other end of the connection."""
-    # A module, not a function: what the user's script does when it is imported is not redone.
+    # Started as a module, so that the user's script is not imported again.
     numbers = [str(connection.fileno()), str(os.getpid())]
-    # Blocked there from its start: all of a terminal's processes get Ctrl-C, which is for this one.
+    # Blocked from its start, because Ctrl-C reaches all processes of a terminal, but is for this
+    # one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
-            # Safe: the folder where this runs comes last on its path, as it does here.
+            # Safe, because the current folder comes last on its path, as it does here.
             [sys.executable, "-P", "-m", "jaxinfer.runtime.worker_process", *numbers],
             pass_fds=[connection.fileno()],
             env=os.environ | environment,

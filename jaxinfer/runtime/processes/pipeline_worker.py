@@ -171,17 +171,17 @@ class PipelineWorker:
     ) -> Generator[int, None, None]:
         """Compile all steps with this sampler; see ``RemoteWorker``."""
         self.sampler = sampler
-        if not wait:  # All are asked before anything is yielded: nobody has to ask for more.
+        if not wait:  # All are asked before the first yield, so that callers need not ask for more.
             for part in self._there:
                 next(part.prepare(sampler, wait))
             yield 0
             return
-        # All at once, and heard one after the other.
+        # All start at once, and are read one after the other.
         with ExitStack() as alone:
             for part in self._there:
                 alone.enter_context(part.process.asking)
             failed: list[JaxinferError] = []
-            # Each is heard to its end: what it says is not for who asks next.
+            # Each answer is read to its end, so that the next question does not receive it.
             asked = []
             for part in self._there:
                 with _noting(failed):
@@ -230,7 +230,7 @@ class PipelineWorker:
         Raises:
             Exception: it has failed.
         """
-        # Hidden states are dropped when those who take them have all that they were told of.
+        # Hidden states are dropped when their receivers have everything that they were told of.
         for part in reversed(self._there):
             part.recover(patience)
 
@@ -266,9 +266,9 @@ class PipelineWorker:
             self._failed = error
         if not isinstance(error, JaxinferError):
             error = self._cause(part) or error
-        goes_on = self.lost_lenders  # Once it is told, it may have, in another thread.
+        goes_on = self.lost_lenders  # Another thread may do so once it is told.
         if goes_on:
-            # A host that has vanished would be waited for, and so would all that comes after.
+            # A vanished host would block this call, and everything after it.
             with suppress(ProcessLost):
                 self._there[0].process.send(BreakOff(self.instance, self._pools_of(goes_on)))
         for each in [*self._there, *self._lenders]:
@@ -278,7 +278,7 @@ class PipelineWorker:
 
     def give_up(self, why: Exception) -> None:
         """End those of its processes that have no other instance."""
-        self.given_up = True  # First: else, one may be started again.
+        self.given_up = True  # This comes first; otherwise, one might be started again.
         for process in [*self.processes, *self.coming.values()]:
             if process.workers.keys() <= {self.instance}:
                 process.give_up(f"instance {self.instance}: {why}")
@@ -316,7 +316,7 @@ class PipelineWorker:
         part.begin_again()
         with self._lock:
             self._failed = None
-        if part.process.lost:  # Whoever was told of it took it for the same failure.
+        if part.process.lost:  # The thread that heard of it took it for the same failure.
             raise JaxinferError(part.process.lost)
         self._look_for_losses()
 
@@ -327,9 +327,9 @@ class PipelineWorker:
     def take_back(self, process: Process, pools: Mapping[tuple[int, int], Address]) -> None:
         """Use the pools (as in ``Forget``) that a process lends in place of a lost one."""
         self._lenders = [*self._lenders, self._lender(process)]
-        if self.coming.get(process.name) is process:  # Else, the next one is being started.
+        if self.coming.get(process.name) is process:  # Otherwise, the next one is being started.
             del self.coming[process.name]
-        with suppress(ProcessLost):  # The first step will show it.
+        with suppress(ProcessLost):  # The first step will notice it.
             for (stage, number), address in pools.items():
                 borrow = Borrow(self.instance, stage, number, address, wait=False)
                 self._there[0].process.send(borrow)

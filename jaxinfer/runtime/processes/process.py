@@ -30,12 +30,13 @@ from jaxinfer.runtime.processes.messages import (
 )
 from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
 
-# A process says each second that it is alive; one that has not for so long has gone.
+# A process reports each second that it is alive. After this long without a report, it counts as
+# gone.
 SILENCE_S = 10.0
-# Silence is waited for in so many parts: where this process is stopped as well, as by Ctrl-Z, that
-# takes one of them.
+# The wait is split into this many parts. If this process is stopped, too, for example by Ctrl-Z,
+# only one part is lost.
 PARTS = 10
-# Before its first word it imports JAX, from a disk that may be slow.
+# Before its first report, it imports JAX, perhaps from a slow disk.
 START_S = 300.0
 
 
@@ -85,7 +86,7 @@ class Process:
         self._given_up: str | None = None
         self._ended = threading.Event()
         self.peer, self._socket = peer, peer.socket
-        # One that is stopped may have said half of something.
+        # A stopped process may have sent half of a message.
         set_patience(self._socket, SILENCE_S)
         self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         self._lock, self._sender = threading.Lock(), Sender(self._connection)
@@ -106,7 +107,7 @@ class Process:
         except OSError as error:
             if isinstance(error, Torn):
                 self.give_up(f"process of group {self.name}: {error}")
-            # The thread that reads is about to learn how it ended, unless that is this one.
+            # The thread that reads is about to learn how it ended, unless that is this thread.
             reads = threading.current_thread() is self._reader
             why = None if reads else self.why_lost(END_S)
             raise ProcessLost(why or f"process of group {self.name}: {error}") from None
@@ -163,8 +164,8 @@ class Process:
     def close(self) -> None:
         """End the process; waits at most a few seconds."""
         self._closing = True
-        # Not by a message: a thread that is in the midst of sending one may be the one here, which
-        # garbage collection has brought.
+        # Not done by a message: garbage collection may call this in the thread that is just sending
+        # one.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self.peer.end(END_S)
@@ -192,13 +193,14 @@ class Process:
         self.lost = why = self._given_up or ended
         self._ended.set()
         self._answers.put(ProcessLost(why))
-        # Each of them, whatever the others raise: who is not told waits for ever.
+        # All are called even if one raises, because a listener that is not called waits forever.
         with ExitStack() as all_told:
             all_told.callback(self._disconnect)
             if not self._closing:
                 for hear in reversed(list(self.on_loss)):
                     all_told.callback(hear, why)
-                # A list: the loop's thread may move a worker here meanwhile.
+                # Copied to a list, because the loop's thread may move a worker here at the same
+                # time.
                 for worker in reversed(list(self.workers.values())):
                     all_told.callback(worker.on_loss, ProcessLost(why))
 
@@ -219,7 +221,7 @@ class Process:
                 self._hear(answer)
                 patience = SILENCE_S
         except BlockingIOError:
-            pass  # Half of something.
+            pass  # Half of a message.
         except TimeoutError:
             self.peer.end(0)
             return "cannot be reached any more"
@@ -228,7 +230,7 @@ class Process:
         except Exception as error:
             self.peer.end(0)
             return f"has said what is not understood: {type(error).__name__}: {one_line(error)}"
-        # Stopped, or too busy to be of use: nobody is to find it later.
+        # It is stopped, or too busy to be useful, and must not be found later.
         self.peer.end(0)
         return f"has said nothing for {patience:g} s"
 

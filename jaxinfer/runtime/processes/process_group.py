@@ -32,14 +32,14 @@ from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.stage.attention_plan import check_attention
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 
-# What the user sees of a long start: a description, and how many parts are left.
+# Reports the progress of a long start to the user: a description, and the number of parts left.
 Progress = Callable[[str, int], None]
 
 
 class AnotherProcess:
     """A process started by this one, as a side of channels; another process may replace it."""
 
-    # It says each second that it is alive, and is given up by itself.
+    # Empty: it reports each second that it is alive, and is given up if it does not.
     waits_for: Mapping[int, tuple[str, float]] = {}
 
     def __init__(self, process: Process) -> None:
@@ -104,7 +104,7 @@ def reach(
     """
     groups = {name: config.groups[name] for name in names}
     if by_ray := {name: group for name, group in groups.items() if group.ray}:
-        # Needs a package that is no dependency.
+        # Imported here, because its package is no dependency.
         from jaxinfer.runtime.processes.ray_hosts import place
 
         assert config.ray
@@ -188,7 +188,7 @@ class OtherProcesses:
             for name, all_ in self._layers.items()
             if name in part.instances
         }
-        with suppress(ProcessLost):  # Whoever waits for it hears of it.
+        with suppress(ProcessLost):  # Threads that wait for it are told.
             process.send(LoadInstances(self._model, part, self.host_of(process), layers))
 
     def host_of(self, process: Process) -> str:
@@ -243,10 +243,10 @@ class OtherProcesses:
         lent: dict[tuple[int, int], Lent] = {}
         groups = dict.fromkeys(place.group for plan in plans for place in plan.attention)
         lenders = [self._processes[group] for group in groups]
-        # One after the other: those on one host have one memory.
+        # One after the other, because those on one host share its memory.
         for lender in lenders:
             lent |= lend_pools(instance, plans, lender, self.host_of(lender))
-        # All at once, and heard one after the other.
+        # All start at once, and are read one after the other.
         for lender, answers in [(lender, open_pools(lender)) for lender in lenders]:
             for left in answers:
                 progress(f"{lender.name}: {left.what}", left.parts)

@@ -10,7 +10,8 @@ from typing import Any
 
 from jaxinfer.errors import JaxinferError, one_line
 
-# A head that does not take a connection in this time will not; Ray itself tries for much longer.
+# A head that does not accept a connection in this time never will; Ray itself tries for much
+# longer.
 CONNECT_S = 5.0
 
 

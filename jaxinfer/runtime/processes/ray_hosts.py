@@ -13,7 +13,7 @@ from jaxinfer.runtime.processes.peers import Elsewhere, Peer
 from jaxinfer.runtime.processes.ray_client import connect
 from jaxinfer.runtime.processes.worker_server import WorkerServer
 
-# A node that is there, and busy with something else, may come free.
+# An existing node may be busy now, and become free later.
 PLACE_S = 300.0
 
 
@@ -72,7 +72,7 @@ def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str
                     f"{PLACE_S:g} s"
                 ) from None
             except (ray.exceptions.RayError, JaxinferError) as error:
-                # Ray's have a traceback before what is said.
+                # Ray's errors have a traceback before the message.
                 why = str(error).strip().splitlines()[-1]
                 raise JaxinferError(f"groups.{name}.ray: {why}") from None
             del actors[name]
@@ -84,9 +84,10 @@ def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str
 
 def _end(ray: Any, actor: Any) -> None:
     """End an actor and its process, if the cluster can still be reached."""
-    # One that has been left would be joined again, or another one started.
+    # A connection that is left open would be used again, or another one started.
     if ray.is_initialized():
-        with suppress(Exception):  # Whoever asks has more to do, and the actor ends with this one.
+        # The caller has more to do, and the actor ends with this connection.
+        with suppress(Exception):
             ray.kill(actor)
 
 

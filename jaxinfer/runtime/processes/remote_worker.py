@@ -141,7 +141,7 @@ class RemoteWorker:
 
     def move_to(self, process: Process) -> None:
         """Continue in a process that has these stages and knows no request."""
-        self.process.workers.pop(self.instance, None)  # It may still have to tell of its end.
+        self.process.workers.pop(self.instance, None)  # It may still have to report its end.
         self.process = process
         self.begin_again()
         for stage in self.stages:
@@ -187,7 +187,8 @@ class RemoteWorker:
 
     def _check(self) -> None:
         if self._lost:
-            raise type(self._lost)(*self._lost.args)  # A new one, for it will keep those it passes.
+            # A new one, because it will keep those it passes.
+            raise type(self._lost)(*self._lost.args)
 
     def copy(
         self, copies: Copies, hear: Callable[[Moved], None], post: Callable[[Failed], None]
@@ -202,7 +203,7 @@ class RemoteWorker:
         """Pass on the times at which KV heads were moved."""
         hear, _ = self._moves.pop(answer.move, (None, None))
         if hear is None:
-            return  # Of a worker that has failed.
+            return  # This is for a worker that has failed.
         ahead = self.process.peer.clock_offset
         hear(answer._replace(start=answer.start - ahead, end=answer.end - ahead))
 
@@ -210,7 +211,7 @@ class RemoteWorker:
         """Pass on a step's results."""
         batch, post = self._steps.pop(answer.step, (None, None))
         if batch is None or post is None:
-            return  # Of a worker that has failed.
+            return  # This is for a worker that has failed.
         for stage, late, counts in zip(self.stages, answer.overruns, answer.compiles, strict=True):
             stage.overruns += late
             stage.count(*counts)

@@ -81,7 +81,7 @@ class Restarts:
             threads += [rest.thread for rest in self._rests.values()]
             for thread in threads:
                 if thread and thread.ident is None:
-                    thread.start()  # Who was about to start it was interrupted.
+                    thread.start()  # The thread that was about to start it was interrupted.
             for group, home in self._homes.items():
                 if home.news:
                     hear(Restarted(group))
@@ -101,13 +101,13 @@ class Restarts:
     def _return(self, instance: str, why: str) -> bool:
         """Return whether an instance that cannot continue will return; if so, end its process."""
         if rest := self._rests.get(instance):
-            # It may have lost the rest after it was told that it could go on.
+            # It may have lost the rest after it was told to continue.
             rest.worker.give_up(ProcessLost(why))
         home = self._of.get(instance)
         if home is None:
             return False
         for process in home.processes.values():
-            if process.lost:  # Its thread may have still to tell of it.
+            if process.lost:  # Its thread may still have to report that.
                 self._lose(home, process, process.lost)
         with self._lock:
             is_on_its_way = home.starting or home.news is not None
@@ -120,7 +120,7 @@ class Restarts:
         """Return the lost shards of an instance's KV, and whether any will return."""
         if (rest := self._rests.get(instance)) is None:
             return (), False
-        # One that is not missed as yet brings back nothing that is lost by now.
+        # A process that is not missed yet returns nothing that is lost by now.
         with self._lock:
             gone = (each for each in rest.lenders if each.is_clear)
             returns = any(each.starting or each.is_ready for each in gone)
@@ -145,7 +145,7 @@ class Restarts:
             rest.worker.go_on()
         except Exception as lost:
             error = one_line(lost)
-        # Else, it is told of by those that are started again.
+        # Otherwise, the restarted processes report it.
         is_told_here = not (error and self._return(instance, error))
         seconds, without = time.perf_counter() - begin, tuple(rest.worker.without)
         with self._lock:
@@ -154,7 +154,7 @@ class Restarts:
                 rest.news = RestartResult(group, [instance], why, seconds, error, without)
         self._hear(Restarted(group))
         for home in rest.lenders:
-            if home.news:  # It has been there before it could be used.
+            if home.news:  # It exists before it can be used.
                 self._hear(Restarted(home.name))
 
     def take(self, group: str) -> RestartResult | None:
@@ -174,7 +174,7 @@ class Restarts:
                 for lender in home.lenders:
                     self._watch(lender)
             except BaseException:
-                # In use in part, as after an interrupt: others are to be started for them.
+                # Partly in use, for example after an interrupt: others must be started for them.
                 for process in home.processes.values():
                     process.give_up(f"{outcome.why}; interrupted as it came to be in use again")
                 raise
@@ -186,7 +186,7 @@ class Restarts:
 
     def _watch(self, home: Home) -> None:
         for process in home.processes.values():
-            # After the workers and the ways, which are told of the loss first.
+            # After the workers and channels, which are told of the loss first.
             process.on_loss.append(partial(self._lose, home, process))
             if process.lost:
                 self._lose(home, process, process.lost)
@@ -196,7 +196,7 @@ class Restarts:
             if process not in home.processes.values() or home.starting or self._closed:
                 return
             if not home.is_wanted or (home.news.error if home.news else not home.left):
-                return  # Its instances are lost for good, as those of any process.
+                return  # Its instances are lost for good, like those of any process.
             thread = threading.Thread(target=self._start_again, args=(home, why), daemon=True)
             home.starting, home.news, home.why, home.thread = True, None, why, thread
             home.tell_of_loss(self._hear)
@@ -212,7 +212,7 @@ class Restarts:
         seconds = time.perf_counter() - begin
         with self._lock:
             home.starting = False
-            if not error or home.is_wanted:  # Else, it comes back with its instance, or never.
+            if not error or home.is_wanted:  # Otherwise, it returns with its instance, or never.
                 home.news = RestartResult(home.name, [*home.instances], why, seconds, error)
         if not error:
             self._watch(home)
@@ -223,7 +223,7 @@ class Restarts:
         processes: dict[str, Process] = {}
         try:
             for group, part in home.parts.items():
-                # From here on, whoever closes the others closes this one, too.
+                # From here on, this one is closed together with the others.
                 processes[group] = self._others.begin_again(group, part)
                 if self._closed:
                     raise JaxinferError("closed")
@@ -252,7 +252,7 @@ def _home_of(
         group: _as_planned(config.part(group), {n: p for n, p in pieces if p.process.name == group})
         for group in groups
     }
-    # An instance whose stages share one process goes on without the others.
+    # An instance whose stages share one process continues without the others.
     lenders = [each for r in rests if len(r.worker.pieces) > 1 for each in r.worker.lending]
     needed = [*(piece.process for _, piece in pieces), *lenders]
     processes = {process.name: process for process in needed}

@@ -32,7 +32,7 @@ class Turns:
         while True:
             with self._reading:
                 self._to_do.append(self._read())
-            # Once more: the other one may have read as this one looked for the last time.
+            # Look once more, because the other thread may have read during the last look.
             while self._to_do and self._doing.acquire(blocking=False):
                 try:
                     while self._to_do:

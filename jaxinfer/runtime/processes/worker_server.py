@@ -41,7 +41,7 @@ class WorkerServer:
                 try:
                     caller, (host, port, *_) = self._listener.accept()
                 except OSError:
-                    time.sleep(0.1)  # Gone already, or there are too many.
+                    time.sleep(0.1)  # It is gone already, or there are too many.
                     continue
                 threading.Thread(
                     target=self._serve, args=(caller, join_address(host, port)), daemon=True

@@ -32,7 +32,8 @@ def measure_steps(
     for parts in todo:
         batch = new_batch(kv, parts)
         if shape != (shape := limits.shape_for(batch)):
-            # The first run after another shape pays for memory that the others have.
+            # The first run after another shape includes memory allocation, which later runs do not
+            # need.
             _run(worker, batch)
         times = _run(worker, batch)
         for row in batch.rows:

@@ -32,7 +32,7 @@ from jaxinfer.steps.profile import (
 from jaxinfer.steps.shapes import StepLimits, StepShape
 from jaxinfer.steps.times import Part, StepPoint, StepTimes, shape_of
 
-# Passes over all steps, and the seconds that they may take where a run waits for them.
+# Number of passes over all steps, and the seconds for them while a run waits.
 PASSES, BUDGET_S = 3, 60.0
 
 
@@ -214,7 +214,8 @@ def _use_profiles(need: Needs) -> dict[str, StepFit]:
         for stage, slowdown, times in zip(
             engine.stages, slowdowns, step_times(engine, profile), strict=True
         ):
-            # Behind an emulated link, inputs come late: when a step ends, only times can tell.
+            # With an emulated link, inputs arrive late, so only recorded times tell when a step
+            # ends.
             if slowdown != 1 or stage.link:
                 stage.emulate = partial(_slowed, times, slowdown)
     return fits

@@ -32,7 +32,7 @@ from jaxinfer.steps.attention_profile import (
 PASSES = 3
 # Numbers of heads, each half of the next, and sizes of cache for each.
 _HEADS, _CONTEXTS = 8, 4
-# Pairs of token and KV head, and KV entries before each token.
+# Numbers of pairs of a token and a KV head, and of KV entries before each token.
 _Point = tuple[int, int]
 
 
@@ -177,7 +177,7 @@ class _ShardTimes:
         stage = self._stage
         begun = stage.begin(self._number, inputs)
         layers = len(stage.step.windows)
-        # One for each layer: a copy in the host's memory is kept.
+        # One for each layer, because a copy in the host's memory is kept.
         pieces = [jax.device_put(self._piece(inputs), stage.plan.devices[0]) for _ in range(layers)]
         jax.block_until_ready(pieces)
         start = time.perf_counter()

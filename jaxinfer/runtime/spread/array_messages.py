@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# Buffers that the system takes at once.
+# Number of buffers that the system takes at once.
 MOST_PARTS = os.sysconf("SC_IOV_MAX")
 
 
@@ -60,7 +60,7 @@ def receive_arrays(there: "Connection[Any, Any]") -> Any:
 
 
 def _read(there: "Connection[Any, Any]", size: int) -> memoryview:
-    left = found = np.empty(size, np.uint8).data  # A bytearray would be zeroed first.
+    left = found = np.empty(size, np.uint8).data  # A bytearray would be filled with zeros first.
     while left:
         if not (got := os.readv(there.fileno(), [left])):
             raise EOFError

@@ -31,7 +31,7 @@ from jaxinfer.runtime.stage.kv_cache import allocate
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.steps.shapes import StepShape
 
-# Bytes that an array is to begin at a multiple of, for JAX to take it without a copy on a CPU.
+# On a CPU, JAX takes an array without a copy only if its address is a multiple of this.
 ALIGNMENT = 64
 
 
@@ -53,7 +53,8 @@ class LentPool:
         self._attend: dict[tuple[StepShape, int | None], jax.stages.Compiled] = {}
         self._places: dict[int, np.ndarray] = {}
         self._begun: dict[int, tuple[StepShape, jax.Array] | Exception] = {}
-        # There when this returns: whoever asks next for memory of this host is not to get it, too.
+        # Allocated before this returns, so that the next user of this host's memory does not get
+        # it, too.
         self._kv = jax.block_until_ready(allocate(self._pool.pages))
         self._listener = listen(host, 0)
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
@@ -101,7 +102,7 @@ class LentPool:
     def _serve(self) -> None:
         connection: Connection[Any, Any] | None = None
         while not connection:
-            with suppress(OSError):  # Not one of ours.
+            with suppress(OSError):  # It is not from one of our processes.
                 caller, _ = self._listener.accept()
                 connection = Connection(let_in(caller, self.address.key).detach())
         self._listener.close()
@@ -124,7 +125,7 @@ class LentPool:
                 try:
                     self._begun[step] = pairs, jax.device_put(tables, self._pool.sharding)
                 except Exception as error:
-                    self._begun[step] = error  # For its layers: nobody waits for an answer here.
+                    self._begun[step] = error  # It is for its layers; no answer is expected here.
                 return None
             case Attend(step, layer, piece_RXH):
                 if isinstance(begun := self._begun[step], Exception):

@@ -21,7 +21,7 @@ from jaxinfer.runtime.kv.sockets import Address, call, join_address
 from jaxinfer.runtime.spread.array_messages import receive_arrays, send_arrays
 from jaxinfer.steps.shapes import StepShape
 
-# Steps, or halves of steps, that are under way at once, and a few more.
+# Number of steps, or halves of steps, that may be in flight, and a few more.
 MOST_BEGUN = 8
 
 
@@ -134,7 +134,7 @@ class PoolElsewhere:
 
         Otherwise a vanished host, or a stopped process, would keep them waiting for long.
         """
-        if self._there.cancel():  # Who still calls it does so for nobody.
+        if self._there.cancel():  # Callers that are still waiting no longer need it.
             self._lose(f"{self._who} has broken off before it could be reached")
         elif not self._there.exception():
             connection = self._there.result()
@@ -154,9 +154,9 @@ class PoolElsewhere:
         try:
             send_arrays(self._there.result(), message)
         except OSError:
-            self.close()  # The thread that hears learns of it, and tells.
+            self.close()  # The thread that reads learns of it, and reports it.
         except (CancelledError, JaxinferError):
-            pass  # All who ask are told.
+            pass  # All waiting callers are told.
 
     def _call(self, address: Address, patience: float | None) -> "Connection[Any, Any]":
         try:
@@ -181,7 +181,7 @@ class PoolElsewhere:
                     future.set_result(answer)
                 del answer, future
         except InvalidStateError:
-            pass  # It was closed meanwhile.
+            pass  # It has been closed since then.
         except JaxinferError as error:
             self._lose(str(error))
         except Exception as error:

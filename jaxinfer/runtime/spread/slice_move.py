@@ -20,12 +20,12 @@ from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Transfer
 
-# Pages of one head that are copied at once: one executable per device has them all. Fewer have
-# others behind them, all page 0, which is nobody's.
+# Pages of one head that are copied at once, so that each device needs one executable. Fewer pages
+# are filled up with page 0, which no request uses.
 CHUNK = 16
 
 Layers = list[KVPages]
-# What is there when a copy has ended.
+# Arrays that exist when a copy has ended.
 Mark = jax.Array | Future[int]
 
 
@@ -49,7 +49,7 @@ class Copies(NamedTuple):
         """Return the copies of a transfer, from the current places of its pages."""
         assert transfer.slice_move
         size = transfer.source_hold.kv.page_size
-        # Those that begin in the middle of a page have not been sent.
+        # Pages that start in the middle have not been sent.
         pages = slice(transfer.start // size, -(-transfer.stop // size))
         pieces = [
             Copy(
@@ -121,7 +121,8 @@ class SliceMoves:
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        # By number in the instance, each shard of a spread stage: the stage, and its number there.
+        # For each shard of a spread stage, by its number in the instance: the stage, and its number
+        # there.
         self._pools: dict[int, tuple[SpreadStage, int]] = {}
         shard = 0
         for stage in stages:

@@ -20,7 +20,7 @@ from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
-# Shares of all pairs of a step that one device has at most: buckets that it is compiled for.
+# Largest shares of a step's pairs that one device has; each is a bucket to compile for.
 SHARES = (0.25, 0.5, 1.0)
 
 
@@ -111,7 +111,7 @@ class PageTables:
     def _arrays(self, request: str, hold: HeldPages) -> _Known:
         table = hold.tables[self._shard]
         known = self._known.get(request)
-        # A request that grows has the same lists, longer; one that has moved has other lists.
+        # A growing request has the same lists, but longer; a moved one has other lists.
         if (
             known is None
             or known.num_pages != hold.num_pages
@@ -239,7 +239,7 @@ def _fits(rows: Sequence[_Row], pairs: StepShape) -> bool:
     singles = sum(len(row.head_n) for row in rows if row.count == 1)
     chunks = sum(len(row.head_n) for row in rows if row.count > 1)
     tokens = sum(len(row.head_n) * row.count for row in rows)
-    # Decodes come first among the pairs, chunks behind those there are.
+    # Among the pairs, decodes come first, and then any chunks.
     return singles <= pairs.rows and tokens <= pairs.tokens and chunks <= pairs.chunks
 
 

@@ -179,7 +179,7 @@ class Chain:
         self._stage, self._inputs, self._x_TD = stage, inputs, x_TD
         self._shape, self._layer = shape, 0
         self._layout = jax.device_put(inputs.layout, stage.plan.whole)
-        # Whoever has no pair in this step does nothing.
+        # A device without pairs in this step does nothing.
         self._tables = {
             number: stage.begin(number, inputs)
             for number, packed in enumerate(inputs.tables)
@@ -189,7 +189,7 @@ class Chain:
         self._pieces: list[jax.Array] = []
         config = stage.plan.config
         size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
-        # Stands for what a device without pairs has found; nobody looks at it.
+        # It replaces the result of a device without pairs, and is never read.
         nothing = stage.zeros(inputs.pairs.tokens, *size, dtype=stage.plan.dtype)
         self._outs: list[jax.Array | Future[np.ndarray]] = [nothing] * len(stage.pools)
 
@@ -223,7 +223,7 @@ class Chain:
     def attend(self) -> None:
         """Launch attention on each device's pairs, and send the results to the stage's mesh."""
         stage = self._stage
-        # The stage's own device last: it would have the others wait for what they are to attend to.
+        # The stage's own device comes last; otherwise, the others would wait for their inputs.
         found = {}
         for number in sorted(self._tables, reverse=True):
             piece = self._pieces[number].addressable_data(0)

@@ -29,7 +29,7 @@ from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
-# What stays between the layers' programs: the residual stream, and how positions rotate.
+# Values kept between the layers' programs: the residual stream, and the rotations of positions.
 Stream = tuple[jax.Array, Any]
 
 
@@ -48,7 +48,8 @@ class Cut:
         self.G = config.num_attention_heads // self.K
         self.scale = config.attention_scale or self.H**-0.5
         self.W, self.R = devices, pairs
-        # Attention rounds queries, keys and values to this anyway, but for entries of 8 bits.
+        # Attention rounds queries, keys and values to this dtype anyway, except for entries of 8
+        # bits.
         self.dtype = plan.kv_dtype if plan.kv_dtype.itemsize > 1 else jnp.dtype("float32")
 
     def pieces(
@@ -164,7 +165,7 @@ def attend(
 
         out_RGH, kv = once(q_RGH, kv)
         if pool.repeats > 1:
-            # Each time waits for the one before; it writes and finds the same.
+            # Each call waits for the previous one; it writes and reads the same.
             out_RGH, kv = jax.lax.fori_loop(
                 1, pool.repeats, lambda i, x: once(q_RGH + 0 * x[0], x[1]), (out_RGH, kv)
             )

@@ -19,9 +19,10 @@ CACHE_FOLDER = Path("~/.cache/jaxinfer/compiled")
 def configure_jax() -> None:
     """Let JAX keep compiled programs between runs, unless the user has set a cache."""
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        with contextlib.suppress(RuntimeError):  # An arbitrary user of a container has no home.
+        # An arbitrary user of a container has no home directory.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER.expanduser()))
-    # The defaults keep only what takes a second to compile.
+    # By default, only programs that take a second to compile are kept.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -40,7 +41,7 @@ def open_groups(
         JaxinferError: there are too few devices, or none of the kind.
     """
     if not groups:
-        return {}  # JAX would take the GPUs' memory from the processes whose groups these are.
+        return {}  # JAX would take GPU memory that processes of other groups need.
     _count(groups)
     with share_chosen(gpu_share):
         jax.devices()
@@ -72,7 +73,7 @@ def _count(groups: Mapping[str, GroupConfig]) -> None:
     own = [group for group in groups.values() if not group.shares]
     wanted = sum(group.devices for group in own if group.platform != "gpu")
     if wanted > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]
-        # JAX refuses once it has counted.
+        # JAX refuses this once it has counted its devices.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", wanted)
 

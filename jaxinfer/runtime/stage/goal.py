@@ -70,7 +70,7 @@ def goal_of(plan: StagePlan, path: str) -> Goal:
     return Goal(to, plan.parameters[scale] if scale else None, plan.dtype if scale else to.dtype)
 
 
-# The arrays of a parameter, by a stage's plan, its path and its goal.
+# Makes the arrays of a parameter, from a stage's plan, its path and its goal.
 Find = Callable[[StagePlan, str, Goal], Sequence[jax.Array]]
 
 

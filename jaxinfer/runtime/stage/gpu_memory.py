@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-# Names of one setting; JAX refuses to have both.
+# Two names of one setting; JAX refuses both together.
 SETTINGS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-# Of what is free: the rest is for CUDA's context, its libraries and captured graphs.
+# The share of the free memory to use; the rest is for CUDA's context, its libraries and captured
+# graphs.
 SHARE = 0.95
 
 
@@ -84,7 +85,7 @@ def free_shares() -> dict[str, float]:
 def _visible_shares() -> list[float]:
     found = free_shares()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    # Those named otherwise than by number may be any.
+    # Devices that are not named by number may be any.
     chosen = [name.strip() for name in visible if name.strip().isdecimal()] or list(found)
     return [share for number in chosen if (share := found.get(number)) is not None]
 

@@ -15,11 +15,11 @@ from jaxinfer.models.layouts import LAYOUTS, Layout, most_ways
 from jaxinfer.models.sharding import padded
 from jaxinfer.steps.shapes import StepLimits
 
-# Rows whose logits are in memory at once where all prompt positions are reported on.
+# Number of rows whose logits are in memory at once if all prompt positions are reported.
 BLOCK_ROWS = 64
-# Formats of 8 bits, of weights and of KV, by their options' values.
+# Formats of 8 bits, of weights and of KV, by the values of their options.
 DTYPES_OF_8_BITS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
-# What a stage with attention groups has, besides any rules of parameters.
+# Rules of a stage with attention groups, in addition to any rules of parameters.
 _ANY_RULES = replace(LAYOUTS["megatron"], parameters=())
 
 

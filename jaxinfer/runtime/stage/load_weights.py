@@ -35,9 +35,9 @@ from jaxinfer.runtime.stage.step import Parameters
 T = TypeVar("T")
 # Arrays of parameters by path and goal; stages on the same devices share them.
 Loaded = dict[tuple[str, Goal], Sequence[jax.Array]]
-# Bytes of a parameter's tensors from which the device has them to convert.
+# Parameters with at least this many bytes are converted on the device.
 ON_DEVICE = 2**23
-# Parameters whose tensors are read at once, each by a thread.
+# Number of parameters whose tensors are read at once, each by a thread.
 READERS = 2
 
 
@@ -78,7 +78,7 @@ def _load(
     jobs = (partial(_read, checkpoint, spec, goal) for (_, goal), spec in wanted.items())
     for (_, goal), spec, found in zip(wanted, wanted.values(), _ahead(jobs), strict=False):
         if isinstance(found, list):
-            # Programs are launched here alone: several devices must see them in one order.
+            # Programs are launched only here, because several devices must see them in one order.
             make = program(spec.convert, isinstance(spec.names, str), goal)
             yield jax.block_until_ready(make(found))
         else:

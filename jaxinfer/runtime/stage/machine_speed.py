@@ -12,7 +12,7 @@ from jaxinfer.models.config import ModelConfig
 
 _REPEATS = 5
 _TOKENS = 512
-# So many calls are under way at once that launching them costs no time of the device.
+# Number of calls in flight, so that launching them costs no time of the device.
 _IN_FLIGHT = 10
 
 
@@ -43,7 +43,7 @@ def copy_rate(size: int) -> float:
 
 def product_rate(size: int) -> float:
     """Return FLOPs per second of bfloat16 products there, of matrices with ``size`` rows."""
-    # Random: of equal numbers, a GPU at its power limit multiplies more.
+    # Random numbers: with equal numbers, a GPU at its power limit would be faster.
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     return 2 * size**3 / _seconds(jax.jit(lambda x: x @ x), x)
 

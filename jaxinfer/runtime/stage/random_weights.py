@@ -26,7 +26,7 @@ def random_parameters(config: ModelConfig, plans: Sequence[StagePlan]) -> list[P
         config: the model's configuration, without padding.
     """
     shapes = parameter_shapes(config)
-    program = cache(_program)  # Layers are alike.
+    program = cache(_program)  # All layers are equal.
     # Segments of one stage share a tied embedding.
     drawn: dict[tuple[str, Goal], tuple[jax.Array, ...]] = {}
 

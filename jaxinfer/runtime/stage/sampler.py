@@ -142,14 +142,14 @@ def sample(
 
 def look_up(logits_SV: jax.Array, token_S: jax.Array, top: int) -> Samples:
     """Return these tokens' log probabilities and ranks, and the ``top`` likeliest tokens."""
-    # top_k puts 0 before -0, other comparisons do not.
+    # top_k sorts 0 before -0; other comparisons treat them as equal.
     logits_SV = jnp.where(logits_SV == 0, 0.0, logits_SV)
     max_S1 = logits_SV.max(-1, keepdims=True)
     log_sum_S1 = jnp.log(jnp.exp(logits_SV - max_S1).sum(-1, keepdims=True)) + max_S1
     logit_S1 = jnp.take_along_axis(logits_SV, token_S[:, None], -1)
     rank_S = jnp.zeros_like(token_S)
     if top:
-        # Of equals, the lower token is the likelier, as in top_k.
+        # Of equal logits, the lower token comes first, as in top_k.
         before_SV = jnp.arange(logits_SV.shape[1]) < token_S[:, None]
         ahead_SV = (logits_SV > logit_S1) | (logits_SV == logit_S1) & before_SV
         rank_S = 1 + ahead_SV.sum(-1, dtype=jnp.int32)
@@ -248,7 +248,7 @@ def keep_top_p(logits_SV: jax.Array, max_S1: jax.Array, top_p_S: jax.Array) -> j
     p_SV = jnp.exp(logits_SV - max_S1)
     p_SV *= 2.0**30 / p_SV.sum(-1, keepdims=True)
     weight_SV = jnp.round(p_SV).astype(jnp.int32)
-    # At least the likeliest.
+    # At least the likeliest token is kept.
     wanted_S = jnp.maximum((top_p_S * weight_SV.sum(-1)).astype(jnp.int32), 1)
     key_SV = _ordered_int(logits_SV)
     threshold_S = _largest(key_SV, weight_SV, wanted_S)

@@ -13,9 +13,9 @@ from jaxinfer.runtime.stage.step_inputs import row_starts
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.request_state import RequestState
 
-# Past every vocabulary: edits and history end with it.
+# A token beyond every vocabulary, which fills the rest of edits and histories.
 NO_TOKEN = 2**31 - 1
-# Below, the likeliest token alone is left, and the arrays' float32 would have infinities or 0.
+# Below this, only the likeliest token is left, and the float32 arrays would have infinities or 0.
 _LEAST = 1e-30
 
 

@@ -84,7 +84,7 @@ class Stage:
                 sampling = empty_sampling(key.shape.rows, key.sampler)
                 samples, _ = self.step.sample(key, self._leaves, hidden, self.previous_S, sampling)
                 samples.token_S.block_until_ready()
-                # In the middle of a run, the next step is still to be fed.
+                # In the middle of a run, the next step has not been launched yet.
                 self.previous_S = previous_S
 
         return self.step.compile_ahead(sampler, run_on_padding)
@@ -148,7 +148,7 @@ def _are_there(pages: Any) -> bool:
     try:
         for array in jax.tree.leaves(pages):
             array.block_until_ready()
-    except RuntimeError:  # Deleted, or of a failed program.
+    except RuntimeError:  # It is deleted, or comes from a failed program.
         return False
     return True
 

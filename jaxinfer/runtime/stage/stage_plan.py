@@ -368,11 +368,12 @@ def _memory(
     if free is None:
         return None, 0
     if device.platform == "cpu":
-        # Shared with the rest of the machine: a share of what is left, the weights apart.
+        # Memory shared with the rest of the machine: take a share of what is left after the
+        # weights.
         return free, math.floor(min(free * fraction, free - weights))
     stats = device.memory_stats()
     own = math.floor(stats["bytes_limit"] * fraction) - stats["bytes_in_use"]
-    # The share of one of several plans for the device is its own, but no more than is left.
+    # Each of several plans for a device has its own share, but at most what is left.
     return free, min(own, free) - weights
 
 

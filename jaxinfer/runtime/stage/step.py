@@ -74,7 +74,7 @@ def forward(
     Returns:
         The KV pages, and the hidden states: those to sample from [S, D], and all [T, D].
     """
-    # On GPUs, float32 matmuls would default to TF32.
+    # On GPUs, float32 matmuls would use TF32 by default.
     with jax.default_matmul_precision("highest"):
         parameters = ready(layers, layout, graph.state(leaves))
         model: Any = nnx.merge(graph.graphdef, parameters)
@@ -143,14 +143,14 @@ class CompiledStep:
         self._strict = plan.options.strict_shapes
         parameters, *self._arguments = plan.step_arguments
         tree = jax.tree.structure(parameters)
-        # The head has no use for layers, nor has a call for hundreds of arrays to look through.
+        # The head does not use layers; passing hundreds of arrays would cost time in each call.
         self._head_graph, outer = flat(without_layers(plan.graphdef, parameters))
         self._graphdef = plan.graphdef
         self._leaves = StageLeaves(tuple(jax.tree.leaves(parameters)), outer)
         self._hidden_size = plan.config.hidden_size
         self._mesh = plan.mesh
         self._whole = plan.whole
-        # Donated pages are written in place only where both sides lie alike.
+        # Donated pages are written in place only if both sides have the same layout.
         kv_shardings = jax.tree.map(lambda x: x.sharding, self._arguments[0])
         self._forward = jax.jit(
             partial(forward, Graph(plan.graphdef, tree), plan.layers, plan.config.layout),
@@ -169,14 +169,14 @@ class CompiledStep:
         parts = dict.fromkeys(part for key in keys for part in self._parts(key))
         todo = [part for part in parts if part not in self._executables]
         yield len(todo)
-        # Tracing holds Python's lock, XLA's compiler does not: two threads overlap them.
+        # Tracing holds Python's lock, but XLA's compiler does not; two threads overlap them.
         with ThreadPoolExecutor(2) as pool:
             compiled = pool.map(self._compile, todo)
             for left, (part, executable) in enumerate(zip(todo, compiled, strict=True), 1):
                 self._executables[part] = executable
                 return_freed_memory()
                 yield len(todo) - left
-        # The smallest step that has a part; keys come largest first.
+        # The smallest step that has a part; the largest keys come first.
         with_part = {part: key for key in keys for part in self._parts(key)}
         for key in {with_part[part]: None for part in todo}:
             run(key)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jaxinfer.runtime.stage.kv_cache import memory_of
 
-# A parameter on its devices: its path in the whole model, what it is there, and the dtype that
-# weights of 8 bits are multiplied in. Stages that want equal ones have one (``load_weights``).
+# A parameter on its devices: its path in the whole model, its goal there, and the dtype in which
+# weights of 8 bits are multiplied. Stages with equal ones share one array (``load_weights``).
 Wanted = tuple[str, jax.ShapeDtypeStruct, jnp.dtype]
 
 

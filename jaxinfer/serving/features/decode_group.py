@@ -14,7 +14,7 @@ from jaxinfer.serving.batch import Row
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 
-# When so many past steps' times have come together, members take what is theirs.
+# After this many recorded step times, members take theirs.
 _TIMES_KEPT = 4096
 
 
@@ -66,25 +66,27 @@ class DecodeGroup:
         self.active: dict[str, Member] = {}
         self._members: dict[str, Member] = {}
         self.fresh: dict[str, Member] = {}
-        # Of the others, the sum of their KV entries less the group's steps that have ended.
+        # For the other members, the sum of their KV entries minus the number of the group's ended
+        # steps.
         self.num_begun = self._entries = 0
-        # Of these and of some that have left, the longest first, by their KV entries less the
-        # group's steps, then by their admission; None until somebody asks for it.
+        # For these members and some that have left, the longest first: their KV entries minus the
+        # number of the group's steps, then their admission. None until it is needed.
         self._longest: list[tuple[int, int, Member]] | None = None
         self._launched = 0
         self._committed = 0
-        # When the steps from number _oldest on were done.
+        # End times of the steps from number _oldest on.
         self._times: list[float] = []
         self._oldest = 0
         self._ends: defaultdict[int, dict[str, Member]] = defaultdict(dict)
         self._last_launches: defaultdict[int, dict[str, Member]] = defaultdict(dict)
-        # By the number of a step modulo the page size: who may need a page in it.
+        # For each step number modulo the page size, the members that may need a page then.
         self._turns: list[dict[str, Member]] = [{} for _ in range(page_size)]
         self._context = 0
-        # Least and most of the active positions, less the group's steps; None if not known.
+        # Smallest and largest active position, minus the number of the group's steps; None if
+        # unknown.
         self._offsets: tuple[int, int] | None = None
-        # By the number of a step in flight: its rows of requests that have left meanwhile, each
-        # with the number of the request's admission.
+        # For each step in flight, the rows of requests that have left since, each with the number
+        # of the request's admission.
         self._left: dict[int, list[tuple[int, Row]]] = {}
 
     def __len__(self) -> int:
@@ -225,7 +227,7 @@ class DecodeGroup:
         """
         self.begun()
         there = self._longest
-        if there is None or len(there) > 2 * len(self._members) + 64:  # Mostly of those who left.
+        if there is None or len(there) > 2 * len(self._members) + 64:  # Most of these have left.
             there = self._longest = []
             for member in self._members.values():
                 if member.request.id not in self.fresh:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxinfer.serving.batch import Batch, Row, Work, shard_work, work_of
 from jaxinfer.serving.page_pool import Shard
 
-# Whether a step is to be computed as two halves: its work, and theirs.
+# Tells whether to compute a step as two halves, from its work and theirs.
 ChooseHalves = Callable[[Work, Sequence[Work]], bool]
 
 
@@ -152,7 +152,7 @@ def by_fits(shards: Sequence[Shard]) -> ChooseHalves:
         saved = 0.0
         for stage in spread:
             times = stage.layer(whole)
-            if times.elsewhere:  # Else it is not cut.
+            if times.elsewhere:  # Otherwise it is not cut.
                 first, second = map(stage.layer, halves)
                 saved += as_a_whole(stage.layers, times) - in_turn(stage.layers, first, second)
         return saved > 0

@@ -5,9 +5,9 @@ from typing import Protocol
 
 from jaxinfer.serving.page_pool import Shard
 
-# For each shard of an instance, the slices of KV heads that a request has there.
+# The slices of KV heads that a request has in each shard of an instance.
 Placement = Sequence[Collection[int]]
-# From one shard to another, which slices.
+# The slices that move from one shard to another.
 SliceMove = tuple[int, int, tuple[int, ...]]
 
 
@@ -125,7 +125,7 @@ class PlacedSlices:
             for number, most in zip(stage, room, strict=True):
                 while homeless and len(found[number]) < most:
                     found[number].append(homeless.pop(0))
-            found[stage[0]] += homeless  # Without room anywhere, which the caller finds.
+            found[stage[0]] += homeless  # If there is no room anywhere, the caller notices.
         return found
 
     def is_placement(self, placement: Placement) -> bool:

@@ -63,7 +63,7 @@ class Losses:
         self.lost[name] = event.reason
         (self.returning.add if event.returns else self.returning.discard)(name)
         if name not in self._instances:
-            return []  # It was to return.
+            return []  # It was going to return.
         adrift = detach(self._instances[name], self._instances, live, self._hand_offs)
         del self._instances[name]
         return adrift
@@ -121,7 +121,7 @@ def detach(
         if here is lost or exported_there:
             _leave(request, here, lost, hand_offs)
             adrift.append(request)
-        # What would have led to the lost instance is routed again when its turn comes.
+        # Requests on their way to the lost instance are routed again later.
         names = [leg.instance for leg in request.legs]
         if lost.name in names:
             del request.legs[names.index(lost.name) :]

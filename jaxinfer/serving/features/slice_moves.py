@@ -77,7 +77,7 @@ class SliceMoves:
         elif here and request.slice_move:
             _take_copies(request, move)
         else:
-            transfer.dest_hold.drop_copies()  # The leg has ended meanwhile.
+            transfer.dest_hold.drop_copies()  # The leg has ended since then.
 
 
 def _take_copies(request: RequestState, move: MoveSlices) -> None:

@@ -15,9 +15,10 @@ from typing import cast
 import numpy as np
 
 At = tuple[float, float, float, float]
-# Of points that were not measured; with more, every other place of the longest axis is left out.
+# Largest number of points that were not measured; with more, every second place of the longest axis
+# is left out.
 _MOST_FILLED = 20_000
-# Points nearest to one that was not measured, from which it is interpolated.
+# Number of nearest measured points from which a missing one is interpolated.
 _NEIGHBOURS = 32
 
 
@@ -101,7 +102,7 @@ class AttentionGrid:
 
 def _complete(points: Mapping[At, float], key_of: KeyOf) -> GridValues:
     """Make a grid of measured points."""
-    # Loaded here: where a grid was kept, this takes more time than all else.
+    # Imported here, because this takes longer than everything else if the grid is cached.
     from scipy.interpolate import RBFInterpolator
     from scipy.optimize import nnls
 
@@ -109,7 +110,7 @@ def _complete(points: Mapping[At, float], key_of: KeyOf) -> GridValues:
     at, times = list(points), np.array(list(points.values()))
     parts = np.array([base_of(_keyed(a, key_of)) for a in at])
     found, _ = nnls(parts / times[:, None], np.ones(len(times)))
-    # So that the base is never 0.
+    # This keeps the base above 0.
     found[0] = max(found[0], 1e-9 * times.min())
     weights: list[float] = found.tolist()
     grid = cast(list[At], list(product(*axes)))

@@ -34,7 +34,7 @@ from jaxinfer.files.shipped import data_path
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, along
 
-# By decode's kind, the columns that say where its points are.
+# The columns that give the place of a point, by decode's kind.
 _AXES = {"by_tokens": ("tokens",), "by_batch_and_context": ("batch", "context")}
 _Points = dict[tuple[float, ...], float]
 
@@ -68,7 +68,7 @@ class CurveStage:
                 self._decode = BatchCurves({(b, c): y for (b, c), y in decodes.items()})
             except JaxinferError as error:
                 raise JaxinferError(f"{path}: {error}") from None
-        # One row, with the least context.
+        # One row with the smallest context.
         least = self._decode(1, math.ceil(min(at[-1] for at in decodes)))
         self._shared = least if costs.share_weights else 0.0
         self.read: dict[str, object] = {
@@ -122,13 +122,13 @@ class BatchCurves:
                 "no batch was measured at several contexts: give it some, or decode: by_tokens"
             )
         curves = {batch: PiecewiseLinear(measured[batch]) for batch in several}
-        # Of each batch, a curve over its entries, and what it takes more than that.
+        # For each batch, a curve over its entries, and its additional time.
         self._levels: list[tuple[PiecewiseLinear, float]] = []
         for batch in sorted(measured):
             curve = curves[min(several, key=lambda other: (abs(other - batch), other))]
             (entries, seconds), *more = measured[batch].items()
             self._levels.append((curve, 0.0 if more else seconds - curve(entries)))
-        # Its values have no use, its places do.
+        # Only its places are used; its values are not.
         self._batches = PiecewiseLinear(dict.fromkeys(sorted(measured), 0.0))
 
     def __call__(self, rows: int, entries: int) -> float:

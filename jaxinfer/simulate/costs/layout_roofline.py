@@ -58,7 +58,7 @@ class LayoutStage:
         costs = self._costs
         layer = costs.dense(work.tokens)
         if work.single_context:
-            # The longest is not known: sequences are taken to be alike.
+            # The longest context is unknown, so sequences are assumed to be equal.
             context = work.single_context
             layer += costs.attention(context, context, context / work.singles)
         if work.chunks:

@@ -11,7 +11,7 @@ from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
 
-# Bytes of a number of hidden states and logits.
+# Returns the bytes of a number of hidden states and logits.
 ITEMSIZE = 2
 
 
@@ -43,7 +43,7 @@ class SlowedStage:
         return self.slowdown * self.cost.seconds(work)
 
 
-# By kind of costs. Each is read when it is asked for: that of tables loads scipy.
+# Modules by kind of costs. Each is imported when it is needed, because tables import scipy.
 STAGES = {
     "roofline": "jaxinfer.simulate.costs.roofline:RooflineStage",
     "layout": "jaxinfer.simulate.costs.layout_roofline:LayoutStage",
@@ -97,7 +97,7 @@ class Pipeline:
     def stages(self, work: Work) -> list[float]:
         """Return the seconds of each stage."""
         *senders, last = self.parts
-        if not senders:  # As most are, and steps are many.
+        if not senders:  # Most are like this, and there are many steps.
             return [last.seconds(work)]
         return [*(part.seconds(work) + self.send_s for part in senders), last.seconds(work)]
 

@@ -20,9 +20,9 @@ from jaxinfer.simulate.costs.measured_steps import MeasuredTables, padded_tokens
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import Part, work_of_parts
 
-# A kind of steps that is further off than this, in the median, is named.
+# A kind of steps with a larger median error than this is named.
 TOLERANCE = 0.05
-# What no measured time depends on.
+# Fields on which no measured time depends.
 _OF_NO_TIME = {"stored_bits", "wide_layers", "max_position_embeddings"}
 _PADDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 

@@ -92,7 +92,7 @@ class RooflineStage:
         self._head = product(D * V, D + V) if last else None
         self._kv_bytes = model.kv_bytes(1, kv_size or itemsize)
         self._attention_flops = 4 * N * H
-        # Two all-reduces of the hidden states in each layer, as rings.
+        # Each layer has two all-reduces of the hidden states, as rings.
         reduced = 2 * 2 * (devices - 1) / devices * D * itemsize
         self._reduce = reduced / (link_gb_s * 1e9) if devices > 1 else 0.0
         self._reduce_each = 2 * all_reduce_s if devices > 1 else 0.0
@@ -130,7 +130,7 @@ class RooflineStage:
             token_s=L * self._reduce,
             sequence_s=E.sequence_s,
             context_s=context_s,
-            # A chunk of one token is costed as a decode is.
+            # A chunk of one token has the cost of a decode.
             pair_s=min(L * self._attention_flops * self._per_flop, context_s),
         )
 

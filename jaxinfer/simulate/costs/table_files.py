@@ -31,7 +31,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.simulate.costs.attention_grid import At
 
-# How often an operator runs in a layer.
+# Number of times that an operator runs in a layer.
 PER_LAYER = {
     "layernorm": 2,
     "qkv_proj": 1,
@@ -41,21 +41,21 @@ PER_LAYER = {
     "act_fn": 1,
     "down_proj": 1,
 }
-# Those that not every model has, or not every profile apart from others. ``qk_norm`` is that of
-# queries and that of keys together.
+# Operators that some models do not have, or that some profiles do not list separately. ``qk_norm``
+# is the norm of queries and keys together.
 OPTIONAL = {"qk_norm": 1, "add": 1, "all_reduce": 2}
-# In place of one feed-forward layer; the router's own product in published tables alone.
+# These replace one feed-forward layer; only published tables list the router's product separately.
 EXPERTS = {"router": 1, "moe": 1}
 FEED_FORWARD = ("gate_up_proj", "act_fn", "down_proj")
 FIRST, LAST, PER_SEQUENCE = ("embedding",), ("final_layernorm",), ("lm_head", "sampler")
-# By file: its axis, operators that must be there, and those that may.
+# For each file, its axis, required operators, and optional ones.
 _OPERATORS = {
     "dense": ("tokens", (*PER_LAYER, *FIRST, *LAST), tuple(OPTIONAL)),
     "per_sequence": ("sequences", PER_SEQUENCE, ()),
 }
-# Beside the tables: corrections and whole steps, which no operator's time needs.
+# Further files: corrections and whole steps, which no operator's time needs.
 _UNREAD = ("skew", "skew_fit", "step", "mtp")
-# What tensor parallelism divides.
+# Sizes that tensor parallelism divides.
 _SHARDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
 
@@ -87,7 +87,7 @@ def check_meta(folder: Path, model: ModelShape, kind: str, devices: int) -> dict
     ours["head_dim"] = model.head_size
     known = {name: size for name, size in sizes.items() if name in ours}
     known.pop("num_hidden_layers", None)
-    if model.num_experts:  # It is that of dense layers, which such a model has none of.
+    if model.num_experts:  # It counts dense layers, and such a model has none.
         known.pop("intermediate_size", None)
     degrees = [1, *(degree for degree in _degrees(folder) if degree > 1)]
     wrong = [

@@ -84,7 +84,7 @@ class AttentionTable:
         and pairs.
         """
         last, micros = self._last
-        if work is not last:  # The stages of one instance ask for the same.
+        if work is not last:  # The stages of one instance ask for the same values.
             micros = self._micros(work)
             self._last = work, micros
         return micros

@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxinfer.errors import JaxinferError, one_line
 
-# The run file's options that say which rows of a table are read.
+# Options of the run file that select the rows of a table.
 _CHOSEN_BY = {
     "gemm_dtype": "weight_dtype",
     "moe_dtype": "weight_dtype",
     "kv_cache_dtype": "kv_cache_dtype",
 }
-# An operator that takes longer than this many milliseconds was not given in milliseconds.
+# A longer time than this many milliseconds is probably in another unit.
 _LONGEST_MS = 60_000.0
 
 
@@ -99,5 +99,5 @@ def _medians(points: np.ndarray, ms: np.ndarray) -> tuple[np.ndarray, np.ndarray
     points, ms = points[order], ms[order]
     first = np.flatnonzero(np.r_[True, (points[1:] != points[:-1]).any(1)])
     last = np.r_[first[1:], len(ms)] - 1
-    # Of an even number of times, the mean of both in the middle.
+    # For an even number of times, the mean of the middle two.
     return points[first], (ms[(first + last) // 2] + ms[(first + last + 1) // 2]) / 2

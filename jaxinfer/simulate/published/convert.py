@@ -17,7 +17,7 @@ from jaxinfer.simulate.published.expert_blocks import block_times
 from jaxinfer.simulate.published.files import Card, cards, find_card
 from jaxinfer.simulate.published.products import ProductTimes, without_scaling
 
-# Up to so many tokens vLLM replays a graph; above, it launches each operator.
+# vLLM replays a graph for up to this many tokens; above, it launches each operator.
 _GRAPH_TOKENS = 512
 _ITEMSIZE = 2
 Points = dict[float, float]
@@ -232,7 +232,7 @@ def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     each = 0 if model.num_experts else model.intermediate_size // tp
     numbers = {
         "layernorm": 4 * h,
-        # TensorRT-LLM turns queries and keys within its attention.
+        # TensorRT-LLM rotates queries and keys within its attention.
         "rotary_emb": 0 if wanted.backend == "trtllm" else 2 * heads,
         "act_fn": (2 + model.gated) * each,
         "embedding": 2 * h,

@@ -14,7 +14,7 @@ from jaxinfer.simulate.published.products import Curve, ProductTimes, without_sc
 
 BLOCK = 128
 _TOKENS = tuple(2**power for power in range(15))
-# The activation, and those that spread rows over blocks and gather them.
+# The activation, and the operators that spread rows over blocks and gather them.
 _LAUNCHES = 7
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from jaxinfer.errors import JaxinferError
 
-# By name of the file: the folder that it lies in.
+# For each file, the name of its folder.
 FAMILIES = {
     "gemm_perf": "gemm",
     "context_attention_perf": "attention",

@@ -8,11 +8,11 @@ import numpy as np
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.published.columns import MeasuredPoints
 
-# Curves over m.
+# Curves of time over m.
 Curve = Mapping[float, float]
-# A pair of n and k that was measured at fewer m than this has no curve.
+# A pair of n and k that was measured at fewer values of m than this has no curve.
 _FEWEST = 8
-# Width of a product that costs nothing but its launch and its input's quantization.
+# Width of a product that costs only its launch and the quantization of its input.
 _NARROW = 64.0
 
 
@@ -71,7 +71,7 @@ def without_scaling(times: ProductTimes, plain: ProductTimes, n: float, k: float
     for m, ms in curve.items():
         if m in narrow and m in without:
             off = max(narrow[m] - without[m], 0.0)
-            # A product is no quicker than a narrow one.
+            # A product is not faster than a narrow one.
             found[m] = max(ms - off, min(without[m], ms))
     return found
 

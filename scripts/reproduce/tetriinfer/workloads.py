@@ -23,9 +23,7 @@ NAMES = ("TTFT", "JCT", "resource time")
 
 
 def perf_per_dollar(jct: float, resource: float) -> float:
-    """Return the formula of the paper's values, by changes in percent; it is no ratio of
-    performances.
-    """
+    """Return the paper's formula, by changes in percent; it is no ratio of performances."""
     return (1 - jct / 100) / (1 + resource / 100)
 
 
