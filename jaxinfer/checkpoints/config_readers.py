@@ -111,7 +111,7 @@ def _read_gemma3(keys: Keys) -> ModelConfig:
 def _read_opt(keys: Keys) -> ModelConfig:
     num_heads, hidden_size = keys.size("num_attention_heads"), keys.size("hidden_size")
     num_layers = keys.size("num_hidden_layers")
-    # OPT 350M's: norms after the layers, embeddings of another size.
+    # OPT 350M has norms after the layers, and embeddings of another size.
     keys.only("do_layer_norm_before", True)
     keys.only("word_embed_proj_dim", hidden_size, None)
     keys.only("_remove_final_layer_norm", False)

@@ -29,11 +29,11 @@ MANIFEST = "jaxinfer.json"
 PARAMETERS = "parameters"
 _VERSION = 1
 
-# Heads go one by one, as shards have any number of them. Of longer axes, the ends of shards may
-# lie within a piece; more pieces, whose rows are shorter, take longer to read.
+# Heads are stored one by one, because shards may have any number of them. On longer axes, the end
+# of a shard may lie within a piece. More pieces have shorter rows, which take longer to read.
 _HEADS = "NK"
 _MAX_PIECES = 32
-# The model's width and that of a head: few tables of rules cut them.
+# The model's width and the size of a head, which few tables of rules cut.
 _WHOLE = "DH"
 _ARRAYS_WRITTEN_AT_ONCE = 8
 _MIN_BYTES_IN_FLIGHT = 2**27
@@ -68,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest:
         JaxinferError: the file cannot be read, has another version, or has a field that is unknown,
             missing or wrong.
     """
-    from jaxinfer.models.registry import ARCHITECTURES  # brings JAX
+    from jaxinfer.models.registry import ARCHITECTURES  # This imports JAX.
 
     path = folder / MANIFEST
     values = read_json(path)
@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: version is {version!r}, must be {_VERSION}: convert the model again"
         )
     try:
-        # From JSON again: only there does strict validation take a list for a tuple.
+        # Read from JSON again, because strict validation accepts a list for a tuple only there.
         manifest = Manifest.model_validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -114,10 +114,10 @@ def write(folder: Path, config: ModelConfig, parameters: Mapping[str, np.ndarray
         found = (path for path in sorted(arrays.rglob("*")) if path.is_file())
         files = {path.relative_to(arrays).as_posix(): path.stat().st_size for path in found}
         manifest = Manifest(version=_VERSION, config=config, shapes=shapes, files=files)
-        # Where parameters are to lie is for whoever loads them.
+        # The loader decides where parameters are placed.
         text = manifest.model_dump_json(indent=2, exclude={"config": {"layout"}}) + "\n"
         (folder / MANIFEST).write_text(text, encoding="utf-8")
-    # Orbax passes on whatever TensorStore raises, and raises plain Exception itself.
+    # Orbax passes on all errors of TensorStore, and itself raises plain Exception.
     except Exception as error:
         raise JaxinferError(f"{folder}: cannot write: {_reason(error)}") from error
 
@@ -151,7 +151,7 @@ def _write_arrays(folder: Path, parameters: Mapping[str, np.ndarray]) -> None:
 
     registry = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, Chunked(deepcopy_host_arrays=False)),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where there is none.
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns if there is none.
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
     with ocp.Checkpointer(handler) as checkpointer:
@@ -179,7 +179,7 @@ def restore(folder: Path, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[
         )
         for path, array in wanted.items()
     }
-    # More than the largest array: Orbax refuses what is larger than its limit.
+    # More than the largest array, because Orbax refuses arrays above its limit.
     largest = max(math.prod(array.shape) * 4 for array in wanted.values())
     in_flight = max(_MIN_BYTES_IN_FLIGHT, largest * 5 // 4)
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=in_flight / 10**9)
@@ -194,7 +194,7 @@ def restore(folder: Path, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[
             )
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
-    # As for writing.
+    # The same limit as for writing.
     except Exception as error:
         raise JaxinferError(
             f"{arrays}: damaged, convert the model again: {_reason(error)}"

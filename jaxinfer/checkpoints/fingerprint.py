@@ -16,7 +16,8 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import read_json
 
 _PIECE = 1 << 20
-# Files that are read again, though their sizes and times are those noted: that takes no time.
+# Files of up to this size are always read again, even if their size and time are unchanged, because
+# that takes little time.
 _SMALL = 64 * _PIECE
 _AT_ONCE = 8
 

@@ -13,7 +13,7 @@ from jaxinfer.options.validation import read_json
 from jaxinfer.request import SamplingParams
 
 FILE = "generation_config.json"
-# Its names and ours. vLLM leaves out all others, do_sample among them.
+# Hugging Face's names, and ours. vLLM ignores all others, including do_sample.
 _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",

@@ -16,7 +16,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
 
-# GGUF's architecture to Hugging Face's.
+# Hugging Face's architectures, by GGUF's name.
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -64,7 +64,7 @@ def open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
     for gguf_name, tensor in file.tensors.items():
-        if gguf_name == "rope_freqs.weight":  # is in the configuration
+        if gguf_name == "rope_freqs.weight":  # The configuration has it.
             continue
         load, part = tensor.load, gguf_name.split(".")[-2] if "." in gguf_name else ""
         blocks = tensor.blocks if tensor.dtype == "Q8_0" and len(tensor.shape) == 2 else None
@@ -177,7 +177,7 @@ def _biases(file: GGUFFile) -> str:
 def _with_windows(keys: Keys, config: ModelConfig, rotation: Rotation) -> ModelConfig:
     """Set Gemma 3's windows and scale, which llama.cpp knows without the file."""
     window = keys.size("gemma3.attention.sliding_window")
-    # The one of 27 billion parameters has 62 layers.
+    # The model with 27 billion parameters has 62 layers.
     is_largest = config.num_hidden_layers == 62
     scaled_dim = config.hidden_size // config.num_attention_heads
     return replace(

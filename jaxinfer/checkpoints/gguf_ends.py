@@ -17,7 +17,8 @@ _TEXTS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
     }
 )  # fmt: skip
-# Padding of code that is filled in, names of repositories and ends of files; a key goes before.
+# Special tokens of code completion: padding, and ends of repository names and files. They precede a
+# key.
 _FILLING = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -53,7 +54,8 @@ def _by_text(metadata: Mapping[str, Any]) -> list[int]:
     known = _TEXTS.union(*_FILLING.values())
     found = {text: index for index, text in enumerate(tokens) if text in known}
     if "</s>" in found and isinstance(types, list) and CONTROL not in types[found["</s>"] :][:1]:
-        # Gemma's, user-defined, closes a tag of HTML. (llama.cpp ends there all the same.)
+        # Gemma has it as a user-defined token that closes an HTML tag. (llama.cpp still ends
+        # there.)
         del found["</s>"]
     calls = not found.keys().isdisjoint({"<|call|>", "<|calls|>"})
     if calls and not found.keys().isdisjoint({"<|return|>", "<|flush|>"}):

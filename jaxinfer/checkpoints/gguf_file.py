@@ -59,7 +59,7 @@ class GGUFTensor:
         """Return the values as a new float32 array of ``shape``."""
         values: np.ndarray = dequantize(self.data, GGMLQuantizationType[self.dtype])
         values = values.reshape(self.shape)
-        # Stored float32 comes back as a view of the file.
+        # Stored float32 is returned as a view of the file.
         return values.copy() if self.dtype == "F32" else values
 
 

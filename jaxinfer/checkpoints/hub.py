@@ -5,8 +5,8 @@ from pathlib import Path
 
 from jaxinfer.errors import JaxinferError, one_line
 
-# All that ``open_checkpoint`` and ``load_tokenizer`` read. Not *.safetensors: some repositories
-# hold the same weights a second time under another name.
+# All files that ``open_checkpoint`` and ``load_tokenizer`` read. Not *.safetensors, because some
+# repositories have the same weights again under another name.
 FILES = (
     "config.json",
     "generation_config.json",
@@ -42,7 +42,7 @@ def fetch(model: str, weights: bool = True) -> Path:
     """
     match = _ID.fullmatch(model)
     assert match, model
-    # Slow to import, and not needed for local models.
+    # Imported here, because it is slow and local models do not need it.
     from huggingface_hub import errors, snapshot_download
 
     wanted = [name for name in FILES if weights or "safetensors" not in name]
@@ -67,7 +67,7 @@ def fetch(model: str, weights: bool = True) -> Path:
         )
     except errors.HFValidationError as error:
         reason = one_line(error)[:300]
-    # Errors of the network come from libraries beneath, by types of their own; the disk's too.
+    # Errors of the network and the disk have types of several libraries.
     except Exception as error:
         reason = f"fetching it failed: {type(error).__name__}: {one_line(error)[:300]}"
     raise JaxinferError(f"no model {model!r}: no such file or folder here; as a hub id, {reason}")

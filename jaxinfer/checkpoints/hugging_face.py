@@ -39,7 +39,7 @@ def open_folder(path: Path, name: str, weights: bool = True) -> Checkpoint:
     """
     config = read_folder_config(path)
     tensors = _open_tensors(path) if weights else {}
-    # Saved without a head, as published OPTs are.
+    # The checkpoint was saved without a head, like the published OPTs.
     if not any(name.startswith("model.") for name in tensors):
         tensors = {
             name if name.startswith("lm_head.") else f"model.{name}": tensor
@@ -60,7 +60,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
     if not path.exists():
         raise JaxinferError(f"{folder}: has no config.json; must be a Hugging Face model folder")
     more_path = folder / "generation_config.json"
-    # A class's own EOS is for folders that say nothing of ends.
+    # A class's own EOS applies only if the folder states no end tokens.
     absent = {"eos_token_id": None} if more_path.exists() else {}
     keys = Keys(path, absent | read_json(path))
     config = with_stored_bits(read_architecture(keys), keys)
@@ -88,7 +88,7 @@ def _open_tensors(path: Path) -> dict[str, LazyTensor]:
         if not (path / file).is_file():
             raise JaxinferError(f"{index}: names {file!r}, which is not in the folder")
         for name, tensor in _open_safetensors(path / file).items():
-            # A file may hold another's tensor besides, which may be an old one.
+            # A file may also hold another file's tensor, perhaps an old one.
             if weight_map.get(name, file) != file:
                 continue
             if name not in weight_map and unnamed.setdefault(name, file) != file:

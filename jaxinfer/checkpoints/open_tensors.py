@@ -16,7 +16,7 @@ from jaxinfer.models.config import ModelConfig, WeightSpec
 T = TypeVar("T")
 
 _MAX_PROBLEMS = 10
-# Buffers that old versions of transformers saved beside the parameters.
+# Buffers that old versions of transformers saved together with the parameters.
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -107,7 +107,7 @@ def check_tensors(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> No
 
 def read_scales(checkpoint: Checkpoint, spec: WeightSpec) -> np.ndarray:
     """Return a copy of a weight's scales: one for each row, or one for all."""
-    from jaxinfer.checkpoints.stored_bits import scale_name  # brings JAX
+    from jaxinfer.checkpoints.stored_bits import scale_name  # This imports JAX.
 
     (name,) = spec.tensors
     return checkpoint.tensors[scale_name(name)].load().copy()
@@ -130,7 +130,7 @@ def read_tensors(
 
 
 def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> list[str]:
-    from jaxinfer.checkpoints.stored_bits import bit_problems, scale_name  # brings JAX
+    from jaxinfer.checkpoints.stored_bits import bit_problems, scale_name  # This imports JAX.
 
     tensors, stored = checkpoint.tensors, checkpoint.config.stored_bits
     shapes = {name: spec.shape for spec in specs.values() for name in spec.tensors}
@@ -155,7 +155,7 @@ def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> li
 
 def _is_superfluous(name: str, config: ModelConfig) -> bool:
     tied_copy = name == "lm_head.weight" and config.tie_word_embeddings
-    # Of activations, which are not quantised here.
+    # Scales of activations, which are not quantised here.
     of_inputs = config.stored_bits is not None and name.endswith(".input_scale")
     return tied_copy or of_inputs or _ROTARY_BUFFER.fullmatch(name) is not None
 

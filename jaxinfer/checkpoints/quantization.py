@@ -15,7 +15,7 @@ from jaxinfer.models.config_keys import Keys
 
 _KINDS = {"int": "int8", "float": "float8_e4m3fn"}
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
-# Keys that change nothing here, by what they stand in: activations stay wide.
+# Keys that change nothing here, by their section, because activations stay wide.
 _HARMLESS = {
     "fp8": {"activation_scheme", "dequantize", "is_checkpoint_fp8_serialized"},
     "compressed-tensors": {
@@ -25,7 +25,7 @@ _HARMLESS = {
     "group": {"input_activations", "output_activations"},
     "weights": {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"},
 }  # fmt: skip
-# Hugging Face's names of a layer's linear weights, and ours.
+# Names of a layer's linear weights, at Hugging Face and here.
 _ATTENTION = {
     "self_attn.q_proj": "attn.q_DNH",
     "self_attn.k_proj": "attn.k_DKH",
@@ -37,7 +37,7 @@ _DENSE = {
     "mlp.up_proj": "mlp.up_DF",
     "mlp.down_proj": "mlp.down_FD",
 }
-# A layer's experts are alike: the first one speaks for all.
+# A layer's experts are equal, so the first one is enough.
 _LINEAR = {
     "Qwen3MoeForCausalLM": _ATTENTION
     | {
@@ -60,7 +60,7 @@ _LINEAR = {
         "fc2": "down_FD",
     },
 }
-# True of the names of modules that have 8 bits.
+# Tells whether the module with a name has 8 bits.
 _IsNarrow = Callable[[str], bool]
 
 
@@ -72,7 +72,7 @@ def with_stored_bits(config: ModelConfig, keys: Keys) -> ModelConfig:
     Raises:
         JaxinferError: weights are quantised in another way.
     """
-    # The second is how compressed-tensors once called it.
+    # The second is an old name of compressed-tensors.
     names = ("quantization_config", "compression_config")
     name = next((name for name in names if keys.get(name) is not None), None)
     if name is None:
@@ -117,7 +117,7 @@ def _read_fp8(found: Keys) -> tuple[str, _IsNarrow]:
     lists = ("modules_to_not_convert", "ignored_layers")
     ignored = [each for name in lists for each in _texts(found, name)]
     _check_unknown(found, read | set(lists) | _HARMLESS["fp8"])
-    # As transformers matches: from the start to the end of a part of the name, or its end.
+    # As in transformers: a match from the start of a name to the end of a part or of the name.
     patterns = [
         _pattern(found, lists[0], f"(?:{each})" + r"(?:(?<=\.)|(?=\.|$))")
         for each in (text.removeprefix("re:") for text in ignored)

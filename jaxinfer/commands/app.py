@@ -16,7 +16,7 @@ COMMANDS = (
     "calibrate", "explain", "profile", "convert", "worker",
     "conformance", "configs", "rerun", "shard", "validate",
 )  # fmt: skip
-# What files, pipes and terminals that take a command's output may fail with.
+# Errors of files, pipes and terminals that receive a command's output.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
@@ -52,7 +52,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run one command: a user's mistake is one line on stderr and exit code 2."""
-    # For a system of the user's own. Last: what lies in a folder is not to shadow what we import.
+    # For a system of the user's own. It comes last, so that the folder does not hide installed
+    # modules.
     sys.path.append(os.getcwd())
     try:
         code = cli(standalone_mode=False)

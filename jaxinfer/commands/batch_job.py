@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM
     from jaxinfer.serving.request_state import RequestState
 
-# Of an instance's options, those that may change a result.
+# The options of an instance that may change a result.
 RESULT_OPTIONS = ("dtype", "max_model_len", "seed")
 
 
@@ -261,7 +261,7 @@ def _result_options(options: EngineOptions) -> dict[str, Any]:
         if getattr(options, name) != "auto":
             found[name] = getattr(options, name)
     if options.kv_cache_dtype != "auto":
-        # A page shares its scales.
+        # The entries of a page share its scales.
         found |= {name: getattr(options, name) for name in ("kv_cache_dtype", "page_size")}
     return found
 

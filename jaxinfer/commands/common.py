@@ -142,7 +142,7 @@ def left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> 
         yield
     except BaseException:
         if not is_kept(out):
-            # What has failed counts, and not what cannot be removed.
+            # The original error counts, and not the failure to remove a file.
             for path in list(out.iterdir()) if existed else [out]:
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)

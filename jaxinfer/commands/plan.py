@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
     from jaxinfer.lab.plan.problem import Problem
 
-# Candidates in the table at the end; ``plan.csv`` has all.
+# Number of candidates in the printed table; ``plan.csv`` has all.
 SHOWN = 8
 
 
@@ -59,7 +59,7 @@ def plan(
     problem = load_problem(plan_file, settings)
     try:
         planner = make_planner(problem.planner)
-        assert problem.targets  # Read before there is a folder.
+        assert problem.targets  # It is read before the folder is made.
         if problem.replan:
             windows_of(problem)
             beside(problem)

@@ -102,7 +102,7 @@ def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
         checkpoint = open_checkpoint(model, groups.load_format)
         cluster = load_cluster(checkpoint, groups, bar.update)
         files = {name: profile_name(each, model) for name, each in cluster.engines.items()}
-        # Of instances that are alike, one is measured.
+        # Of equal instances, one is measured.
         one = {file: name for name, file in files.items()}
         engines = {name: (cluster.engines[name], model) for name in one.values()}
         measured = profile_engines(engines, bar.update)

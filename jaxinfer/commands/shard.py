@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxinfer.models.layouts import Layout
     from jaxinfer.sharding.links import Link
 
-# Tokens of a prompt, or sequences, up to which layouts are compared.
+# Largest number of prompt tokens, or sequences, for which layouts are compared.
 MOST = 65536
 
 
@@ -345,7 +345,7 @@ def _layouts(text: str | None, model: "ModelShape") -> "dict[str, Layout]":
     from jaxinfer.sharding.shapes import check_layout
 
     found = {}
-    # Without experts, layouts that cut these are others once more.
+    # Without experts, layouts that cut experts equal other layouts.
     shipped = [
         name
         for name, layout in LAYOUTS.items()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-# For what a command clears away; then it ends, whatever it is at.
+# For commands that clean up; then the command ends, whatever it is doing.
 GRACE_S = 3.0
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -48,7 +48,7 @@ def leave(message: str, code: int) -> NoReturn:
     if multiprocessing := sys.modules.get("multiprocessing"):
         for child in multiprocessing.active_children():
             child.kill()
-    with suppress(OSError):  # What it goes to is full or closed, and so may what follows.
+    with suppress(OSError):  # Its output is full or closed, and so may be the next one's.
         sys.stdout.flush()
     with suppress(OSError):
         print(f"jaxinfer: {' '.join(message.split())}", file=sys.stderr, flush=True)
@@ -57,7 +57,7 @@ def leave(message: str, code: int) -> NoReturn:
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     for other in _WORDS:
-        signal.signal(other, signal.SIG_IGN)  # A second one would stop the clearing away.
+        signal.signal(other, signal.SIG_IGN)  # A second signal would stop the clean-up.
     raise Interrupted(number)
 
 
@@ -69,9 +69,9 @@ def _report(lost: "sys.UnraisableHookArgs") -> None:
 
 def _end(reader: int) -> None:
     while (number := os.read(reader, 1)[0]) not in _WORDS:
-        pass  # Somebody else's.
+        pass  # It belongs to another handler.
     time.sleep(GRACE_S)
     if sys.stderr.isatty():
-        print("\x1b[?25h", file=sys.stderr)  # The cursor, which progress bars hide.
+        print("\x1b[?25h", file=sys.stderr)  # Show the cursor, which progress bars hide.
     ended = Interrupted(number)
     leave(str(ended), ended.code)

@@ -26,7 +26,8 @@ from jaxinfer.errors import JaxinferError, one_line
 if TYPE_CHECKING:
     from jaxinfer.lab.plan.sweep.sweep import Sweep
 
-# Runs of which a sweep says how many they are before it begins: it looks at all of them first.
+# A sweep with more runs than this prints their number before it begins, because it checks all of
+# them first.
 MANY = 1000
 
 

@@ -66,7 +66,7 @@ def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
     try:
         written = write_comparison(runs, out, command, pictures or "png")
     except OSError:
-        raise  # A full disk, which says what it is of.
+        raise  # For example a full disk; the error names its file.
     except Exception as error:
         raise JaxinferError(
             f"{out}: all runs are there, under runs, but not all of their tables and pictures: "

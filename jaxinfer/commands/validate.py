@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxinfer.lab.validate.points import Point
     from jaxinfer.lab.validate.table import Compared
 
-# What keeps the figures of a folder.
+# The file that keeps the figures of a folder.
 FOUND = "found.jsonl"
 
 

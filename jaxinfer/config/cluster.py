@@ -14,7 +14,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.serving.instance import InstanceOptions
 
-# How KV goes from process to process, see ``RunFile``.
+# The transport of KV between processes; see ``RunFile``.
 TransportChoice = Literal["auto", "host", "transfer_server"]
 
 
@@ -213,7 +213,7 @@ class ClusterConfig(Options):
                     "process of its own"
                 )
             stages = {*runs}
-            # Attention groups may come back alone where one process has all the stages.
+            # Attention groups may return alone if one process has all the stages.
             alone = homes - stages if len(stages) == 1 else set()
             times = {group: self.groups[group].restart for group in sorted(homes - alone)}
             most = max(times, key=times.__getitem__)
@@ -257,7 +257,7 @@ class ClusterConfig(Options):
 
     def is_divided(self, instance: str) -> bool:
         """Tell whether an instance's stages and attention groups are in several processes."""
-        # In the part of one process, those of others are not there.
+        # The part of one process does not contain those of others.
         apart = [g for g in self.attention_of(instance) if g in self.groups]
         apart = [g for g in apart if self.groups[g].is_apart]
         return len({*self.processes_of(instance), *apart}) > 1

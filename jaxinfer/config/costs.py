@@ -10,7 +10,7 @@ from jaxinfer.config.step_costs import CurveCosts, LinearCosts, PhaseCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, shown
 
-# Kinds of costs that take the place of the roofline's, and what then has no use.
+# Kinds of costs that replace the roofline's, and the options that then have no effect.
 MEASURED = {
     "tables": ("flops", "bandwidth"),
     "linear": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
@@ -135,7 +135,7 @@ class SimulateOptions(Options):
         own = self.groups.get(group, GroupCosts())
         given = {name: value for name, value in own if value is not None and name != "node"}
         if _own_kind(own):
-            # A group's own kind of costs takes the place of the others'.
+            # A group's own kind of costs replaces the general one.
             given |= {kind: getattr(own, kind) for kind in MEASURED}
         found = self.model_copy(update=given)
         if measured_kind(own):

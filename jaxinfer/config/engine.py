@@ -10,9 +10,9 @@ from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
 from jaxinfer.serving.policies import PolicyOptions
 
-# Requests and tokens of a step on a GPU where none are given.
+# Default numbers of requests and of tokens in a step on a GPU.
 GPU_SEQS, GPU_TOKENS = 256, 8192
-# Share of a GPU's memory for weights and KV, if none is given.
+# Default share of a GPU's memory for weights and KV.
 GPU_SHARE = 0.9
 
 
@@ -138,7 +138,7 @@ class EngineOptions(Options):
         """Accept ``sharding``, the former name of ``layout``, with a warning."""
         if not isinstance(data, dict) or "sharding" not in data:
             return data
-        if data["sharding"] is None:  # The default, as records of runs have it.
+        if data["sharding"] is None:  # The default, as records of runs show it.
             return {key: data[key] for key in data if key != "sharding"}
         if "layout" in data:
             raise OptionError("sharding: layout is its name now, and is given, too; remove one")

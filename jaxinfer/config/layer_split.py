@@ -33,7 +33,7 @@ def count_layers(
 def by_shares(total: int, shares: Sequence[float]) -> list[int]:
     """Return whole numbers, at least 1, that add up to ``total`` and are nearest to the shares."""
     exact = [total * share / sum(shares) for share in shares]
-    # The whole parts, and what is left to the largest remainders.
+    # The whole parts; the rest goes to the largest remainders.
     counts = [int(value) for value in exact]
     order = sorted(range(len(shares)), key=lambda i: exact[i] - int(exact[i]), reverse=True)
     for i in order[: total - sum(counts)]:
@@ -44,7 +44,7 @@ def by_shares(total: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
-@lru_cache(maxsize=1024)  # Many pairs of instances are alike.
+@lru_cache(maxsize=1024)  # Many pairs of instances are equal.
 def shared_layers(source: tuple[int, ...], dest: tuple[int, ...]) -> list[tuple[int, int, int]]:
     """Find the stages of two instances that share layers, from their numbers of layers.
 

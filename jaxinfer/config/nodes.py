@@ -56,7 +56,7 @@ class NodeOptions(Options):
             "domain": None,  # A node's link joins all of its GPUs.
         }
         if self.link_gb_s is not None:
-            # What the GPU's own link gives a collective says nothing of this one.
+            # The collectives' rates of the GPU's own link do not apply to this one.
             own |= {"link_gb_s": self.link_gb_s, "all_reduce_gb_s": None}
         for name in ("all_reduce_gb_s", "all_reduce_s"):
             if (value := getattr(self, name)) is not None:

@@ -51,7 +51,7 @@ class PublishedTables(Options):
     small_operators: bool = True
     experts: Literal["w4a16_mxfp4", "int4_wo"] | None = None
     expert_parallel: int = Field(default=1, ge=1)
-    # As aiconfigurator's MOEModel has it; its DeepSeek models have 1.01.
+    # As in aiconfigurator's MOEModel; its DeepSeek models use 1.01.
     routing: str = "power_law_1.2"
     expert_blocks: bool = False
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxinfer.options.validation import OptionError
 
-# More of one name would take minutes to refuse, where they have no place.
+# Refusing more replicas of one name, if they have no place, would take minutes.
 MOST = 10_000
-# By name of what has replicas, how many.
+# Number of replicas, by name.
 Counts = Mapping[str, int]
 
 
@@ -77,7 +77,7 @@ def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
             sharing = _of_option(costs["shared_experts"], instances, "simulate.shared_experts")
             found["simulate"] = {**costs, "shared_experts": sharing}
         if "system" in data:
-            # A group and an instance may have the same name: then the instance is meant.
+            # If a group and an instance have the same name, the instance is meant.
             own = {name: many for name, many in groups.items() if name not in found["instances"]}
             found["system"] = _of_system(data["system"], {**own, **instances})
     if groups:

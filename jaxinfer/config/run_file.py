@@ -33,7 +33,7 @@ from jaxinfer.options.validation import (
 from jaxinfer.systems.registry import make_system
 from jaxinfer.workload.lengths import BenchRequest
 
-# What may stand for a group of options, and which of them it then is.
+# Groups of options that a single value may replace, and the option that it then sets.
 SHORT = {"system": "name", "workload.arrivals": "kind", "workload.synthetic": "lengths"}
 
 
@@ -264,7 +264,7 @@ def put_option(data: dict[str, Any], key: str, value: Any) -> None:
         JaxinferError: the key is malformed, or leads through a value without options.
     """
     *path, last = key.split(".")
-    if "axes" in path:  # Of plan and sweep files: their names are dotted keys.
+    if "axes" in path:  # Names in plan and sweep files are dotted keys.
         until = path.index("axes") + 1
         path, last = path[:until], ".".join([*path[until:], last])
     if "[" in key:
@@ -281,7 +281,7 @@ def put_option(data: dict[str, Any], key: str, value: Any) -> None:
             inner = {short: inner}
         if not isinstance(inner, dict):
             raise JaxinferError(f"{where} is {shown(inner)}, has no options")
-        # A copy: an alias in YAML is one mapping in several places.
+        # Copied, because an alias in YAML is one mapping in several places.
         at[name] = dict(inner)
         at = at[name]
     at[last] = value

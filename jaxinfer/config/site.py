@@ -59,7 +59,7 @@ class SiteGroup:
         return 0 if self.shares else self.devices
 
 
-# The path from group to group of what is named, as in "KV".
+# The path from group to group, by the name of what it carries, such as "KV".
 _PathOf = Callable[[SiteGroup, SiteGroup, str], NetworkPath]
 
 
@@ -179,7 +179,7 @@ def model_site(resolved: Resolved) -> ModelledSite:
                 f"{model.max_position_embeddings}"
             )
     if max(length or inf for length in longest.values()) <= model.sliding_window:
-        # No request leaves the window.
+        # No sequence is longer than the window.
         model = model.model_copy(update={"sliding_window": 0, "windowed_layers": 0})
     path = partial(_path, resolved.cluster, placement)
     stages = {}
@@ -363,7 +363,7 @@ def _path(
         return NetworkPath({(source, dest): pairs * here.gpu.link_gb_s * 1e9}, 0.0)
     link = cluster.link(source, dest)
     if link is None and cluster.home(source) == cluster.home(dest):
-        # Out of pages into a slab, and out of that into pages: read twice, and written twice.
+        # From pages to a slab, and from the slab to pages: read twice and written twice.
         return NetworkPath({(source, dest): pairs * here.gpu.memory_gb_s * 1e9 / 4}, 0.0)
     if link is None:
         raise JaxinferError(f"links: none between {source} and {dest}, where {what} must go")

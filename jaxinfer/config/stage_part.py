@@ -7,12 +7,12 @@ from jaxinfer.options.validation import OptionError
 from jaxinfer.sharding.costs import LayoutFlow
 from jaxinfer.steps.shapes import StepLimits
 
-# Bytes of a number that is stored, by its option's value.
+# Bytes of a stored number, by the value of its option.
 _SIZES = {"auto": 2, "int8": 1, "fp8": 1}
-# Of experts in formats of their own, as published tables name them: with a scale of 8 bits for each
-# 32 numbers, and of 16 bits for each 128.
+# Bytes of experts' numbers in the formats of published tables: with a scale of 8 bits for each 32
+# numbers, and of 16 bits for each 128.
 EXPERT_SIZES = {"w4a16_mxfp4": 17 / 32, "int4_wo": 33 / 64}
-# Of the embedding's and the head's numbers.
+# Bytes of the embedding's and the head's numbers.
 TABLE_SIZE = 2
 
 

@@ -184,14 +184,14 @@ def _trace(path: str, limit: int | None, model: str | None) -> Trace:
     try:
         found = data_path(path).stat()
     except OSError:
-        return read_trace(path, limit, encoder(model))  # Says why it cannot.
-    if not S_ISREG(found.st_mode):  # What a pipe gives is there once.
+        return read_trace(path, limit, encoder(model))  # This says why it cannot be read.
+    if not S_ISREG(found.st_mode):  # A pipe can be read only once.
         return read_trace(path, limit, encoder(model))
     stands = found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
     return _read_once(path, limit, model, stands)
 
 
-# Points and seeds of a sweep have one trace; more of them would hold memory for nothing.
+# Points and seeds of a sweep share one trace; keeping more would only use memory.
 @lru_cache(maxsize=2)
 def _read_once(path: str, limit: int | None, model: str | None, stands: tuple[int, ...]) -> Trace:
     return read_trace(path, limit, encoder(model))

@@ -15,7 +15,7 @@ from jaxinfer.files.shipped import why_not
 
 def shorten(value: object, limit: int = 60) -> str:
     """Return the ``repr`` of ``value``, without its middle if it exceeds ``limit`` characters."""
-    text = repr(value).replace("\n", " ")  # Arrays have several lines.
+    text = repr(value).replace("\n", " ")  # Arrays span several lines.
     if len(text) <= limit:
         return text
     half = (limit - 3) // 2
@@ -101,7 +101,7 @@ def as_token_ids(value: object, name: str) -> list[int]:
     if not value:
         raise JaxinferError(f"{name} is empty, needs at least one token id")
     for index, token in enumerate(value):
-        if type(token) is not int or token < 0:  # True is an int to isinstance
+        if type(token) is not int or token < 0:  # isinstance accepts True as an int.
             raise JaxinferError(f"{name}[{index}] is {shorten(token)}, must be an integer >= 0")
     return value
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxinfer.files.shipped import SHIPPED
 
 PACKAGE = Path(__file__).parents[1]
-# Of the package, what no simulation loads; a test looks.
+# Parts of the package that no simulation imports; a test checks this.
 _REAL_ALONE = ("pallas_kernels",)
 
 
@@ -44,7 +44,7 @@ def digest_of(folder: Path, leave_out: tuple[str, ...] = ()) -> str:
     found = hashlib.sha256()
     for at, folders, files in os.walk(folder, followlinks=True):
         if Path(at) == SHIPPED:
-            folders.clear()  # Run files: those that are asked for are known by their contents.
+            folders.clear()  # Requested run files count by their contents.
         folders[:] = sorted(name for name in folders if name not in (*leave_out, "__pycache__"))
         for name in sorted(files):
             if name.endswith((".py", ".yaml")):

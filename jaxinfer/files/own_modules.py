@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-# Installed packages, and this one, are known by their versions.
+# Installed packages, and this one, count by their versions.
 _INSTALLED = ("site-packages", "dist-packages")
 _OURS = "jaxinfer"
 

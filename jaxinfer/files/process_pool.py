@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 
-# How often a worker looks for its parent, in seconds.
+# Seconds after which a worker checks again that its parent exists.
 _LOOKS_S = 0.5
 
 
@@ -19,7 +19,7 @@ def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
 
     A failure inside ends them at once, and drops their work.
     """
-    # Not forked: who calls may have threads, as JAX has.
+    # Not forked, because the caller may have threads, as JAX does.
     pool = ProcessPoolExecutor(
         count or os.cpu_count() or 1, get_context("spawn"), _begin, (os.getpid(),)
     )

@@ -6,7 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 SHIPPED = Path(__file__).parents[1] / "configs"
-# Where tables of operators ship, by card, in aiconfigurator's order; and their name in run files.
+# Folder of the shipped tables of operators, by card, in aiconfigurator's order; and their name in
+# run files.
 OPERATORS = SHIPPED / "operators"
 OPERATORS_NAME = "configs/operators"
 

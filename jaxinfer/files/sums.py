@@ -23,7 +23,7 @@ def name_by_sums(
     wrong = np.argwhere(found_LT != sent_LT)
     at = np.searchsorted(sums, found_LT[tuple(wrong.T)]).clip(max=len(sums) - 1)
     known = sums[at] == found_LT[tuple(wrong.T)]
-    # Sums of equal tokens are equal, and zeros are everywhere: most have to be somebody's.
+    # Sums of equal tokens are equal, and zeros occur everywhere, so most wrong sums must match.
     if 2 * known.sum() <= len(wrong):
         return ""
     here = wrong[known]

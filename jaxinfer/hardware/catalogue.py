@@ -12,17 +12,20 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.options.validation import OptionError, Options, did_you_mean
 
-# Collectives over PCIe, where cards do not read each other's memory: the rate that LLMServingSim's
-# example clusters give two such cards (16 GiB/s). Public runs of nccl-tests on four RTX 4090 have
-# 12.8 GB/s, and 26 to 36 us from 128 KiB to 2 MiB beside it (tinygrad/open-gpu-kernel-modules#22).
+# Collectives over PCIe if cards do not read each other's memory. The rate is that of
+# LLMServingSim's example clusters for two such cards (16 GiB/s). Public runs of nccl-tests on four
+# RTX 4090 have 12.8 GB/s, plus 26 to 36 us from 128 KiB to 2 MiB
+# (tinygrad/open-gpu-kernel-modules#22).
 PCIE_GB_S, PCIE_S = 17.0, 30e-6
-# Over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's aiconfigurator.
+# Collectives over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's
+# aiconfigurator.
 NVLINK_SHARE, NVLINK_S = 0.5, 12e-6
-# Bytes of a number of 16 bits.
+# Bytes of a 16-bit number.
 WIDE_SIZE = 2
-# Between domains, where nothing else is said: an adapter of 400 Gbit/s for each GPU.
+# The default between domains: an adapter of 400 Gbit/s for each GPU.
 NETWORK_GB_S = 50.0
-# What connects GPUs: collectives over PCIe go through the host. Of a CPU, its memory; of one, none.
+# Connections between GPUs; collectives over PCIe go through the host. A CPU has its memory, and a
+# single GPU has none.
 LINKS = ("NVLink", "PCIe", "InfinityFabric", "ICI", "memory", "none")
 
 

@@ -42,7 +42,7 @@ class Network(Generic[Tag]):
         self._numbers = count()
         self._now = 0.0
         self._next_end: float | None = None
-        # Whether rates are to be found anew: flows have come or gone since they were.
+        # Whether rates must be computed again, because flows have started or ended.
         self._changed = False
 
     def start(self, tag: Tag, path: Sequence[Link], num_bytes: float, now: float) -> None:
@@ -79,7 +79,7 @@ class Network(Generic[Tag]):
             return []
         ended: list[tuple[int, Tag]] = []
         for way in self._ways.values():
-            # Rates are those of this time: nothing has come or gone since.
+            # Rates are those of this time: no flow has started or ended since.
             num = bisect_right(way.left, now, key=lambda left: self._now + left / way.rate)
             ended += [(number, way.flows.pop(number)) for number in way.numbers[:num]]
             del way.left[:num], way.numbers[:num]
@@ -119,7 +119,8 @@ class Network(Generic[Tag]):
                 for link in way.path:
                     counts[link] -= len(way.flows)
                     if counts[link]:
-                        for _ in way.flows:  # The sum's last bits are those of one by one.
+                        # One sum differs from single additions in its last bits.
+                        for _ in way.flows:
                             spare[link] -= rate
             counts = {link: left for link, left in counts.items() if left}
         ends = (self._now + way.left[0] / way.rate for way in ways)

@@ -109,7 +109,7 @@ def compare_systems(
     Raises:
         JaxinferError: a system cannot be loaded, or a request cannot be run.
     """
-    # A comparison of modelled clusters does without JAX.
+    # A comparison of modelled clusters does not need JAX.
     from jaxinfer.lab.measure import measure
     from jaxinfer.llm import LLM
     from jaxinfer.runtime.stage.devices import count_cpu_devices
@@ -126,7 +126,7 @@ def compare_systems(
                 measure(loaded[name], work, name, str(run_dir))
                 runs[name].append(read_run(run_dir / str(number), name))
         del loaded
-        gc.collect()  # What a system had of the devices is free only now.
+        gc.collect()  # The memory that a system had on the devices is free only now.
     return runs
 
 

@@ -102,7 +102,7 @@ def compare_layouts(
                 f"groups.{name} has a process of its own: layouts are compared in one"
             )
     for layout in layouts:
-        load_layout(_named(layout))  # Before a model is loaded, which takes its time.
+        load_layout(_named(layout))  # This comes before a model is loaded, which takes time.
     engines = [_load(config, layout) for layout in layouts]
     runs: list[list[RunMetrics]] = [[] for _ in layouts]
     for _ in range(rounds):

@@ -23,7 +23,7 @@ from jaxinfer.report.run_folder import run_folders
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
-# Of run.json, what no two runs have in common: when and where they ran, and how long that took.
+# Parts of run.json that differ between any two runs: time, place and duration.
 OF_THE_MOMENT = (
     "started",
     "folder",
@@ -118,7 +118,7 @@ def where_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
         yield
         return
     os.chdir(there)
-    sys.path.append(there)  # A system of the user's own, which shadows no other module.
+    sys.path.append(there)  # A system of the user's own, which hides no other module.
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxinfer.errors import JaxinferError
 from jaxinfer.ledger.ledger_file import Entry
 
-# Of an entry's decided values, those that its kind names.
+# The values of an entry that were decided, by its kind.
 _WORDS = {
     "start": "the run starts",
     "round": "a round begins",
@@ -51,7 +51,7 @@ def _fits(given: Any, *checks: Callable[[Any], bool]) -> bool:
     )
 
 
-# What each kind has measured; of those that are not here, nothing or a text.
+# The measured values of each kind; kinds that are missing here have none, or a text.
 _MEASURED: dict[str, Callable[[Any], bool]] = {
     "start": lambda g: _fits(g, _is_time, lambda x: type(x) is bool, _is_count,
                              lambda x: isinstance(x, dict)),

@@ -15,7 +15,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.files.lines import Lines
 
 NAME = "ledger.jsonl"
-# Entries of a line.
+# Number of entries in a line.
 LINE = 512
 Entry = tuple[str, list[Any], Any]
 as_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode

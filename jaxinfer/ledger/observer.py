@@ -39,7 +39,7 @@ class Ledger:
     def __init__(self, entries: Entries, hears: bool = True) -> None:
         self.entries, self.hears = entries, hears
         self.add = entries.decided.append
-        # Page digests are of tokens: where a prefix cache is, they are part of what was heard.
+        # Page digests depend on tokens; with a prefix cache, they are part of the input.
         self.keeps_tokens = False
 
     def keep(self, kind: str, decided: Sequence[Any], measured: Any = None) -> None:
@@ -90,7 +90,7 @@ class DecidedWorld:
     """Implements ``jaxinfer.serving.world.World`` by another world, and records decisions."""
 
     def __init__(self, world: World, ledger: Ledger) -> None:
-        # A simulation's steps are many: what they call is looked up once.
+        # A simulation has many steps, so functions are looked up only once.
         self._add, self._launch, self._start_transfer = (
             ledger.add,
             world.launch,
@@ -188,7 +188,7 @@ def _pages(hold: HeldPages, start: int, stop: int) -> str:
         found = [
             [[piece, pages[first:last]] for piece, pages in table.items()] for table in hold.tables
         ]
-    return str(found).replace(" ", "")  # Integers alone, of which JSON is the same.
+    return str(found).replace(" ", "")  # Integers alone, whose JSON is the same.
 
 
 def box_of(transfer: Transfer) -> str:

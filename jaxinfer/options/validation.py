@@ -71,7 +71,7 @@ def import_own(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise JaxinferError(f"{name!r}: {one_line(error)}") from error
     except FAILURES as error:
-        # Whatever else stands in a user's file.
+        # Any other type in a user's file.
         raise JaxinferError(f"{name!r}: importing {module} raises {raised(error)}") from error
 
 
@@ -113,7 +113,7 @@ class Options(BaseModel):
         except ValidationError as error:
             raise _explain(type(self), error) from None
 
-    # Options within others are not made by __init__: the whole reports, which knows their path.
+    # __init__ does not make nested options; the outermost ones report errors, with the path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
@@ -167,7 +167,7 @@ def _text_keys(value: object) -> object:
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
-# By names of the user's choice, which in YAML may look like numbers.
+# Names of the user's choice, which may look like numbers in YAML.
 Named = Annotated[dict[str, T], BeforeValidator(_text_keys)]
 
 
@@ -179,10 +179,10 @@ def _by_name(value: object) -> object:
     return value
 
 
-# A ``name`` and options; the name alone stands for one without.
+# A ``name`` and options; a name alone means one without options.
 ByName = Annotated[dict[str, Any], BeforeValidator(_by_name)]
 
-# What pydantic's kinds of errors ask for, where its own words are not a user's.
+# Our words for pydantic's kinds of errors, where its own are not for users.
 _WANTED = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
@@ -200,7 +200,7 @@ _WANTED = {
 
 
 def _explain(kind: type[Options], error: ValidationError) -> JaxinferError:
-    # A mistyped option that is needed is missing, too: its own name says more.
+    # If a required option is mistyped, it is also missing; the mistyped name says more.
     first = min(error.errors(include_url=False), key=lambda each: each["type"] == "missing")
     path, options = _follow(kind, first["loc"])
     value = shown(first["input"])
@@ -241,7 +241,7 @@ def _follow(kind: type[Options], loc: Sequence[int | str]) -> tuple[str, type[Op
         elif get_origin(at) is tuple:
             path, annotation = f"{path}[{key}]", get_args(at)[0]
         else:
-            break  # The rest tells which member of a union was tried.
+            break  # The rest of the path says which member of a union was tried.
     return path.removeprefix("."), options
 
 
@@ -289,7 +289,7 @@ class _UniqueKeys(yaml.SafeLoader):
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         merge = "tag:yaml.org,2002:merge"
         names = [key.value if key.tag == merge else self.construct_object(key) for key in keys]
-        # As names 1 and "1" are one; as keys 1 and 1.0 are.
+        # As names, 1 and "1" are equal; as keys, 1 and 1.0 are.
         for name, count in [*Counter(map(str, names)).items(), *Counter(names).items()]:
             if count > 1:
                 line = node.start_mark.line + 1
@@ -310,7 +310,7 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         raise JaxinferError("nested too deeply") from None
     except (ValueError, LookupError, AttributeError) as error:
-        # How yaml answers 2024-13-45, numbers of thousands of digits, and !!bool x.
+        # Errors of yaml for 2024-13-45, for numbers with thousands of digits, and for !!bool x.
         raise JaxinferError(f"not a YAML value: {one_line(error)}") from None
 
 

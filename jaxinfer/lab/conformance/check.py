@@ -13,7 +13,7 @@ from jaxinfer.lab.conformance.reread import other_readings
 from jaxinfer.lab.conformance.rules import RULES, Case, Named, by_rest
 from jaxinfer.lab.conformance.side import Side
 
-# Findings of one request; what is left then is noise of the first ones.
+# Largest number of findings for one request; further ones are consequences of the first.
 _MOST = 6
 
 
@@ -72,7 +72,7 @@ def check(
         found += _explain(Case(wrong, source, dest, slab_tokens, freed))
     if before is not None:
         found += _elsewhere(before, dest, requests, freed, whole_pages)
-    # A page of 8 bits is rounded more coarsely for whatever else lies in it.
+    # The entries of an 8-bit page share a scale, so other entries may make rounding coarser.
     return sorted(found, key=lambda f: (f.name == "rounded", f.request is None, -f.blocks))
 
 

@@ -11,9 +11,9 @@ from jaxinfer.lab.conformance.layout import KVLayout, LayerPages
 from jaxinfer.lab.conformance.mover import narrower
 from jaxinfer.lab.conformance.side import Side
 
-# Entries of a page of 8 bits may be rounded once more where two slabs write it.
+# Entries of an 8-bit page may be rounded once more if two slabs write to it.
 _ROUNDINGS = 2
-# Of float32 products and quotients by a scale.
+# Rounding of float32 products and quotients by a scale.
 _FLOAT32 = 1e-6
 
 
@@ -162,7 +162,7 @@ def changed_elsewhere(
                 continue
             blocks = found[:, at].reshape(-1, BLOCK)
             changed = (found[:, at] != was[:, at]).reshape(-1, BLOCK).any(-1)
-            # A last page's rest may be cleared.
+            # The rest of a last page may be cleared.
             changed &= blocks.any(-1) if name == "tail" else True
             origin = dest.model.origins(blocks[changed]).at(np.s_[:, 0])
             of_token = found[0, 0].size // BLOCK

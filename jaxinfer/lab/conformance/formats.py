@@ -71,7 +71,7 @@ def encode(numbers: np.ndarray, name: str) -> np.ndarray:
         size = np.minimum(np.abs(x), _POSITIVE[-1])
         above = np.searchsorted(_POSITIVE, size).clip(1, len(_POSITIVE) - 1)
         low, high = _POSITIVE[above - 1], _POSITIVE[above]
-        # Ties go to the even mantissa, which is that of the even byte.
+        # Ties go to the even mantissa, which is also the even byte.
         up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
         byte = np.where(up, above, above - 1)
         return (byte | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)

@@ -17,12 +17,12 @@ import numpy as np
 
 BLOCK = 16
 _CODE_BITS = 28
-# Odd, so that multiplying is one to one, and with bits all over.
+# Odd, so that multiplication is one to one, with bits in all places.
 _SPREAD = 0x9E3779B1
 _UNSPREAD = pow(_SPREAD, -1, 1 << _CODE_BITS)
-# Tokens that have the same power of two.
+# Number of tokens that have the same power of two.
 _RUN = 8
-# Requests of pools' pasts, from here on; of those that are handed over the numbers are smaller.
+# Earlier requests of pools have numbers from here on; handed-over requests have smaller ones.
 FORMER = 12
 MAX_REQUESTS = 16
 
@@ -102,7 +102,7 @@ class GoldenModel:
         number = request * np.prod(self._sizes, dtype=np.int64) + place
         code = (number * _SPREAD) % (1 << _CODE_BITS)
         bits = (code[..., None] >> np.arange(_CODE_BITS)) & 1
-        # The two channels that tell the unit have signs alone.
+        # The two channels that identify the unit only have signs.
         sign, half = bits[..., :BLOCK], np.zeros((*code.shape, BLOCK), np.int64)
         half[..., 1], half[..., 2:14] = 1, bits[..., BLOCK:]
         fine = 1 + (number[..., None] * 31 + np.arange(BLOCK) * 7) % 16 / 2048
@@ -125,7 +125,8 @@ class GoldenModel:
             unit = np.abs(x[..., 0])
             size = np.abs(x) / unit[..., None]
             half = size > 1.25
-            # What no code word has: other sizes, and other bits in the two channels beside it.
+            # A pattern that no code word has: other sizes, and other bits in the two channels next
+            # to it.
             sound = (unit > 0) & (np.abs(size - np.where(half, 1.5, 1)) < 0.22).all(-1)
         sound &= half[..., 1] & ~half[..., 0] & ~half[..., 14:].any(-1)
         bits = np.concatenate([x < 0, half[..., 2:14]], -1).astype(np.int64)

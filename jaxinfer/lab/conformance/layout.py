@@ -11,7 +11,7 @@ from jaxinfer.lab.conformance.golden import GoldenModel, check_counts
 
 # A page's axes: N tokens, H heads, D channels.
 Order = Literal["NHD", "HND", "HDN"]
-# From [page, head, token, channel], as this package computes.
+# From [page, head, token, channel], the order in this package.
 _AXES: dict[str, tuple[int, ...]] = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3), "HDN": (0, 1, 3, 2)}
 
 

@@ -77,7 +77,7 @@ def narrower(one: str, other: str) -> str:
     """Return the format in which entries are sent between two formats."""
     sizes = [
         ("float32" if FORMATS[name].scaled else name) for name in (one, other)
-    ]  # Dequantised where it leaves.
+    ]  # It is dequantised at the source.
     return min(sizes, key=lambda name: FORMATS[name].storage.itemsize)
 
 

@@ -11,7 +11,7 @@ from jaxinfer.lab.conformance.golden import BLOCK
 from jaxinfer.lab.conformance.layout import from_order
 from jaxinfer.lab.conformance.side import Side
 
-# Share of a page's blocks that have to be golden in another reading.
+# Share of a page's blocks that must be golden in another reading.
 _ENOUGH = 0.4
 _TWO_BYTES = ("float16", "bfloat16")
 

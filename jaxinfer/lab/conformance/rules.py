@@ -62,11 +62,11 @@ def by_absence(case: Case) -> Iterator[Named]:
     length, B = case.dest.lengths[wrong.request], case.dest.layout.page_size
     never = wrong.origin.request == case.dest.former
     if (wrong.token[wrong.zero] == length - 1).all():
-        never |= wrong.zero  # A page of 8 bits is cleared from where its last write has ended.
+        never |= wrong.zero  # An 8-bit page is cleared from the end of its last write.
     if not never.any():
         return
     text = "holds what the destination's page held before, or zeros"
-    # A head or layer of which nothing has arrived, on a device where other things have.
+    # A head or layer of which nothing has arrived, on a device to which other entries have come.
     whole = _whole_parts(case, never)
     yield "part never sent", never & whole, text
     never = never & ~whole
@@ -169,7 +169,7 @@ def _misread(case: Case, layout: KVLayout, order: str, other: str, ours: bool) -
         ranks, index = _places(layout, model.heads, wrong.head)
     width = len(layout.heads_of(model, 0))
     page, offset = np.divmod(wrong.token, B)
-    # The reader has ``order`` in mind at the destination, ``other`` at the source.
+    # The reader expects ``order`` at the destination, and ``other`` at the source.
     here, there = (order, other) if ours else (other, order)
     flat = index * B + offset if here == "HND" else offset * width + index
     if there == "HND":
@@ -230,7 +230,7 @@ def by_rest(case: Case) -> Iterator[Named]:
     yield "changed", np.ones(len(case.wrong), bool), "holds nobody's entries"
 
 
-# From the most telling to the least: the first one that explains as much as any other counts.
+# From the most specific rule to the least: the first one that explains as much as any other wins.
 RULES: Sequence[Callable[[Case], Iterator[Named]]] = (
     by_owner,
     by_absence,

@@ -14,7 +14,7 @@ from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.stage import Stage
 
-# The one request that is handed over.
+# The only request that is handed over.
 REQUEST = 1
 
 

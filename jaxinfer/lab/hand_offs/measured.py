@@ -34,9 +34,9 @@ from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
-# Tokens of a step with prefill.
+# Number of tokens of a step with prefill.
 CHUNK = 64
-# The first transfer pays for set-up; of the others, the quickest counts.
+# The first transfer includes set-up; of the others, the fastest counts.
 TRANSFERS = 3
 
 
@@ -113,7 +113,7 @@ class Conformance:
         self._layers, self._load_format = checkpoint.config.num_hidden_layers, load_format
         self.refused: dict[str, str] = {}
         self._check(self._config)
-        # JAX counts devices once.
+        # JAX counts devices only once.
         count_cpu_devices([self._config(self._able)])
         self._check(lambda side: plan_cluster(checkpoint.config, self._config(side)))
         if not self._able:
@@ -144,7 +144,7 @@ class Conformance:
         for name, side in sides.items():
             groups[name], instance = side.sections(name, self._layers)
             instances[name] = instance | {
-                # Two requests, and the padding page.
+                # Pages of two requests, and the padding page.
                 "num_pages": 2 * -(-total // side.page_size) + 1,
                 "max_num_seqs": 1,
                 "max_num_batched_tokens": CHUNK,
@@ -161,7 +161,7 @@ class Conformance:
         sides.
         """
         engines = self._cluster.engines
-        # Before all else: golden entries fill whole pools.
+        # This comes first, because golden entries fill whole pools.
         faults = {pair: self._golden_fault(*pair) for pair in product(engines, engines)}
         reference = self._alone(next(iter(engines)))
         for source in self.sides:

@@ -46,8 +46,8 @@ class HandOffSide:
         tp = self.tensor_parallel_size
         instance: dict[str, Any] = {"group": group}
         if self.stages > 1:
-            # Unequal ones: cuts of sides with unlike numbers of stages seldom fall together. More
-            # than there are layers are refused as they stand.
+            # Unequal cuts, because cuts of sides with different numbers of stages seldom coincide.
+            # More cuts than layers are refused as they are.
             many = self.stages > layers
             counts = by_shares(layers, [1] if many else range(1, self.stages + 1))
             stages: list[dict[str, Any]] = [{"group": group, "layers": count} for count in counts]
@@ -58,9 +58,9 @@ class HandOffSide:
 
 
 Values = Mapping[str, Sequence[Any]]
-# Orders in which the greedy cover is sought: the smallest one counts.
+# Number of orders in which the greedy cover is tried; the smallest cover is used.
 _TRIES = 30
-# What each setting is tried with; the first of each make the reference.
+# Values to try for each setting; the first of each make the reference.
 VALUES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "kv_cache_dtype": ("auto", "int8", "fp8"),
@@ -71,7 +71,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Of a setting's values, what they are in words.
+# Names of a setting's values.
 _KIND_WORDS: Mapping[type, str] = {int: "an integer from 1 on", str: "a name"}
 
 

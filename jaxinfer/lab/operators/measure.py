@@ -34,7 +34,7 @@ from jaxinfer.steps.operators import Depths, Operators
 from jaxinfer.steps.times import Part
 
 ROUNDS = 3
-# Of each step in a row, of which the first has the host's part.
+# Number of times that each step runs in a row; the first includes the host's part.
 _STEPS = 3
 
 

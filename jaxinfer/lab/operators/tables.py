@@ -35,12 +35,13 @@ from jaxinfer.simulate.costs.operator_folder import (
 )
 from jaxinfer.steps.operators import write_operators
 
-# What of an engine's options decides the times and shapes of steps, and what a run schedules by.
+# Options of an engine that decide the times and shapes of steps, and options by which a run is
+# scheduled.
 _OPTIONS = (
     "page_size", "max_num_seqs", "max_num_batched_tokens", "token_buckets", "max_model_len",
     "enable_prefix_caching", "launch_ahead", "chunks_in_flight", "watermark", "kv_cache_dtype",
 )  # fmt: skip
-# Sizes of a copy, in bytes, and of a product's matrices, by which an unknown device is described.
+# Sizes of a copy in bytes, and of a product's matrices, that are measured on an unknown device.
 _COPY, _PRODUCT = 1 << 28, 2048
 
 

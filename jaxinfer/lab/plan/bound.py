@@ -25,9 +25,9 @@ from jaxinfer.simulate.costs.model import Padded, Pipeline
 from jaxinfer.simulate.costs.step_floor import ProductFloor, StepFloor
 from jaxinfer.workload.bench_request import BenchRequest
 
-# Kinds of work by their positions in a request: so many of prompts' tokens, and of decodes.
+# Number of kinds of work by position in a request, for prompts and for decodes each.
 BINS = 8
-# Units in which the program counts: solvers take coefficients below 1e-9 for 0.
+# Units of the program, because solvers treat coefficients below 1e-9 as 0.
 _TOKENS, _ENTRIES = 1e3, 1e6
 
 
@@ -148,7 +148,7 @@ def solve(
         kinds: number of instances of each kind.
         longest: largest number of tokens of a prompt, and therefore of a chunk.
     """
-    from scipy.optimize import linprog  # Slow to import.
+    from scipy.optimize import linprog  # Imported here, because it is slow.
 
     program = _Program()
     rate = program.variable()
@@ -194,7 +194,7 @@ def _instance(
     first, steps, placed = program.variable(_TOKENS), program.variable(), []
     for span in (*prompts, *decodes):
         tokens, entries = program.variable(_TOKENS), program.variable(_ENTRIES)
-        # Each token sees all before it and itself.
+        # Each token sees all earlier ones and itself.
         program.at_most({tokens: span.low + 1, entries: -1})
         program.at_most({tokens: -span.high, entries: 1})
         placed.append((tokens, entries))

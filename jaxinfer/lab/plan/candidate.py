@@ -101,10 +101,11 @@ class Score:
     enough: int | None = None
 
 
-# A rate, in requests per second, above which its planner holds that a candidate carries nothing,
-# without simulation; infinite where it knows none. A search is as right as its bounds.
+# Returns the upper bound on a candidate's requests per second, which its planner knows without a
+# simulation; infinite if it knows none. A search is only as correct as its bounds.
 Bound = Callable[["Candidate"], float]
-# About what rate a candidate may have: who comes first, and where its search begins.
+# Returns a guess of a candidate's rate. It decides the order of candidates, and where a search
+# begins.
 Guess = Callable[["Candidate"], float]
 
 

@@ -19,7 +19,7 @@ def nameless(data: Mapping[str, Any]) -> Mapping[str, Any]:
         used = as_run_file(data).cluster().instances
         data = replicate_cluster(data)
     except JaxinferError:
-        return data  # It is none, which will be said.
+        return data  # It is no such value; a later check reports that.
     if not isinstance(data.get("groups"), dict):
         return data
     places = (place for instance in used.values() for place in instance.places)

@@ -61,7 +61,7 @@ class Simulation(NamedTuple):
     requests: int | None
 
 
-# Of a simulation, what it comes to; or, in words, why it cannot be.
+# The result of a simulation, or the reason why there is none.
 Simulate = Callable[[Simulation], TriedRate]
 
 

@@ -61,7 +61,7 @@ class EvaluationCache:
     def _read(self, path: Path) -> None:
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:  # Killed in the midst of a line.
+        if whole != data:  # The process was killed while it wrote this line.
             path.write_bytes(whole)
         for number, line in enumerate(whole.splitlines(), 1):
             try:

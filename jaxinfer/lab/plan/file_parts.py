@@ -11,10 +11,11 @@ from jaxinfer.config.run_file import SHORT
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, read_yaml
 
-# Of a workload, what says which requests there are, and of that, where they come from.
+# Options of a workload that select its requests, and those of them that name their source.
 REQUESTS = ("trace", "tokenizer", "synthetic", "only", "limit", "arrivals")
 SOURCES = ("trace", "synthetic")
-# Options by which a group of options is another one: the rest of the file's does not go with it.
+# Options that make a group another kind of group; the file's other options of the group are then
+# dropped.
 _DECIDES = {
     "arrivals": ("kind",),
     "synthetic": ("lengths", "input_len", "output_len"),

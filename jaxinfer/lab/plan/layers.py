@@ -19,7 +19,7 @@ def even_times(
     level = (total + sum(f / e for f, e in zip(fixed, each, strict=True))) / sum(
         1 / e for e in each
     )
-    # Below the level, so that the greedy steps that follow only add.
+    # Start below the level, so that the greedy steps only add layers.
     layers = [min(max(int((level - fixed[i]) / each[i]), 1), most[i]) for i in stages]
 
     def seconds(stage: int, more: int) -> float:

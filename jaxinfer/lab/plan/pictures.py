@@ -14,7 +14,7 @@ from jaxinfer.report.pictures import save_picture
 from jaxinfer.simulate.targets import PercentileTargets
 
 BLUE, GREY = "#0072B2", "0.6"
-# Around the chosen one.
+# The frame around the chosen one.
 RING: dict[str, Any] = {
     "s": 110,
     "facecolors": "none",
@@ -29,9 +29,9 @@ GIVEN_UP: dict[str, Any] = {
     "c": GREY,
     "label": "misses the targets at this rate",
 }
-# More than so many names would not be read.
+# More names than this would be unreadable.
 MOST_NAMES = 16
-# So many points are all named.
+# Up to this many points are all named.
 FEW = 10
 
 
@@ -110,7 +110,7 @@ def _draw_names(
 ) -> None:
     from matplotlib.figure import Figure
 
-    # The largest rates, and then what is known to carry less than another.
+    # The largest rates, and then candidates that are known to be below another.
     best = sorted(scored, key=lambda each: (bool(each[1].given_up), -each[1].rate))
     shown = best[:MOST_NAMES]
     figure = Figure((7.5, 1.7 + 0.27 * len(shown)), layout="constrained")
@@ -181,7 +181,7 @@ def draw_latencies(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
         best = [c for c in drawn if at[c.key] in front or c.key == chosen.key]
         labelled = _label(axes, drawn, best, at)
         ends = [max(ends[0], *gaps), max(ends[1], *firsts)]
-        # From 0 on, unless all that there is would be far from it.
+        # The axis starts at 0, unless all values would be far from it.
         starts = [
             0.9 * m if (m := min(v)) > e / 2 else 0.0
             for v, e in zip((gaps, firsts), ends, strict=True)

@@ -28,11 +28,12 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     tokens are not known, the count is 0.
     """
     found = [0] * len(work)
-    # Block by block where all are known by their blocks: unrolled, a trace fills the memory.
+    # Compared by blocks if all prompts are known by blocks, because expanding a trace would fill
+    # the memory.
     unit = 1 if any(item.prompt_token_ids for item in work) else BLOCK
     known = sorted(_prompt(item, n, unit) for n, item in enumerate(work) if item.has_tokens)
-    # In this order, those that begin most alike are next to each other, and those that a prompt is
-    # the beginning of come right behind it.
+    # In this order, prompts with the longest common beginnings are neighbours, and a prompt is
+    # directly followed by those that begin with it.
     beginnings: list[int] = []
     for a, b in pairwise(known):
         common = _common(a, b, unit)

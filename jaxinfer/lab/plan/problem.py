@@ -18,7 +18,7 @@ from jaxinfer.simulate.targets import Criterion, Targets
 from jaxinfer.workload.lengths import BenchRequest
 
 T = TypeVar("T", bound=Options)
-# Of a run file, what a candidate completes; the rest is checked before any is looked at.
+# Parts of a run file that a candidate sets; the rest is checked before any candidate.
 _OF_CANDIDATES = ("engine", "groups", "instances", "links", "system", "simulate")
 Per = Literal["cluster", "gpu", "usd", "watt"]
 Cost = Literal["gpus", "usd", "watts"]
@@ -135,7 +135,7 @@ class Problem(Options):
             for path in paths:
                 read_file(path)
         except (JaxinferError, TypeError):
-            return  # The planner says what is wrong with them.
+            return  # The planner reports what is wrong with them.
         model, workload = common_of(paths, self.run, with_times=bool(self.replan))
         taken = {"model": model, "workload": workload}
         taken = {name: value for name, value in taken.items() if value is not None}
@@ -168,7 +168,7 @@ class Problem(Options):
         found = Problem(
             planner=self.planner, goal=goal, run=self.run, prices=self.prices, replan=self.replan
         )
-        found.__dict__["work"] = work  # What the cached property would have found.
+        found.__dict__["work"] = work  # The value that the cached property would compute.
         return found
 
     def served(self, gpus: int) -> Sequence[BenchRequest]:

@@ -64,9 +64,9 @@ def rows(search: DrivenSearch) -> list[dict[str, Any]]:
             "usd_per_hour": costs and costs.usd,
             "watts": costs and costs.watts,
             "requests_s": score.rate if score.figures else None,
-            "enough_requests": score.enough,  # Empty where they were.
+            "enough_requests": score.enough,  # None if there were enough.
             "given_up": score.given_up,
-            # At a rate that it misses, it is worth nothing.
+            # At a rate that misses the targets, it has no value.
             "value": search.value(score) if score.figures and not score.given_up else None,
             "front": "yes" if candidate.key in front else None,
             **{name.replace(" ", "_"): value for name, value in score.figures.items()},
@@ -131,7 +131,7 @@ def refusals(search: DrivenSearch) -> str | None:
 def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
     """Write a CSV file; columns in the order in which they first occur, but ``refused`` last."""
     columns = list(dict.fromkeys(name for row in table for name in row))
-    columns.sort(key="refused".__eq__)  # Last, since it is long.
+    columns.sort(key="refused".__eq__)  # It comes last, because it is long.
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()

@@ -17,7 +17,7 @@ from jaxinfer.lab.plan.problem import Cost, Per, Problem
 from jaxinfer.simulate.capacity import Ladder, TriedRate
 from jaxinfer.simulate.targets import Verdict
 
-# What a maximised rate is divided by.
+# The divisor of a maximised rate.
 DIVIDED_BY: Mapping[Per, Cost | None] = {
     "cluster": None,
     "gpu": "gpus",
@@ -107,10 +107,10 @@ class DrivenSearch:
         self._map, self._prune = map_calls, prune
         self._kept, self._watcher = kept or EvaluationCache(), watcher or Watcher()
         self._best: Candidate | None = None
-        # With targets, of which a file may have another reference than before.
+        # With the targets, because a file may have another reference than before.
         self._digest = key_of(repr([problem.work, problem.targets]))
 
-    # What planners ask.
+    # The functions that planners call.
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
         """Return the full score of each candidate; those with equal keys are tried once.
@@ -149,7 +149,7 @@ class DrivenSearch:
         self._watcher.expect(sum(c.key not in self.tried for c in distinct))
         limits = [known for c in distinct if (known := self._known(c, bound, guess))]
         limits.sort(key=lambda each: -self._value(each.promise, each.costs))
-        # The best so far, and what they are worth.
+        # The best candidates so far, and their values.
         best: list[tuple[float, Candidate]] = []
         while limits:
             least = best[top - 1][0] if len(best) >= top and self._prune else None
@@ -205,7 +205,7 @@ class DrivenSearch:
         assert score.costs
         return self._value(score.rate, score.costs)
 
-    # How.
+    # Helpers.
 
     def _value(self, rate: float, costs: Costs) -> float:
         goal = self.problem.goal
@@ -240,7 +240,7 @@ class DrivenSearch:
             return None
         most = bound(candidate)
         for what, rate in (("guess", guessed), ("bound", most)):
-            if rate is not None and not rate >= 0:  # NaN is not, either.
+            if rate is not None and not rate >= 0:  # This also refuses NaN.
                 raise JaxinferError(
                     f"planner {self.problem.planner['name']}: the {what} of {candidate} is {rate}, "
                     "must be requests/s, a number from 0 on"
@@ -315,7 +315,7 @@ class DrivenSearch:
         threads = ThreadPoolExecutor(len(asked))
         try:
             yield from threads.map(self._score, asked)
-        finally:  # Who waits for them after a signal may wait long.
+        finally:  # After a signal, waiting for them could take long.
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _score(self, asked: tuple[Candidate, Question, str]) -> Score:
@@ -347,7 +347,7 @@ class DrivenSearch:
         """Return a key of everything that a candidate's simulations depend on, except
         the question.
         """
-        # What does not count is told by its name.
+        # Names that do not count.
         data = asked.data if asked.uncounted else nameless(asked.data)
         return key_of(self._digest, data, contents(asked.data))
 

@@ -17,9 +17,9 @@ from jaxinfer.lab.plan.candidate import Candidate, Score
 from jaxinfer.lab.plan.search import Watcher
 from jaxinfer.simulate.capacity import AT_ONCE, TriedRate
 
-# Without a terminal, a line in so many seconds.
+# Without a terminal, a line is printed after this many seconds.
 EVERY_S = 10.0
-# Of a candidate, about how many, until there is one to go by.
+# Assumed number of simulations of a candidate, until one is known.
 SIMULATIONS = 10
 
 
@@ -88,8 +88,8 @@ class SearchBar(Watcher):
         self._began = time.monotonic()
         self._said = -math.inf
         self._expected, self._simulations = 0, 0
-        # Simulations by candidate: of those that are done, and of the others. Several searches may
-        # have the same candidates.
+        # Numbers of simulations by candidate, of those that are done and of the others. Several
+        # searches may have the same candidates.
         self._done: list[int] = []
         self._running: Counter[object] = Counter()
         self._best = "none keeps the targets yet"
@@ -114,7 +114,7 @@ class SearchBar(Watcher):
         """Record that one more candidate is done."""
         with self._lock:
             self._done.append(self._running.pop(candidate.key, 0))
-            self._expected = max(self._expected, len(self._done))  # One may be looked at again.
+            self._expected = max(self._expected, len(self._done))  # One may be evaluated again.
             if best:
                 self._best = f"best: {best}"
             self._tell(last=len(self._done) == self._expected)
@@ -125,7 +125,7 @@ class SearchBar(Watcher):
         each = sum(full) / len(full) if full else float(SIMULATIONS)
         running = sum(min(count / each, 0.9) for count in self._running.values())
         share = (len(self._done) + running) / max(self._expected, 1)
-        # A candidate that is looked at again, when all are done, makes more than the whole.
+        # A candidate that is evaluated again at the end would exceed the total.
         return (time.monotonic() - self._began) * max(1 / share - 1, 0.0) if share else None
 
     def _tell(self, last: bool = False) -> None:

@@ -8,7 +8,7 @@ from jaxinfer.lab.plan.bound import Bound, Span
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
-# Shares of all worth between which a run is taken to be steady.
+# Shares of the total value between which a run counts as steady.
 _STEADY = 0.15, 0.65
 
 
@@ -59,7 +59,7 @@ class WorthDone:
         times, done = times[order], np.cumsum(worths[order])
         first, last = (int(np.searchsorted(done, part * done[-1])) for part in _STEADY)
         seconds = times[last] - times[first]
-        # All that ends at the first moment was done before.
+        # Work that ends at the first moment was done before.
         first = int(np.searchsorted(times, times[first], side="right")) - 1
         return float((done[last] - done[first]) / seconds / self._bound.rate)
 

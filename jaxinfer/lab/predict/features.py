@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Odd numbers: their products modulo a power of two keep all tokens apart.
+# Odd numbers, whose products modulo a power of two differ for different tokens.
 _HASH, _HASH_NEXT = 2654435761, 40503
 
 

@@ -126,7 +126,7 @@ class LengthClassifier:
         self._cpu = jax.devices("cpu")[0]
         with jax.default_device(self._cpu):
             self._likeliest = partial(likeliest, *nnx.split(model))
-        # Compiled ahead: a run's first request does not wait for it.
+        # Compiled ahead, so that a run's first request does not wait for it.
         self.bucket_of([0])
 
     def bucket_of(self, token_ids: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ from jaxinfer.lab.sharding.compiling import Compiled, LayerJob
 from jaxinfer.lab.sharding.targets import CompileTarget
 
 FOLDER = Path("~/.cache/jaxinfer/sharding")
-# Packages that decide what is compiled.
+# Packages that affect the compiled programs.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "numba")
 
 
@@ -35,7 +35,8 @@ class CompiledCache:
     ) -> None:
         self._folder = folder
         versions = [f"{name} {version_of(name)}" for name in _COMPILERS]
-        # Programs are of all: models have the activations' names, how specs are made, experts.
+        # Programs depend on all of these: the models have the activations' names, the specs and the
+        # experts.
         folders = ("hardware", "sharding", "models", "pallas_kernels")
         code = [digest_of(PACKAGE / name) for name in folders]
         asked = [str(target), list(mesh.items()), model.model_dump(), dtype]

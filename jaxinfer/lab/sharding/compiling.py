@@ -174,13 +174,13 @@ def _main() -> None:
         answer({"error": str(error)})
         return
     answer({"devices": len(devices)})
-    # XLA for CPUs computes 16-bit floats in 32 bits, and moves them so: we count numbers.
+    # XLA for CPUs computes and sends 16-bit floats in 32 bits, so numbers are counted, not bytes.
     dtype = "float32" if target.is_cpu else asked["dtype"]
     for job in asked["jobs"]:
         model = ModelShape.model_validate(asked["model"])
         try:
             answer(asdict(_compiled(LayerJob(**job), target, devices, asked["mesh"], model, dtype)))
-        except Exception as error:  # Whatever JAX or XLA finds wrong with this one.
+        except Exception as error:  # Any error that JAX or XLA raises for this one.
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             answer({"error": f"the compiler for {target}: {said}"})
 

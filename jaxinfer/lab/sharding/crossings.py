@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-# Seconds of a step by its tokens.
+# Returns the seconds of a step with a number of tokens.
 SecondsOf = Callable[[int], float]
 
 
@@ -55,7 +55,7 @@ def fastest(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[tup
     marks = sorted({*counts, *(each.tokens for each in crossings(seconds, counts))})
     for count in marks:
         best = min(seconds, key=lambda name: seconds[name](count))
-        # Where nothing has a finite time, nothing is the fastest.
+        # If no time is finite, no layout is the fastest.
         last = seconds[found[-1][1]](count) if found else math.inf
         if _sign(seconds[best](count), last) < 0:
             found.append((count, best))

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from jaxinfer.sharding.collectives import Collective, moved
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-# Kind -> how many arrays, and how much of them each device sends.
+# For each kind, the number of arrays, and how much of them each device sends.
 Counts = dict[str, tuple[int, float]]
 
 _LINE = re.compile(
@@ -76,7 +76,7 @@ def _sizes(result: str, kind: str, starts: bool, devices: int) -> list[int]:
         sizes = sizes[len(sizes) // 2 :]
     if kind == "reduce-scatter":
         return [size * devices for size in sizes]
-    # An all-to-all is of one array, in a piece for each device.
+    # An all-to-all has one array, with a piece for each device.
     return [sum(sizes)] if kind == "all-to-all" else sizes
 
 

@@ -33,7 +33,8 @@ from jaxinfer.models.sharding import spec
 from jaxinfer.pallas_kernels.choice import Grouped
 from jaxinfer.sharding.shapes import layer_parameters
 
-# KV entries that attention reads at a time, as kernels do: scores are never whole in memory.
+# Number of KV entries that attention reads at a time, as kernels do, so that memory never has all
+# scores.
 BLOCK = 512
 
 
@@ -248,7 +249,7 @@ class Program:
     ) -> tuple[jax.Array, Any]:
         """Attend from one token per sequence to all of the sequence's entries and its own."""
         S, N, H = q_SNH.shape
-        # The last entry lies on the last part of each sequence.
+        # The last entry is on the last part of each sequence.
         C = kv[0].shape[1]
         is_last = self._first(self.parts, C) + C == self.context
         keys, values = (

@@ -14,9 +14,9 @@ from jaxinfer.lab.sharding.crossings import SecondsOf
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS, DASHES, DOT, WIDTH
 
-# Of what does not fit the cards.
+# Colour of layouts that do not fit the cards.
 FAINT = 0.3
-# A number this far from the panel's right edge, as a factor, is written to the left of its mark.
+# A number within this factor of the panel's right edge is written to the left of its mark.
 INWARD = 8
 
 
@@ -54,7 +54,7 @@ def draw_seconds(
             axes.annotate(
                 f"{count:,}",
                 (count, of_layouts[name](count)),
-                # Neighbours may be close.
+                # Neighbours may be close to each other.
                 xytext=(-7 if is_last else 7, 9 if number % 2 else -13),
                 ha="right" if is_last else "left",
                 textcoords="offset points",

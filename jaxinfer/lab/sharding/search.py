@@ -49,18 +49,18 @@ class AxisAssignment:
         def left(place: Place, *others: Place) -> Place:
             return tuple(axis for axis in place if not any(axis in other for other in others))
 
-        # What is gathered first lies innermost, so that pieces are neighbours.
+        # The first gathered axis is the innermost, so that pieces are neighbours.
         rows = left(self.rows, self.tokens)
         gathered = left(self.rows, rows)
         by_heads = left(self.tokens, self.heads)
-        # Cut over all axes that experts are, they go to their experts.
+        # Tokens that are cut over all axes of the experts are sent to their experts.
         whole = () if {*self.experts} <= {*self.tokens} else self.experts
         by_columns = left(self.tokens, self.columns, whole)
         stream = (*rows, *left(axes, self.tokens, rows)) if rows else ()
         stored = (*rows, *gathered)
         matrix = table(D=stored, N=self.heads, K=self.heads, F=self.columns, E=self.experts)
-        # Partial sums over rows are scattered over the heads and columns that they are sums of, and
-        # tokens whose weights are gathered change places with heads.
+        # Partial sums over rows are scattered over the heads and columns that they belong to.
+        # Tokens whose weights are gathered are exchanged for heads.
         heads = (*self.heads, *rows, *gathered)
         apart = left(by_heads, gathered)
         kv = table(K=heads)
@@ -213,7 +213,7 @@ class LayoutSearch:
         layout, mesh = assignment.layout(tuple(self._mesh)), self._mesh
         try:
             return at_peaks(self._model, layout, mesh, self._gpu, self._links, self._itemsize)
-        except JaxinferError:  # The residual stream is cut by more than what divides its rows.
+        except JaxinferError:  # The residual stream is cut by more than its rows allow.
             return None
 
     def _fits(self, costs: LayoutCosts, step: Step) -> bool:

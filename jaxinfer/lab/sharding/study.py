@@ -24,9 +24,9 @@ from jaxinfer.sharding.shapes import up
 
 # Bytes of a number, by dtype.
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bytes of a collective may differ by so much from those of a closed form.
+# Share by which a collective's bytes may differ from the closed form.
 TOLERANCE = 0.01
-# Why KV is not cut by sequences where there is one.
+# The reason why KV cannot be cut by sequences if there is only one.
 OF_DECODES = "S of KV pages: a prompt is one sequence, which one device would keep and attend to"
 
 

@@ -85,9 +85,9 @@ class CompileTarget:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags.strip(),
             "TPU_SKIP_MDS_QUERY": "1",
-            # An error's last line is the error, not a remark on how it is shown.
+            # An error's last line is the error, and not a note about its traceback.
             "JAX_TRACEBACK_FILTERING": "off",
-            # XLA warns of what it copies whole; the counts have that.
+            # XLA warns of arrays that it copies whole; the counts include them.
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }
 
@@ -173,6 +173,6 @@ def devices_of(target: CompileTarget) -> list[Any]:
         options = {"platform": "tpu", "topology_name": str(target)}
     try:
         return list(topologies.get_topology_desc(**options).devices)
-    except Exception as error:  # Whatever the plugin finds wrong with the name.
+    except Exception as error:  # Any error that the plugin raises for the name.
         said = str(error).splitlines()[0]
         raise JaxinferError(f"--for {target}: {said}") from None

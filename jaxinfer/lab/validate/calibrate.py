@@ -29,16 +29,16 @@ from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs.model import StageCost
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 
-# In the order in which they are given up last.
+# Numbers that can be fitted; the last ones are given up first.
 NAMES = ("flops", "bandwidth", "step_s", "sequence_s")
-# Of 1 / flops, 1 / bandwidth and the engine's seconds.
+# Limits of 1 / flops, 1 / bandwidth and the engine's seconds.
 _LOWER, _UPPER = np.array([1.0, 1.0, 0.0, 0.0]), np.array([1e3, 1e3, np.inf, np.inf])
-# What a number must change of the steps' times that the others could not change alike.
+# A number must change the steps' times by at least this share in a way that the others cannot.
 _TELLS = 0.05
-# How strongly numbers stay where they were while it is not known which ones the points tell.
+# Weight with which numbers stay at their start while it is unknown which ones the points determine.
 _PULL = 0.01
 
-# Of a step's tokens and contexts.
+# Largest number of tokens, and largest context, of a step.
 _MOST = 10**7
 
 StageFor = Callable[[KernelEfficiency], StageCost]
@@ -170,7 +170,7 @@ class _Problem:
         def residuals(x: np.ndarray) -> np.ndarray:
             return np.concatenate([self.errors(numbers(x)), weight * (x - fixed)])
 
-        # What limits an operator changes from part to part: a minimum need not be the only one.
+        # The limit of an operator changes from part to part, so there may be several minima.
         starts = [[1 / f, 1 / b, *self._fixed[2:]] for f, b in product((0.25, 0.8), repeat=2)]
         tries = [
             least_squares(residuals, np.clip(start, *bounds), bounds=bounds, method="dogbox")
@@ -192,7 +192,7 @@ class _Problem:
         products = np.array(effects) @ np.array(effects).T / len(self._works)
         for size in range(len(NAMES), 1, -1):
             for some in combinations(range(len(NAMES)), size):
-                # The inverse has what each one's effect is less what the others can stand for.
+                # The inverse has each number's effect, minus what the others can replace.
                 own = np.linalg.inv(products[np.ix_(some, some)] + 1e-9 * np.eye(size)).diagonal()
                 if np.all(own <= _TELLS**-2):
                     return list(some)
@@ -257,9 +257,9 @@ def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Cali
         raise JaxinferError(f"no group {group!r}: {did_you_mean(group, cluster.groups)}")
     if kind := costs.measured:
         raise JaxinferError(f"groups.{group}: its times come from {kind}, not from efficiencies")
-    # What lies between instances does not matter here.
+    # Links between instances do not matter here.
     site = model_site(replace(resolved, pairs=()))
-    model_cluster(site)  # Refuses what does not fit.
+    model_cluster(site)  # This refuses a model that does not fit.
     alone = (stages for stages in site.stages.values() if [s.group.name for s in stages] == [group])
     part = next((stage.part for (stage,) in alone), None)
     if part is None:

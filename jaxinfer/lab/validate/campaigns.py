@@ -21,12 +21,12 @@ from jaxinfer.options.validation import (
     within,
 )
 
-# The columns whose values in ``when`` are regular expressions.
+# Columns whose values in ``when`` are regular expressions.
 _PATTERNS = ("id", "backend_version")
 _NUMBERS = ("concurrency", "isl", "osl", "tp", "moe_ep")
 # A closed-loop client's turnaround.
 _CLIENT_S = 0.002
-# More take minutes, and much more are a mistake.
+# More than this takes minutes, and much more is a mistake.
 _MOST_REQUESTS = 1_000_000
 
 
@@ -210,7 +210,7 @@ def launch(
         "simulate": {"tables": {"folder": operators, "backend": row["backend"]}},
     }
     if point.attention_dp > 1:
-        # Replicas of attention, each on GPUs of its own, beside experts that all share.
+        # Replicas of attention, each on its own GPUs, and experts that all of them share.
         data["groups"]["cards"]["replicas"] = point.attention_dp
         data["instances"]["engine"]["replicas"] = point.attention_dp
         data["simulate"]["shared_experts"] = ["engine"]

@@ -24,9 +24,9 @@ from jaxinfer.serving.world import (
 from jaxinfer.simulate.cluster import ModelledCluster
 from jaxinfer.simulate.world import SimulatedWorld
 
-# When something reached the loop: the time of its round, and its place among all that was heard.
+# When an event reached the loop: the time of its round, and its place among all events.
 When = tuple[float, int]
-# Of a transfer, what ``way_of`` says, and losses of its ends so far.
+# For each transfer, the result of ``way_of``, and the losses of its ends so far.
 Way = tuple[str, int, int]
 
 

@@ -18,13 +18,14 @@ COLUMNS = (
     "id", "backend", "backend_version", "model_path", "system", "precision", "mode", "isl", "osl",
     "gemm_quant_mode", "batch_size", "tp_size", "pp_size", "silicon_ttft_ms", "silicon_tpot_ms",
 )  # fmt: skip
-# Columns that are read where they are there.
+# Optional columns that are read.
 OPTIONAL = "note", "moe_quant_mode", "moe_tp_size", "moe_ep_size"
-# Above these, a number is taken for a mistake: it would be simulated without an end.
+# A number above this counts as a mistake, because its simulation would never end.
 _MOST_TOKENS, _MOST_AT_ONCE, _MOST_GPUS = 10_000_000, 100_000, 1024
-# A series is measured anew where a time falls by more than this as concurrency rises.
+# TTFT falls if it is shorter by more than this share at the next higher concurrency.
 _FALLS = 0.05
-# A series whose TTFT falls in more than this share of pairs, of so many or more, gives none.
+# A series gives no TTFT if it falls in more than this share of its pairs, with at least this many
+# pairs.
 _MOST_FALLING, _FEWEST_PAIRS = 0.2, 10
 _CONCURRENCY = re.compile(r"concurrency=([^\s,;]*)")
 _DEGREES = re.compile(r"_tp(\d+)(?:_\d+)?_ep(\d+)")
@@ -155,14 +156,14 @@ def _read(line: int, row: Mapping[str, str]) -> Point:
     def integer(name: str, least: int, most: int, empty: int | None = None) -> int:
         return _integer(name, row.get(name) or "", least, most, empty)
 
-    # Disaggregated points have sizes of both sides in place of one; none is simulated.
+    # Disaggregated points have sizes of two sides instead of one; they are not simulated.
     empty = None if row["mode"] == "agg" else 0
     if given := _CONCURRENCY.search(row.get("note") or ""):
         concurrency = _integer("concurrency of note", given[1], 1, _MOST_AT_ONCE)
     else:
         concurrency = integer("batch_size", 1, _MOST_AT_ONCE, empty)
     tp = integer("tp_size", 1, _MOST_GPUS, empty)
-    # In some rows the degree is multiplied by that of experts; the id has it as it was.
+    # In some rows, the degree is multiplied by that of experts; the id has the original one.
     if found := _DEGREES.search(row["id"]):
         degree, ep = int(found[1]), int(found[2] or 0)
         if not degree or (ep and tp not in (0, degree, degree * ep)):

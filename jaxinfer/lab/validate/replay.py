@@ -81,7 +81,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         raise JaxinferError(f"{folder}: the run lost an instance, or requests of it failed")
     if run["metrics"]["cached_tokens"]:
         raise JaxinferError(f"{folder}: the run used its prefix cache, whose hits are not replayed")
-    # Its costs are the profile's, whatever a model of it would have.
+    # Its costs are the profile's, not those of a model of the instance.
     config = as_run_file(run["run_file"]).model_copy(update={"simulate": SimulateOptions()})
     site = resolve(config)
     cluster = site.cluster

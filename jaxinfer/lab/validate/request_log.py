@@ -26,7 +26,7 @@ from jaxinfer.workload.bench_request import BLOCK, BenchRequest
 
 TOKENS = "input_toks", "output_toks"
 TIMES = "arrival_time", "queued_ts", "first_token_ts", "last_token_ts"
-# Above these, a number is taken for a mistake, such as nanoseconds.
+# A number above this counts as a mistake, such as nanoseconds.
 _MOST_TOKENS, _MOST_SECONDS = 10_000_000, 1e11
 Real = Mapping[str, Any]
 
@@ -52,7 +52,7 @@ def read_requests(path: Path) -> list[Real]:
         raise JaxinferError(f"{wrong[0]}{more}")
     if not answered:
         raise JaxinferError(f"{path}: no request was answered")
-    # The client's clock is another: whoever was queued quickest ties the two.
+    # The client has another clock; the request that was queued fastest aligns the two.
     ahead = min(line["queued_ts"] - line["arrival_time"] for line in answered)
     return [line | {"arrival": line["arrival_time"] + ahead} for line in answered]
 

@@ -108,7 +108,7 @@ def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[
         instance = modelled[name].new_instance(
             name, fits.get(name), False, given.keeps_tokens, _max_tokens, numbers_pages=True
         )
-        # Not by the costs of a model, which there are none of.
+        # Not by the costs of a model, because there are none.
         pays = by_fits(instance.shards)
         instance.halves_pay = choice(modelled[name].config.half_batches, pays)
         return instance
@@ -153,7 +153,7 @@ def _modelled(
 ) -> ModelledInstance:
     """Model an instance for scheduling, with its original limits and pools."""
     config = site.cluster.instances[name]
-    # What the run has worked out, such as limits by the memory there was.
+    # Values that the run has computed, such as limits from the available memory.
     found = {
         name: value
         for name, value in described["engine"].items()

@@ -13,7 +13,7 @@ from jaxinfer.lab.validate.points import Point, Use
 
 FIGURES = ("tpot", "ttft", "e2e")
 ALL = "all"
-# The columns of results that stand beside the given ones.
+# Columns of results, next to the given ones.
 OURS = (*(f"{name}_ms" for name in ("ttft", "tpot", "e2e")), "simulated_as", "usable", "why")
 
 

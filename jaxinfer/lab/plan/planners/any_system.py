@@ -19,9 +19,9 @@ from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.options.validation import Named, OptionError, Options, shown, within
 from jaxinfer.simulate.run import prepare
 
-# From what a file holds, and what all have in common, to a candidate's part.
+# Returns a candidate's part, from a file's content and the common part.
 PartOf = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-# Dotted keys of a run file, and the values that each is to have.
+# Dotted keys of a run file, with the values to try.
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
 
 
@@ -95,7 +95,7 @@ def _most(problem: Problem, search: Search, candidate: Candidate) -> float:
         work = problem.served(search.costs(candidate).gpus)
         cluster = prepare(as_run_file(problem.run_file(candidate.part)))
     except JaxinferError:
-        return inf  # The search says why it cannot be.
+        return inf  # The search reports why it cannot be used.
     return bound_of(cluster, work).rate
 
 
@@ -121,7 +121,7 @@ def grid(
         for point, values in product(points, product(*of_file.values())):
             chosen = {**point, **dict(zip(of_file, values, strict=True))}
             named = {key: _shown(value) for key, value in chosen.items()}
-            # As they are: 1, true and "1" are told apart.
+            # Compared by type, too: 1, true and "1" differ.
             own = _with(_with(base, point, "points"), chosen, "axes")
             yield Candidate({"file": name, **named}, own, (file, repr(chosen)))
 

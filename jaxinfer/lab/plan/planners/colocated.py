@@ -114,7 +114,7 @@ class Colocated:
         )
         return {
             "groups": {"g": group},
-            # Not of all engines: what is enough for a stage's share of them depends on the stages.
+            # Not for all engines, because the number that suffices depends on the stages.
             "instances": {"i": {**place, **engine, **own, "replicas": replicas}},
             "system": self._options.system if replicas > 1 else "single",
             "simulate": given,

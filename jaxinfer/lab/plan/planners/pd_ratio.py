@@ -28,9 +28,10 @@ from jaxinfer.simulate.costs.model import CostModel
 from jaxinfer.simulate.targets import RequestTargets, Targets, gap_limits, limits
 from jaxinfer.workload.lengths import BenchRequest
 
-# Share of the time in which prefill instances may be busy: queues grow without end towards 1.
+# Largest share of the time in which prefill instances may be busy; queues grow without limit
+# towards 1.
 UTILISATION = 0.8
-# By which closed forms are taken to be off at most, a rule of thumb: what is above is given up.
+# Largest assumed error of the closed forms, a rule of thumb; candidates beyond it are given up.
 SLACK = 1.5
 
 
@@ -162,12 +163,12 @@ def decode_rate(
         entries: number of KV entries in all pages.
         tbt_s: longest allowed step in seconds.
     """
-    # The first token is the prefill instance's.
+    # The first token comes from the prefill instance.
     tokens = sum(item.max_tokens - 1 for item in work)
     if not tokens:
         return math.inf
     outputs = tokens / len(work)
-    # Of a token that is drawn, the mean number of entries that it sees.
+    # Mean number of entries that a randomly drawn token sees.
     context = sum((i.max_tokens - 1) * (i.prompt_len + i.max_tokens / 2) for i in work) / tokens
     best = 0.0
     for batch in range(1, int(min(most, entries / context)) + 1):
@@ -326,7 +327,7 @@ def _of_work(
     gaps = gap_limits(problem.targets)
     within = [decode(limit.seconds, entries) for limit in gaps]
     most, shared = decode(None, entries), decode(None, room)
-    # Who need not keep a limit may be decoded in steps of any length.
+    # Requests without this limit may be decoded in steps of any length.
     bounds = [mixed_rate(decode(g.seconds, room), shared, g.share) for g in gaps]
     return _Found(
         Rates(one_by_one, min(within, default=most)),

@@ -16,7 +16,7 @@ from jaxinfer.lab.plan.result import is_untouched, write_sealed, write_table
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets, Verdict
 
-# Of all requests, besides the targets' own figures.
+# Figures of all requests, in addition to the targets' own figures.
 LATENCIES = ("ttft_mean", "ttft_p99", "tpot_mean", "e2e_mean", "e2e_p99")
 
 
@@ -135,16 +135,16 @@ def write_run_files(
         lines = [f"{i.arrival - period.start!r},{i.prompt_len},{i.max_tokens}\n" for i in part]
         header = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
         trace.write_text(header + "".join(lines), encoding="utf-8")
-    # Of a trace that has changed since, more may have stood.
+    # A trace that has been changed since may have had more windows.
     for old in folder.glob(f"{name}[0-9]*.yaml"):
         ending = old.stem.removeprefix(name)
-        # ``name0.mine.yaml`` is a user's own.
+        # ``name0.mine.yaml`` may be a user's file.
         if re.fullmatch("[0-9]+", ending) and int(ending) >= len(periods) and is_untouched(old):
             old.unlink()
             old.with_suffix(".csv").unlink(missing_ok=True)
 
 
-# Of a window's mix, what is drawn, by its unit.
+# Quantities of a window's mix to draw, by their unit.
 _LOAD = (("requests/s", "rate"), ("prompt tokens", "prompt"), ("output tokens", "output"))
 
 
@@ -175,7 +175,7 @@ def draw(
             values = [window.figures[name] if window else None for window in each.windows]
             dash = "--" if each.schedule.free else "-"
             label = {"label": each.schedule.name} if axes is panels[0] else {}
-            # Those that were first lie above, and are thinner: equal ones can be told apart.
+            # Earlier lines lie above and are thinner, so that equal ones can be told apart.
             style = {"lw": 1.2 + 0.6 * number, "zorder": 3 - 0.1 * number, "alpha": 0.9}
             _steps(axes, edges, values, color=colour, ls=dash, **label, **style)
         axes.axhline(limit, color="0.3", lw=1, ls=":", zorder=1)
@@ -184,7 +184,7 @@ def draw(
         axes.set_ylabel(_in_words(name, targets))
         for course in served[0].courses[1:]:
             axes.axvspan(course.start, course.ready, color="0.88", lw=0, zorder=0)
-    # What is the same in all panels is said in the first.
+    # The first panel has the labels that all panels share.
     panels[0].plot([], [], color="0.3", lw=1, ls=":", label="target")
     if len(served[0].courses) > 1:
         words = "replanned: the old end,\nthen weights load"

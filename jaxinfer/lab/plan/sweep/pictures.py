@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TableRow = Mapping[str, Any]
-# Of each line: x, y, and half of y's interval.
+# For each line: x, y, and half of y's interval.
 Line = list[tuple[float, float, float]]
-# Ratio of the largest to the smallest value from which on an axis is logarithmic.
+# An axis is logarithmic if the ratio of its largest to its smallest value is at least this.
 LOG_FROM = 30
 _LATENCIES = {
     "ttft": "time to first token (TTFT)",
@@ -111,7 +111,7 @@ def draw(
 def _lines(sweep: Sweep, rows: Sequence[TableRow], x: str, y: str) -> tuple[dict[str, Line], int]:
     """Return the lines of a picture by their labels, and the number of points left out."""
     others = varied(sweep)
-    # What all points have in common tells no lines apart.
+    # Values that all points share do not distinguish lines.
     others = [name for name in others if len({str(row.get(name)) for row in rows}) > 1]
     lines: dict[str, Line] = {}
     missing = 0
@@ -136,12 +136,12 @@ def _draw_line(axes: "Axes", number: int, label: str, line: Line, lowest: float)
 
     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
     xs, ys, halves = zip(*line, strict=True)
-    # Over the axes' own lines, which would hide a flat one.
+    # Drawn over the axes' own lines, which would hide a flat one.
     look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "clip_on": False, "zorder": 3}
     marker = "os^vDP*Xd"[number % 9]
     axes.plot(xs, ys, label=label, ls=dashes, lw=1.4, marker=marker, ms=4, **look)
     if any(halves):
-        # An interval that goes below the axis ends there.
+        # An interval that reaches below the axis ends there.
         below = [min(half, y - lowest) for y, half in zip(ys, halves, strict=True)]
         axes.errorbar(xs, ys, (below, halves), fmt="none", elinewidth=1, capsize=2.5, **look)
 

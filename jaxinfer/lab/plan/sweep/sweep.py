@@ -25,7 +25,7 @@ from jaxinfer.options.validation import Named, OptionError, Options, did_you_mea
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.simulate.capacity import enough_requests
 
-# What a host takes for a run, and what is no number.
+# Figures that depend on the host, and figures that are no numbers.
 _NOT_OF_THE_RUN = (
     "instances",
     "slice_moves",
@@ -42,9 +42,9 @@ FIGURES = (
     *(f.name for f in fields(RunMetrics) if f.init and f.name not in _NOT_OF_THE_RUN),
 )
 Figures = Mapping[str, Any]
-# Beyond, an interval is no narrower for any use, and figures fill the memory.
+# With more seeds, intervals become hardly narrower, and figures fill the memory.
 MOST_SEEDS = 10_000
-# Of a figure's mean over the seeds, half of its 95 % interval.
+# For a figure's mean over the seeds, half of its 95 % interval.
 HALF = "_ci95"
 
 
@@ -240,7 +240,7 @@ def run_point(asked: PointRun) -> Figures:
         return {"refused": str(error)}
     finally:
         del llm
-        gc.collect()  # What it had of the devices is free only now.
+        gc.collect()  # The memory that it had on the devices is free only now.
 
 
 def check(sweep: Sweep, real: bool) -> None:
@@ -316,7 +316,7 @@ def sweep_rows(
     known = {key: _kept(kept, key, asked) for key, asked in runs.items()}
     missing = {key: asked for key, asked in runs.items() if known[key] is None}
     for asked in missing.values():
-        if asked.folder:  # Of a run that was killed.
+        if asked.folder:  # The file of a killed run.
             shutil.rmtree(asked.folder, ignore_errors=True)
     fresh = iter(map_points(call, list(missing.values()))) if missing else iter(())
     rows = []
@@ -325,7 +325,7 @@ def sweep_rows(
         for key in of_point:
             if known[key] is None:
                 known[key] = next(fresh)
-                if "refused" not in known[key]:  # Of what may be mended elsewhere.
+                if "refused" not in known[key]:  # Errors that another run may not have.
                     kept.add(key, known[key])
             on_point(point, known[key])
             found.append(known[key])
