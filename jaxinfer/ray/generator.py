@@ -16,9 +16,9 @@ from jaxinfer.workload.conversation import read_conversation
 if TYPE_CHECKING:
     from jaxinfer.serving.request_state import RequestState
 
-# What a row is asked by; each has one of them.
+# Columns that a row may ask with; each row has one of them.
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
-# What a row gets, by the names that Ray Data's LLM processors have.
+# Columns of a result, by the names of Ray Data's LLM processors.
 ANSWER = (
     "generated_text",
     "generated_tokens",
@@ -57,7 +57,7 @@ class Generator:
         sampling_params: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        # Not above: the driver is to plan its datasets without JAX.
+        # Imported here, so that the driver can plan its datasets without JAX.
         from jaxinfer.config.run_file import as_run_file
         from jaxinfer.llm import LLM
 
@@ -121,7 +121,7 @@ class Generator:
         own = row.get("sampling_params") or {}
         if not isinstance(own, Mapping):
             raise JaxinferError(f"sampling_params is {shorten(own)}, must be a mapping")
-        # Arrow gives each row the fields of all, null where it has none.
+        # Arrow gives each row the fields of all rows, with null for missing ones.
         own = {name: value for name, value in own.items() if value is not None}
         sampling = SamplingParams.model_validate(self._sampling | own)
         requests = self._llm.requests_of_line(id, tokens, sampling)
@@ -163,6 +163,7 @@ def _column(values: Iterable[Any]) -> np.ndarray:
     """Return an array of objects that may include None, unlike arrays of numbers or texts."""
     cells = list(values)
     column = np.empty(len(cells), object)
-    for index, cell in enumerate(cells):  # At once, lists of one length would be rows of a matrix.
+    # All at once, lists of one length would become rows of a matrix.
+    for index, cell in enumerate(cells):
         column[index] = cell
     return column

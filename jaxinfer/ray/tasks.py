@@ -34,13 +34,13 @@ class RayMap:
 
     def __call__(self, call: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
         """Start all calls at once; yield results in order. Results not asked for are abandoned."""
-        if self._sent[0] is not call:  # A search calls the same again and again.
+        if self._sent[0] is not call:  # A search calls the same function again and again.
             self._sent = call, self._ray.put(call)
         left = deque(self._task.remote(self._sent[1], item) for item in items)
         try:
             while left:
                 found, mistake = self._ray.get(left[0])
-                # Ray 2.60 aborts where a task is cancelled whose end it has not noted yet.
+                # Ray 2.60 aborts if a task is cancelled whose end it has not noticed yet.
                 left.popleft()
                 if mistake:
                     raise JaxinferError(mistake)

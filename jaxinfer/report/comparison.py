@@ -42,7 +42,7 @@ LATENCY_WORDS = {
     "normalised": "end-to-end by output tokens",
     "delay": "scheduling delay",
 }
-# Fields of figures -> heading, and what a value is multiplied by for it.
+# For each field, its heading and the factor of its values.
 EXTRA_WORDS = {
     "steady_requests_s": ("requests/s without ramp and drain", 1),
     "steady_output_tok_s": ("output tokens/s without ramp and drain", 1),
@@ -111,7 +111,7 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
     texts[0].write_text(_markdown(runs, command, pictures), encoding="utf-8")
     if _undrawn(runs):
         return texts
-    # matplotlib takes a second to load.
+    # Imported here, because matplotlib takes a second to load.
     from jaxinfer.report.plots import latency_cdfs, throughput_bars, timeline
 
     bars, cdfs = folder / f"throughput.{pictures}", folder / f"latency.{pictures}"

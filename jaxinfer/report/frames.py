@@ -11,7 +11,7 @@ from jaxinfer.report.records import read_lines, reporting_damage
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Columns and what they hold. Of missing floats, NaN.
+# Columns and their content; missing floats are NaN.
 REQUESTS = {
     "id": "object", "parent": "object", "arrival": "float64", "first_scheduled": "float64",
     "prompt_len": "int64", "output_tokens": "int64", "cut": "int64", "cached_tokens": "int64",

@@ -8,7 +8,7 @@ from typing import Protocol
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.world import StepDone, TransferDone
 
-# A transfer that has landed, and its hidden seconds.
+# A landed transfer, and its hidden seconds.
 Settled = tuple[TransferDone, float]
 
 
@@ -65,7 +65,7 @@ class HiddenTime:
                 row.request.id for row in done.rows if row.start < row.request.prompt_len
             )
             steps.append(_EndedStep(done.start, done.end, prompts))
-            # Bytes that are yet to land left no earlier.
+            # Bytes that have not landed yet did not leave earlier.
             oldest = min(
                 [transfer.requested for transfer in moving]
                 + [landed.done.start for landed in self._landed]

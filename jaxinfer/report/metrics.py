@@ -62,7 +62,7 @@ class RunTotals:
 
     def add_step(self, done: StepDone) -> None:
         """Count one step."""
-        # Done at each of a simulation's steps: what is cheap to write is not always cheap.
+        # Runs in each of a simulation's steps, so it is written for speed.
         batch, start, end = done.batch, done.start, done.end
         work = batch.work
         decodes = work.decodes
@@ -75,7 +75,7 @@ class RunTotals:
         totals = self.instances.get(batch.instance)
         if totals is None:
             totals = self.instances[batch.instance] = InstanceTotals(start, start)
-        # Steps of one instance end in the order of their starts; stages work on several at once.
+        # Steps of one instance end in the order of their starts; stages compute several at once.
         last = totals.last_step
         totals.busy_s += end - (start if start > last else last)
         totals.last_step = end

@@ -20,7 +20,7 @@ from jaxinfer.files.shipped import SHIPPED, data_path
 from jaxinfer.workload.lengths import BenchRequest
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "numba", "transformers", "tokenizers")
-# What a simulation and draws of lengths go by, beside the run file: no file of a user's.
+# Files that simulations and drawn lengths use besides the run file; none belongs to a user.
 FACTS = (SHIPPED / "gpus.yaml", SHIPPED / "models.yaml")
 _LENGTHS = SHIPPED / "lengths.yaml"
 

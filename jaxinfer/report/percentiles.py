@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Values kept as they are: 64 MB.
+# Number of values kept as they are: 64 MB.
 EXACT = 2**23
-# Beyond, values are counted in bins that are so much wider than the one before.
+# Further values are counted in bins; each bin is wider than the previous one by this factor.
 _RATIO = 1.001
 _LEAST, _MOST = 1e-9, 1e9
-# Values counted at a time: their logarithms take room, too.
+# Number of values counted at a time, because their logarithms need memory, too.
 _BLOCK = 2**16
-# Single values that make it worth it to call numpy.
+# Number of single values from which calling numpy is faster.
 _SINGLE = 1024
 
 
@@ -28,7 +28,7 @@ class StreamPercentiles:
         self._values = np.empty(min(1024, exact))
         self._used = 0
         self._bins: np.ndarray | None = None
-        # Of the values in bins.
+        # Counts of the values in bins.
         self._sum = 0.0
         self._single: list[float] = []
 

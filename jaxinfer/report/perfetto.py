@@ -48,10 +48,11 @@ def write_trace(run: RunRecord, path: str | Path) -> None:
         names.append({"pid": pid} | _label("process_name", 0, name=name))
         names.append({"pid": pid} | _label("process_sort_index", 0, sort_index=pid))
         for event in events:
-            # No thread's id is another's, or a process's, which would make it the main thread.
+            # Each thread's id differs from those of other threads and of processes, because a
+            # process's id would make it the main thread.
             event |= {"pid": pid, "tid": event["tid"] + pid * 1000}
             (names if event["ph"] == "M" else timed).append(event)
-    # Stable, so that what begins and ends at one time stays nested.
+    # The sort is stable, so that slices with equal times stay nested.
     timed.sort(key=lambda event: event["ts"])
     trace = {
         "displayTimeUnit": "ms",
@@ -162,8 +163,8 @@ def _request(number: int, request: RequestRecord) -> Iterator[Event]:
 
 
 def _slice(name: str, tid: int, start: float, end: float, args: Event) -> Event:
-    # Both ends are rounded: a rounded duration could reach into the next slice, which the
-    # viewer would then drop.
+    # Both ends are rounded, because a rounded duration could reach into the next slice, which the
+    # viewer would drop.
     ts = _us(start)
     return {"ph": "X", "name": name, "tid": tid, "ts": ts, "dur": _us(end) - ts, "args": args}
 

@@ -8,7 +8,7 @@ from jaxinfer.errors import JaxinferError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# By the ending of the file; what each needs so that the same picture is the same file.
+# Metadata by the file's suffix, so that the same picture always gives the same file.
 FORMATS: dict[str, dict[str, Any]] = {
     "png": {},
     "svg": {"Date": None},
@@ -29,8 +29,8 @@ def save_picture(figure: "Figure", path: str | Path) -> None:
     if kind not in FORMATS:
         endings = ", ".join(f".{name}" for name in FORMATS)
         raise JaxinferError(f"picture {path}: must end in one of {endings}")
-    # Text stays text: letters in an SVG, TrueType in a PDF, where matplotlib's default is outlines
-    # that publishers refuse.
+    # Text stays text: letters in an SVG, and TrueType in a PDF. By default, matplotlib writes
+    # outlines, which publishers refuse.
     with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "jaxinfer"}):
         figure.savefig(path, dpi=DPI, format=kind, metadata=FORMATS[kind])
 

@@ -37,7 +37,7 @@ def _plain(value: Any, where: str, odd: list[str]) -> Any:
         return [_plain(item, where, odd) for item in value]
     if isinstance(value, set | frozenset):
         return [_plain(item, where, odd) for item in sorted(value, key=repr)]
-    if hasattr(value, "tolist"):  # numpy's, and JAX's.
+    if hasattr(value, "tolist"):  # Scalars of numpy and JAX.
         return _plain(value.tolist(), where, odd)
     odd.append(f"{where} is {shown(value)}")
     return repr(value)

@@ -23,7 +23,7 @@ from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.records import RunRecord
 from jaxinfer.report.summary import Runs, emulation, figures, finished, median_round, number_text
 
-WIDTH = 11.0  # Inches.
+WIDTH = 11.0  # In inches.
 COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -36,7 +36,7 @@ COLOURS = (
     "#000000",
 )
 DASHES = ("solid", (0, (5, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.5, 1)))
-# What a block of the timeline is, in words, and its colour.
+# Description and colour of each kind of block of the timeline.
 KINDS = {
     "prefill": ("prefill", "#0072B2"),
     "mixed": ("prefill chunk and decodes", "#E69F00"),
@@ -44,9 +44,9 @@ KINDS = {
     "transfer": ("KV transfer", "#CC79A7"),
 }
 DEFAULT_WINDOW_S = 12.0
-# So many blocks side by side can still be told apart.
+# Up to this many neighbouring blocks can be told apart.
 MAX_BLOCKS = 160
-# Ratio of the largest to the smallest value from which on an axis is logarithmic.
+# An axis is logarithmic if the ratio of its largest to its smallest value is at least this.
 LOG_FROM = 30.0
 
 DOT: dict[str, Any] = {
@@ -134,7 +134,7 @@ def throughput_bars(runs: Runs, path: str | Path) -> Figure:
     lines = max(name.count("\n") + 1 for name in names)
     figure = _figure(1.3 + max(0.5, 0.2 * lines) * len(runs), runs)
     axes = figure.subplots()
-    # Across, a share of the axes; down, their rows.
+    # Horizontally a share of the axes, vertically their rows.
     beside = axes.get_yaxis_transform()
     most = 0.0
     for row, rounds in enumerate(runs.values()):
@@ -207,8 +207,8 @@ def _draw_lane(axes: Axes, row: int, lane: _Lane, start: float, stop: float) -> 
     inside = [track for track in inside if track]
     for number, track in enumerate(inside):
         height = 0.76 / len(inside)
-        # Edges keep neighbours apart, but would cover blocks of a pixel or two: transfers, which
-        # may be as short beside steps, get edges of their own colour.
+        # Edges separate neighbours, but would cover blocks of one or two pixels. Transfers may be
+        # that short, so their edges have their own colour.
         edge = 0.5 if len(track) <= 1.5 * MAX_BLOCKS else 0.0
         moves = track[0][0] == "transfer"
         axes.broken_barh(
@@ -259,7 +259,7 @@ def _line(number: int) -> dict[str, Any]:
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": DASHES[number % len(DASHES)],
         "linewidth": 2.0,
-        # What has gaps lies over what has none.
+        # Lines with gaps are drawn over lines without.
         "zorder": 2.0 + 0.1 * (number % len(DASHES)),
     }
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from jaxinfer.report.metrics import RunTotals
 
-# Between lines about one part; each has one at its beginning and one at its end.
+# Seconds between lines about one part; each part also has a line at its start and at its end.
 LINES_EVERY_S = 30.0
 
 
@@ -20,7 +20,7 @@ class _Shown:
 
     def __init__(self, enabled: bool) -> None:
         console = Console(file=sys.stderr)
-        # Bars would come in a file when all is over.
+        # In a file, bars would only appear at the end.
         self._writes_lines = enabled and not console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -32,9 +32,9 @@ class _Shown:
             disable=not enabled or self._writes_lines,
         )
         self._tasks: dict[str, TaskID] = {}
-        # Of each part, how much there is, and how much of it is left.
+        # For each part, its size, and how much of it is left.
         self._parts: dict[str, tuple[int, int]] = {}
-        # Of each part, when it began and when it was last written about.
+        # For each part, its start, and the time of the last line about it.
         self._times: dict[str, tuple[float, float]] = {}
 
     def update(self, part: str, left: int) -> None:
@@ -101,7 +101,7 @@ class RunProgress(_Shown):
     def __init__(self, enabled: bool, num_requests: int) -> None:
         super().__init__(enabled)
         self._done, self._num_requests, self._said = 0, num_requests, ""
-        # When the speeds were last said, and the tokens then and now.
+        # When speeds were last printed, and the tokens then and now.
         self._since, self._tokens = (time.perf_counter(), 0, 0), (0, 0)
 
     def __enter__(self) -> Self:

@@ -144,7 +144,7 @@ class Recorder:
         """Return the counts of moves of KV heads; None if no instance has heads on
         several groups.
         """
-        left = loop.assignments.instances.values()  # Those that were lost may have had moves, too.
+        left = loop.assignments.instances.values()  # Lost instances may have had moves, too.
         if not self.totals.slice_bytes and not any(each.kv.is_spread for each in left):
             return None
         hand_offs = loop.assignments.hand_offs
@@ -169,7 +169,7 @@ class Recorder:
 
 
 def _new_folder(parent: Path, description: Mapping[str, object]) -> "RunFolder":
-    # A simulation that keeps nothing starts sooner without.
+    # Without it, a simulation that keeps nothing starts sooner.
     from jaxinfer.report.run_folder import RunFolder
 
     return RunFolder(parent, description)

@@ -245,6 +245,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     except json.JSONDecodeError as error:
         at = f"line {len(found) + 1}, column {error.colno}"
         raise JaxinferError(f"{path}: not JSON lines: {error.msg} at {at}") from None
-    except ValueError as error:  # No UTF-8.
+    except ValueError as error:  # It is no UTF-8.
         raise JaxinferError(f"{path}: not JSON lines: line {len(found) + 1}: {error}") from None
     return found

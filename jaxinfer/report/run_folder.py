@@ -22,7 +22,7 @@ from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone, TransferDone
 
-# Of a description, the files that a run goes by and a replay of it needs: they are copied.
+# Parts of a description that name files which a replay needs; these files are copied.
 PROFILE_FILES = "profile_files"
 
 
@@ -76,7 +76,7 @@ class RunFolder:
         }
         if len(done.stages) > 1:
             line["stages"] = [[round(start, 6), round(end, 6)] for start, end in done.stages]
-        if work.shards:  # Of the step's requests, KV heads in each shard of the instance.
+        if work.shards:  # KV heads of the step's requests, in each shard of the instance.
             line["heads"] = [shard.heads for shard in work.shards]
         if work.halves:  # The rows of each of two halves that were computed in turn.
             line["halves"] = [half.sequences for half in work.halves]
@@ -173,7 +173,7 @@ class RunFolder:
                 "end": round(done.end, 6),
                 "hidden_s": round(hidden_s, 6),
             }
-            if t.slice_move:  # From shard to shard of the instance, which KV heads.
+            if t.slice_move:  # The KV heads, from shard to shard of the instance.
                 line["moves"] = t.slice_move.moves
             self._steps.write(json.dumps(line) + "\n")
 
@@ -217,7 +217,7 @@ def _next_folder(parent: Path) -> Path:
         path = parent / str(max(used, default=0) + 1)
         try:
             path.mkdir()
-        except FileExistsError:  # Of a run that begins at once, or a broken link of this name.
+        except FileExistsError:  # Another run made it just now, or a broken link.
             if path.is_dir():
                 continue
             raise

@@ -2,9 +2,9 @@
 
 from bisect import bisect_left
 
-# Points kept at most; then every second one goes.
+# Largest number of points; above it, every second one is dropped.
 _POINTS = 2**16
-# Percents of the requests that have ended when the window begins and ends.
+# Percentages of the requests that have ended when the window starts and ends.
 _BEGIN, _END = 10, 90
 
 

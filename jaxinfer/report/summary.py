@@ -8,11 +8,11 @@ from typing import Any
 from jaxinfer.report.latencies import Latencies, LatencyTotals
 from jaxinfer.report.records import RequestRecord, RunRecord
 
-# A system's name -> its runs, one per round.
+# The runs of each system, one per round.
 Runs = Mapping[str, Sequence[RunRecord]]
 
 
-# Figures of a run that its metrics have and its requests and steps do not tell.
+# Figures of a run that its metrics have, but that its requests and steps do not give.
 _GIVEN = (
     "steady_requests_s",
     "steady_output_tok_s",
@@ -79,7 +79,7 @@ def figures(run: RunRecord) -> Figures:
         utilisation=_utilisation(run),
         num_bytes=sum(t.num_bytes for t in run.transfers),
         hidden_s=hidden_s,
-        # Files have rounded times, whose sum may be less by some microseconds.
+        # Times in files are rounded, so their sum may be lower by some microseconds.
         visible_s=max(transfer_s - hidden_s, 0.0),
         mean_cut=statistics.fmean(cuts) if any(cuts) else None,
         preemptions=sum(request.preemptions for request in run.requests),

@@ -18,7 +18,7 @@ from jaxinfer.sharding.dataflow import LayerFlow, head_flow, layer_flow
 from jaxinfer.sharding.links import Link, links_of, ring_seconds
 from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded, up
 
-# Bytes of a number of hidden states and logits.
+# Returns the bytes of a number of hidden states and logits.
 ITEMSIZE = 2
 
 

@@ -225,7 +225,7 @@ class FlowRules:
         for k in out:
             if k in letters:
                 place = used.get(k, ())
-                # Compilers cut a partial sum when it is a sum.
+                # Compilers cut a partial sum when they add it up.
                 wanted = () if sums else target.get(k, ())
                 found[k] = (*place, *(a for a in wanted if a not in (*place, *found["T"])))
         found = {k: axes for k, axes in found.items() if axes}
@@ -249,7 +249,7 @@ class FlowRules:
             inner *= self.sizes[k] / self.ways(tuple(cut))
         outer = self.local("".join(k for k in letters if k in out), found)
         experts = {*"EF"} <= {*letters}
-        # Each expert reads and writes the rows that it is sent; a router's columns read the same.
+        # Each expert reads and writes the rows that it receives; a router's columns read the same.
         once = f"{x.letters}E" if experts else x.letters
         writers = self.local("E", used) if experts and "E" in summed else 1.0
         shared = self.local("".join(k for k in letters if k in out and k in once), found)

@@ -8,7 +8,7 @@ from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.layout_checks import check_rules, own_rules
 from jaxinfer.models.layouts import Layout, most_ways, table_of
 
-# Axis of the mesh -> its devices.
+# Number of devices of each axis of the mesh.
 Sizes = Mapping[str, int]
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxinfer.steps.shapes import StepLimits, StepShape
 from jaxinfer.steps.times import Part, features, nonnegative, shape_of, work_of_parts
 
-# Attention is no less: the tables' readers refuse nothing at all.
+# Attention takes at least this, because readers of the tables refuse 0.
 _LEAST_S = 1e-9
 
 

@@ -60,7 +60,7 @@ class StepLimits:
         """Return the buckets, the largest first."""
         most = self.row_buckets[-1]
         shapes = [StepShape(rows, self._whole(rows), 0) for rows in self.row_buckets]
-        # As many rows as there can be: a few empty ones cost little beside a prefill, and each
+        # The largest possible number of rows: a few empty ones cost little in a prefill, but each
         # shape takes seconds to compile, and a hundred megabytes.
         shapes += [
             StepShape(most, tokens, self.max_chunks)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxinfer.serving.batch import Work
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
-# One request's part of a step: KV entries before it, and tokens computed.
+# One request's part of a step: KV entries before it, and computed tokens.
 Part = tuple[int, int]
 
 
@@ -95,9 +95,10 @@ def nonnegative(x: np.ndarray, y: np.ndarray) -> list[float]:
     """
     solved, *_ = np.linalg.lstsq(x, y, rcond=None)
     if (solved < 0).any():
-        from scipy.optimize import nnls  # Slow to load, and seldom needed.
+        from scipy.optimize import nnls  # It is slow to load and seldom needed.
 
-        # Pairs of tokens are counted in millions: of one size, all columns are solved for alike.
+        # Pairs of tokens are counted in millions, so that all columns are of similar size for the
+        # solver.
         size = np.maximum(np.linalg.norm(x, axis=0), 1)
         solved = nnls(x / size, y)[0] / size
     return [float(value) for value in solved]

@@ -42,7 +42,7 @@ class DataParallel(System):
     def __init__(self, options: DataParallelOptions) -> None:
         super().__init__(options)
         shares = options.shares.items()
-        # With 3 and 1, the strong one gets three in a row, the weak one the next.
+        # With 3 and 1, the strong one gets three in a row, and the weak one gets the next.
         self._turns = [name for name, share in shares for _ in range(share.weight)]
         self._next = 0
 

@@ -78,7 +78,7 @@ class Disaggregated(System):
         given: Counter[str] = Counter()
         assignments = []
         for request in waiting:
-            # Without any left, to ask for one tells the loop that they were lost.
+            # If none is left, asking for a lost one tells the loop that all are lost.
             here = least_loaded(prefill or options.prefill, cluster, given)
             if cluster.instances[here].num_requests + given[here] >= options.max_in_prefill:
                 break

@@ -18,7 +18,7 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-# One name, or a list of them, which may be empty or may not.
+# One name, or a list of names, which may be empty in one type and not in the other.
 AnyNames = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Names = Annotated[AnyNames, Field(min_length=1)]
 

@@ -37,7 +37,7 @@ def encoder(model: str | None) -> Encode:
 def _open(model: str | None) -> "Tokenizer":
     if model is None:
         raise JaxinferError("no model is named")
-    # Slow to import, and of use to few traces.
+    # Imported here, because it is slow and few traces need it.
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.text.tokenizer import folder_tokenizer, load_tokenizer
 

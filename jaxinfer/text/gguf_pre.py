@@ -31,7 +31,7 @@ def _characters(ranges: str) -> str:
     return "".join(map("-".join, ends))
 
 
-# DeepSeek's letters that have cases, as their tokenizer.json lists them.
+# DeepSeek's letters with cases, as its tokenizer.json lists them.
 _CASED = _characters(
     "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 "
     "388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA "

@@ -118,7 +118,7 @@ def token_ids(given: object) -> list[int]:
     values = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(values, list | tuple):
         kinds = {type(value) for value in values}
-        # True is an integer too.
+        # True is also an integer.
         if all(kind is not bool and issubclass(kind, Integral) for kind in kinds):
             return [int(value) for value in values]
     raise JaxinferError(f"prompt_token_ids is {shorten(given)}, must be a list of integers")

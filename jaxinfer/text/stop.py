@@ -28,7 +28,7 @@ class StopCheck:
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._stream = tokenizer.open_stream(prompt) if params.stop else None
-        # The end of the text, in which a stop string may have begun.
+        # The end of the text, in which a stop string may have started.
         self._tail = ""
         self._tail_len = max(map(len, params.stop), default=1) - 1
         self._cut: int | None = None
@@ -51,7 +51,7 @@ class StopCheck:
         window = self._tail + piece
         begin = self._emitted - len(self._tail)
         self._emitted += len(piece)
-        # Strings that end in the new piece: earlier ones ended before ``min_tokens``.
+        # Only strings that end in the new piece: earlier ones ended before ``min_tokens``.
         new = len(self._tail)
         found = [
             (at, stop)
@@ -84,7 +84,7 @@ class StopCheck:
         for token in kept:
             end += len(stream.add(token))
             ends.append(ends[-1] if stream.is_within else end)
-        # A character that stays incomplete is U+FFFD in the text; special tokens add none of it.
+        # An incomplete character is U+FFFD in the text; special tokens add none of it.
         adding = (index for index, token in enumerate(kept, 1) if self._tokenizer.token(token)[1])
         last = max(adding, default=len(kept))
         ends[last:] = [len(text)] * (len(ends) - last)
@@ -113,7 +113,7 @@ def completion(request: RequestState, check: StopCheck, tokenizer: Tokenizer) ->
     logprobs = None
     if sampling.params.logprobs is not None:
         logprobs = [decoded(position, tokenizer) for position in request.details]
-        # A token that ended the text keeps its own.
+        # A token that ended the text keeps its own text.
         for token, piece, position in zip(
             tokens, check.pieces(tokens, by_token), logprobs, strict=False
         ):

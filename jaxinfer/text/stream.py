@@ -50,7 +50,7 @@ def _stored_bytes(token: str) -> bytes:
     """Return the bytes that a token of byte-level BPE stands for."""
     try:
         return bytes([_BYTES[char] for char in token])
-    except KeyError:  # an added token holds plain text
+    except KeyError:  # An added token holds plain text.
         return token.encode()
 
 
@@ -64,7 +64,7 @@ def _num_incomplete(content: bytes) -> int:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(content)
     kept = decoder.getstate()[0]
-    # Half of a surrogate pair waits there for a third byte, which would not make it valid.
+    # Half of a surrogate pair would wait for a third byte, which would not make it valid.
     return 0 if kept[:1] == b"\xed" and kept[1:] >= b"\xa0" else len(kept)
 
 
@@ -101,7 +101,7 @@ class _WindowStream:
     differently (they strip its leading space).
     """
 
-    is_within = False  # What is within a character is held back with all of its token.
+    is_within = False  # Text within a character is held back with the whole token.
 
     def __init__(
         self, backend: Backend, token_of: Callable[[int], str | None], before: "_Context"
@@ -124,7 +124,7 @@ class _WindowStream:
         piece = text[len(self._context) :].removeprefix(self._unshown)
         self._unshown = ""
         if _byte_of(token):
-            # Stays whole: an invalid byte would make all bytes of the run invalid.
+            # It stays whole, because an invalid byte would make all bytes of the run invalid.
             self._context = text
             return piece
         self._ids = self._ids[self._read :]
@@ -160,7 +160,7 @@ class Detokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-        # Bounded by the vocabulary.
+        # The cache is limited by the vocabulary.
         self._found: dict[int, tuple[str, bytes]] = {}
 
     def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
@@ -226,7 +226,7 @@ class Detokenizer:
             if (token := self._token_of(token_id)) is not None:
                 ids.insert(0, token_id)
                 tokens.insert(0, token)
-                # Bytes in a row become characters together or not at all.
+                # Successive bytes become characters together or not at all.
                 if len(ids) >= _CONTEXT and (self._byte_level or not _byte_of(token)):
                     break
         text = self._backend.decode(ids)

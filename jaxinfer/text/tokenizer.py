@@ -34,7 +34,7 @@ class Tokenizer:
         self.vocab_size = len(wrapped)
         self.now = datetime.now()
         self._wrapped = wrapped
-        # Called directly: the wrapper takes three times as long.
+        # Called directly, because the wrapper takes three times as long.
         self._backend: Backend = wrapped.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -63,8 +63,8 @@ class Tokenizer:
             raise JaxinferError(f"model {self.name!r} has no chat template; use a plain prompt")
         try:
             text = self._render(messages)
-        # A value of a wrong type is a TypeError in the template, several templates without a
-        # default are a ValueError.
+        # A value of a wrong type raises TypeError in the template. Several templates without a
+        # default raise ValueError.
         except (TemplateError, TypeError, ValueError) as error:
             raise JaxinferError(
                 f"the chat template of {self.name!r} refuses the messages: {one_line(error)}"
@@ -166,7 +166,7 @@ def load_tokenizer(
         _from_folder(source) if isinstance(source, Path) else _from_gguf(source, checkpoint.path)
     )
     own = wrapped.eos_token_id
-    if own is not None and own < checkpoint.config.vocab_size:  # Else, no model can draw it.
+    if own is not None and own < checkpoint.config.vocab_size:  # Otherwise, no model can sample it.
         ends = (*ends, own)
     return Tokenizer(wrapped, checkpoint.name, tuple(dict.fromkeys(ends)))
 
@@ -192,10 +192,10 @@ def _from_folder(folder: Path) -> Any:
         raise JaxinferError(f"{folder}: has no tokenizer.json, from which the tokenizer is read")
     fast_tokenizer = _fast_tokenizer_class()
     try:
-        # Not AutoTokenizer: some classes that it picks rebuild the tokenizer from the vocabulary,
-        # and so lose what tokenizer.json says of pre-tokenisation.
+        # Not AutoTokenizer: some of its classes rebuild the tokenizer from the vocabulary, and lose
+        # the pre-tokenisation of tokenizer.json.
         return fast_tokenizer.from_pretrained(folder, local_files_only=True)
-    # The tokenizers library raises plain Exception for whatever it cannot read.
+    # The tokenizers library raises plain Exception for anything that it cannot read.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise JaxinferError(f"{path}: cannot read the tokenizer: {reason}") from error
@@ -215,7 +215,7 @@ def _fast_tokenizer_class() -> Any:
 
     logger.addFilter(is_no_advice)
     try:
-        from transformers import PreTrainedTokenizerFast  # slow to import: 0.7 s
+        from transformers import PreTrainedTokenizerFast  # It is slow to import: 0.7 s.
     finally:
         logger.removeFilter(is_no_advice)
     return PreTrainedTokenizerFast

@@ -21,7 +21,7 @@ from jaxinfer.text.gguf_pre import Pre, read_pre
 
 # GGUF's token types.
 _NORMAL, _UNKNOWN, _USER_DEFINED, _UNUSED = 1, 2, 4, 5
-# SentencePiece's stand-in for a space.
+# SentencePiece's replacement for a space.
 _SPACE = "\u2581"
 _NAMED_TOKENS = {
     "bos_token": "bos",
@@ -150,8 +150,7 @@ def _sentencepiece_vocabulary(metadata: Mapping[str, Any], path: Path) -> _Vocab
     stored = _strings(metadata, "tokenizer.ggml.tokens", path)
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(stored), path)
     types = _numbers(metadata, "tokenizer.ggml.token_type", len(stored), path)
-    # User-defined tokens are looked for in text that still has its spaces, which some files
-    # do not heed.
+    # User-defined tokens are searched in text that still has its spaces, which some files ignore.
     tokens = [
         token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
         for token, kind in zip(stored, types, strict=True)
@@ -177,7 +176,7 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any], path: P
     )
     to_text = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
-        # Before the text and after each token that is cut out of it.
+        # Before the text, and after each token that is cut out of it.
         backend.normalizer = normalizers.Sequence(
             [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
         )
@@ -203,8 +202,8 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     }
     merges = []
     for token in sorted(scores, key=scores.__getitem__, reverse=True):
-        # Where two ways meet in a text, as ab+a and a+ba in "ababa", it is mostly the one with
-        # the longer left part that is further left.
+        # If two merges overlap in a text, as ab+a and a+ba in "ababa", the one with the longer left
+        # part is usually further left.
         for cut in range(len(token) - 1, 0, -1):
             left, right = token[:cut], token[cut:]
             if left in scores and right in scores:

@@ -13,7 +13,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.workload.bench_request import BenchRequest
 
-# Which kinds each option is for.
+# The kinds that each option belongs to.
 _USES = {
     "seconds": ("interval",),
     "rate": ("poisson", "gamma"),
@@ -34,7 +34,7 @@ _NEEDS = {
     "closed": ("concurrency",),
     "ramp": ("from", "to", "over"),
 }
-# Where requests come too late.
+# What to change if requests arrive too late.
 _REMEDIES = {
     "interval": "give fewer seconds",
     "poisson": "give a larger rate",
@@ -42,13 +42,13 @@ _REMEDIES = {
     "ramp": "give larger rates",
     "trace": "give a smaller scale, or a trace of seconds",
 }
-# Later, seconds have no microseconds any more, and nobody waits for the end.
+# Later times in seconds have no microseconds, and no run lasts that long.
 LATEST_S = 1e9
-# Beyond it, floats cannot tell times between requests apart.
+# At higher rates, floats cannot represent the times between requests.
 MOST_CV = 1e4
-# Of a rate below it, the second request comes too late, and floats may overflow.
+# At lower rates, the second request arrives too late, and floats may overflow.
 _LEAST_RATE = 1e-30
-# Below it, the times between requests are all the same.
+# Below this, all times between requests are equal.
 _EVEN_CV = 1e-7
 
 
@@ -186,7 +186,7 @@ def _ramp_time(mass: float, arrivals: Arrivals) -> float:
     assert T is not None
     if mass >= (whole := (a + b) / 2 * T):
         return T + (mass - whole) / b
-    # Not the textbook's form, which for equal rates divides by 0.
+    # Not the textbook's form, which divides by 0 for equal rates.
     if not mass:
         return 0.0
     twice = a + math.sqrt(max(a * a + 2 * (b - a) / T * mass, 0.0))

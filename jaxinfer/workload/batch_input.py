@@ -34,19 +34,19 @@ from jaxinfer.request import SamplingParams
 from jaxinfer.workload.conversation import Conversation, read_conversation
 from jaxinfer.workload.parquet import ParquetRows, check_ending, is_table
 
-# OpenAI's 16 cuts most answers short; its chat default, the rest of the context, lets one line
-# hold up a batch.
+# OpenAI's default of 16 cuts most answers short. With its chat default, the rest of the context,
+# one line could hold up a batch.
 DEFAULT_MAX_TOKENS = 256
 
 _PROMPT_OF_URL = {"/v1/chat/completions": ("messages",), "/v1/completions": ("prompt",)}
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _ENVELOPE = ("method", "url", "body")
 
-# Options without influence on the tokens.
+# Options that do not affect the tokens.
 _WITHOUT_EFFECT = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 )
-# Options that we do not have, with the one value that asks for nothing.
+# Options that we do not support, with the only value that asks for nothing.
 _ONLY_VALUE: dict[str, object] = {
     "best_of": 1,
     "echo": False,
@@ -59,7 +59,7 @@ _ONLY_VALUE: dict[str, object] = {
     "tool_choice": "none",
     "tools": [],
 }
-# What a Parquet file of requests may have as columns.
+# Columns that a Parquet file of requests may have.
 _COLUMNS = (
     *("custom_id", *_PROMPTS, *_ENVELOPE, *SamplingParams.model_fields, *_ONLY_VALUE),
     *(*_WITHOUT_EFFECT, "max_completion_tokens", "top_logprobs"),
@@ -122,7 +122,7 @@ class BatchFile:
         self._checksums = array("L")
         self._bad: dict[str | int, BadLine] = {}
         digest = hashlib.sha256()
-        # By number where the line has no id of its own.
+        # By number if the line has no id of its own.
         found_ids: dict[str | int, int] = {}
         with readable(self._path), ExitStack() as opened:
             source = opened.enter_context(self._path.open("rb"))
@@ -164,7 +164,7 @@ class BatchFile:
         line = _read_line(number, raw)
         if line.custom_id in ids:
             earlier = ids[line.custom_id]
-            # Under the shared id, a resumed job would take this error for the first line's result.
+            # With the same id, a resumed job would take this error for the first line's result.
             reason = f"custom_id {shorten(line.custom_id)} is already that of line {earlier}"
             line = BadLine(number, "", f"{reason}, must be unique")
         key = line.custom_id or number
@@ -203,7 +203,7 @@ class BatchFile:
                     continue
                 line = _read_line(number, raw)
                 assert isinstance(line, BatchLine)
-                # One string for all that keep the id.
+                # One string for all requests that keep the id.
                 yield replace(line, custom_id=custom_id)
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ def _sampling(body: dict[str, object]) -> SamplingParams:
             f"{shorten(limit)}, give one"
         )
     if options.get("top_p") == 0 and type(options["top_p"]) is int:
-        # To OpenAI, only the likeliest token.
+        # In OpenAI's API, this means only the likeliest token.
         options |= {"top_p": 1, "top_k": 1}
     found = SamplingParams.model_validate({"max_tokens": DEFAULT_MAX_TOKENS} | options)
     if "max_tokens" not in options:
@@ -343,7 +343,7 @@ def _num_logprobs(body: dict[str, object]) -> object:
 
 def _require_only_value(name: str, value: object) -> None:
     only = _ONLY_VALUE[name]
-    # To Python, True == 1; but `logprobs: 0` asks for something that `logprobs: false` does not.
+    # In Python, True == 1; but `logprobs: 0` asks for something that `logprobs: false` does not.
     if value != only or isinstance(value, bool) != isinstance(only, bool):
         raise JaxinferError(
             f"{name} is {shorten(value)}, not supported except as {json.dumps(only)}"

@@ -132,7 +132,7 @@ def _pieces(output: CompletionOutput) -> list[str]:
     assert output.logprobs is not None
     pieces, end = [], 0
     for token, position in zip(output.token_ids, output.logprobs, strict=True):
-        # What a stop string cuts off and special tokens are not in the text.
+        # The text does not have special tokens, or anything that a stop string cuts off.
         piece = (position[token].decoded_token or "") if position[token].token_bytes else ""
         pieces.append(output.text[end : end + len(piece)])
         end += len(piece)

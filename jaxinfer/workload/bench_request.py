@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Tokens of a block that ``hash_ids`` name (Mooncake's traces).
+# Number of tokens of a block that ``hash_ids`` name (Mooncake's traces).
 BLOCK = 512
 
 

@@ -30,7 +30,7 @@ def read_conversation(value: object) -> Conversation:
 def _message(value: object, name: str) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise JaxinferError(f"{name} is {shorten(value)}, must be an object with role and content")
-    # OpenAI's answers, which come back as messages, have lists of nothing.
+    # OpenAI's answers have empty lists, and users send them back as messages.
     message = {
         key: item
         for key, item in value.items()

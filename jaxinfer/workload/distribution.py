@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, Options
 
-# Which options each kind needs, and which it may have.
+# Options that each kind needs, and options that it may have.
 _NEEDS = {"uniform": ("min", "max"), "lognormal": (), "percentiles": ("values",)}
 _MAY = {
     "uniform": (),
@@ -102,7 +102,7 @@ class Lengths(Options):
         assert self.mean is not None
         assert self.std is not None
         ratio = math.log(self.std) - math.log(self.mean) if self.std else -math.inf
-        # Its square may be no float any more.
+        # Its square may exceed the largest float.
         variance = math.log1p((self.std / self.mean) ** 2) if ratio < 100 else 2 * ratio
         return math.log(self.mean) - variance / 2, math.sqrt(variance)
 
@@ -183,5 +183,5 @@ def _z(share: float) -> float:
 
 
 def _clip(log: float, least: int, most: float) -> int:
-    # Beyond e^50 there is no length, and soon no float.
+    # Above e^50, there is no length, and floats soon overflow.
     return int(min(max(round(math.exp(min(log, 50.0))), least), most))

@@ -11,12 +11,12 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.options.validation import did_you_mean
 
 SUFFIX = ".parquet"
-# Endings of other formats of tables and of packed files.
+# Suffixes of other table formats and of compressed files.
 _OTHERS = {
     *(".csv", ".tsv", ".xlsx", ".xls", ".pq", ".parq", ".feather", ".arrow", ".orc", ".avro"),
     *(".gz", ".zst", ".bz2", ".xz", ".zip", ".yaml", ".yml"),
 }
-# What a table of results has.
+# Columns of a table of results.
 RESULT_COLUMNS = {
     "custom_id": "text",
     "generated_text": "text",
@@ -27,7 +27,7 @@ RESULT_COLUMNS = {
     "error": "text",
     "response": "text",
 }
-# Rows in memory at a time, and bytes of a column that are read ahead.
+# Rows in memory at a time, and bytes of a column to read ahead.
 _ROWS, _BUFFER = 64, 1 << 20
 
 
@@ -76,7 +76,7 @@ class ParquetRows:
     def __init__(self, file: IO[bytes], path: Path, known: Iterable[str]) -> None:
         self._path, self._pyarrow = path, _pyarrow(path)
         with self._reading():
-            # Not the whole of a row group at once, which may be the whole file.
+            # Not a whole row group at once, which may be the whole file.
             self._file = self._pyarrow.parquet.ParquetFile(
                 file, pre_buffer=False, buffer_size=_BUFFER
             )
@@ -103,7 +103,7 @@ class ParquetRows:
             for batch in self._file.iter_batches(_ROWS, columns=self._names):
                 for row in batch.to_pylist(maps_as_pydicts="lossy"):
                     fields = _as_json(row)
-                    if type(fields.get("custom_id")) is int:  # As tables often have them.
+                    if type(fields.get("custom_id")) is int:  # Many tables have this type.
                         fields["custom_id"] = str(fields["custom_id"])
                     text = json.dumps(fields, ensure_ascii=False)
                     yield text.encode("utf-8", "surrogatepass")
@@ -184,7 +184,7 @@ def write_results(path: Path, lines: Path, ids: Iterable[str]) -> None:
             "the same command again"
         ) from error
     finally:
-        with suppress(OSError):  # Where it has become the file, or cannot be one.
+        with suppress(OSError):  # It has become the file, or cannot become one.
             new.unlink()
 
 

@@ -26,9 +26,9 @@ class PromptView(RequestView, Protocol):
         """Token ids of the prompt; empty if a modelled run knows only the length."""
 
 
-# Output tokens, at least and at most; None where nothing is predicted.
+# Smallest and largest number of output tokens; None if nothing is predicted.
 Predict = Callable[[PromptView], tuple[int, int] | None]
-# A user's own: my_module:MyPredictor, or that as ``name``, and options.
+# A user's own class: my_module:MyPredictor, or a ``name`` with options.
 Own = str | dict[str, Any]
 
 
@@ -71,7 +71,7 @@ class BucketPredictor:
         size = self._options.granularity
         bucket = self._num_output(request) // size
         if self._rng.random() >= self._options.accuracy:
-            # Below the first bucket there is none.
+            # There is none below the first bucket.
             bucket += self._rng.choice((-1, 1)) if bucket else 1
         return bucket * size, (bucket + 1) * size
 

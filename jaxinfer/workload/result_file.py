@@ -86,7 +86,7 @@ class ResultFile:
             _write_all(self._fd, _to_line(record))
             self.finished.add(custom_id)
             self.num_failed += failed
-        except BaseException as error:  # An interrupt, too: others may still be appended.
+        except BaseException as error:  # This includes interrupts: others may be appended.
             self.finished.discard(custom_id)
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
@@ -134,7 +134,7 @@ def _open_locked(path: Path) -> int:
 def _lock(path: Path, fd: int) -> None:
     with _one_line_errors(path):
         try:
-            # Unlike lockf's, this lock outlives another open and close of the file in here.
+            # Unlike lockf's, this lock is kept if this process opens and closes the file again.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JaxinferError(
@@ -153,7 +153,8 @@ def _prepare(
     sidecar = _sidecar(path)
     with _one_line_errors(path):
         if force:
-            # First the old results, then the new fingerprint: never new above old.
+            # Write old results first, then the new fingerprint, so that it never precedes old
+            # results.
             os.ftruncate(fd, 0)
             os.fsync(fd)
         empty = os.fstat(fd).st_size == 0
@@ -257,7 +258,7 @@ def _write_sidecar(sidecar: Path, job: Mapping[str, object]) -> None:
     new.replace(sidecar)
     folder = os.open(sidecar.parent, os.O_RDONLY)
     try:
-        # Some network file systems refuse to sync a folder.
+        # Some network file systems cannot sync a folder.
         with contextlib.suppress(OSError):
             os.fsync(folder)
     finally:
@@ -302,12 +303,12 @@ def _whole_record(raw: bytes) -> Record | None:
 
 def _to_line(record: Record) -> bytes:
     text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    # Half of a surrogate pair has no UTF-8; what replaces it is its JSON escape.
+    # Half of a surrogate pair has no UTF-8; its JSON escape replaces it.
     return text.encode("utf-8", "backslashreplace")
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    while data:  # a disk that fills up takes a part first and fails on the rest
+    while data:  # A full disk takes a part first, and fails on the rest.
         data = data[os.write(fd, data) :]
     os.fsync(fd)
 

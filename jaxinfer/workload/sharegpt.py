@@ -10,7 +10,8 @@ from jaxinfer.files.json_lines import open_bytes, readable, shorten
 from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.trace import Encode, Trace, at
 
-# vLLM's filter: tokens of prompt and of output at least, of prompt at most, of both at most.
+# vLLM's filter: smallest number of tokens of prompt and of output, largest of the prompt, and
+# largest of both together.
 _LEAST, _MOST_PROMPT, _MOST = 4, 1024, 2048
 
 

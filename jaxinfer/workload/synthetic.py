@@ -15,12 +15,12 @@ from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.distribution import Draws, Lengths, Percentiles, Uniform
 
 _FACTS = SHIPPED / "lengths.yaml"
-# Heavy or light prefill, heavy or light decode (TetriInfer, section 5.1; HexGen-2, section 5.1).
+# Heavy or light prefill, and heavy or light decode (section 5.1 of TetriInfer and of HexGen-2).
 WorkloadClass = Literal["HPLD", "HPHD", "LPHD", "LPLD"]
 _HEAVY_PREFILL, _HEAVY_DECODE = 512, 128
-# More than any request has; a float has all their digits.
+# More tokens than any request has; a float holds all digits of it.
 _MOST_TOKENS = 10**12
-# A class is too rare if of so many draws in a row none is in it.
+# A class is too rare if none of this many successive draws is in it.
 _PATIENCE = 10_000
 
 

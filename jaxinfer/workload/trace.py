@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.bench_request import BenchRequest
 
-# From a text to its token ids.
+# Returns the token ids of a text.
 Encode = Callable[[str], list[int]]
 
 
@@ -31,7 +31,7 @@ def from_start(requests: list[BenchRequest]) -> list[BenchRequest]:
     start = min((item.arrival for item in requests), default=0.0)
     if not start:
         return requests
-    # Seconds since 1970 leave a float no digits beyond the microsecond.
+    # With seconds since 1970, a float has no digits below a microsecond.
     return [replace(item, arrival=round(item.arrival - start, 6)) for item in requests]
 
 

@@ -112,7 +112,7 @@ def read_csv(path: Path, limit: int | None) -> Trace:
     start = 0.0
     if columns is _AZURE:
         start = min((time for _, _, time in found), default=0.0)
-    # Seconds since 1970 leave a float no digits beyond the microsecond.
+    # With seconds since 1970, a float has no digits below a microsecond.
     requests = [
         BenchRequest(None, prompt, output, round(time - start, 6) if start else time)
         for prompt, output, time in found

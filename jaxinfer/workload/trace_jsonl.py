@@ -72,7 +72,7 @@ def _mooncake(fields: dict[str, object]) -> BenchRequest:
     _refuse_others(fields, _MOONCAKE)
     prompt, output = _length(fields, "input_length"), _length(fields, "output_length")
     time = fields.get("timestamp")
-    # True is an int to isinstance.
+    # isinstance accepts True as an int.
     if isinstance(time, bool) or not isinstance(time, int | float) or time < 0:
         raise JaxinferError(f"timestamp is {shorten(time)}, must be a number of milliseconds >= 0")
     return BenchRequest(None, prompt, output, time / 1000, _hash_ids(fields, prompt))

@@ -55,9 +55,10 @@ class WorkerLedger:
         self._history = History()
         self._workers: dict[str, WorkerAccount] = {}
         self._where: dict[str, WorkerAccount] = {}
-        # Of requests that ended early, by worker: until when they would have run, and KV entries.
+        # For each worker, requests that ended early: the time until which they would have run, and
+        # their KV entries.
         self._early: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-        # Of this call.
+        # Requests given in this call.
         self._given: Counter[str] = Counter()
         self._slack: dict[str, float] = {}
 

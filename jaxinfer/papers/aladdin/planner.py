@@ -34,7 +34,7 @@ from jaxinfer.papers.aladdin.sizing import (
 from jaxinfer.simulate.cluster import fit_instance, model_cluster
 from jaxinfer.simulate.targets import Targets, limits
 
-# What a run file has, and the group that each instance in it stands on.
+# A part of a run file, and the group of each instance in it.
 Part = Mapping[str, Any]
 Kinds = Mapping[str, str]
 
@@ -102,7 +102,8 @@ class AladdinPlanner:
         for size in self._sizes(problem, search, base, kinds):
             most = self._options.most
             if best:
-                most = min(most, math.ceil(limit / size.cost - 1e-9) - 1)  # Cheaper than the best.
+                # It is cheaper than the best.
+                most = min(most, math.ceil(limit / size.cost - 1e-9) - 1)
             if most and (found := self._fewest(problem, search, size, most, tried)):
                 best, limit = found, search.costs(found).amount(goal.minimise)
         return search.best([best] if best else tried)
@@ -120,7 +121,8 @@ class AladdinPlanner:
                 put_option(part, f"simulate.groups.{group}.{key}", value)
             where = f"planner.sizes.{number}" if number else "planner.file"
             found.append(_size(part, instance, group, problem, search, where))
-        found.sort(key=lambda each: -each.most.least)  # Stable: of equal ones the first.
+        # The sort is stable: of equal ones, the first comes first.
+        found.sort(key=lambda each: -each.most.least)
         return found if self._options.size == "all" else found[:1]
 
     def _fewest(
@@ -154,7 +156,7 @@ class AladdinPlanner:
             )
             for name, group in kinds.items()
         }
-        # Others would be refused, whatever they have: no iteration of theirs is short enough.
+        # Other workers would be refused, whatever their size, because no iteration is short enough.
         able = {name: size for name, size in sizes.items() if size.rate}
         if not able:
             raise OptionError("planner.file: no worker's iterations keep goal.slo's tpot, by eq. 6")

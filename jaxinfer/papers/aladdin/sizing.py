@@ -75,7 +75,7 @@ class WorkerCount:
 
     def workers(self, rate: float) -> int:
         """Return the number of workers that ``rate`` requests per second need."""
-        # A sum that is whole but for its last digits is whole.
+        # A sum that is whole except for rounding counts as whole.
         return max(math.ceil(self.per_rate * rate + self.constant - 1e-9), 1)
 
 
@@ -105,7 +105,7 @@ def fewest(keeps: Callable[[int], bool], guess: float, most: int) -> int | None:
     Args:
         keeps: tells whether a number of workers meets the targets.
     """
-    low, high, step = 0, most + 1, 1  # The former are too few, the latter would be enough.
+    low, high, step = 0, most + 1, 1  # The former are too few, and the latter would be enough.
     count = int(min(max(guess, 1), most))
     while high - low > 1:
         if keeps(count):
@@ -169,12 +169,12 @@ def cheapest_mix(
         last = most
         if best:
             left = (cost(best) - cost((*others, 0))) / costs[-1]
-            last = min(most, math.ceil(left - 1e-9) - 1)  # Cheaper than the best.
+            last = min(most, math.ceil(left - 1e-9) - 1)  # It is cheaper than the best.
         if last < 0 or (best and not known((*others, last))):
             continue
 
         def enough(number: int, row: Counts = others) -> bool:
-            return known((*row, number - 1))  # ``fewest`` counts from one.
+            return known((*row, number - 1))  # ``fewest`` starts at one.
 
         found = fewest(enough, guess(others) + 1, last + 1)
         if found:

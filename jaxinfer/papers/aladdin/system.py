@@ -114,7 +114,7 @@ class Aladdin(System):
         prefill, given = alive(self.options.prefill, cluster), Counter[str]()
         self._waiting, found = [], []
         for request in waiting:
-            self.placed.take_back(request.id)  # It may come back from a lost instance.
+            self.placed.take_back(request.id)  # It may return from a lost instance.
         for request in waiting:
             prefills, leg = request.computed < request.prompt_len, None
             if prefill and (prefills or not (workers or off)):

@@ -28,7 +28,7 @@ from jaxinfer.serving.system import (
 )
 from jaxinfer.systems.instances import alive, check_roles, whole_on_least_loaded
 
-# Cuts kept for the report, the first of a run: 12 MB.
+# Number of cuts kept for the report, the first ones of a run: 12 MB.
 REPORTED = 2**15
 
 
@@ -89,7 +89,7 @@ class Cronus(System):
         super().__init__(options)
         self.needs_fits = options.fixed_cut(0) is None
         self.cuts: dict[str, PromptCut] = {}
-        # Beyond those in the report, cuts that are needed to refine: until the PPI is done.
+        # Further cuts, which are needed for refining until the PPI is done.
         self._in_partial: dict[str, PromptCut] = {}
         self._left_out = 0
         self._refined = Refined() if options.refine else None

@@ -35,9 +35,9 @@ from jaxinfer.papers.distserve.shapes import (
 )
 
 PHASES = ("prefill", "decode")
-# A prefill instance that is now and then held up may happen to batch its prompts better.
+# A tolerance, because a prefill instance that sometimes has to wait may form better batches.
 SLACK = 1.1
-# Whence a decode instance that is alone gets its KV, in no time.
+# Name of the source from which a decode instance that is alone gets its KV, without delay.
 _SOURCE = "prompts"
 _SOURCE_GPU = {
     "bf16_tflops": 1.0,
@@ -49,7 +49,7 @@ _SOURCE_GPU = {
 }
 _INSTANT_GB_S = 1e9
 _INSTANT_S = 1e-9
-# More than decode instances that keep their targets leave unfetched.
+# More entries than decode instances that keep their targets leave unfetched.
 _SOURCE_PAGES = 2**16
 
 

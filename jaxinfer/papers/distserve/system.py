@@ -58,7 +58,7 @@ class DistServe(System):
 
     def __init__(self, options: DistServeOptions) -> None:
         super().__init__(options)
-        # Of each request that is or was in a prefill instance, which one.
+        # For each request that is or was in a prefill instance, the instance.
         self._prefilled: dict[str, str] = {}
         self._pools = KVRoom()
         self._units = {name: unit for unit in options.units for name in unit.prefill}
@@ -83,7 +83,7 @@ class DistServe(System):
         given: Counter[str] = Counter()
         units = self.options.units
         takers = ((alive(u.prefill, cluster) or alive(u.decode, cluster), u) for u in units)
-        # Without any left, to ask for one tells the loop that they were lost.
+        # If none is left, asking for a lost one tells the loop that all are lost.
         places = {name: unit for names, unit in takers for name in names} or self._units
         assignments = []
         for request in waiting:
@@ -111,7 +111,7 @@ class DistServe(System):
             return (Leg(name),)
         self._prefilled[request.id] = name
         legs = Leg(name, request.prompt_len), Leg(decode[0])
-        # Where no pool holds it, it is refused now, and not after its prefill.
+        # If no pool holds it, it is refused now, and not after its prefill.
         return legs[:1] if self._pools.that_hold(most_entries(request), decode, cluster) else legs
 
     def _fits(self, request: RequestView, name: str, unit: Unit, cluster: ClusterView) -> bool:

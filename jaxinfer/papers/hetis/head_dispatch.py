@@ -157,7 +157,7 @@ def placed_anew(loads: Sequence[DeviceLoad]) -> float:
     each = sum(load.entries for load in loads) / pairs
     fits = [load.fit for load in loads]
     pairs_s = [fit.per_pair + fit.exchange_per_pair + fit.per_entry * each for fit in fits]
-    costs = [max(cost, 1e-18) for cost in pairs_s]  # A device may attend for nothing.
+    costs = [max(cost, 1e-18) for cost in pairs_s]  # Attention may cost nothing on a device.
 
     def is_enough(seconds: float) -> bool:
         count = 0.0
@@ -165,7 +165,7 @@ def placed_anew(loads: Sequence[DeviceLoad]) -> float:
             count += max(min(load.capacity / each, load.within(seconds) / cost), 0.0)
         return count >= pairs * (1 - 1e-9)
 
-    # In so much, each device could do all that its pool holds.
+    # In this time, each device could attend to everything that its pool holds.
     low, high = 0.0, sum(pairs * cost for cost in costs)
     high += sum(2 * load.fit.constant + load.fit.exchange + load.others for load in loads)
     for _ in range(20):
@@ -190,6 +190,6 @@ def as_halves(loads: Sequence[DeviceLoad], whole: float, half: float) -> Sequenc
     extra = 2 * half - whole
     if max(load.seconds for load in loads) <= max(extra, 0.0):
         return loads
-    # Nothing hides what the own device does.
+    # Nothing hides the own device's work.
     halves = [replace(load, hidden=half if number else 0.0) for number, load in enumerate(loads)]
     return halves if placed_anew(halves) + extra < placed_anew(loads) else loads

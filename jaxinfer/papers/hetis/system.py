@@ -81,7 +81,7 @@ class Hetis(System):
         self.needs_attention_fits = not given
         self._pools = KVRoom()
         self._counts = Counter(handed_out=0, moved_for_time=0, moved_for_memory=0)
-        # By instance, requests that were told to move, and may not have got there.
+        # By instance, requests that were told to move, and may not have moved yet.
         self._moving: defaultdict[str, set[str]] = defaultdict(set)
         # Requests whose prompts are attended to on the devices with layers.
         self._prompts: set[str] = set()
@@ -138,7 +138,7 @@ class Hetis(System):
             return ()
         slices = list(victim.slices[shard])
         entries, pages = victim.num_known, -(-victim.num_known // instance.page_size)
-        # As few as leave a page for each slice of the request; fewer where there are no more.
+        # Move as few as leave a page for each slice of the request; fewer if there are no more.
         lacking = len(request.slices[shard]) - instance.shards[shard].num_free_pages
         count = min(max(-(-lacking // pages), 1), len(slices))
         loads = list(self._loads(instance, numbers))
@@ -147,7 +147,7 @@ class Hetis(System):
         if counts is None:
             return ()
         changes = [*counts[:at], -count, *counts[at:]]
-        # The ideal, too, has to hold the page that is asked for.
+        # The ideal must also hold the requested page.
         after = [
             load.plus(n, entries, pages).grown(len(request.slices[number]))
             for load, n, number in zip(loads, changes, numbers, strict=True)

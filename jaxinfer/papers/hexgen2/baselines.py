@@ -9,12 +9,13 @@ from jaxinfer.papers.hexgen2.moves import Kind, MemberPlan, apply, changes, size
 from jaxinfer.papers.hexgen2.partition import num_replicas, partition
 from jaxinfer.papers.hexgen2.refine import Scored, Scorer, climb, score
 
-# The paper's moves: a GPU changes its group (Appendix E), two swap theirs; ours, a group its role.
+# The paper's moves: a GPU changes its group (Appendix E), or two swap theirs. Our move: a group
+# changes its role.
 SWAPS: tuple[Kind, ...] = ("move", "swap", "flip")
-# Of HexGen's public search: merges, splits and swaps; how many plans, and how many new ones.
+# HexGen's public search has merges, splits and swaps; numbers of plans, and of new ones.
 GENES: tuple[Kind, ...] = ("merge", "split", "swap", "flip")
 _POPULATION, _OFFSPRING = 100, 10
-# How many groups more or fewer than memory suggests.
+# How many groups more or fewer than memory suggests are tried.
 _AROUND = 2
 
 

@@ -27,7 +27,7 @@ from jaxinfer.simulate.kv_capacity import count_pages
 
 GroupRole = Literal["prefill", "decode"]
 ROLES: tuple[GroupRole, GroupRole] = ("prefill", "decode")
-# Shares of the sequences that it may run, of which the best is taken where memory is short.
+# Shares of an instance's sequences; the best one is taken if memory is short.
 _BATCHES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
@@ -76,7 +76,7 @@ def nodes_of(site: Site, group: Group) -> list[int]:
     return [node for _, _, node in sorted((site.type_of[n], count, n) for n, count in group)]
 
 
-# What a stage's costs depend on besides its layers: type, GPUs, whether it is first, and last.
+# What the costs of a stage depend on besides its layers: type, GPUs, whether it is first, and last.
 End = tuple[int, int, bool, bool]
 
 
@@ -251,8 +251,7 @@ class Modelled:
             size = ceil(batch / stages)
         seconds = [self._time(role, end, n, size) for end, n in pairs]
         seconds = [s + self._costs.hop_s * (i < stages - 1) for i, s in enumerate(seconds)]
-        # As many steps are in flight as there are stages, from the first one's start to the last
-        # one's end.
+        # As many steps are in flight as there are stages, from the first start to the last end.
         period = max(stages * max(seconds), sum(seconds) + self._hops(signature, shape, size))
         if role == "prefill":
             return self._work(role, size)[1] * stages / period
@@ -330,7 +329,7 @@ class Modelled:
         """Return the largest number of layers with which a stage's pool has ``wanted`` entries."""
         key = role, end, wanted
         if key not in self._limits:
-            # Pools shrink with layers: those before the first that is too small.
+            # Pools shrink with more layers, so take those before the first that is too small.
             self._limits[key] = bisect_left(
                 self._pool(role, end), True, key=lambda entries: entries < wanted
             )

@@ -162,7 +162,7 @@ def certify(scorer: Scorer, plan: MemberPlan, mix: PooledPlan, within: float) ->
         raise JaxinferError("no plan is found in which both roles hold the model")
     nodes = [site.types[site.kind_of_type.index(kind)] for kind in range(len(mix.per_gpu))]
     names = [site.nodes[node].gpu for node in nodes]
-    # One GPU at two caps of its power is of two kinds.
+    # One GPU at two power caps counts as two kinds.
     names = [
         name if names.count(name) == 1 else f"{name} of {site.names[node]}"
         for name, node in zip(names, nodes, strict=True)

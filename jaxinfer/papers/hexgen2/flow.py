@@ -11,11 +11,11 @@ from scipy.sparse.csgraph import maximum_flow
 from jaxinfer.papers.hexgen2.capacity import Carried, GroupRole, nodes_of
 from jaxinfer.papers.hexgen2.gpus import Group, Site
 
-# A name in words and numbers: ("nic", node, "out"), say.
+# A name of words and numbers, such as ("nic", node, "out").
 Link = tuple[object, ...]
-# Flows are integers there, in 32 bits: the largest capacity becomes this one.
+# Flows are integers of 32 bits there; the largest capacity becomes this number.
 _LARGEST = 10**6
-# Less than this share of the whole is none.
+# A smaller share of the total than this counts as 0.
 _LEAST = 1e-7
 
 
@@ -158,7 +158,7 @@ def shared_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
     limits = [groups[i].carried.rate for i in (*prefill, *decode)]
     rows, columns, entries, bounds = [], [], [], []
     for column, (i, j) in enumerate(pairs):
-        # Not the groups' own rates: those of a row have a price.
+        # Not the groups' own rates: the price of a row belongs to the row.
         most = np.inf
         uses: list[tuple[Link, float, float]] = [
             (("carries", i), 1.0, 0.0),
@@ -168,7 +168,7 @@ def shared_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
             if link[0] == "within":
                 most = min(most, rate / num_bytes)
             else:
-                # In 10^9 bytes, so that the rows are of like size.
+                # In 10^9 bytes, so that the rows are of similar size.
                 uses.append((link, num_bytes / 1e9, rate / 1e9))
         for name, amount, limit in uses:
             if name not in names:

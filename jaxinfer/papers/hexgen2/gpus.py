@@ -10,7 +10,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu
 from jaxinfer.papers.hexgen2.stages import Signature
 
-# GPUs of one instance: nodes by number, and how many of each.
+# GPUs of one instance: the number of GPUs by number of the node.
 Group = tuple[tuple[int, int], ...]
 
 
@@ -131,7 +131,7 @@ class Site:
         """Return the same between stages at two places of a group's signature; see ``hop``."""
         a, b = (self.types[signature[place][0]] for place in (here, there))
         if here != there and a == b:
-            # Two nodes of one type, of which there is one number here.
+            # These are two nodes of one type, which has only one number here.
             b = next(
                 n for n, type_ in enumerate(self.type_of) if type_ == self.type_of[a] and n != a
             )

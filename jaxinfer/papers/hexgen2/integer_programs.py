@@ -13,13 +13,13 @@ from scipy.sparse import csr_array
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.hexgen2.capacity import ROLES, Capacity, GroupRole, Modelled
 
-# Solved until what is missing is less than this share.
+# A program is solved when the remaining gap is smaller than this share.
 _GAP = 1e-4
-# Nodes of the search: an end that, unlike seconds, comes at the same place each time.
+# Largest number of nodes of the search. Unlike a time limit, it always ends at the same place.
 _NODES = 200
-# Of a program: factors by column, and what they come to at most.
+# A constraint of a program: factors by column, and an upper limit.
 Constraint = tuple[dict[int, float], float]
-# Integers come as floats that are nearly so.
+# Integers are returned as floats that are nearly whole.
 _HALF = 0.5
 
 
@@ -93,7 +93,7 @@ def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> NodePla
         for key, nodes in alike.items()
         for pattern in patterns(capacity, *key, most)
     ]
-    # For each cell: how many nodes, what stays in them, what they send, and what they get.
+    # For each cell: the number of nodes, what stays in them, what they send, and what they get.
     many = len(cells)
     rows: list[Constraint] = []
     for n, (_, nodes, pattern) in enumerate(cells):
@@ -215,8 +215,8 @@ def best_mix(
     kinds, many = len(counts), len(options)
     if {option.role for option in options} != set(ROLES):
         raise JaxinferError("no group of these GPUs holds the model and the longest request")
-    # Columns: how many of each configuration, GPUs of each kind, the flow, and what of it each
-    # configuration carries with the layers on each kind.
+    # Columns: the number of each configuration, GPUs of each kind, the flow, and the part of it
+    # that each configuration serves with the layers on each kind.
     flow = many + kinds
     parts = [
         (n, kind) for n, option in enumerate(options) for kind in range(kinds) if option.gpus[kind]
@@ -259,7 +259,8 @@ def best_mix(
     relaxed = linprog(
         -wanted, A_ub=matrix, b_ub=limits, bounds=[(0.0, each) for each in upper], method="highs"
     )
-    # With more of a configuration than this, even the relaxed program has no more than is known.
+    # With more of a configuration than this, even the relaxed program has no more than a known
+    # plan.
     room, costs = float(-relaxed.fun) - known * (1 - _GAP), relaxed.lower.marginals[:many]
     upper[:many] = [room // cost if cost > 0 else inf for cost in costs]
     x, value, bound = _solve(wanted, rows, integer, upper)

@@ -9,11 +9,11 @@ from jaxinfer.papers.hexgen2.capacity import ROLES, GroupRole, signature_of
 from jaxinfer.papers.hexgen2.gpus import Group, Site
 
 Member = tuple[Group, GroupRole]
-# Sorted, so that equal plans are equal.
+# Sorted, so that equal plans compare as equal.
 MemberPlan = tuple[Member, ...]
 Kind = Literal["move", "swap", "flip", "merge", "split", "idle"]
 KINDS: tuple[Kind, ...] = ("move", "swap", "flip", "merge", "split", "idle")
-# GPUs that change hands at once: degrees of tensor parallelism need them by pairs and fours.
+# Numbers of GPUs that move at once: tensor parallelism needs them in pairs and fours.
 _AT_ONCE = (1, 2, 4)
 
 

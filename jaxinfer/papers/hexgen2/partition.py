@@ -18,12 +18,12 @@ from jaxinfer.papers.hexgen2.gpus import Group, Site
 from jaxinfer.papers.hexgen2.moves import MemberPlan, as_plan
 from jaxinfer.simulate.costs.model import ITEMSIZE
 
-# Requests whose KV a replica is to hold, when replicas are counted (Appendix A).
+# Number of requests whose KV a replica must hold, to count replicas (Appendix A).
 _REQUESTS = 32
-# How a fall of the squared imbalance of memory counts beside a gain of inner weight, as shares.
+# Weight of a smaller squared imbalance of memory relative to a gain of inner weight, as shares.
 _BALANCE = 1.0
-# Digits of an eigenvector that do not depend on how it was computed; how far apart two eigenvalues
-# may be that are equal, or the square of an entry and 0.
+# Digits of an eigenvector that do not depend on how it was computed; the largest distance of
+# eigenvalues that count as equal; and the largest square of an entry that counts as 0.
 _DIGITS, _EQUAL = 9, 1e-9
 
 
@@ -68,7 +68,7 @@ def roles(between: np.ndarray) -> list[GroupRole]:
     if count < 3:
         return [_role(s) for s in side]
     while True:
-        # Of each group, weight to its own side, less that to the other one.
+        # For each group, the weight to its own side minus the weight to the other side.
         own = between @ (2 * side - 1) * (2 * side - 1)
         gains = [
             (float(own[a] + own[b] + 2 * between[a, b]), a, b)
@@ -114,7 +114,7 @@ def _bisect(
     order = some[_order(weights[np.ix_(some, some)])]
     first = count // 2
     filled = np.cumsum(memory[order])
-    # A GPU at least for each group of either side.
+    # Each group of either side gets at least one GPU.
     several = filled[first - 1 : len(gpus) - (count - first)]
     cut = first + int(np.argmin(np.abs(several - filled[-1] * first / count)))
     left, right = order[:cut].tolist(), order[cut:].tolist()
@@ -143,10 +143,10 @@ def _swap(
     """Swap GPUs of two groups, the best pair at a time, until no swap is an improvement."""
     whole, mean = weights.sum() / 2, memory.sum() / count
     for _ in range(len(memory)):
-        # Of each GPU, its weight to each group.
+        # For each GPU, its weight to each group.
         to = np.stack([weights[:, owner == number].sum(axis=1) for number in range(count)], axis=1)
         held = np.array([memory[owner == number].sum() for number in range(count)])
-        # Equal GPUs of a node and group are one.
+        # Equal GPUs of a node and group count as one.
         _, firsts = np.unique(node_of * count + owner, return_index=True)
         best: tuple[float, int, int] = (1e-9, -1, -1)
         for i, j in combinations(sorted(firsts.tolist()), 2):

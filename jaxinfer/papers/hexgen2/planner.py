@@ -29,9 +29,9 @@ from jaxinfer.papers.hexgen2.refine import Effort, Scored, Scorer
 from jaxinfer.papers.hexgen2.run_file import as_part, names_of
 from jaxinfer.papers.hexgen2.table1 import Table1
 
-# Of the engine, what the planner's step times and pools say nothing of.
+# Options of the engine that the planner's step times and pools do not model.
 _UNKNOWN = ("token_buckets", "num_pages")
-# Which methods draw anything.
+# Methods that draw random numbers.
 _DRAWN = {"restarts": ("programs",), "seed": ("programs", "random_swaps", "genetic")}
 
 
@@ -216,7 +216,7 @@ class HexGen2Planner:
         }
         caching = any(each.enable_prefix_caching for each in capacity.engines.values())
         shared = caching and any(problem.hits_of(problem.work))
-        if shared:  # Capacities count whole prompts, of which a cache may have any share.
+        if shared:  # Capacities count whole prompts, of which a cache may hold any share.
             axes |= {"bound": "none: prompts share prefixes", "gap": None, "within_nodes": None}
         else:
             axes |= {

@@ -10,9 +10,9 @@ from jaxinfer.papers.hexgen2.flow import Flow, KVNetwork, PlacedGroup, split
 from jaxinfer.papers.hexgen2.gpus import Group
 from jaxinfer.papers.hexgen2.moves import KINDS, Change, Kind, MemberPlan, apply, changes
 
-# A rate is larger than another by this share at least.
+# A rate counts as larger if it exceeds another by this share.
 _MORE = 1e-6
-# What a restart changes of the best plan, at most.
+# Largest number of changes that a restart makes to the best plan.
 _KICKS = 4
 
 

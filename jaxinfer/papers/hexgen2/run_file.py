@@ -9,7 +9,7 @@ from jaxinfer.papers.hexgen2.capacity import GroupRole
 from jaxinfer.papers.hexgen2.flow import Flow, PlacedGroup
 from jaxinfer.papers.hexgen2.gpus import Site
 
-# Prompts for each step at the least, where a mean one fills it alone: short ones do not.
+# Smallest number of prompts per step if a mean prompt fills a step, because short ones do not.
 _FEWEST = 3.0
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations, product
 
-# Of a group, the type of each of its nodes and the GPUs there, in order.
+# For each node of a group, in order: its type, and the number of GPUs there.
 Signature = tuple[tuple[int, int], ...]
 # Stages without their layers: place and GPUs of each.
 Shape = tuple[tuple[int, int], ...]

@@ -66,7 +66,7 @@ class Shares:
 
     def __init__(self, weights: Mapping[Pair, float], ahead: Mapping[Pair, float]) -> None:
         self._weights, self._ahead = weights, ahead
-        # What each is owed, in requests; they add up to 0.
+        # The number of requests that each is owed; they add up to 0.
         self.owed = dict.fromkeys(weights, 0.0)
         self._least = 0.5 / max(len(weights) - 1, 1)
 
@@ -77,13 +77,15 @@ class Shares:
             able: all pairs that may have it, with or without room; by default those with room.
         """
         able = able or with_room
-        # Who may not have it gains no more than one, or it would get all that it may have later.
+        # One that cannot take it gains at most one, or it would later get everything that it
+        # missed.
         gaining = [p for p, owed in self.owed.items() if p in able or owed < 1]
         total = sum(self._weights[pair] for pair in gaining)
         owed = self.owed | {p: self.owed[p] + self._weights[p] / total for p in gaining}
         due = [pair for pair in able if owed[pair] >= self._least]
         if there := [pair for pair in due if pair in with_room]:
-            # Of those a whole request behind, who is owed the most; else who would be so first.
+            # Of those that are owed a whole request, the one owed the most; otherwise, the next to
+            # be so.
             behind = [pair for pair in there if owed[pair] > 1 - self._least]
             left = {p: (1 - self._least - owed[p]) / self._weights[p] for p in there}
             chosen = (
@@ -154,10 +156,10 @@ class HexGen2(System):
         for request in waiting:
             holding = self._that_hold(request, cluster)
             if request.held_by in prefill:
-                # Its prompt is done, and the decode instance lost that was to have it.
+                # Its prompt is done, and the decode instance that was to get it is lost.
                 mine = [pair for pair in holding if pair[0] == request.held_by]
                 taken = self.shares.take(mine or holding)
-                assert taken  # Nobody is waited for.
+                assert taken  # None is waited for.
                 there = taken[1]
                 assignments.append(Assignment(request.id, (Leg(there),)))
                 continue
@@ -167,7 +169,7 @@ class HexGen2(System):
                 full = True
                 if not self._some_lost:
                     break
-                continue  # Of those behind it, some may need no room.
+                continue  # Some of those behind it may need no room.
             here, there = taken
             given[here] += 1
             first = Leg(here, request.prompt_len, self.options.hand_off)

@@ -21,7 +21,7 @@ from jaxinfer.lab.plan.problem import Cost, Problem
 from jaxinfer.options.validation import Named, OptionError, Options
 
 POOLS = ("prompt", "token")
-# Sums of dollars and watts that differ by less are equal.
+# Sums of dollars or watts that differ by less count as equal.
 ROUNDING = 1e-9
 
 
@@ -92,7 +92,7 @@ class Design:
         largest = [most.prompt, most.token]
         whole = search.costs(self.candidate(*largest))
         self._whole = {each: whole.amount(each) for each in of}
-        # By cost, what a machine of each pool adds; of a pool that has but one, nothing is asked.
+        # For each cost, what a machine of each pool adds; 0 for a pool of at most one machine.
         self._each = {each: [0.0, 0.0] for each in of}
         for number, count in enumerate(largest):
             if count > 1:
@@ -212,7 +212,7 @@ def _largest(rows: Sequence[DesignRow], limits: Mapping[Cost, float]) -> list[Ca
     found: dict[tuple[Design, int], DesignRow] = {}
     for row in rows:
         if prompts := row.most(limits):
-            found[row.design, prompts] = row  # Of equal numbers for prompts, the last has most.
+            found[row.design, prompts] = row  # Of equal numbers for prompts, the last has the most.
     even = sorted(found.items(), key=lambda each: abs(each[0][1] - each[1].tokens))
     return [row.design.candidate(prompts, row.tokens) for (_, prompts), row in even]
 
@@ -268,7 +268,7 @@ class Staircase:
     def _narrow(self, row: DesignRow, high: int) -> None:
         """Reduce a number of prompt machines that meets the targets to the smallest that does."""
         cheaper = self._cheaper(row)
-        if cheaper < high:  # By now another row of the wave is the best.
+        if cheaper < high:  # Another row of the wave is the best by now.
             if not cheaper or self._keep([row.design.candidate(cheaper, row.tokens)]) != [True]:
                 return
             high = cheaper
@@ -279,6 +279,6 @@ class Staircase:
                 high = middle
             else:
                 low = middle
-        # It is known: the driver hears what is the best so far.
+        # The result is known: the driver needs the best so far.
         self._best = self._search.best([row.design.candidate(high, row.tokens)])
         self._least = row.design.cost(self._of, high, row.tokens)

@@ -16,7 +16,7 @@ Role = Literal["prompt", "token"]
 ReturnWhen = Literal["opposite_done", "idle"]
 TokenQueue = Literal["memory", "tokens"]
 _PENDING, _PROMISED = attrgetter("pending"), attrgetter("promised")
-# Moves between pools kept for the report, the first of a run.
+# Number of moves between pools kept for the report, the first ones of a run.
 REPORTED = 2**15
 
 
@@ -93,7 +93,7 @@ class MachinePools:
         self._pairs = bool(self.token)
         self._roles = {machine.name: machine.role for machine in self.everyone}
         self._seen = set(self._roles)
-        # Requests given since queues were last seen.
+        # Requests assigned since queues were last read.
         self._given: Counter[str] = Counter()
 
     @property

@@ -80,7 +80,7 @@ class Splitwise(System):
         """Assign all waiting requests at once; if one machine is left, all run there."""
         self.pools.look(cluster.instances, cluster.now)
         if not self.pools.everyone:
-            # All are lost: the loop fails who is to go to one of them, or has them wait.
+            # All are lost: the loop fails requests for them, or lets them wait.
             return [Assignment(r.id, (Leg(self.options.prompt[0]),)) for r in waiting]
         if self.options.repurpose_after_s is not None:
             self.pools.repurpose(self.options.repurpose_after_s, cluster.now)
@@ -92,7 +92,7 @@ class Splitwise(System):
         """
         pools, length = self.pools, request.prompt_len
         where = cluster.instances, cluster.now
-        pools.take_back(request.id, *where)  # What a lost machine has left undone.
+        pools.take_back(request.id, *where)  # Work that a lost machine has not finished.
         entries = length + request.max_tokens
         if request.computed >= length:
             token = pools.for_decodes(entries, *where)

@@ -12,15 +12,15 @@ from jaxinfer.papers.takeover.speeds import Speeds
 from jaxinfer.serving.system import InstanceView, Leg, StepView
 from jaxinfer.systems.instances import capacity
 
-# Pools that hold less than this share of another's hand on their longest decodes to it.
+# An instance with a pool smaller than this share of another's hands its longest decodes to it.
 _SMALL = 0.25
-# Seconds over which it is told how much of its time an instance computes prompts.
+# Seconds over which the share of time with prompts is averaged.
 _MEMORY_S = 20.0
-# Steps whose prompts an instance may have in its queue: one runs, and one is launched next.
+# Number of steps of prompts that an instance may queue: one runs, and one is launched next.
 _STEPS_AHEAD = 2
-# Steps for whose growth takes leave room.
+# Number of steps of growth for which takes leave room.
 _GROWTH_STEPS = 32
-# With more than this share of its seats and of its pool free, an instance has ample room.
+# An instance has ample room if more than this share of its seats and of its pool is free.
 AMPLE = 0.5
 # An instance that computes prompts for a smaller share of its time could compute more.
 _BUSY = 0.9
@@ -200,7 +200,7 @@ class Book:
         self.decodes, self.entries, self.backlog, self.due = decodes, entries, backlog, due
         self.seats, self.room = seats, room
         self.idle = not there and not coming
-        # Of those who stay, some may not run as yet.
+        # Some of those that stay may not run yet.
         longest = None if decodes and decodes > self.stay - pending else 0
         if longest != self.longest:
             self.look(longest)
@@ -260,7 +260,7 @@ class Book:
                 break
         if step.start > start:
             start = step.start
-            self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
+            self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it did nothing.
         kept = exp((start - step.end) / _MEMORY_S)
         self.busy = self.busy * kept + chunk * (1 - kept)
         self.seen = step.end

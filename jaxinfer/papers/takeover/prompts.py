@@ -7,9 +7,9 @@ from jaxinfer.papers.takeover.slo import Slo
 from jaxinfer.serving.system import ClusterView, StepView
 from jaxinfer.systems.instances import most_entries
 
-# Steps over which prompts are spread beside decodes.
+# Number of steps over which prompts are spread among decodes.
 _STEPS = 4
-# Share of a target that may be used up by estimates, which leave prompts' attention out.
+# Share of a target that estimates may use up, because they leave out prompts' attention.
 _CLOSE = 0.9
 
 

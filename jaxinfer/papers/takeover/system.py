@@ -32,13 +32,14 @@ from jaxinfer.serving.system import (
 )
 from jaxinfer.systems.instances import most_entries
 
-# By how much a decode has to displace less elsewhere; for a small pool's it may be a little more.
+# A decode moves if it displaces less elsewhere by this factor; one of a small pool may displace
+# slightly more.
 _LESS, _LITTLE_MORE = 0.95, 1.1
-# A large one begins prompts, too, where decodes of small pools displace so much more.
+# A large instance starts prompts, too, if decodes of small pools displace this much more.
 _FAR_MORE = 2.0
-# By how much its steps have to be shorter, while few wait.
+# Its steps must be shorter by this factor while few requests wait.
 _SHORTER = 1.3
-# Free seats by the decodes of small pools, from which on they are left for these.
+# If an instance has fewer free seats than this per decode of small pools, they are kept for these.
 _SCARCE = 0.25
 
 
@@ -73,27 +74,28 @@ class Takeover(System):
     Options = TakeoverOptions
     options: TakeoverOptions
     needs_fits = True
-    needs_decode_rows = False  # Views count decodes: a simulation may advance them together.
+    # Views count decodes, because a simulation may advance them together.
+    needs_decode_rows = False
 
     def __init__(self, options: TakeoverOptions | None = None) -> None:
         super().__init__(options)
         self._books = Books(self.options.spared, self.options.narrow)
         self._seen: Mapping[str, InstanceView] = {}
-        # Whether more requests wait than there are instances; KV entries of the first, or 0.
+        # Whether more requests wait than there are instances; KV entries of the first one, or 0.
         self._waits, self._next = False, 0
-        # Whether instances were lost, or came back, since requests were last routed.
+        # Whether instances were lost or came back since requests were last routed.
         self._changed = False
-        # Who may have prompts under way, while few requests wait.
+        # Instances that may have prompts while few requests wait.
         self._holders: dict[str, Book] = {}
         self._takes = Takes(self._books, self.options.most_moves)
         self._beside = StepsBesideTarget()
-        # Arrivals of the first and the last that waits, if many do, and prompt tokens up to each.
+        # If many wait: arrivals of the first and the last, and the prompt tokens up to each.
         self._line: list[tuple[float, int]] = []
 
     def _follow(self, cluster: ClusterView) -> None:
         """Keep accounts of the present instances."""
         self._seen = cluster.instances
-        if cluster.instances != self._books.views:  # One was lost, or is back.
+        if cluster.instances != self._books.views:  # One was lost or is back.
             self._books.follow(cluster.instances)
             self._holders, self._changed = {}, True
             there = self._books.by_name
@@ -101,7 +103,7 @@ class Takeover(System):
                 if there.get(book.name) is not book:
                     self._takes.put(name, None)
 
-    # Where requests begin.
+    # Instances on which requests start.
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Assign requests in order, each to where it is computed first, while there is room."""
@@ -110,7 +112,7 @@ class Takeover(System):
         books, largest = self._books.by_name, self._books.largest
         if self._changed:
             self._changed = False
-            for request in waiting:  # Some come back from an instance that was lost.
+            for request in waiting:  # Some return from a lost instance.
                 self._takes.put(request.id, None)
         if self._takes.stale:
             for name in self._takes.stale:
@@ -125,7 +127,7 @@ class Takeover(System):
         self._next = 0
         for request in waiting:
             known, most, here = request.num_known, most_entries(request), request.held_by
-            if most > largest.kind.entries_held:  # The loop says why it ends.
+            if most > largest.kind.entries_held:  # The loop reports why it ends.
                 assignments.append(Assignment(request.id, largest.legs))
                 continue
             rest, book = known - request.computed, None
@@ -188,7 +190,7 @@ class Takeover(System):
             for each in kind.below
         )
 
-    # Who takes whose decodes.
+    # For each instance, the instances whose decodes it takes.
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Take over decodes from other instances, and let others take over this instance's."""
@@ -318,7 +320,7 @@ class Takeover(System):
         """Hand decodes over to a larger pool, so that the next prompts can begin here."""
         if self._next > book.kind.entries_held:
             return
-        # As if all that are to begin before the next step were as long as the first one.
+        # As if all requests that start before the next step were as long as the first one.
         prompts = max(-(-(book.most_backlog - book.backlog) // self._next), 1)
         each_decode = book.pages_for(-(-book.entries // max(book.decodes, 1)))
         lacking = max(

@@ -7,7 +7,7 @@ from math import inf
 from jaxinfer.papers.takeover.books import Book, Books
 from jaxinfer.serving.system import Action, Reassign
 
-# Decodes of an instance that are taken in one step, at most: a few are looked at first.
+# Largest numbers of decodes that an instance examines first, and takes in one step.
 _AT_ONCE = 2, 30
 
 
@@ -59,7 +59,7 @@ class Takes:
         heapify(left)
         while left and to.has_room:
             book = by_number[heappop(left)[1]]
-            # The only one gives all that it may; of others, one is looked at or taken.
+            # If it is the only one, it gives all that it may; otherwise, one is examined or taken.
             wanted = inf if not left else 0 if book.longest is None else 1
             before = self.decodes
             self.take(to, book, actions, wanted)
@@ -79,7 +79,7 @@ class Takes:
             wanted: number of pages to free.
         """
         if book.longest and to.room < to.pages_for(book.longest + 1):
-            return  # As it was when it was last looked for.
+            return  # The same as when it was last searched for.
         before = self.decodes
         book.look(self._take_longest(to, book, actions, wanted))
         if self.decodes > before:
@@ -145,7 +145,7 @@ class Takes:
             if bound is not here:  # It was not taken after all.
                 self.moves[name] -= 1
                 there = self._books.views.get(bound.name)
-                if there and not there.num_requests:  # No step is to come that renews its book.
+                if there and not there.num_requests:  # No further step will renew its book.
                     self.stale[bound.name] = None
         if here and self.moves.get(name, 0) >= self.most_moves:
             self.fixed[name] = here

@@ -16,7 +16,7 @@ class Flips:
 
     def __init__(self, after: float | None, below: float) -> None:
         self._after, self._below = after, below
-        # Of each instance, since it has had its role: when it reported, and whether it was busy.
+        # For each instance, since it has had its role: when it reported, and whether it was busy.
         self._reports: dict[str, deque[tuple[float, bool]]] = {}
 
     def watch(self, names: Collection[str], idle: Collection[str], now: float) -> None:
@@ -26,7 +26,7 @@ class Flips:
         self._reports = {name: self._reports.get(name, deque()) for name in names}
         for name, reports in self._reports.items():
             reports.append((now, name not in idle))
-            # One is kept that is as old as what is looked back on.
+            # One entry is kept that is as old as the time to look back.
             while len(reports) > 1 and reports[1][0] <= now - self._after:
                 reports.popleft()
 

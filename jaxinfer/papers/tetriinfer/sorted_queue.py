@@ -8,7 +8,7 @@ from jaxinfer.serving.system import ClusterView, RequestView
 from jaxinfer.systems.instances import KVRoom
 
 Order = Literal["sjf", "ljf", "fcfs"]
-# A window is taken early enough for the step after the one under way to be full.
+# A window is taken early enough to fill the step after the current one.
 STEPS_AHEAD = 2
 
 

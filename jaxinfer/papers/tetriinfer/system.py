@@ -74,7 +74,7 @@ class TetriInfer(System):
         self._began |= dict.fromkeys(options.decode, "decode")
         self._pools = KVRoom()
         self._windows = Windows(options.prefill_batch, options.order)
-        # Of each request that has left them, the prefill instance.
+        # The prefill instance of each request that has left it.
         self._prefilled: dict[str, str] = {}
         self._ledger = LoadReports(options.seed)
         self._flips = Flips(options.flip_after_s, options.flip_below)
@@ -96,7 +96,8 @@ class TetriInfer(System):
         """Assign prompts in windows, and requests whose prompts are done."""
         prefill, decode = self._in_roles(cluster).values()
         if not prefill and not decode:
-            # One that drains; without any left, to ask for one tells the loop that they were lost.
+            # One that drains. If none is left, asking for a lost one tells the loop that all are
+            # lost.
             prefill = alive(self._began, cluster) or list(self._began)
         self._windows.keep(prefill)
         queued = self._windows.requests()
@@ -106,14 +107,14 @@ class TetriInfer(System):
                 leg = Leg(self._dispatch(request, decode, cluster))
                 assignments.append(Assignment(request.id, (leg,)))
             elif request.id not in queued:
-                self._ledger.forget(request.id)  # It may come back from a lost instance.
+                self._ledger.forget(request.id)  # It may return from a lost instance.
                 self._windows.add(request, cluster)
         there = {request.id: request for request in waiting}
         for name, request in self._windows.take(there, cluster):
             self._prefilled[request.id] = name
             legs = [Leg(name, request.prompt_len)]
             if decode and not self._pools.that_hold(most_entries(request), decode, cluster):
-                legs.append(Leg(decode[0]))  # To be refused now, and not after its prefill.
+                legs.append(Leg(decode[0]))  # It is refused now, and not after its prefill.
             assignments.append(Assignment(request.id, tuple(legs)))
         return assignments
 
