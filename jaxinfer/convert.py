@@ -48,7 +48,7 @@ def convert(model: str, destination: str, dtype: str | None, force: bool) -> Pat
     try:
         if force and partial.exists():
             shutil.rmtree(partial)
-        # Fails if another process has made it since.
+        # This fails if another process has made it since.
         partial.mkdir()
     except OSError as error:
         raise JaxinferError(f"{partial}: cannot write: {error.strerror}") from None

@@ -77,7 +77,7 @@ class LLM:
             except JaxinferError as error:
                 raise within(f"instances.{name}", error) from None
         new_predictor = partial(real_predictor, config.workload.predictor)
-        new_predictor()  # What is none is refused before anything is loaded.
+        new_predictor()  # An invalid value is refused before anything is loaded.
         self.config = config
         self.model = config.require_model()
         checkpoint = open_checkpoint(self.model, site.cluster.load_format)

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxinfer.models.config import EightBits, ModelConfig
 
-# Weights of linear layers, which have their inputs' axes first, and their scales.
+# Weights of linear layers, whose first axes are those of their inputs, and their scales.
 SCALES = {
     "q_DNH": "q_scale_NH",
     "k_DKH": "k_scale_KH",
@@ -26,7 +26,7 @@ SCALES = {
     "down_FD": "down_scale_D",
 }
 _NAMES = frozenset(SCALES.values())
-# What a channel's largest weight becomes.
+# The value that a channel's largest weight becomes.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
@@ -99,7 +99,7 @@ def quantise(x: Any, outputs: int, dtype: jnp.dtype, xp: Any = jnp) -> tuple[Any
     """
     x, largest = x.astype(xp.float32), LARGEST[jnp.dtype(dtype).name]
     scale = xp.max(xp.abs(x), axis=tuple(range(x.ndim - outputs))) / xp.float32(largest)
-    # By the reciprocal, a largest weight could come out beyond what fp8 has.
+    # Multiplied by the reciprocal, a largest weight could exceed the range of fp8.
     shares = xp.clip(x / xp.where(scale > 0, scale, xp.float32(1)), -largest, largest)
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     return (xp.round(shares) if is_integer else shares).astype(dtype), scale

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from jaxinfer.models.layouts import Layout, named, table_in_use
 
-# Standard deviations above what chance sends from one device to another: of 64 pairs, one has more
-# in fewer than 1 of 400 steps.
+# Room for rows that one device sends to another, in standard deviations above the mean. Of 64 pairs
+# of devices, one exceeds it in fewer than 1 of 400 steps.
 SPARE = 4.0
 
 

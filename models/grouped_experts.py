@@ -15,9 +15,9 @@ from jaxinfer.models.layouts import Layout
 from jaxinfer.models.sharding import spec
 from jaxinfer.pallas_kernels.choice import Grouped
 
-# Shares and experts of tokens from their logits.
+# Returns shares and experts of tokens from their logits.
 Route = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-# Results [R, D] of one device's experts for rows, their shares and their experts.
+# Returns the results [R, D] of one device's experts for rows, their shares and their experts.
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -50,7 +50,7 @@ def sorted_experts(
         x_RF = products.gated(x_RD, gate_EDF, up_EDF, count_E)
     out_RD = products.matmul(x_RF, down_EFD, count_E)
     out_TXD = out_RD[jnp.argsort(order_R)].reshape(*expert_TX.shape, -1)
-    # Nobody has written the rows of experts that lie elsewhere.
+    # Rows of experts on other devices have not been written.
     out_TXD = jnp.where((expert_TX < E)[..., None], out_TXD, 0)
     return jnp.sum(out_TXD * share_TX[..., None], 1)
 

@@ -21,12 +21,12 @@ from jaxinfer.models.layouts import Layout
 from jaxinfer.models.sharding import place
 
 T = TypeVar("T")
-# What is joined, and its scales where it has 8 bits.
+# Weights that are joined, and their scales if they have 8 bits.
 PARTS = {
     "qkv_DKXH": ("q_DNH", "k_DKH", "v_DKH"),
     "qkv_scale_KXH": ("q_scale_NH", "k_scale_KH", "v_scale_KH"),
 }
-# Kernels beside which weights are joined. Products on CPUs choose by the size of a weight.
+# Kernels with which weights are joined. Products on CPUs choose by the size of a weight.
 _KERNELS = (*ON_GPUS, "interpret")
 
 

@@ -27,9 +27,9 @@ from jaxinfer.pallas_kernels.choice import (
 )
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-# A numpy array on the host, a jax.Array inside the step.
+# A numpy array on the host, or a jax.Array within the step.
 HostOrTraced = Any
-# Kernels of GPUs.
+# Kernels for GPUs.
 ON_GPUS = ("generic", "ampere", "hopper")
 
 
@@ -78,7 +78,8 @@ def dense(x_TD: jax.Array, weight: Weight, kernels: str, rounds: bool = True) ->
         return out_TF.reshape(len(x_TD), *weight.shape[1:])
     x_TD = x_TD.astype(weight.dtype)
     if rounds and kernels in ON_GPUS and alone():
-        # As torch's are: half to write, and to read again. On a mesh, they may be parts of sums.
+        # Rounded as in torch, which halves the bytes to write and to read again; not on a mesh,
+        # where these may be parts of sums.
         return jnp.tensordot(x_TD, weight, 1).astype(jnp.float32)
     return jnp.tensordot(x_TD, weight, 1, preferred_element_type=jnp.float32)
 
@@ -175,8 +176,8 @@ def rope_tables(position_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array
     """Return cosines and sines [T, H/2]."""
     frequency = jnp.asarray(rope.frequencies, jnp.float32)
     angle = position_T[:, None].astype(jnp.float32) * frequency
-    # A product with 1 keeps the values. XLA:CPU never fuses a matrix product into what uses it;
-    # the cosines alone it would compute again for every head and layer.
+    # A product with 1 keeps the values. XLA:CPU never fuses a matrix product into its user; it
+    # would compute cosines again for every head and layer.
     factor = rope.factor * jnp.eye(len(frequency))
     return jnp.cos(angle) @ factor, jnp.sin(angle) @ factor
 
@@ -186,7 +187,7 @@ def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     T, N, H = x_TNH.shape
     half_TNXH = x_TNH.reshape(T, N, 2, H // 2)
     sin_TXH = jnp.stack([-sin, sin], 1)
-    # One pass over x; of two halves put together, XLA:CPU makes three.
+    # One pass over x; if two halves were joined, XLA:CPU would make three.
     turned_TNXH = half_TNXH * cos[:, None, None] + half_TNXH[:, :, ::-1] * sin_TXH[:, None]
     return turned_TNXH.reshape(T, N, H)
 
@@ -288,5 +289,5 @@ def _attend(
     )
     is_decode_S11 = (batch.decode_length_S > 0)[:, None, None]
     first_SNH = jnp.where(is_decode_S11, decoded_SNH, out_TNH[:S])
-    # On a mesh, jax 0.11's compiler crashes where all rows are set.
+    # On a mesh, jax 0.11's compiler crashes if all rows are set.
     return first_SNH if len(q_TNH) == S else out_TNH.at[:S].set(first_SNH), kv

@@ -22,14 +22,14 @@ class Axes(Enum):
 
 ALL, FIRST, REST = Axes.ALL, Axes.FIRST, Axes.REST
 
-# The axis of a mesh whose axes nobody has named.
+# The axis of a mesh without named axes.
 DEFAULT_AXIS = "tp"
-# One axis of the mesh or those above, or several of these as one, of which the first is the outer.
+# One axis of the mesh or those above, or several of them as one; the first is the outer one.
 Place = str | Axes | tuple[str | Axes, ...]
-# Logical axis -> where it lies.
+# For each logical axis, its place.
 Places = Mapping[str, Place]
 
-# Logical axes of the activations that models name; S are the rows that are sampled from.
+# Logical axes of the activations that models name; S are the rows to sample from.
 ACTIVATIONS = {
     "residual": "TD",
     "attention_inputs": "TD",
@@ -80,16 +80,16 @@ class Layout:
     gathered: Place = ()
 
 
-# Heads and feed-forward columns: two all-reduces a layer (Shoeybi et al., 2019).
+# Heads and feed-forward columns are cut: two all-reduces per layer (Shoeybi et al., 2019).
 _COLUMNS = (Rule("*", {"N": ALL, "K": ALL, "F": ALL}),)
 _BY_HEADS = {"K": ALL}
-# Scales of norms are small, and those of single heads are no longer than a head.
+# Scales of norms are small, and those of single heads are not longer than a head.
 _NORMS = Rule("*norm.*", {})
 
 LAYOUTS: dict[str, Layout] = {
     "megatron": Layout(_COLUMNS, kv=_BY_HEADS),
-    # Tokens are cut where megatron's are whole: a reduce-scatter and an all-gather for each
-    # all-reduce (Korthikanti et al., 2022).
+    # Tokens are cut where megatron's are whole: each all-reduce becomes a reduce-scatter and an
+    # all-gather (Korthikanti et al., 2022).
     "sequence_parallel": Layout(
         _COLUMNS,
         {
@@ -102,8 +102,9 @@ LAYOUTS: dict[str, Layout] = {
         },
         kv=_BY_HEADS,
     ),
-    # Rows on one axis, columns on the others (Pope et al., 2022, section 3.2.2). Partial sums over
-    # rows are scattered over the axis that they come from, and gathered where they are multiplied.
+    # Rows are on one axis, columns on the others (Pope et al., 2022, section 3.2.2). Partial sums
+    # over rows are scattered over the axis that they come from, and gathered where they are
+    # multiplied.
     "weight_stationary_2d": Layout(
         (_NORMS, Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST})),
         {
@@ -118,7 +119,7 @@ LAYOUTS: dict[str, Layout] = {
         },
         kv={"K": (REST, FIRST)},
     ),
-    # Tokens and rows on one axis, columns on the others; rows are gathered (section 3.2.3).
+    # Tokens and rows are on one axis, columns on the others; rows are gathered (section 3.2.3).
     "weight_gathered": Layout(
         (_NORMS, Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST})),
         {
@@ -135,7 +136,8 @@ LAYOUTS: dict[str, Layout] = {
         kv={"K": (REST, FIRST)},
         gathered=FIRST,
     ),
-    # Each device attends for its tokens, and has the KV of all; the feed-forward is megatron's.
+    # Each device attends for its tokens, and has the KV of all tokens; the feed-forward part is
+    # megatron's.
     "attention_dp": Layout(
         (Rule("layers.*", {"F": ALL}),),
         {
@@ -149,7 +151,7 @@ LAYOUTS: dict[str, Layout] = {
             "ffn": {"F": ALL},
         },
     ),
-    # Weights are whole, tokens are cut; each device has the KV of all here, too.
+    # Weights are whole, and tokens are cut; each device has the KV of all tokens here, too.
     "context_parallel": Layout(
         (),
         {
@@ -164,9 +166,9 @@ LAYOUTS: dict[str, Layout] = {
             "experts": {"T": ALL},
         },
     ),
-    # Whole experts; attention, and layers without experts, are megatron's.
+    # Experts are whole; attention, and layers without experts, are megatron's.
     "expert_parallel": Layout((Rule("*_E??", {"E": ALL}), *_COLUMNS), kv=_BY_HEADS),
-    # The same with tokens cut as in sequence_parallel, which go to their experts and come back
+    # The same, with tokens cut as in sequence_parallel. They are sent to their experts and back
     # (Lepikhin et al., 2021).
     "expert_all_to_all": Layout(
         (Rule("*_E??", {"E": ALL}), *_COLUMNS),
@@ -181,7 +183,8 @@ LAYOUTS: dict[str, Layout] = {
         },
         kv=_BY_HEADS,
     ),
-    # Parameters are cut by rows, gathered where they are used; tokens are cut (Zhao et al., 2023).
+    # Parameters are cut by rows, and gathered where they are used; tokens are cut (Zhao et al.,
+    # 2023).
     "fsdp": Layout(
         (_NORMS, Rule("layers.*", {"D": ALL})),
         {
@@ -202,10 +205,10 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-# Layouts that are priced alone: their KV is cut by more than heads, engines' pages are not.
+# Layouts that are only priced: their KV is cut by more than heads, unlike the pages of engines.
 PRICED: dict[str, Layout] = {
-    # Each device attends for the sequences whose KV it keeps (Pope et al., 2022, section 3.3):
-    # queries are exchanged, heads for sequences, and results back. All else is megatron's.
+    # Each device attends for the sequences whose KV it keeps (Pope et al., 2022, section 3.3).
+    # Queries are exchanged, heads for sequences, and results are sent back. All else is megatron's.
     "attention_by_sequences": Layout(
         (Rule("*", {"N": ALL, "F": ALL}),),
         {
@@ -217,8 +220,8 @@ PRICED: dict[str, Layout] = {
         },
         kv={"S": ALL},
     ),
-    # Each device attends with all heads to its part of each sequence; parts of softmax are put
-    # together (Bhatia et al., 2025).
+    # Each device attends with all heads to its part of each sequence; the parts of the softmax are
+    # combined (Bhatia et al., 2025).
     "attention_by_tokens": Layout(
         (Rule("*", {"N": ALL, "F": ALL}),),
         {

@@ -94,7 +94,8 @@ class Attention(nnx.Module):
 
     def after(self, out_TNH: jax.Array) -> jax.Array:
         """Return the addend [T, D] of the residual stream from the heads' results."""
-        # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
+        # As a matrix product, because XLA:CPU would transpose a weight with two such axes in every
+        # step.
         out_TNH = place(self.layout, "heads", out_TNH)
         out_TNH = place(self.layout, "attention_outputs", out_TNH)
         out_TE = out_TNH.reshape(len(out_TNH), -1)

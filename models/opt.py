@@ -19,7 +19,7 @@ from jaxinfer.models.sharding import place
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-# Rows of the table before position 0's: fairseq kept them for padding.
+# Rows of the table before position 0; fairseq kept them for padding.
 POSITION_OFFSET = 2
 
 

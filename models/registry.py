@@ -29,7 +29,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(qwen.Qwen2, qwen.qwen2_weights),
     "Qwen3ForCausalLM": Architecture(qwen.Qwen3, qwen.qwen3_weights),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe.Qwen3Moe, qwen3_moe.hf_weights),
-    # Llama, with a window over the last tokens in all layers or none (Jiang et al., 2023).
+    # Llama, with a window over the last tokens in all layers or in none (Jiang et al., 2023).
     "MistralForCausalLM": Architecture(llama.Llama, llama.hf_weights),
     "MixtralForCausalLM": Architecture(mixtral.Mixtral, mixtral.hf_weights),
     "Gemma3ForCausalLM": Architecture(gemma3.Gemma3, gemma3.hf_weights),

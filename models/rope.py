@@ -8,7 +8,7 @@ import numpy as np
 from jaxinfer.models.config import Rope
 from jaxinfer.models.config_keys import Keys
 
-# Keys that each rule reads, besides those that all have; transformers knows the same.
+# Keys that each rule reads, in addition to those that all rules have; transformers has the same.
 _ALL_READ = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _READ = {
     "default": set[str](),
@@ -132,7 +132,7 @@ def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
         case _:
             raise keys.wrong("rope_type", kind, f"one of: {', '.join(_READ)}")
     for key in keys.values.keys() - _ALL_READ - _READ[kind]:
-        # As transformers does: some that are published have keys that no library reads.
+        # As in transformers: some published rules have keys that no library reads.
         logging.getLogger(__name__).warning(
             "%s: %s%s is not a key of rope_type %s: left out", keys.path, keys.prefix, key, kind
         )

@@ -25,7 +25,7 @@ from jaxinfer.models.layouts import (
     table_of,
     ways,
 )
-from jaxinfer.models.layouts import Rule as Rule  # Where files of rules have it from.
+from jaxinfer.models.layouts import Rule as Rule  # Files of rules import it from here.
 
 
 def spec(letters: str, table: Places, axes: Sequence[str]) -> PartitionSpec:

@@ -11,7 +11,7 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.eight_bits import add_scales
 from jaxinfer.models.registry import ARCHITECTURES
 
-# Besides its layers, a model has what comes before the first and what comes after the last.
+# A model has parts before its first layer and after its last one.
 _BEFORE, _AFTER = ("embed_VD", "position_XD"), ("norm", "head_VD")
 
 

@@ -29,11 +29,12 @@ from jaxinfer.pallas_kernels.gpu_work import Ref
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
-# Tokens of a tile, and tiles of keys, and of values, that shared memory holds.
+# Number of tokens of a tile, and of tiles of keys and of values that shared memory holds.
 TILE, SLOTS = 64, 2
-# Decode programs that an A100 runs at once: shared memory holds two on a multiprocessor.
+# Number of decode programs that an A100 runs at once: two fit into a multiprocessor's shared
+# memory.
 PROGRAMS = 216
-# Each copies as many tiles of 8 x 64 entries of a page as the others.
+# Each warp copies as many tiles of 8 x 64 entries of a page as the others.
 WARPS = 4
 LOG2_E = math.log2(math.e)
 
@@ -131,12 +132,12 @@ def _decode(
     w, h = lax.axis_index("part"), lax.axis_index("head")
     s, begin, end = sequence_W[w], begin_W[w], end_W[w]
     length, lie = length_S[s], how.lie
-    # Groups of copies for a tile of keys, or of values.
+    # Number of groups of copies for a tile of keys, or of values.
     groups = pl.cdiv(TILE, k_PKBH.shape[2])
 
     def fetch(tile: jax.Array) -> None:
         slot = lax.rem(tile - begin, SLOTS)
-        # As many groups whatever follows: the last tile is fetched again, for nothing.
+        # The number of groups must be constant, so the last tile is fetched again and not used.
         tile = jnp.minimum(tile, end - 1)
         for x_PKBH, ring in ((k_PKBH, sm.k), (v_PKBH, sm.v)):
             copy_tile(how, x_PKBH, ring.at[slot], table_SM.at[s], h, tile)
@@ -158,7 +159,7 @@ def _decode(
         sm.weight[...] = weight.astype(sm.weight.dtype)
         how.wait((2 * SLOTS - 2) * groups)
         v = how.load(sm.v.at[slot], lie.right)
-        # 0 times what memory holds for tokens that do not exist may be NaN.
+        # Memory for tokens that do not exist may hold NaN, and 0 times NaN is NaN.
         exists = how.iota(v.shape, 0, lie.right) + tile * TILE < length
         v = jnp.where(exists, v, jnp.zeros_like(v))
         out_RH = so_far.out_RH * rows(shrink_R, so_far.out_RH)

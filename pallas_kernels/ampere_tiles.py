@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu
 
 from jaxinfer.pallas_kernels.gpu_work import Ref
 
-# As jax 0.11 has it: type checkers may see an older one.
+# The signature of jax 0.11; type checkers may see an older one.
 plgpu: Any = mosaic_gpu
-# Rows of a product, those of padding included.
+# Rows of a product, including padding.
 ROWS = 16
 
 
@@ -131,7 +131,7 @@ def copy_tile(
     unit = min(B, size)
     for part in range(size // unit):
         token = tile * size + part * unit
-        # A tile may reach past the table's end, where there are no tokens.
+        # A tile may reach beyond the table's end, where there are no tokens.
         page = table_M[jnp.minimum(lax.div(token, B), table_M.shape[0] - 1)]
         at = pl.ds(lax.rem(token, B), unit) if size < B else slice(None)
         how.copy(pages_PKBH.at[page, head, at], shared_JH.at[pl.ds(part * unit, unit)])

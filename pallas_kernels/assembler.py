@@ -6,7 +6,7 @@ import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-# From CUDA 12.8.0 up to, but not with, 12.9.1: jax's own attention refuses causal masks there.
+# From CUDA 12.8.0 on, but before 12.9.1; jax's own attention refuses causal masks with these.
 WRONG_FROM, RIGHT_FROM = (12, 8, 0), (12, 9, 86)
 PACKAGE = "nvidia-cuda-nvcc-cu12"
 

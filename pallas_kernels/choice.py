@@ -152,13 +152,13 @@ def choose_kernels(
     Raises:
         JaxinferError: the device cannot run the requested kernels.
     """
-    # Only those that may be wanted are looked at: to do so may import them.
+    # Only kernels that may be chosen are checked, because a check may import them.
     why_not: dict[Kernels, Callable[[], str | None]] = {
         "hopper": lambda: _why_not_hopper(device, dtype, head_dim, group, page_size),
         "generic": lambda: _why_not_generic(device, dtype, head_dim),
         "numba": lambda: _why_not_numba(device, dtype),
     }
-    # Never by itself: no GPU has measured it yet.
+    # Never chosen by default, because no GPU has measured it yet.
     asked_for: dict[Kernels, Callable[[], str | None]] = {
         "ampere": lambda: _why_not_ampere(device, dtype, head_dim, group, page_size),
     }
@@ -200,7 +200,7 @@ def _why_not_hopper(
     if reason := hopper.why_not(head_dim, group, page_size, dtype):
         return reason
     if reason := assembler.why_not(assembler.ptxas_version()):
-        # The GPU is one that they are made for.
+        # The GPU is one that they support.
         _note(f"kernels for Hopper are left out: {reason}")
     return reason
 
@@ -224,7 +224,7 @@ def _why_not_numba(device: jax.Device, dtype: jnp.dtype) -> str | None:
     if not find_spec("numba"):
         return "numba is not installed (pip install 'jaxinfer[cpu]')"
     if reason := _why_numba_fails():
-        # It was installed to be used.
+        # It was installed in order to be used.
         _note(f"kernels of numba are left out: {reason}")
     return reason
 

@@ -13,7 +13,8 @@ from jax.experimental.pallas import triton
 from jaxinfer.pallas_kernels.gpu_work import Ref, pieces, whole
 from jaxinfer.pallas_kernels.reference import NO_SCORE, work_items
 
-# What a program costs beside its tiles, in tiles: its start, and its result's way to the others.
+# Cost of a program in addition to its tiles, in tiles: its start, and combining its result with
+# others.
 START = 1
 
 
@@ -49,7 +50,7 @@ def decode_parts(
     more = max(at_once // heads, 1)
     first_tile_S = jnp.maximum(length_S - window, 0) // tile if window else jnp.zeros_like(length_S)
     tiles_S = pl.cdiv(length_S, tile) - first_tile_S
-    # A part's tiles, if the longest context has so many parts.
+    # Number of tiles of a part, if the longest context has so many parts.
     each_X = pl.cdiv(jnp.maximum(tiles_S.max(), 1), 1 + jnp.arange(more))
     count_X = pl.cdiv(tiles_S, each_X[:, None]).sum(1)
     cost_X = pl.cdiv(count_X * heads, at_once) * (each_X + START)
@@ -98,7 +99,7 @@ def joined(
 def _join(out_WKRH: Ref, lse_WKR: Ref, first_S: Ref, count_S: Ref, out_SKGH: Ref) -> None:
     s, h = pl.program_id(0), pl.program_id(1)
     first, count = first_S[s], count_S[s]
-    # Rows of padding are any's.
+    # Rows of padding may belong to any part.
     row = jnp.minimum(jnp.arange(out_SKGH.shape[2]), out_WKRH.shape[2] - 1)
     cuts = pieces(out_WKRH.shape[3])
 

@@ -10,7 +10,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import work_items
 
-# In a kernel: references to memory, and their values.
+# Within a kernel: references to memory, and their values.
 Ref = Any
 
 
@@ -65,7 +65,7 @@ def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
     Raises:
         JaxinferError: its last entries cannot be addressed.
     """
-    # Pallas counts entries in 64 bits from 2**32 bytes on, and before that in 32 bits with a sign.
+    # Pallas counts entries in 64 bits from 2**32 bytes on, and below that in signed 32 bits.
     if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
         raise JaxinferError(
             f"{x.size} entries of 8 bits in one array: Pallas reaches none between 2**31 and 2**32,"

@@ -19,15 +19,16 @@ from jax.experimental.pallas import triton
 from jaxinfer.pallas_kernels.gpu_work import Ref, pieces, whole
 from jaxinfer.pallas_kernels.reference import work_items
 
-# Rows and columns of a tile at most, and rows of weights at a time, three of which are on their way
-# or multiplied: 96 KB of 16-bit floats, which an L4 has. Float32 takes registers, not tensor cores.
+# Largest numbers of rows and columns of a tile, and rows of weights at a time. Three such blocks
+# are on their way or multiplied: 96 KB of 16-bit floats, which an L4 has. Float32 uses registers,
+# and no tensor cores.
 ROWS, COLUMNS, DEPTH = 128, 128, 64
 ROWS_FLOAT32, COLUMNS_FLOAT32, DEPTH_FLOAT32 = 32, 64, 32
 STAGES = 3
-# The least that a matrix product takes along each axis.
+# Smallest size of a matrix product along each axis.
 LEAST = 16
-# Tiles of rows that go through the columns together: programs that run at once share what they
-# read, 8 tiles their weights and some 30 columns' programs their rows.
+# Number of tiles of rows that pass the columns together. Programs that run at once share what they
+# read: 8 tiles share their weights, and some 30 columns' programs share their rows.
 TOGETHER = 8
 
 
@@ -54,7 +55,7 @@ def row_tiles(count_E: jax.Array, R: int, rows: int) -> RowTiles:
     most = pl.cdiv(R, rows) + min(R, len(count_E))
     most = pl.cdiv(most, TOGETHER) * TOGETHER
     expert_I, index_I, _ = work_items(pl.cdiv(count_E, rows), most)
-    # Padding is the last expert's, behind its rows.
+    # Padding belongs to the last expert, after its rows.
     size_I = jnp.clip(count_E[expert_I] - index_I * rows, 0, rows)
     row_E = jnp.cumsum(count_E) - count_E
     return RowTiles(expert_I, row_E[expert_I] + index_I * rows, size_I)
@@ -100,7 +101,7 @@ def _call(
     R, (E, _, F) = len(x_RD), weights[0].shape
     is_float32 = weights[0].dtype == jnp.float32
     most = ROWS_FLOAT32 if is_float32 else ROWS
-    # Half of what an expert has in the mean: its last tile is half empty.
+    # Half of an expert's mean number of rows, because its last tile is half empty.
     rows = min(max(pl.next_power_of_2(pl.cdiv(R, 2 * E)), LEAST), most)
     columns = (COLUMNS_FLOAT32 if is_float32 else COLUMNS) // len(weights)
     columns = min(columns, pieces(F)[0][1])
@@ -125,7 +126,7 @@ def _product(tiles: RowTiles, x_RD: Ref, *refs: Ref, rows: int, columns: int) ->
     (R, D), F = x_RD.shape, out_RF.shape[1]
     expert, size = tiles.expert[i], tiles.size[i]
     row = tiles.row[i] + jnp.arange(rows)
-    # Rows past the end, and the last columns, are computed twice: what is stored is the same.
+    # Rows beyond the end, and the last columns, are computed twice; the stored values are the same.
     from_row = jnp.minimum(row, R - 1)[:, None]
     column = jnp.minimum(pl.program_id(1) * columns, F - columns) + jnp.arange(columns)[None, :]
 

@@ -42,13 +42,13 @@ def why_not(head_dim: int, group: int, page_size: int, dtype: jnp.dtype) -> str 
     """Return why these kernels cannot run, or None; ``group``: query heads per KV head."""
     if dtype not in (jnp.bfloat16, jnp.float16) and dtype.name not in LARGEST:
         return f"KV entries are {dtype.name}, neither 16-bit floats nor of 8 bits"
-    # Swizzled shared memory has rows of 32 bytes at least.
+    # Swizzled shared memory has rows of at least 32 bytes.
     multiple = 32 // dtype.itemsize
     if head_dim % multiple or head_dim > 256:
         return f"head_dim is {head_dim}, no multiple of {multiple} up to 256"
     if group > ROWS:
         return f"{group} query heads share a KV head, more than {ROWS}"
-    # A tile of entries of 8 bits has one scale.
+    # A tile of 8-bit entries has one scale.
     sizes = (8, 16, 32, 64) if dtype.itemsize > 1 else (64,)
     if page_size not in sizes and page_size % 128:
         named = ", ".join(map(str, sizes))

@@ -61,7 +61,7 @@ def chunk_attention(
     q_YKGH = jnp.pad(q_YKGH, ((0, 0), (0, 0), (0, fit.heads - G), (0, 0)))
     q_KYH = q_YKGH.transpose(1, 0, 2, 3).reshape(K, -1, H)
     scales = () if kv.key_scale_PK is None else (kv.key_scale_PK, kv.value_scale_PK)
-    # As much as shared memory has room for; of entries of 8 bits, what has one scale.
+    # As many as fit into shared memory; for 8-bit entries, those with one scale.
     tile = 128 if H <= 128 and not scales else 64
     of_heads = partial(shared, dtype=dtype, head_dim=H)
     raw_slots = SLOTS if H <= 192 else 1
@@ -170,7 +170,7 @@ def _chunk(
     def _() -> None:
         plgpu.set_max_registers(72 if scales_PK else 40, action="decrease")
         (_fetch_wide if scales_PK else _fetch)(pages, mine, sm)
-        # What is waited for once is waited for each time: interpret mode asks for it.
+        # Interpret mode requires as many waits as arrivals.
         for slot in range(SLOTS):
             for free in (sm.k_free, sm.v_free):
                 pl.when(begin + slot < mine.end)(partial(plgpu.barrier_wait, free.at[slot]))
@@ -179,7 +179,7 @@ def _chunk(
     def _() -> None:
         plgpu.set_max_registers(216 if scales_PK else 232, action="increase")
         q = sm.q.at[me]
-        # A multiple of the rows that are copied, as units are.
+        # A multiple of the rows that are copied, like units.
         row = pl.multiple_of(row_I[i] * G, COPIED) + me * ROWS
         plgpu.copy_gmem_to_smem(q_KYH.at[h, pl.ds(row, ROWS)], q, sm.q_ready.at[me])
         plgpu.barrier_wait(sm.q_ready.at[me])
@@ -245,7 +245,7 @@ def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softm
         if not some:
             return weigh(so_far, score, (k_scale, v_scale))
         iota = partial(plgpu.broadcasted_iota, jnp.int32, score.shape, layout=plgpu.Layout.WGMMA)
-        # Of the row minus of the token.
+        # Position of the row minus position of the token.
         distance = lax.div(iota(0) + me * ROWS, mine.G) - iota(1) + (mine.start - step * tile)
         seen = distance >= 0
         if mine.window:
@@ -285,8 +285,8 @@ def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softm
     nothing = start(q.shape[1])
     found = weigh_tile(True, begin, nothing, score)
     carry = found.over(nothing.out_RH), found.weight_RJ.astype(q.dtype)
-    # The tensor cores do one's products while the other's softmax is computed: the first turn is
-    # the first one's.
+    # The tensor cores compute one's products during the other's softmax; the first takes the first
+    # turn.
     pl.when(me == 1)(partial(plgpu.barrier_wait, sm.turn.at[me]))
     # Up to here, every row sees every token.
     whole = begin + 1 if mine.window else jnp.maximum(lax.div(mine.start + 1, tile), 1)

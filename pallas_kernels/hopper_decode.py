@@ -30,9 +30,10 @@ from jaxinfer.pallas_kernels.hopper_tiles import (
 )
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-# Tokens of context in a tile: two programs then have room on a multiprocessor.
+# Number of context tokens in a tile; two programs then fit on a multiprocessor.
 DECODE_TILE = 64
-# Of an H100; bytes of each that programs can have, which take 1 kB more themselves.
+# Numbers for an H100: multiprocessors, and bytes that programs can have on each; a program needs 1
+# kB more.
 MULTIPROCESSORS = 132
 SHARED_MEMORY = 226 * 1024
 

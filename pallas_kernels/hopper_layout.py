@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jaxinfer.pallas_kernels.hopper_tiles import CONSUMERS, ROWS
 from jaxinfer.pallas_kernels.reference import work_items
 
-# Rows of queries that a copy by TMA begins at multiples of, and takes at least.
+# A copy by TMA begins at a multiple of this number of rows of queries, and has at least as many.
 COPIED = 8
 
 
@@ -56,7 +56,7 @@ def layout(row_C1: jax.Array, T: int, fit: Fit) -> QueryLayout:
     """Place the chunks; they need little more room than their tokens, whatever their number."""
     size_C = row_C1[1:] - row_C1[:-1]
     taken_C = pl.cdiv(size_C, fit.unit) * fit.unit
-    # Each chunk ends with a part-filled unit at worst, and the last tile reaches past its end.
+    # At worst, each chunk ends with a partly filled unit, and the last tile reaches beyond its end.
     Y = T + min(len(size_C), T) * (fit.unit - 1) + fit.tokens + COPIED
     Y = pl.cdiv(Y, COPIED) * COPIED
     chunk_Y, index_Y, _ = work_items(taken_C, Y)
@@ -64,5 +64,6 @@ def layout(row_C1: jax.Array, T: int, fit: Fit) -> QueryLayout:
     to_Y = jnp.where(index_Y < size_C[chunk_Y], token_Y, T)
     place_T = jnp.full(T, -1).at[to_Y].set(jnp.arange(Y), mode="drop")
     found = QueryLayout(jnp.cumsum(taken_C) - taken_C, jnp.minimum(token_Y, T - 1), place_T)
-    # Once a step: XLA would find a row's place again for each element that a layer gathers.
+    # Computed once per step; XLA would find a row's place again for each element that a layer
+    # gathers.
     return jax.lax.optimization_barrier(found)

@@ -15,11 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxinfer.pallas_kernels.gpu_work import Ref
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
-# Rows that a warpgroup multiplies at once.
+# Number of rows that a warpgroup multiplies at once.
 ROWS = 64
-# Tiles of keys, and of values, that shared memory holds.
+# Number of tiles of keys, and of values, that shared memory holds.
 SLOTS = 2
-# Warpgroups that multiply in a program of prefill; one more fetches.
+# Number of warpgroups that multiply in a program of prefill; one more fetches.
 CONSUMERS = 2
 LOG2_E = math.log2(math.e)
 
@@ -183,8 +183,8 @@ def scores_beside_values(
     some_RJ = plgpu.layout_cast(jnp.zeros(weight_RJ.shape, jnp.float32), plgpu.Layout.WGMMA)
     state = out, some_RJ, so_far.max_R, so_far.sum_R, so_far.sum_R
     out_RH, new_RJ, *rest = pl.run_state(with_scores)(state)
-    # Rounded only now: the registers of the old weights are in use until the values are there, or
-    # the assembler would have each product wait for the one before.
+    # Rounded only now. The registers of the old weights are in use until the values have arrived;
+    # otherwise, the assembler would make each product wait for the previous one.
     new_RJ, out_RH = lax.optimization_barrier((new_RJ, out_RH))
     return Weighed(new_RJ, *rest).over(out_RH), new_RJ.astype(dtype)
 
@@ -202,7 +202,7 @@ def copy_tile(
     unit = min(B, size)
     for part in range(size // unit):
         token = tile * size + part * unit
-        # A tile may reach past the table's end, where there are no tokens.
+        # A tile may reach beyond the table's end, where there are no tokens.
         page = table_M[jnp.minimum(lax.div(token, B), table_M.shape[0] - 1)]
         at = pl.ds(lax.rem(token, B), unit) if size < B else slice(None)
         plgpu.copy_gmem_to_smem(
@@ -262,7 +262,7 @@ def clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = 
 def widen(x_JH: Ref, wide_JH: Ref, count: jax.Array | None = None) -> None:
     """Widen a tile's entries of 8 bits to 16, with zeros for tokens from ``count`` on."""
     J, H = x_JH.shape
-    # Pieces that registers hold.
+    # Pieces that fit into registers.
     columns = 128 if H % 128 == 0 else H
     for begin, column in product_of(range(0, J, ROWS), range(0, H, columns)):
         at = pl.ds(begin, ROWS), pl.ds(column, columns)

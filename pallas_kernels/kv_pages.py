@@ -65,7 +65,8 @@ def write_kv(
 def _scatter(pages: jax.Array, at: tuple[Any, ...], entries: jax.Array) -> jax.Array:
     if pages.dtype != jnp.bfloat16 or jax.__version_info__ >= (0, 11):
         return pages.at[at].set(entries)
-    # XLA:CPU of jax 0.10 scatters in float32: it converts all pages, there and back, at each step.
+    # XLA:CPU of jax 0.10 scatters in float32: it would convert all pages, there and back, in each
+    # step.
     bits = jax.lax.bitcast_convert_type
     found = bits(pages, jnp.uint16).at[at].set(bits(entries, jnp.uint16))
     return bits(found, pages.dtype)
@@ -105,7 +106,7 @@ def _write_8_bits(
     B = kv.values.shape[2]
     runs = page_runs(page_T, offset_T)
     slot_B = jnp.arange(B)
-    # Room for what a page holds before and after the batch's tokens.
+    # Room for the entries of a page before and after the batch's tokens.
     around = (B, B), (0, 0), (0, 0)
     k_YKH, v_YKH = (jnp.pad(x.astype(jnp.float32), around) for x in (k_TKH, v_TKH))
 

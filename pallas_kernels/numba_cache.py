@@ -27,12 +27,13 @@ from numba.core.runtime import rtsys
 from jaxinfer.files.made_from import digest_of
 
 FOLDER = Path("~/.cache/jaxinfer/numba")
-# Names of what is kept.
+# Names of the stored files.
 _KEPT = re.compile(r".+-[0-9a-f]{32}\.o")
-# What nobody has read for so long is removed; that it was read is noted once a day.
+# Files that no process has read for this long are removed; the time of reading is recorded once a
+# day.
 _OLD_S, _NOTED_S = 30 * 86400, 86400
-# Without "arcp" and "reassoc": LLVM estimates reciprocals in vectors alone, and sums in an order of
-# its own there. Whether a loop goes by vectors depends on how arrays happen to lie to one another.
+# Without "arcp" and "reassoc": in vectors only, LLVM would estimate reciprocals and change the
+# order of sums. Whether a loop uses vectors depends on the alignment of arrays.
 FAST_MATH = {"nnan", "ninf", "nsz", "contract", "afn"}
 
 
@@ -52,11 +53,11 @@ def compiled(
         name: must differ between all functions of the same sources.
         reassociates: whether LLVM may sum in any order, which vectorising sums requires.
     """
-    # NUMBA_CACHE_DIR is where numba itself would keep it.
+    # numba itself would use NUMBA_CACHE_DIR.
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or FOLDER)
     try:
         path = folder.expanduser() / f"{name}-{made_from()}.o"
-    except RuntimeError:  # An arbitrary user of a container has no home.
+    except RuntimeError:  # An arbitrary user of a container has no home directory.
         return _load(*_compile(signature, function, reassociates))
     found = _read(path)
     if found is None:
@@ -105,7 +106,7 @@ def _load(symbol: str, code: bytes) -> Code:
 
 def _engine(assembly: str) -> Any:
     """Return a new engine for a module."""
-    # Has LLVM know of numba's own functions, as it does once something has been compiled.
+    # Makes numba's own functions known to LLVM, as the first compilation would do.
     rtsys.initialize(cpu_target.target_context)
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(jit=True, codemodel="jitdefault")

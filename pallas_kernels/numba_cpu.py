@@ -33,9 +33,9 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Rows of a prompt that go through the pages together.
+# Number of rows of a prompt that pass the pages together.
 TILE_ROWS = 32
-# Below every score, and what a maximum starts from: exp(MASKED - NO_SCORE) is as good as 0.
+# Below every score, and the start of a maximum: exp(MASKED - NO_SCORE) is practically 0.
 MASKED, NO_SCORE = np.float32(-1e30), np.float32(-1e29)
 
 
@@ -74,7 +74,7 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
     G, H, B, bits, _ = sizes
     block, padded = sizes.block, sizes.padded
     head = H * B * bits // 8
-    # A decode goes through its pages once: memory is what it waits for.
+    # A decode passes its pages once, because memory is its limit.
     lines = [-(-entries * bits // 512) if sizes.rows == 1 else 0 for entries in (B, H)]
     scores_of = RowProduct(block, B, bits, prefetch=lines[0]).intrinsic()
     add_values = RowProduct(block, H, bits, add=True, prefetch=lines[1]).intrinsic()

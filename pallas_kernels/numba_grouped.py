@@ -31,7 +31,7 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Registers of a row of a tile: as many columns as divide most models' sizes.
+# Number of registers of a row of a tile; its columns divide most models' sizes.
 VECTORS = 4
 
 
@@ -110,7 +110,7 @@ def _tile(sizes: GroupedSizes) -> Any:
             for d in range(0, D, BLOCK):
                 at = data(args, 1 + g) + size * (weight + d * F)
                 product(rows, x + 4 * d, D, at, size * F, sums, min(BLOCK, D - d), at + ahead)
-        # All at once: another core may be at some of these columns, too.
+        # Added all at once, because another core may be working on some of these columns, too.
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
         for r in range(rows):
             for c in range(columns):
@@ -126,7 +126,7 @@ def _grouped(sizes: GroupedSizes) -> NativeCode:
     """Compile a kernel whose units are some columns of one expert, for all of its rows."""
     columns, bits, gated = sizes
     weights, size, counts, tile = 1 + gated, bits // 8, tiles().grouped, _tile(sizes)
-    # Cache lines of a row of the tile's columns; each tile of rows fetches one.
+    # Number of cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-columns * size // 64)
 
     @part
@@ -142,7 +142,7 @@ def _grouped(sizes: GroupedSizes) -> NativeCode:
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
         while True:
             expert, number = mine // tiles, mine % tiles
-            # The last columns may be some that were computed already.
+            # The last columns may include some that were already computed.
             column = min(number * columns, F - columns)
             following = min((number + dim(rets, 1, 0)) * columns, F - columns)
             row, end, done = row_E1[expert], row_E1[expert + 1], 0

@@ -34,24 +34,26 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Tokens of the vocabulary whose logits fill a cache line, and how many such lines a unit has.
+# Number of tokens of the vocabulary whose logits fill a cache line, and number of such lines of a
+# unit.
 LINE, LINES = 16, 4
-# Rows or pairs whose products are summed by themselves: one sum of thousands would round more than
-# XLA's do.
+# Number of rows or pairs whose products are summed separately; one sum of thousands would have
+# larger rounding errors than XLA's.
 BLOCK = 768
-# Columns of a tile of weights of 8 bits: a cache line.
+# Number of columns of a tile of 8-bit weights: a cache line.
 SCALED_COLUMNS = 64
-# Columns whose pairs of bfloat16 fill a register of AVX-512.
+# Number of columns whose pairs of bfloat16 fill a register of AVX-512.
 PAIRS = 16
-# Rows up to which weights that are not multiplied in pairs are read where they lie, since packing
-# them would take longer; more of smaller weights, by ``TileSizes.in_place``.
+# Largest number of rows for which weights that are not multiplied in pairs are read in place,
+# because packing would take longer. For smaller weights, ``TileSizes.in_place`` has more rows.
 FEW = 3
-# Rows of float32 beyond which XLA's own products are quicker, without AVX-512.
+# Number of float32 rows above which XLA's own products are faster, without AVX-512.
 XLA_BEYOND = 64
-# Bytes beyond which a weight is read some rows at a time, over many columns: a page of memory for
-# each row is more than a processor keeps the addresses of, and rows that lie powers of two apart
-# share few sets of its caches. Rows or pairs that are packed and summed by themselves; rows that
-# are read side by side where they lie: half of what a set of the first cache holds.
+# Bytes above which a weight is read some rows at a time, over many columns. A page of memory for
+# each row would need more addresses than a processor keeps, and rows at distances of powers of two
+# share few sets of its caches. Then: number of rows or pairs that are packed and summed separately;
+# and number of rows that are read side by side in place, half of the size of a set of the first
+# cache.
 LARGE, DEPTH, STREAMS = 2**23, 256, 4
 
 
@@ -114,8 +116,9 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
     size, is_float = jnp.dtype(dtype).itemsize, dtype == "float8_e4m3fn"
     weights, scaled, unit = 1 + gated, size == 1, np.float32(FP8_UNIT if is_float else 1)
     each = 1 + scaled
-    # Cache lines of a row of the tile's columns. Each tile of rows fetches one, of each row or of
-    # one of a pair; pairs that are read in place have one tile of rows, which fetches all.
+    # Number of cache lines of a row of the tile's columns. Each tile of rows fetches one line, of
+    # each row or of one row of a pair. Pairs that are read in place have one tile of rows, which
+    # fetches all.
     lines, all_at_once = -(-columns * size // 64), streamed or (pairs and not packed)
     fetched = 1 if all_at_once else lines * (1 + pairs)
     kept = RowProduct(rows, columns, 8 * size, False, lines if all_at_once else 1, is_float, pairs)
@@ -138,10 +141,10 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
         if worker == COUNT:
             return units(args)
         T, F, count, depth = dim(args, 0, 0), dim(args, 1, 1), number(args, 0), number(args, 1)
-        # Rows or pairs of a weight, and bytes from one to the next.
+        # Number of rows or pairs of a weight, and bytes from one to the next.
         D, by, down = dim(args, 1, 0) // together, size * F * together, -(-T // rows)
-        # Sums of tiles: of all, where they wait for the weights' next rows; then those of the rows
-        # that are streamed.
+        # Sums of tiles: of all tiles while they wait for the weights' next rows, and then of the
+        # streamed rows.
         scratch, each_tile = data(rets, 1) + 4 * worker * dim(rets, 1, 1), weights * cells
         kept_rows = down if depth < D else 1
         panels = scratch + 4 * each_tile * count * kept_rows
@@ -149,14 +152,14 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
         scale = nb.carray(pointer(data(args, each), np.float32(0)), (F,))
         other = nb.carray(pointer(data(args, weights * each), np.float32(0)), (F,))
         blocks, turns = -(-D // depth), weights if streamed else 1
-        # Lines of what comes next are fetched as evenly as powers of two allow.
+        # Lines to read next are fetched as evenly as powers of two permit.
         slowness = 0
         while fetched << (slowness + 1) <= down:
             slowness += 1
         while True:
             first = mine * count
             last = min(first + count, (F + columns - 1) // columns)
-            # Of streamed weights, one after the other: rows of both would share sets, too.
+            # Streamed weights are read one after the other; rows of both would also share sets.
             for turn in range(turns * blocks):
                 top = turn % blocks * depth
                 high, only = min(depth, D - top), turn // blocks
@@ -171,12 +174,12 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                                 pack(weight + size * min(j * columns, F - columns), size * F, to)
                 for low in range(0, high, streams if streamed else high):
                     wide = min(streams, high - low) if streamed else high
-                    # What comes next: the rows below, or the next unit's.
+                    # What is read next: the rows below, or the next unit's rows.
                     below, beside = top + low + wide, 0
                     if below >= D:
                         below, beside = 0, count * dim(rets, 1, 0)
                     for i in range(down):
-                        # The last rows and columns may be some that were computed already.
+                        # The last rows and columns may include some that were already computed.
                         row = min(i * rows, T - rows)
                         x = data(args, 0) + 4 * (D * row + top + low)
                         tiles = scratch + 4 * each_tile * count * (i if depth < D else 0)
@@ -219,7 +222,8 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                         found = nb.carray(pointer(tiles, np.float32(0)), wide_shape)
                         for j in range(first, last):
                             column = min(j * columns, F - columns)
-                            # All at once: another core may be at some of these columns, too.
+                            # Added all at once, because another core may be working on some of
+                            # these columns, too.
                             for r in range(rows):
                                 for c in range(columns):
                                     y = found[j - first, 0, r, c]
@@ -274,10 +278,10 @@ def _logits(sizes: LogitsSizes) -> NativeCode:
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (S, V))
         while True:
             token = min(mine * tokens, V - tokens)
-            # Of the next unit; LINE tokens are as many lines as x_DS has rows.
+            # Lines of the next unit; LINE tokens have as many lines as x_DS has rows.
             ahead = data(args, 1) + 4 * D * min((mine + dim(rets, 1, 0)) * tokens, V - tokens)
             found[:] = 0
-            # As many entries at a time as a cache keeps of all rows.
+            # As many entries at a time as a cache holds for all rows.
             for d in range(0, D, BLOCK):
                 n, by = min(BLOCK, D - d), 4 * padded
                 for v in range(0, tokens, rows):
@@ -350,7 +354,7 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
     pairs = has_pairs(x_TD.dtype if scaled else dtype)
     if pairs:
         x_TD = x_TD.astype(jnp.bfloat16)
-        # Whole pairs, and a register of columns at least; mostly, nothing is added.
+        # Whole pairs, and at least a register of columns; usually, nothing is added.
         more = (0, D % 2), (0, max(PAIRS - F, 0))
         x_TD = jnp.pad(x_TD, ((0, 0), more[0]))
         weights = tuple(jnp.pad(w, more[-w.ndim :]) for w in weights)
@@ -364,7 +368,7 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
     packed = tile.panel > 0 and in_place < T
     if scaled and not packed:
         most = tile.scaled
-    # As few tiles of rows as there can be, of as few rows as they can have.
+    # As few tiles of rows as possible, with as few rows as possible.
     rows = -(-T // -(-T // most))
     if packed or not scaled:
         columns = min(tile.vectors, tile.sums // rows) * tile.lanes

@@ -16,8 +16,7 @@ from numba.extending import intrinsic
 
 I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FAST, _ONE = ("fast",), ir.Constant(I64, 1)
-# What an fp8 (e4m3) number is to be multiplied by once it has been taken for a half: their
-# exponents' biases are 7 and 15.
+# Factor for an fp8 (e4m3) number that was read as a half: their exponents' biases are 7 and 15.
 FP8_UNIT = 2.0**8
 
 
@@ -209,7 +208,7 @@ class _Loop(NamedTuple):
                 phi.add_incoming(start[cell], before)
                 phi.add_incoming(new[cell], loop)
         for total, where in zip(found, at, strict=True):
-            # Last, so that what is there rounds once.
+            # Added last, so that the existing value is rounded once.
             out = b.fadd(total, self.floats(where, 32), flags=_FAST) if self.of.add else total
             b.store(out, b.inttoptr(where, floats.as_pointer()), align=4)
 
@@ -263,7 +262,7 @@ class _Loop(NamedTuple):
         b = self.builder
         if not self.of.pairs:
             return b.fadd(total, b.fmul(weight, entries, flags=_FAST), flags=_FAST)
-        # Vectors of 32 bfloat16, to LLVM; it casts those that it is given.
+        # For LLVM, vectors of 32 bfloat16; it casts the given ones.
         wanted = ir.FunctionType(total.type, [total.type, weight.type, entries.type])
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         found = b.module.globals.get(name) or ir.Function(b.module, wanted, name)

@@ -25,7 +25,7 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Tokens of a unit of work: of some that follow each other, keys share cache lines.
+# Number of tokens of a unit of work; keys of successive tokens share cache lines.
 TOKENS = 64
 
 

@@ -17,16 +17,17 @@ import jax.numpy as jnp
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-# Pairs of sequence and page that decode attention does at once: their pages stay in the cache.
+# Number of pairs of a sequence and a page that decode attention computes at once, so that their
+# pages stay in the cache.
 ITEMS = 32
-# Pages of the pool for each item, at most, where all of them are multiplied in place: a copied page
-# takes over twice as long.
+# Largest number of pages of the pool per item at which all pages are multiplied in place; copying a
+# page takes over twice as long.
 POOL_PER_ITEMS = 2
 # Small, so that a tile's scores stay in the cache of a core.
 TILE_ROWS = 32
 # Finite, so that a row that sees nothing gives 0 and not NaN.
 MASKED = -1e30
-# What a maximum starts from: above MASKED, so that exp(MASKED - maximum) is 0.
+# The start of a maximum: above MASKED, so that exp(MASKED - maximum) is 0.
 NO_SCORE = MASKED / 10
 
 
@@ -89,7 +90,7 @@ def decode_attention(
 
     if S * M * POOL_PER_ITEMS < P:
         return _normalised(by_items()).reshape(S, N, H)
-    # Past the last item: written nowhere.
+    # After the last item: it is not written.
     page_I = jnp.where(jnp.arange(len(items.page)) < count, items.page, P)
     of_pool = Items(*(jnp.zeros(P, jnp.int32).at[page_I].set(x, mode="drop") for x in items))
     readers_P = jnp.zeros(P, jnp.int32).at[page_I].add(1, mode="drop")
@@ -128,7 +129,7 @@ def _decode_items(
     """Return the items, padded with pages of which nothing is seen, and their number."""
     S, M = page_table_SM.shape
     from_S = jnp.maximum(length_S - (window or M * B), 0)
-    # Whole blocks of items: a slice past the end would start early and repeat some.
+    # Whole blocks of items, because a slice beyond the end would start earlier and repeat some.
     row_I, column_I, count = work_items(-(-length_S // B) - from_S // B, -(-S * M // ITEMS) * ITEMS)
     column_I = column_I + from_S[row_I] // B
     page_I = page_table_SM[row_I, jnp.minimum(column_I, M - 1)]
@@ -146,14 +147,14 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
     offset_B = jnp.arange(B)
     seen_IB = (offset_B >= items.begin[:, None]) & (offset_B < items.end[:, None])
     score = jnp.where(seen_IB[:, None, None], score, MASKED)
-    # By a matrix of owners: XLA:CPU makes a loop over items of a scatter.
+    # By a matrix of owners, because XLA:CPU turns a scatter into a loop over items.
     owner_SI = items.row == jnp.arange(S)[:, None]
     item_max_SIKG = jnp.where(owner_SI[..., None, None], score.max(-1), NO_SCORE)
     new_max_SKG = jnp.maximum(max_SKG, item_max_SIKG.max(1))
     p = jnp.exp(score - new_max_SKG[items.row][..., None])
     shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
     out = _einsum("ikgb,ikbh->ikgh", p, pages.values)
-    # Entries that a sequence does not see may hold NaN or infinity, which times 0 is NaN.
+    # Entries that a sequence does not see may hold NaN or infinity, and 0 times these is NaN.
 
     def masked() -> jax.Array:
         values = jnp.where(seen_IB[:, None, :, None], pages.values, 0)
@@ -162,7 +163,7 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
     out = _if_finite(out, masked)
     if pages.value_scale_PK is not None:
         out *= pages.value_scale_PK[..., None, None]
-    # So may the scale of a page that nobody reads.
+    # So may the scale of an unused page.
     out = jnp.where((items.begin < items.end)[:, None, None, None], out, 0)
     add = jnp.concatenate([out, p.sum(-1, keepdims=True)], -1)
 
@@ -212,9 +213,9 @@ def chunk_attention(
     K = kv.values.shape[1]
     G = N // K
     size_C = row_C1[1:] - row_C1[:-1]
-    # Every chunk ends with a part-filled tile at worst, and none is smaller than a row.
+    # At worst, every chunk ends with a partly filled tile, and none is smaller than a row.
     chunk_I, index_I, count = work_items(-(-size_C // TILE_ROWS), T // TILE_ROWS + min(C, T))
-    # A tile's rows are cut out and put back at once, past the end too.
+    # A tile's rows are cut out and put back at once, even beyond the end.
     q_TNH = jnp.pad(q_TNH.astype(_float_of(kv)), ((0, TILE_ROWS), (0, 0), (0, 0)))
 
     def one_tile(tile: jax.Array, out_TNH: jax.Array) -> jax.Array:
@@ -227,10 +228,11 @@ def chunk_attention(
         last = start_C[c] + jnp.minimum(skipped + TILE_ROWS, size_C[c]) - 1
         o_KRH = _attend_tile(q_KRH, first, last, kv, page_table_CM[c], window)
         o = o_KRH.reshape(K, G, TILE_ROWS, H).transpose(2, 0, 1, 3).reshape(TILE_ROWS, N, H)
-        # Where a chunk ends within the tile, the next chunk's tiles write over the rest.
+        # If a chunk ends within the tile, the next chunk's tiles overwrite the rest.
         return jax.lax.dynamic_update_slice_in_dim(out_TNH, o, row, 0)
 
-    # The output starts as a copy of q: a buffer of zeros would be made ahead for every layer.
+    # The output starts as a copy of q, because a buffer of zeros would be made ahead for every
+    # layer.
     out_TNH = jax.lax.fori_loop(0, count, one_tile, q_TNH.astype(jnp.float32))
     return out_TNH[:T]
 
@@ -255,7 +257,7 @@ def _attend_tile(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out_KRH, max_KR, sum_KR = carry
         page = kv.page(page_M[j])
-        # Entries past the tile's last row may hold NaN, and 0 times NaN is NaN.
+        # Entries beyond the tile's last row may hold NaN, and 0 times NaN is NaN.
         exists_B1 = (j * B + jnp.arange(B) <= last)[:, None]
         values_KBH = jnp.where(exists_B1, page.values, 0)
         score_KRB = _einsum("krh,khb->krb", q_KRH, page.keys)

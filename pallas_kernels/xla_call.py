@@ -28,27 +28,27 @@ from jaxinfer.pallas_kernels.numba_cache import Code, assembled, compiled
 
 I64 = ir.IntType(64)
 S = TypeVar("S")
-# Makes a part of a kernel, inlined: compiled by itself, it would take as long once more.
+# Makes a part of a kernel, which is inlined; compiled separately, it would take as long again.
 part = nb.njit(inline="always")
-# Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Api (c_api.h).
+# Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer and XLA_FFI_Api (c_api.h).
 EXTENSION, API, CONTEXT, ARGS, RETS = 1, 2, 3, 9, 14
 DATA, DIMS = 3, 5
 SCHEDULE = 17
-# In XLA_FFI_Extension_Base, whose kind is 1 where XLA asks for our version, and _Metadata.
+# Words in XLA_FFI_Extension_Base, whose kind is 1 if XLA asks for our version, and in _Metadata.
 KIND, METADATA, VERSION = 1, 3, 3
-# Minor versions of 0.x whose words are these: jax 0.10.2 has 3, 0.12 has 5.
+# Minor versions of 0.x with these words: jax 0.10.2 has 3, 0.12 has 5.
 KNOWN, PARTS = range(3, 6), ("MAJOR", "MINOR")
 
-# Words of what the threads of one call share.
+# Words of the data that the threads of one call share.
 NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, WORK, ASK = range(9)
-# Behind them, what the thread pool is asked with.
+# After them, the words of the request to the thread pool.
 ASK_WORDS = 5
 SHARED_WORDS = ASK + ASK_WORDS
-# The worker that does nothing but count the units.
+# The worker that only counts the units.
 COUNT = -1
-# Places where threads look out for the next call, each a cache line whose first word says what it
-# is: free, taken by a thread, or the call that this thread is to help. How often it looks; some
-# tens of microseconds.
+# Number of places where threads watch for the next call. Each is a cache line whose first word is
+# its state: free, taken by a thread, or the call that this thread must help. Then: how often a
+# thread looks, which takes some tens of microseconds.
 PLACES, LINE, FREE, TAKEN, LOOKS = 16, 64, 0, 1, 50_000
 _places = np.zeros(PLACES * LINE // 8, np.int64)
 binding.add_symbol("jaxinfer_places", _places.ctypes.data)
@@ -278,7 +278,7 @@ def _task(shared: int) -> None:
         if not late:
             _work(shared, _fetch_add(shared + 8 * WORKERS, 1), unit)
         _leave(shared)
-        # Who comes late has no core to itself.
+        # A late task has no core of its own.
         shared = 0 if late else _next_call()
 
 
@@ -350,7 +350,7 @@ def register_target(
         reassociates: see ``compiled``.
     """
     name = f"jaxinfer_{name}"
-    # Called by address: inlined, it would be compiled for each of its callers.
+    # Called by address, because an inlined function would be compiled for each of its callers.
     code = compiled(f"{name}-work", types.int64(*[types.int64] * 5), work, reassociates)
     binding.add_symbol(f"{name}_work", code.address)
     entry = assembled(name, _entry(name, _handler_target("jaxinfer_handler").name, scratch))
