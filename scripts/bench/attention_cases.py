@@ -15,7 +15,7 @@ from jaxinfer.pallas_kernels import generic, hopper, kv_pages, reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 N, K, H, B = 32, 8, 128, 64
-# Tokens of context that ragged decodes have, and how many of them there are.
+# Range of context tokens of ragged decodes, and the number of decodes.
 RAGGED, RAGGED_ROWS = (50, 8192), 64
 
 
@@ -176,7 +176,8 @@ def chunk_case(new: int, before: int, how: How) -> Case:
         run = dense(by, **mask)
         return Run(lambda: run(q[None], *flat)[0])
 
-    # The mask is an array of biases to cuDNN; without, it is given more to do, but less to read.
+    # For cuDNN, the mask is an array of biases. Without it, there is more to compute, but less to
+    # read.
     runs["contiguous"] = lambda: attend(how, mask=seen[None, None])
     runs["contiguous, unmasked"] = lambda: attend(how)
     if how.flex:

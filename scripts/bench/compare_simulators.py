@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-# The least of three, so that a disturbance of one does not count.
+# The smallest of three times, so that one disturbance does not count.
 CODE = """
 import gc, runpy, sys, time
 root, count, script = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -15,12 +15,12 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.serving.world import StepDone
 
 _MARK = "jaxinfer step done"
-# In this order: a name may have something of both.
+# Searched in this order, because a name may contain several of these.
 _KINDS = {
     "attention": re.compile(r"paged_|attention|flash|fmha", re.I),
     "matmuls": re.compile(r"gemm|cublas|cutlass|nvjet|xmma|splitk|matmul|dot", re.I),
 }
-# Steps under way when a trace starts: one may have been computed in part.
+# Number of steps in flight when a trace starts; one may have been computed in part.
 _SKIPPED = 3
 _LONGEST = 12
 
@@ -105,7 +105,7 @@ def read_trace(data: ProfileData) -> tuple[list[Kernel], list[float]]:
     for plane in data.planes:
         on_gpu = plane.name.startswith("/device:GPU")
         for line in plane.lines:
-            # A GPU's other lines show the same time again, by operator or by module.
+            # Other lines of a GPU show the same time again, by operator or by module.
             if on_gpu and line.name.startswith("Stream"):
                 for event in line.events:
                     start, seconds = event.start_ns / 1e9, event.duration_ns / 1e9
@@ -150,7 +150,7 @@ class StepTracer:
         if window is None:
             self._start(work)
         elif not self._kinds[window.name](work):
-            # Too few of them in a row: the next ones will do.
+            # There were too few in a row, so wait for the next ones.
             self._waiting[window.name] = self._kinds[window.name]
             self.close()
         else:

@@ -22,7 +22,7 @@ PARTS = {
     "rest": "tab:gray",
     "host": "tab:red",
 }
-# Peers' names. One that does not mask computes more, and is in tables alone.
+# Names of peers. A peer without a mask computes more, and is only in tables.
 NAMES = {"contiguous": "cuDNN, contiguous", "flex_attention": "torch's flex_attention"}
 LEFT_OUT = ("contiguous, unmasked",)
 

@@ -291,7 +291,7 @@ def main(
         **rates,
         "step_time": trace_steps(llm, work, size, roofline),
     }
-    # Before the long run, which may be cut off.
+    # Before the long run, which may be stopped.
     show_steps(figures)
     write(json_path, figures)
     stage = llm.engine.worker.stages[0]

@@ -38,14 +38,15 @@ from jaxinfer.models.sharding import shard
 from jaxinfer.pallas_kernels.choice import grouped
 from scripts.tables import Row, show_table
 
-# Experts, their sizes, and how many of them a token is sent to.
+# Number of experts, their sizes, and the number of experts per token.
 MODELS = {
     "small": (64, 1024, 512, 8),
     "qwen3-30b-a3b": (128, 2048, 768, 8),
     "mixtral-8x7b": (8, 4096, 14336, 2),
 }
 WEIGHTS = "gate_EDF", "up_EDF", "down_EFD"
-# Of the largest value, by the dtype of weights: all experts round their rows to it.
+# Tolerance relative to the largest value, by dtype of the weights: the version with all experts
+# rounds its rows to that dtype.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 

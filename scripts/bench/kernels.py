@@ -38,9 +38,9 @@ from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
 from scripts.bench.attention_cases import CASES, Case, How, Run
 
 CALLS = 10
-# Seconds for one case, compilation included; one that hangs is stopped.
+# Seconds for one case, including compilation; a case that hangs is stopped then.
 CASE_S = 100
-# Of the largest value: products of bfloat16.
+# Tolerance relative to the largest value, for products of bfloat16.
 TOLERANCE = 2e-2
 
 
@@ -81,7 +81,7 @@ def measure(case: Case, rates: Mapping[str, float], how: How, rounds: int) -> di
             run = make()
             found = run.start()
             run.wait(found)
-        except Exception as error:  # Whatever it is, the figures have it.
+        except Exception as error:  # The figures show any error.
             figures[name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             continue
         runs[name], figures[name] = run, {}

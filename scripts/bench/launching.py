@@ -32,8 +32,8 @@ from jaxinfer.runtime.stage.step import Key
 from jaxinfer.steps.shapes import StepShape
 from scripts.bench.engine import FULL, REHEARSAL
 
-# A command buffer is recorded again if an address has changed; without any, each kernel is launched
-# separately. What of them is skipped, XLA keeps at fixed addresses.
+# A command buffer is recorded again if an address has changed. Without command buffers, each kernel
+# is launched separately. XLA keeps parts that are skipped at fixed addresses.
 _MODE = "--xla_gpu_command_buffer_update_mode="
 FLAGS = {
     "default": "",
@@ -41,7 +41,7 @@ FLAGS = {
     "temporaries skipped": f"{_MODE}SKIP_TEMP",
     "skipped by profile": f"{_MODE}SKIP_PROFILED",
 }
-# JAX blocks a caller with many computations in flight, and a step has two.
+# JAX blocks callers with many computations in flight, and a step has two.
 LAUNCHES, FEW, ROUNDS = 20, 4, 5
 
 
@@ -50,7 +50,7 @@ def times(stage: Stage, shape: StepShape) -> dict[str, float]:
     key = Key(shape, SamplerShape())
     inputs, sampling = next(stage.padding(shape)), empty_sampling(shape.rows, key.sampler)
     there = jax.device_put((inputs, sampling), stage.plan.whole)
-    launch(stage, key, 1, *there)  # Compiles.
+    launch(stage, key, 1, *there)  # This compiles.
     host = [launch(stage, key, FEW, inputs, sampling)[0] / FEW for _ in range(ROUNDS)]
     whole = [launch(stage, key, LAUNCHES, *there)[1] / LAUNCHES for _ in range(ROUNDS)]
     return {"host_s": statistics.median(host), "step_s": statistics.median(whole)}
@@ -105,7 +105,7 @@ def main(json_path: str, here: bool, rehearse: bool) -> None:
         return
     figures: dict[str, Any] = {"jax": jax.__version__, "rehearsed": rehearse, "flags": FLAGS}
     figures["times"] = {}
-    # A CPU's XLA knows none of a GPU's flags.
+    # XLA for CPUs does not know flags for GPUs.
     for name, flags in list(FLAGS.items())[: 1 if rehearse else None]:
         found = in_own_process(flags, rehearse)
         figures["times"][name] = found

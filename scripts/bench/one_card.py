@@ -42,7 +42,7 @@ from scripts.bench.same_answers import TOP, Answers, Comparison, compare
 from scripts.tables import Row, show_table, write_csv
 
 FOLDER = Path("configs/gpu/one_card")
-# Those that need times of all steps come first: their profiles do for the others.
+# Systems that need the times of all steps come first, because the others use their profiles.
 SYSTEMS = (
     "cronus", "single", "takeover", "disaggregated", "tetriinfer", "hexgen2", "splitwise",
     "distserve", "aladdin", "hetis",
@@ -50,21 +50,21 @@ SYSTEMS = (
 PROCESSES = {"processes_cronus": ("host", "transfer_server")}
 ALONE = "single"
 CARDS = ("H100-SXM", "H200")
-# Of log probabilities, by the type of weights: what a tie is.
+# The difference of log probabilities that counts as a tie, by dtype of the weights.
 BOUND = {"float32": 1e-4, "bfloat16": 0.125}
 SMALL = (
     "engine.max_model_len=512", "engine.page_size=16", "engine.num_pages=161",
     "engine.max_num_seqs=8", "engine.max_num_batched_tokens=256", "engine.token_buckets=[256]",
     "workload.synthetic={input_len: 120, output_len: 24, range_ratio: 0.8, count: 12, seed: 0}",
 )  # fmt: skip
-# As little as has requests wait, prompts cut, and KV heads leave their own device.
+# Few pages, so that requests wait, prompts are cut, and KV heads leave their own device.
 LEAST = (
     "engine.max_model_len=256", "engine.page_size=16", "engine.num_pages=81",
     "engine.max_num_seqs=4", "engine.max_num_batched_tokens=128", "engine.token_buckets=[128]",
     "workload.synthetic={input_len: 60, output_len: 12, range_ratio: 0.8, count: 8, seed: 0}",
 )  # fmt: skip
-# Of some systems' small runs: KV heads leave their own device, layers are as many as segments, and
-# steps have rows enough for a fit of decodes.
+# Settings of some systems' small runs: KV heads leave their own device, there are as many layers as
+# segments, and steps have enough rows to fit decodes.
 OF_SYSTEM: dict[tuple[tuple[str, ...], str], str] = {
     (SMALL, "aladdin"): "engine.max_num_seqs=16",
     (LEAST, "aladdin"): "engine.max_num_seqs=16",
@@ -72,9 +72,9 @@ OF_SYSTEM: dict[tuple[tuple[str, ...], str], str] = {
     (LEAST, "hetis"): "engine.num_pages=13",
     (LEAST, "splitwise"): "instances.prompt.segments=2",
 }
-# Of a rehearsal, most of whose time goes into compilation.
+# Settings of a rehearsal, which spends most of its time on compilation.
 XLA_FLAGS = "--xla_backend_optimization_level=0"
-# Systems of the large model in a rehearsal, where it is as tiny as the other.
+# Systems of the large model in a rehearsal, where it is as tiny as the other one.
 REHEARSED = ("cronus", ALONE)
 SMOLLM2 = Path("configs/gpu/smollm2-135m/config.json")
 TINY = {
@@ -117,7 +117,7 @@ def passes(out: Path, is_rehearsal: bool) -> list[Pass]:
     """Return both ways, or tiny ones in a rehearsal; write the small model to the folder."""
     folder, size = out / "model", LEAST if is_rehearsal else SMALL
     folder.mkdir(exist_ok=True)
-    # Few layers compile sooner.
+    # Few layers compile faster.
     widths = TINY if is_rehearsal else json.loads(SMOLLM2.read_text()) | {"num_hidden_layers": 4}
     folder.joinpath("config.json").write_text(json.dumps(widths))
     exact = Pass("exact", str(folder), size, "float32", False)
@@ -138,7 +138,7 @@ def predict(system: str, card: str, settings: Sequence[str] = ()) -> Row | None:
     kinds = [f"groups.{name}.kind={card}" for name in own_groups(path)]
     config = load_run_file(path, [*settings, *kinds])
     if any(instance.is_spread for instance in config.instances.values()):
-        return None  # Attention on one device takes turns.
+        return None  # Attention groups on one device take turns.
     found = simulate(config, config.requests())
     assert found.ttft_p50 is not None
     assert found.tbt_p50 is not None
@@ -187,7 +187,7 @@ class Suite:
             row |= self._measured(kind, system, label, more)
         except Exception as error:
             row["result"] = f"failed: {type(error).__name__}: {one_line(error)}"
-        gc.collect()  # What a system had of the card is free only now.
+        gc.collect()  # The memory that a system had on the card is free only now.
         return row | {"seconds": round(time.monotonic() - start, 1)}
 
     def _measured(self, kind: Pass, system: str, label: str, more: Sequence[str]) -> Row:

@@ -112,7 +112,7 @@ def run_llamacpp(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> f
     batch = lib.llama_batch_init(LLAMA_TOKENS, 0, 1)
     start = time.perf_counter()
     waiting, slots = list(reversed(work)), list(range(LLAMA_SLOTS))
-    # Slot -> the request's tokens so far, how many are computed, and how many it ends with.
+    # For each slot: the request's tokens so far, the number of computed ones, and the final number.
     running: dict[int, tuple[list[int], int, int]] = {}
     while waiting or running:
         while waiting and slots:

@@ -88,7 +88,7 @@ def step_us(llm: LLM, count: int, rounds: int) -> list[tuple[float, float]]:
         for row, token in zip(batch.rows, done.tokens, strict=True):
             row.request.output_token_ids.append(token)
             row.start += 1
-    return found[3:]  # The first ones tell of all that is new.
+    return found[3:]  # The first steps send everything that is new.
 
 
 @click.command()

@@ -22,9 +22,9 @@ import numpy as np
 
 from jaxinfer.models import layers
 
-# Bytes of weights of one product at least, in turns: three times a large cache.
+# Smallest number of bytes of one product's weights, used in turns: three times a large cache.
 COLD = 2**27
-# Seconds of one measurement at least.
+# Smallest number of seconds of one measurement.
 LEAST_S = 0.02
 MOST = 1.05
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxinfer.request import RequestOutput
 
-# Likeliest tokens whose log probabilities the first run keeps at each position.
+# Number of likeliest tokens whose log probabilities the first run keeps at each position.
 TOP = 5
 
 

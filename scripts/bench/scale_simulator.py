@@ -21,11 +21,11 @@ import click
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 
-# Kind of GPU -> requests in one turn, and requests per second.
+# For each kind of GPU, its requests in one turn, and requests per second.
 WEIGHTS = {"H100-SXM": 8, "A100-80G-SXM": 4, "L40S": 2, "A10": 1}
 REQUESTS = (1_000, 10_000, 100_000, 1_000_000)
 INSTANCES = (4, 8, 16, 32, 64, 128)
-# Of the sweep over instances, for each of them.
+# Requests per instance, in the sweep over instances.
 REQUESTS_EACH = 1_000
 
 

@@ -79,7 +79,8 @@ def main() -> None:
                 if name.startswith("jaxinfer"):
                     command = ours(python, options.workload, options.dtype, out, options.settings)
                 else:
-                    # -P: not this folder's modules where a peer looks for a package, `kernels`.
+                    # -P hides this folder's modules, because a peer imports a package called
+                    # `kernels`.
                     command = [python, "-P", str(SCRIPTS / "bench" / "peer.py"), name, str(model)]
                     command += [options.dtype, options.workload, str(out)]
                 peaks[name].append(run(command))

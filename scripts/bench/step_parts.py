@@ -179,7 +179,7 @@ def needs(engine: Engine, parts: tuple[Part, ...], flops: float, read: float) ->
     }
 
 
-# Which parts of attention are left out, by what to call that.
+# Parts of attention that are left out, by the name of the rest.
 LEFT_OUT = {
     "all": (),
     "no prefill": ("chunks",),

@@ -26,7 +26,8 @@ SAMPLERS = {
     "top_p": SamplerShape(greedy=False, drawn=True, top_p=True),
     "top_k, top_p": SamplerShape(greedy=False, drawn=True, top_k=True, top_p=True),
 }
-# Of the device's time, and of the host's: JAX holds up whoever has many computations in flight.
+# Numbers of steps for the device's time and for the host's; JAX blocks callers with many
+# computations in flight.
 LAUNCHES, FEW = 20, 4
 
 
@@ -59,7 +60,7 @@ class StepWatch:
         if of_kind:
             self._ends.append(done.end)
         if of_kind and len(self._ends) == self._side + 1:
-            # Whichever tokens are fed back, the time is the same.
+            # The time does not depend on the tokens that are fed back.
             slots: defaultdict[str, int] = defaultdict(int)
             self.kept = shape, self._stage.inputs(batch, shape, slots, 0)
 
@@ -99,7 +100,7 @@ class StepWatch:
 
     def _launch(self, launches: int, key: Key, inputs: Any, sampling: Any) -> tuple[float, float]:
         stage = self._stage
-        for count in (1, launches):  # The first may compile.
+        for count in (1, launches):  # The first one may compile.
             start = time.perf_counter()
             for _ in range(count):
                 hidden = stage.forward(key, inputs, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jaxinfer
 
-# A package that needs an extra of its own.
+# A package that needs its own extra.
 LEFT_OUT = "ray"
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     out = parser.parse_args().out
     import pdoc
 
-    # Names that the package looks up when they are asked for.
+    # Names that the package imports when they are used.
     vars(jaxinfer).update({name: getattr(jaxinfer, name) for name in jaxinfer.__all__})
     pdoc.render.configure(docformat="google", show_source=False)
     pdoc.pdoc(*specs(), output_directory=out)

@@ -60,7 +60,7 @@ OPT: dict[str, object] = {
     "bos_token_id": 2,
     "eos_token_id": 2,
 }
-# Smaller than SIZES: experts are many matrices.
+# Smaller than SIZES, because experts have many matrices.
 QWEN3_MOE: dict[str, object] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -135,7 +135,7 @@ def write(folder: Path, kind: str, values: dict[str, object]) -> None:
             setattr(config, key, None)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if kind in ("mixtral", "qwen3_moe"):
-        model.set_experts_implementation("eager")  # the others know no float64
+        model.set_experts_implementation("eager")  # The others do not know float64.
     model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

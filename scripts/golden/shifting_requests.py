@@ -15,7 +15,7 @@ import click
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass
 from scripts.tables import write_csv
 
-# Lengths, their class if it is one, requests per second, and for how many seconds.
+# Lengths, their class if there is one, requests per second, and seconds.
 PHASES: tuple[tuple[str, WorkloadClass | None, float, float], ...] = (
     ("azure_code", None, 3.2, 150.0),
     ("azure_conversation", "LPHD", 6.0, 150.0),

@@ -22,7 +22,7 @@ from jaxinfer.checkpoints.gguf_file import read_gguf
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 NORMAL, USER_DEFINED = 1, 4
-# They lead up to a byte token's name, which nothing in a text may become.
+# They lead to a byte token's name, which no text may become.
 BYTE_LIKE = ["<", "0", "A", ">", "<0", "<0x", "<0x0", "<0x0A"]
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and the other dogs",
@@ -68,7 +68,7 @@ def model_of(metadata: Mapping[str, Any]) -> Any:
     proto = sentencepiece_model_pb2.ModelProto()
     columns = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type"))
     for index, (piece, score, kind) in enumerate(zip(*columns, strict=True)):
-        # It insists on the type of the unknown token, and on its own spelling of spaces.
+        # It requires the type of the unknown token, and its own spelling of spaces.
         kind = 2 if index == metadata["tokenizer.ggml.unknown_token_id"] else kind
         proto.pieces.add(piece=piece.replace(" ", "\u2581"), score=score, type=kind)
     proto.trainer_spec.model_type = proto.trainer_spec.BPE

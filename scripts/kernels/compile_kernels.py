@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before JAX is imported: a ptxas that leaves what it says, found by Mosaic on PATH.
+# Set before JAX is imported: a ptxas that stores its messages, which Mosaic finds on PATH.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PATH"] = f"{tempfile.mkdtemp()}/bin:{os.environ['PATH']}"
 
@@ -45,7 +45,7 @@ from scripts.bench.engine import LLAMA_3_8B
 from scripts.kernels.lower_kernels import Variant, ampere_variants, variants
 from scripts.kernels.machine_code import disassemble, disassembler, tile_loop
 
-# Of the model whose steps are compiled.
+# Options of the model whose steps are compiled.
 LAYERS = 2
 SCRATCH = Path(os.environ["PATH"].split(":")[0]).parent
 PTXAS = """#!/bin/sh
@@ -59,11 +59,11 @@ for word in "$@"; do
 done
 exit $status
 """
-# Triton's kernels are assembled by what lies there, Mosaic's by what PATH finds.
+# Triton's kernels are assembled by the ptxas in this folder, Mosaic's by the one on PATH.
 USE_PTXAS: Any = {"xla_gpu_cuda_data_dir": str(SCRATCH)}
 
 
-# By the names that the tables have.
+# Kernels by their names in the tables.
 GPUS = {name.upper(): gpu for name, gpu in targets.GPUS.items()}
 
 
@@ -113,18 +113,18 @@ def assembled(compile_it: Callable[[], object]) -> Assembled:
         log.unlink()
     try:
         compile_it()
-    except Exception as error:  # Whatever it is, the table has it.
+    except Exception as error:  # The table shows any error.
         return Assembled(f"FAILED {type(error).__name__}: {error}".splitlines()[0][:160], [])
     found, loops = [], []
     logs = {log: log.read_text() for log in (SCRATCH / "logs").glob("[0-9]*[0-9]")}
-    # What joins the parts of decodes comes last.
+    # The kernel that combines the parts of decodes comes last.
     for log, text in sorted(logs.items(), key=lambda item: "'paged_join" in item[1]):
         if not re.search(r"'(paged|grouped)_", text):
             continue
         registers = re.findall(r"Used (\d+) registers", text)
         spills = re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
         spilled = sum(int(bytes_) for both in spills for bytes_ in both)
-        # The reasons for it: C7508 to C7518.
+        # The reasons for it are C7508 to C7518.
         serial = ", wgmma serialised" if "instructions are serialized" in text else ""
         found.append(f"{'/'.join(registers)}{f', {spilled} B' if spilled else ''}{serial}")
         if disassembler() and (loop := tile_loop(disassemble(log.with_suffix(".cubin")))):
@@ -185,7 +185,7 @@ def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
                 array = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.pages))
                 in_place = memory.alias_size_in_bytes >= plan.kv_bytes
                 copied += not in_place or memory.temp_size_in_bytes >= array
-    except Exception as error:  # Whatever it is, the table has it.
+    except Exception as error:  # The table shows any error.
         return f"FAILED {type(error).__name__}: {error}".splitlines()[0][:160]
     if copied:
         return f"FAILED: {copied} steps copy pages"
@@ -206,7 +206,7 @@ def main(only: str) -> None:
 
 def print_steps() -> int:
     """Print the steps' table; return how many failed."""
-    # A GPU that is not there has no memory to ask about.
+    # An absent GPU cannot report its memory.
     planning._memory = lambda *_: (2**36, 2**36)
     print(f"| jax {jax.__version__}: steps | {' | '.join(GPUS)} |")
     print("|---|" + "---|" * len(GPUS))

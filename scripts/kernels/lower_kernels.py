@@ -22,7 +22,7 @@ from jaxinfer.pallas_kernels import ampere_decode, generic, grouped, hopper, wri
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
-# Query heads per KV head, head size, tokens per page.
+# Query heads per KV head, head size, and tokens per page.
 SHAPES = (
     (1, 64, 16),
     (3, 80, 8),
@@ -35,7 +35,8 @@ SHAPES = (
     (5, 192, 16),
 )
 S, C, T, M, P = 8, 4, 256, 64, 600
-# Experts, their sizes and rows: Mixtral's and Qwen 3's, decodes and prompts; none divides.
+# Number of experts, their sizes, and rows: Mixtral's and Qwen 3's, for decodes and prompts; none of
+# them divides evenly.
 EXPERTS = ((8, 4096, 14336, 16), (128, 2048, 768, 256), (128, 2048, 768, 32768), (6, 80, 48, 200))
 
 
@@ -139,7 +140,7 @@ def lower(variant: Variant, gpu: str) -> str:
     """Lower a kernel; return ``yes``, or what is wrong in a few words."""
     try:
         text = lowered(variant, gpu)
-    except Exception as error:  # Whatever it is, the table has it.
+    except Exception as error:  # The table shows any error.
         return f"{type(error).__name__}: {error}".splitlines()[0][:80]
     return "yes" if "triton" in text or "mosaic_gpu" in text else "without a kernel"
 

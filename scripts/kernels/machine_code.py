@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-# By what instructions begin with: products of matrices, powers of two and reciprocals, waits for
-# what is in flight, barriers, copies to and from shared memory, and memory that holds spills.
+# Kinds by the first letters of instructions: products of matrices, powers of two and reciprocals,
+# waits for copies in flight, barriers, copies to and from shared memory, and spills to memory.
 PRODUCTS = ("HGMMA", "HMMA", "IMMA", "QGMMA")
 COUNTED = {
     "products": PRODUCTS,

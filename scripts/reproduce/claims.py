@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 from scripts.tables import Row, show_table, write_csv
 
-# What was fitted to the paper, what follows without, what was taken from it; and what is compared
-# with our own closed forms, other simulators or nothing, since no paper has a figure of it.
+# Fitted to the paper; following without a fit; taken from the paper; and compared with our own
+# closed forms or other simulators, because no paper has such a figure.
 Kind = Literal["calibrated", "predicted", "input", "consistency"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxinfer import SamplingParams
 
-# A tiny Llama, whose weights are drawn: decisions ask for no language.
+# A tiny Llama with random weights, because decisions do not depend on language.
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": 32,
     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -14,20 +14,20 @@ MODEL: dict[str, Any] = {
     "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": 256,
 }  # fmt: skip
-# A request is at most of so many tokens, in prompt and output.
+# Largest number of tokens of a request, prompt and output together.
 PROMPT, OUTPUT = 110, 40
 SHARES = {name: {"weight": number + 1, "max_waiting": 2} for number, name in enumerate("pqde")}
 PAIRS = {"prefill": ["p", "q"], "decode": ["d", "e"]}
 UNITS = [{"prefill": ["p"], "decode": ["d"]}, {"prefill": ["q"], "decode": ["e"]}]
 HAND_OFFS = ("on_demand", "at_end", "when_room", "per_chunk", "per_segment")
-# Attention elsewhere takes less time, so that heads are handed out.
+# Attention elsewhere takes less time, so that heads are moved out.
 ATTENTION = {
     "p": {"per_pair": 1e-4, "per_entry": 1e-6},
     "q": {"per_pair": 1e-4, "per_entry": 1e-6},
     "d": {"per_pair": 5e-5, "per_entry": 5e-7, "exchange": 1e-5},
     "e": {"per_pair": 6e-5, "per_entry": 5e-7, "exchange": 1e-5},
 }
-# By name: groups, each of which has an instance, and options; of a tuple, one is drawn.
+# For each name: groups, each with an instance, and options; one value of a tuple is drawn.
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "single": ("p", {}),
     "pipeline_parallel": ("pq", {}),
@@ -49,7 +49,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "takeover": ("pqde", {"spared": (0.01, 0.2)}),
     "aladdin": ("pqde", {"ttft_s": 60.0, "atgt_s": 2.0, "heartbeat_s": 0.002}),
 }  # fmt: skip
-# By name, in what they differ from instances that have room.
+# For each name, differences to instances that have room.
 CLUSTERS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "small": {"num_pages": 20, "watermark": 0.0},
@@ -57,7 +57,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
     "meshes": {},
     "processes": {},
 }
-# By name: the cluster, how requests are sampled, and what happens to the run.
+# For each name: the cluster, how requests are sampled, and what happens during the run.
 WORKLOADS: dict[str, tuple[str, bool, str]] = {
     "greedy": ("roomy", False, ""),
     "seeded": ("roomy", True, ""),
@@ -101,7 +101,8 @@ def sections(system: str, cluster: str, seed: int) -> dict[str, Any]:
         elif cluster == "roomy" and "hand_off" in options:
             instances["p"]["segments"] = 2
     if cluster == "processes":
-        whole = len(instances) > 1 or len(groups) == 1  # Else, an attention group alone comes back.
+        # Otherwise, an attention group returns alone.
+        whole = len(instances) > 1 or len(groups) == 1
         groups = {
             name: group | {"process": "own"} | ({"restart": 1} if whole or name == "d" else {})
             for name, group in groups.items()
@@ -128,7 +129,7 @@ def _spread(
 
     If there is room, the shared group has two devices.
     """
-    # A request of 19 pages for each of two heads just fits the small ones.
+    # A request of 19 pages for each of two heads just fits into the small ones.
     own, near, far = (12, 11, 8) if cluster == "small" else (30, 14, 12)
     pools = [{"group": "d", "num_pages": near}, {"group": "e", "num_pages": far}]
     halves = rng.choice(["never", "by_time", "always"])

@@ -44,7 +44,7 @@ from scripts.validate.decision_cases import (
 )
 
 COUNTS = "entries", "preemptions", "transfers", "slice_moves", "cached_tokens"
-# Kinds of decisions, and of events that ask for some: a matrix is to have all of them.
+# Kinds of decisions, and of events that lead to some; a matrix must have all of them.
 KINDS = (
     "admissions", "chunks", "hand_offs", "preemptions", "reassignments", "slice_moves",
     "role_changes", "prefix_hits", "halves", "stops", "losses", "returns", "without_shards",
@@ -111,13 +111,14 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
     name = rng.choice([*llm.cluster.engines])
     worker = llm.cluster.engines[name].worker
     steps, first, more = 0, rng.randint(3, 9), rng.choice([0, 0, 2, 5])
-    if isinstance(worker, PipelineWorker):  # It goes on without its attention group meanwhile.
+    # It continues without its attention group in the meantime.
+    if isinstance(worker, PipelineWorker):
         home: Any = restarts._homes["d"]
         (at,) = home.processes.values()
     else:
         at, home = worker.process, restarts._of[name]  # type: ignore[union-attr]
         if len(llm.cluster.engines) == 1:
-            more = 0  # No step ends until it is back.
+            more = 0  # No step ends until it has returned.
 
     def on_step(done: StepDone) -> None:
         nonlocal steps
@@ -189,7 +190,7 @@ def summary(path: Path) -> str:
     equal = sum(not row["difference"] for row in rows)
     counts = ", ".join(f"{sums[c]:,} {c.replace('_', ' ')}" for c in (*COUNTS, "lost", "back"))
     text = f"Of {len(rows)} runs, {equal} have equal ledgers: {counts}."
-    if "kinds" not in rows[0]:  # An older file.
+    if "kinds" not in rows[0]:  # This file is older.
         return text
     kinds = Counter(each.partition(":")[0] for row in rows for each in str(row["kinds"]).split())
     made = ", ".join(f"{name.replace('_', ' ')} in {kinds[name]}" for name in KINDS)
@@ -207,13 +208,14 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
     By default, all systems and all workloads run. The program fails if ledgers differ, or if a kind
     of decision never occurs.
     """
-    # Most of the time goes into compilation, little into what it makes.
+    # Most of the time goes into compilation, and little into running the programs.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     jax.config.update("jax_num_cpu_devices", 8)
-    process.SILENCE_S = 600.0  # Whoever is killed breaks off; a busy machine may be silent.
+    # A killed process closes its connections; a busy machine may be silent.
+    process.SILENCE_S = 600.0
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
-        profile.FOLDER = Path(temporary, "profiles")  # What is measured here is nobody else's.
+        profile.FOLDER = Path(temporary, "profiles")  # Profiles measured here must not be used elsewhere.
         for seed, system, cluster in product(seeds, systems or SYSTEMS, CLUSTERS):
             names = [n for n in workloads or WORKLOADS if WORKLOADS[n][0] == cluster]
             here: list[Row] = []
@@ -221,7 +223,7 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
                 for row in ledgers(system, names, seed, Path(temporary)):
                     click.echo(f"{system}, {row['workload']}: {row['difference'] or 'equal'}")
                     here.append(row)
-            except Exception as error:  # The others of the matrix are of use without it.
+            except Exception as error:  # The other rows of the matrix are useful without it.
                 why = f"{type(error).__name__}: {one_line(error)}"
                 click.echo(f"{system}, {names[len(here)]}: {why}", err=True)
                 failed = {"seed": seed, "system": system, "difference": why}

@@ -45,9 +45,9 @@ MODEL = ModelShape(
     num_key_value_heads=8, vocab_size=256,
 )  # fmt: skip
 CONTEXT = 128
-# Tokens of a prompt, or sequences.
+# Tokens of a prompt, or numbers of sequences.
 SIZES = {"prefill": (256, 1024), "decode": (32, 128)}
-# Without experts, those of experts are megatron and sequence_parallel.
+# Without experts, layouts of experts equal megatron and sequence_parallel.
 NAMES = [name for name in LAYOUTS if not name.startswith("expert_")]
 ROUNDS = 5
 
@@ -84,11 +84,13 @@ class Rates:
     last: float
 
 
-# Rows of a square product, and of products by a weight; numbers that a device has of other arrays.
+# Rows of a square product, and of products with a weight; and a device's share of other arrays, in
+# numbers.
 SQUARE, ROWS = 512, (1, 4, 16, 64, 256)
 NUMBERS, LARGE, SMALL = 1 << 21, 1 << 24, 1 << 12
 CHAIN = 9
-# Bytes from which on malloc of glibc has a buffer's pages from the system, and returns them.
+# From this number of bytes on, glibc's malloc takes a buffer's pages from the system, and returns
+# them.
 FRESH = 32 << 20
 
 
@@ -156,7 +158,7 @@ def rates(seconds: Mapping[str, float]) -> Rates:
     )
 
 
-# As functions of a device's part, of which all have the same size, and the mesh's axes.
+# As functions of a device's part, which has the same size on all devices, and of the mesh's axes.
 COLLECTIVES: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
     "all-reduce": jax.lax.psum,
     "all-gather": partial(jax.lax.all_gather, tiled=True),
@@ -243,7 +245,7 @@ def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
     multiplied = sum(
         each.weights * product_s(tokens * each.rows, rates) for each in flow.layer.products
     )
-    # A prompt's scores are all computed, and then masked.
+    # All scores of a prompt are computed, and then masked.
     pairs, entries = (
         (tokens * tokens, tokens)
         if phase == "prefill"
@@ -251,11 +253,11 @@ def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
     )
     H = flow.model.head_size
     flops = 4 * pairs * part.tokens * part.heads * H
-    # A row by a weight takes as long as the weight's reading.
+    # A product of one row takes as long as reading the weight.
     read_s = 2 * entries * part.kv_heads * H * rates.product[1]
-    # Each half of a layer has a norm, which reads its input twice and writes, and a sum of two:
-    # six passes over the residual stream, where it lies. Scores are written, read for their
-    # largest, read and written as shares, and read for the sum and the product.
+    # Each half of a layer has a norm, which reads its input twice and writes it, and a sum of two
+    # arrays. These are six passes over the residual stream, in place. Scores are written, read for
+    # the maximum, read and written as shares, and read for the sum and for the product.
     places = flow.layout.activations.get("residual", {})
     pieces = math.prod(ways(place, MESH) for place in places.values())
     passes = 2 * 6 * tokens * MODEL.hidden_size / pieces
@@ -311,7 +313,7 @@ def in_turns(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     for number in range(1 + ROUNDS):
         for name, run in runs.items():
             if name in NAMES:
-                # The one before may have left memory that is returned meanwhile.
+                # The previous run may have left memory that is returned during this one.
                 seconds_of(run)
             seconds = seconds_of(run)
             if number:

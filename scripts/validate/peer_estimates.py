@@ -14,7 +14,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-# Names under which it ships a model's shape.
+# Names of model shapes that it ships.
 MODELS = {
     "meta-llama/Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B",
     "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B",
@@ -22,7 +22,7 @@ MODELS = {
     "Qwen/Qwen3-235B-A22B-FP8": "Qwen/Qwen3-235B-A22B-FP8",
     "openai/gpt-oss-120b": "openai/gpt-oss-120b",
 }
-# Formats of products and of experts, where the rows' are others than the checkpoints'.
+# Formats of products and of experts, for rows whose formats differ from the checkpoint's.
 FORMATS = {
     "Qwen/Qwen3-235B-A22B-FP8": ("fp8_block", "fp8_block"),
     "openai/gpt-oss-120b": ("bfloat16", "w4a16_mxfp4"),

@@ -35,7 +35,8 @@ from scripts.validate.decisions import summary
 from scripts.validate.faults.registry import all_faults
 from scripts.validate.faults.scenario import MODEL, PAIRS, WIDE, WINDOWED, scenario
 
-# Pairs of layouts drawn besides those that ship, for faults and for clean hand-offs.
+# Numbers of drawn pairs of layouts, in addition to those that ship, for faults and for clean
+# hand-offs.
 DRAWN_FAULTS, DRAWN_CLEAN = 15, 60
 MODELLED = "configs/modelled/disaggregated.yaml"
 REQUESTS, ROUNDS = 500, 12
@@ -118,7 +119,7 @@ def ledger_cost() -> tuple[float, list[float], int]:
         seconds = dict(zip(order, in_turns(*map(simulation, order)), strict=True))
         plain.append(seconds[False])
         shares.append(seconds[True] / seconds[False])
-    # Whoever goes first pays for the other one, too: both orders count alike.
+    # The first job also pays for the other one, so both orders count equally.
     both = [math.sqrt(one * other) - 1 for one, other in batched_pairs(shares)]
     return min(plain), both, steps
 

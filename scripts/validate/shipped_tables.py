@@ -29,7 +29,7 @@ VERSIONS = {"h100_sxm": "0.19.0", "h200_sxm": "0.19.0", "a100_sxm": "0.14.0", "l
 COLLECTIVES = "0.14.0"
 KINDS = {"h100_sxm": "H100-SXM", "h200_sxm": "H200", "a100_sxm": "A100-80G-SXM", "l40s": "L40S"}
 NAMES = {"h100_sxm": "h100", "h200_sxm": "h200", "a100_sxm": "a100", "l40s": "l40s"}
-# Another card's table, since the card's own has times that its peak forbids.
+# Cards whose own table has times that their peak forbids, with the card whose table replaces it.
 INSTEAD = {("h200_sxm", "context_attention_perf"): "h100_sxm"}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -89,7 +89,7 @@ def _read(operators: Path, profiles: Path, card: str, name: str, version: str) -
     found = {column: np.array([row[column] for row in rows]) for column in rows[0]}
     if name == "custom_allreduce_perf":
         found = _of(found, (found["op_name"] == "all_reduce") & (found["nccl_dtype"] == "half"))
-        # Times of 16 bits, whatever they stand for.
+        # Times of 16 bits, under whatever name.
         found["allreduce_dtype"] = np.full(len(found["latency"]), "bfloat16")
     return found
 

@@ -26,18 +26,18 @@ from jaxinfer.lab.validate.points import Point, read_points
 from scripts.tables import Row, read_csv, show_table, write_csv
 
 Group = Callable[[Point], bool]
-# Its engines' launches and operators are known.
+# Engines whose launch scripts and operators are known.
 DENSE = ("Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-32B")
 WHOLE, REPLICAS = "Qwen3 235B, attention on all GPUs", "Qwen3 235B, attention in replicas"
-# Of these, vLLM on H200 alone has tables of experts; all other points are refused by name. Rows do
-# not say in how many replicas attention is: several where experts have more GPUs than it.
+# Of these, only vLLM on H200 has tables of experts; all other points are refused. Rows do not say
+# how many replicas attention has; there are several if experts have more GPUs than attention.
 EXPERTS: Mapping[str, Group] = {
     WHOLE: lambda point: _has_experts(point, "Qwen3-235B") and point.attention_dp == 1,
     REPLICAS: lambda point: _has_experts(point, "Qwen3-235B") and point.attention_dp > 1,
     "gpt-oss 120B": lambda point: _has_experts(point, "gpt-oss"),
 }
 FULL_CARD = "Qwen3 32B, SGLang 0.5.8"
-# Above, a point takes as long as ten others.
+# A point above this takes as long as ten others.
 LONGEST = 8191
 FITTED = "0.00002"
 TRIED = ("0", "0.00001", FITTED, "0.00003")
@@ -45,7 +45,7 @@ BUDGETS = (
     "max_num_tokens", "max_num_tokens_then", "max_prefill_tokens", "vllm_budget",
     "inferencex_vllm", "inferencex_trtllm", "batch_wait",
 )  # fmt: skip
-# By name: rules left out, and values set.
+# For each name: rules that are left out, and values that are set.
 VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "as published": ((), ()),
     "one budget of 8,192, chunks for all, no correction": (
@@ -71,11 +71,11 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "today's budget for 1.0.0rc3": (("max_num_tokens_then",), ()),
     "SGLang's prompts first for all": (("max_prefill_tokens",), ()),
 }
-# By group and name: what was left out or set to see whether it explains how far off it is.
+# For each group and name: what was left out or set, to see whether it explains the error.
 ATTEMPTS: Mapping[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = (
     {
         (FULL_CARD, "as published"): ((), ()),
-        # By Little's law 5.2 requests of 1,024 tokens, or 2.7 of 2,048, are served at once.
+        # By Little's law, 5.2 requests of 1,024 tokens, or 2.7 of 2,048, are served at once.
         (FULL_CARD, "room for 6,000 tokens"): ((), ("engine.num_pages=375",)),
         (FULL_CARD, "room for 19,200 tokens"): ((), ("engine.num_pages=1200",)),
     }

@@ -48,7 +48,7 @@ def main(tables: str, path: Path, out: Path) -> None:
             [float(row["prefill_e2e_time"]) for row in theirs],
             [r.token_times[0] - r.arrival for r in ours],
         ),
-        # Vidur divides by all output tokens, the first included.
+        # Vidur divides by the number of all output tokens, including the first.
         "decode per token": (
             [float(row["decode_time_execution_plus_preemption_normalized"]) for row in theirs],
             [(r.token_times[-1] - r.token_times[0]) / len(r.token_times) for r in ours],

@@ -15,7 +15,7 @@ RATE, LEVELS, SEEDS = 25.0, (0.99, 0.995), range(5)
 # Theta is chosen with another seed, once for each level and kind of prediction.
 THETAS, CALIBRATION = (0.9, 0.8, 0.7, 0.6, 0.5), 100
 RATES = (3.0, 6.0, 12.0, 18.0, 25.0, 50.0)
-# About how many workers RATE takes, to begin with.
+# Number of workers at which searches at RATE begin.
 USUAL = 17.0
 
 
@@ -38,7 +38,7 @@ def _thetas(search: Search, level: float, oracle: bool) -> list[Row]:
     for theta in THETAS:
         way = aladdin(theta, oracle)
         found = None
-        # Where none keeps the lower level, none keeps this one.
+        # If no theta keeps the lower level, none keeps this one.
         if search.fewest(way, RATE, LEVELS[0], CALIBRATION, guess):
             found = search.fewest(way, RATE, level, CALIBRATION, guess)
         guess = found or guess

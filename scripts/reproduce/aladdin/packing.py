@@ -63,7 +63,7 @@ def least_usd(jobs: Sequence[Job], workers: Sequence[WorkerAccount]) -> float | 
     decodes.
     """
     count, jobs = len(jobs), list(jobs)
-    size = len(workers) * (count + 1)  # Of each worker, all requests, then whether it is open.
+    size = len(workers) * (count + 1)  # For each worker, all requests, and then whether it is open.
     rows, upper = [], []
 
     def at_most(number: int, each: Sequence[float], most: float) -> None:
@@ -86,11 +86,11 @@ def least_usd(jobs: Sequence[Job], workers: Sequence[WorkerAccount]) -> float | 
         prompts = [prefill.per_token * job.prompt for job in jobs]
         at_most(number, prompts, of.ttft_s - prefill.constant)  # (c)
         entries = [job.entries(of.page_size) for job in jobs]
-        for step in {left for _, left in entries}:  # (e): peaks are where one ends.
+        for step in {left for _, left in entries}:  # (e): peaks are where a request ends.
             held = [now + step if step <= left else 0 for now, left in entries]
             at_most(number, held, of.room)
         at_most(number, [float(job.longest > of.room) for job in jobs], 0.0)
-        at_most(number, [1.0] * count, count)  # Who is not open has none.
+        at_most(number, [1.0] * count, count)  # A closed worker has no requests.
     once = np.zeros((count, size))
     for j in range(count):
         once[j, j :: count + 1] = 1

@@ -20,7 +20,7 @@ from scripts.tables import CONFIGS
 
 FILE = CONFIGS / "aladdin" / "llama2_7b.yaml"
 TTFT_S, ATGT_S = 0.4, 0.015
-# What users allow, and the requests of a run.
+# Limits for users, and the number of requests of a run.
 LIMIT, REQUESTS = 2048, 1000
 
 

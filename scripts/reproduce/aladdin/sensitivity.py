@@ -22,10 +22,10 @@ from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
 RATE, LEVEL, SEED = 25.0, 0.99, 0
-# Of four workers, requests per second.
+# Requests per second of four workers.
 RATES = (2.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0)
-# Milliseconds that each process beside the first adds to a step: 2.2 is what Ray takes at TP 4 in
-# Vidur's CPU overheads (6.6 ms in all).
+# Milliseconds that each process after the first adds to a step: 2.2 is Ray's time at TP 4 in
+# Vidur's CPU overheads (6.6 ms in total).
 PROCESS_MS = (0.0, 0.5, 1.0, 2.2)
 PREFILLS = 12
 

@@ -25,7 +25,8 @@ from scripts.tables import CONFIGS, Row
 
 PLAN = CONFIGS / "plan" / "aladdin_unlike.yaml"
 FILE = CONFIGS / "aladdin" / "unlike.yaml"
-# Seconds to the first token, and between tokens: the looser, the more of them small GPUs keep.
+# Limits of the seconds to the first token, and between tokens. Looser limits can be met by more
+# small GPUs.
 LEVELS = ((0.8, 0.03), (1.6, 0.06), (4.0, 0.2))
 REQUESTS, MOST = 500, 10
 KINDS = ("large", "middle", "small")

@@ -19,7 +19,8 @@ SHORT = 600
 LONG = {"512+1024": 2500, "chats": 2500}
 
 Lengths = Sequence[tuple[int, int]]
-# By ratio of prefill and decode instances, requests per second and card, and the closed form's.
+# For each ratio of prefill and decode instances, requests per second per card, simulated and by the
+# closed form.
 Rates = Mapping[tuple[int, int], tuple[float, float]]
 
 
@@ -32,7 +33,7 @@ def problem(trace: Path) -> Problem:
         "decode": {"kind": "vendor-a", "most": DECODES},
         "link_gb_s": 25.0,
     }
-    # Few at a time, so that those that promise little are given up early.
+    # Only a few at a time, so that ratios with low bounds are given up early.
     goal = {"maximise": "gpu", "slo": SLO, "at_once": 2}
     workload = {"trace": str(trace)}
     return Problem.model_validate(

@@ -34,7 +34,8 @@ SYSTEMS = (
 LOWS = ("A10", "A30")
 SLO = "ttft:p90=2,tbt:p99=0.2"
 CHUNKS = (256, 512, 1024)
-# Seeds of arrivals: with the first three the planner searches, with the others all are compared.
+# Seeds of arrivals: the planner searches with the first three, and all are compared with the
+# others.
 SEARCHED, COMPARED = 3, (3, 4, 5)
 
 
@@ -155,7 +156,7 @@ WAYS = {
 }
 SCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 RATES = (0.5, 1, 2, 3, 4, 5, 6, 7, 8)
-# Requests of each point.
+# Number of requests of each point.
 SAMPLE = 300
 LONGEST = 8192
 

@@ -56,7 +56,7 @@ def table_2(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
     return rows
 
 
-# Figure 4: one request every so many seconds.
+# Figure 4: one request after each interval, in seconds.
 INTERVALS = (0.1, 0.11, 0.12, 0.13, 0.14, 0.16, 0.18, 0.2, 0.25, 0.3, 0.4, 0.5)
 
 
@@ -116,7 +116,7 @@ def table_3(costs: Costs, work: Work) -> list[Row]:
         ):
             whole = throughput(Case(setup, system, known), work)
             prefill = throughput(Case(setup, system, known), prompts)
-            # The other GPU as one that is never what limits.
+            # The other GPU is so fast that it is never the limit.
             fast = (f"groups.{here}.kind=H200", f"simulate.groups.{here}={{flops: 1.0}}")
             decode = throughput(Case(setup, system, known, fast), work)
             found += [100 * whole / prefill, 100 * whole / decode]

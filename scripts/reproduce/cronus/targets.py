@@ -79,7 +79,7 @@ def of_table_3(shares: Sequence[Row]) -> list[Target]:
         claim = f"Table 3, {row['setup']}, {row['stage']} (%)"
         if row["stage"] in CALIBRATED_ON:
             found.append(by_amount(claim, row["paper"], row["ours"], 5, "points", "calibrated"))
-        else:  # The stage that limits: of any model, all of its capacity is used.
+        else:  # The whole capacity of the stage that is the limit is used, for any model.
             found.append(by_amount(claim, 100, row["ours"], 5, "points", "consistency"))
     return found
 

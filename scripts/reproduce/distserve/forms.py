@@ -20,7 +20,7 @@ from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
 FOLDER = CONFIGS / "distserve"
-# Seconds of one prompt, and what two GPUs that share each layer make of it.
+# Seconds of one prompt, and its speedup on two GPUs that share each layer.
 D, K = 0.05, 1.6
 PROMPT = 512
 

@@ -55,8 +55,8 @@ def table_2(data: Data, trace: Work) -> tuple[float, list[Row], list[Target]]:
     return q, rows, targets
 
 
-# Draws of lengths and arrivals, one for the long runs; rates at which a search begins, and by
-# which factor it may be off before it interpolates.
+# Numbers of draws of lengths and arrivals (one for the long runs); rates at which a search begins;
+# and the factor by which the rate may be off before interpolation.
 DRAWS, LONG = 3, 1000
 LEAST_RATE, FIRST_RATE, PRECISION = 0.01, 0.25, 0.15
 

@@ -10,7 +10,7 @@ from typing import Any
 from jaxinfer.workload.lengths import BenchRequest
 
 MOST_PROMPT_TOKENS, MOST_PROMPTS = 8192, 128
-# Of each request, seconds to the first token and per token after it.
+# For each request, the seconds to the first token, and per later token.
 Latencies = list[tuple[float, float]]
 
 

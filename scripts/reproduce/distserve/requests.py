@@ -31,7 +31,7 @@ from scripts.tables import CONFIGS, Row
 LOW = pair("opt-13b", (2, 1), (1, 1))
 # The authors' own requests of Table 2.
 REQUESTS = CONFIGS / "distserve" / "table2_requests.csv"
-# Percent that meet 0.2 and 0.1 s, at so many requests per second and GPU.
+# Percent that meet 0.2 and 0.1 s, at these requests per second and GPU.
 RATES = (1, 1.5, 2, 2.5, 3, 3.5, 4)
 TABLE_2 = {
     "DistServe-Low": (100, 100, 99.3, 87.3, 83.0, 77.3, 70.0),
@@ -93,7 +93,7 @@ def parity(inputs: Inputs) -> Part:
             for system, name in (("DistServe-Low", "ours"), ("vLLM", "vLLM: ours")):
                 claim = f"Table 2, {system}, {rate:g} per GPU, on the published requests (%)"
                 targets.append(by_amount(claim, TABLE_2[system][column], row[name], 6, "points"))
-        if rate <= 2:  # Beyond, the pool of 66,144 tokens is full, and theirs never is.
+        if rate <= 2:  # At higher rates, the pool of 66,144 tokens is full; theirs never is.
             claim = f"13B, {rate:g} per GPU: attainment as in their simulator (%)"
             targets.append(
                 by_amount(claim, row["reference"], row["ours"], 2, "points", "consistency")

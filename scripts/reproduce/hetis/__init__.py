@@ -26,7 +26,7 @@ def leaving_heads(inputs: Inputs) -> Part:
 
 def real(inputs: Inputs) -> Part:
     """Five runs of the engine on this machine's CPU."""
-    from scripts.reproduce.hetis import cpu  # It loads JAX.
+    from scripts.reproduce.hetis import cpu  # This imports JAX.
 
     rows, heads, claims = cpu.real()
     return Part(rows, claims, {"real_heads": cpu.draw_real(heads)}, {"real_heads": heads})

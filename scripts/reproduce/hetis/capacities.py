@@ -26,8 +26,8 @@ from scripts.tables import Row
 
 KINDS = {"a100": "A100-80G-PCIe", "rtx3090": "RTX-3090", "p100": "P100-PCIe-12G"}
 
-# Stages as the sums have them, with the four 3090 as one, which no host of the paper's has; and
-# those that can be, for 70B.
+# Stages as in the sums, with the four 3090 as one, which no host of the paper has; and possible
+# stages for 70B.
 AS_ONE: dict[str, tuple[str, Any, Any]] = {
     "70B, Hetis": (SEVENTY, (("a", 58), ("bc", 22)), ("p",)),
     "70B, primaries alone": (SEVENTY, (("a", 57), ("bc", 23)), ()),

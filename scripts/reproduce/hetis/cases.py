@@ -16,7 +16,7 @@ from jaxinfer.simulate.run import simulate
 from scripts.tables import CONFIGS, Row
 
 HARDWARE = CONFIGS / "clusters" / "hetis.yaml"
-# The node of each group, and its GPUs; "bc" is of a cluster with all four 3090 on one node.
+# The node of each group, and its GPUs; "bc" belongs to a cluster with all four 3090 on one node.
 NODES = {
     "a": ("a100", 4),
     "b": ("rtx3090_1", 2),
@@ -30,11 +30,12 @@ NODES = {
 SEVENTY, THIRTEEN, THIRTY = "llama-2-70b", "llama-2-13b", "opt-30b"
 # Stages of 70B that have all layers where Hetis has them.
 PRIMARIES = (("a", 58), ("b", 11), ("c", 11))
-# The two 3090 that Fig. 14's A100 has besides, and all of the cluster that has no layers of 13B.
+# The two 3090 in addition to Fig. 14's A100, and the whole part of the cluster without layers of
+# 13B.
 TWO, OTHERS = ("near", "far"), ("b", "c", "p")
-# Of the runs of 70B, and of what fits there.
+# Options of the runs of 70B, and of what fits there.
 LARGE = {"max_num_seqs": 1024, "max_num_batched_tokens": 2048}
-# OPT-2.7b, of Fig. 1b.
+# Options of OPT-2.7b, for Fig. 1b.
 MODELS = {
     "opt-2.7b": {
         "hidden_size": 2560,

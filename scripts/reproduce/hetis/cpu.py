@@ -28,7 +28,8 @@ from scripts.tables import CONFIGS, Row
 
 FILE = CONFIGS / "cpu" / "hetis.yaml"
 DEVICES = ("primary", "near", "far")
-# Pages, so few that requests meet the pool's end; and a Theta by which none moves for time.
+# A number of pages so small that requests reach the pool's end, and a Theta by which none moves for
+# time.
 SMALL, NEVER = 6, 1000.0
 
 

@@ -61,7 +61,7 @@ def by_program(
     for j in range(R):
         each[j, j : D * R : R] = 1
     bounds = [(0, None if used[i] else 0) for i in range(D) for _ in range(R)] + [(0, None)]
-    scale = 1e6  # Seconds of a layer are small beside the solver's tolerances.
+    scale = 1e6  # Seconds of a layer are small relative to the solver's tolerances.
     above[:D, :-1], most[:D] = above[:D, :-1] * scale, most[:D] * scale
     slices = [float(count) for count, _ in requests]
     cost = np.append(np.zeros(D * R), 1.0)
@@ -145,7 +145,7 @@ def compared(inputs: Inputs) -> Part:
                 by_greedy.append(max(load.seconds for load in loads) / found[0])
                 by_rounding.append(max(load.seconds for load in others) / found[0])
             slowest = max(slowest, max(ms))
-            if count == 16:  # With few, whole slices do not come near the bound.
+            if count == 16:  # With few slices, whole numbers do not come near the bound.
                 worst = max(worst, *by_greedy)
             rows.append(
                 {

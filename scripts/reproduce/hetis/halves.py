@@ -36,14 +36,14 @@ from scripts.reproduce.hetis.cases import (
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
-# Of one stage: its model, its group, and those that have heads alone.
+# For one stage: its model, its group, and the groups that have only heads.
 STAGES: dict[str, tuple[str, Any, Sequence[str]]] = {
     "13B, one A100, two 3090": (THIRTEEN, (("one", None),), TWO),
     "70B, four A100, four P100": (SEVENTY, (("a", None),), ("p",)),
 }
 SEQUENCES = (32, 64, 128, 256, 512, 1024)
 ENTRIES = (250, 1000, 4000)
-# Of thresholds: seconds of a layer's exchange, and sequences.
+# For thresholds: seconds of a layer's exchange, and numbers of sequences.
 EXCHANGES, MANY = (60e-6, 100e-6, 200e-6, 1e-3, 1.2e-3, 1.5e-3), 512
 SHARES = [number / 50 for number in range(51)]
 # Model, stages, groups for heads, and load.
@@ -56,7 +56,8 @@ RUNS: dict[str, tuple[str, Any, Sequence[str], tuple[float, int, str]]] = {
     "70B, all at once": (SEVENTY, PRIMARIES, ("p",), (1e6, 500, "sharegpt")),
     "70B, long prompts, all at once": (SEVENTY, PRIMARIES, ("p",), (1e6, 500, "arxiv_4k")),
 }
-# Of sequences, their KV entries and the share of heads elsewhere: whole, and as halves.
+# Returns the seconds of a step, whole and as halves, from sequences, their KV entries, and the
+# share of heads elsewhere.
 Seconds = Callable[[int, float, float], tuple[float, float]]
 
 
@@ -99,7 +100,7 @@ class Stage:
     def threshold(self, sequences: int, way: int, seconds: Seconds) -> float:
         """Return the tokens in flight from which a step is shorter with heads elsewhere, to 1 %."""
         tokens = float(sequences)
-        # One head of each half on each group, then more.
+        # One head of each half on each group, and then more.
         one = 2 * (len(self.instance.shards) - 1) / (sequences * self.heads)
         while True:
             entries = tokens / sequences

@@ -18,10 +18,11 @@ from scripts.reproduce.claims import Target, agrees, holds
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
-# What is measured: counts beside a constant, and seconds.
+# Measurements: counts in addition to a constant, and seconds.
 Points = Sequence[tuple[tuple[float, ...], float]]
 TIMES = 20
-# The paper's accuracies: of attention up to 93.8 %, of transfers 92.4 to 96.1 %; the bar.
+# The paper's accuracies are up to 93.8 % for attention, and 92.4 to 96.1 % for transfers; these are
+# the limits.
 BAR = 90.0
 MOST_BYTES = 64 * 2**20
 
@@ -45,7 +46,7 @@ def accuracies(points: Points) -> list[float]:
         counts = np.array([(*each, 1.0) for each, _ in mixed])
         seconds = np.array([each for _, each in mixed])
         half = len(mixed) // 2
-        # Columns of one size, or the solver stops early.
+        # Columns are scaled to one size; otherwise, the solver stops early.
         scale = counts[:half].max(0)
         weighed = counts[:half] / scale / seconds[:half, None]
         fitted = nnls(weighed, np.ones(half))[0] / scale

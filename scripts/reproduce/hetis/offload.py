@@ -29,7 +29,8 @@ from scripts.reproduce.hetis.cases import (
 )
 from scripts.tables import Row
 
-# Model, stages, groups for heads, requests and their tokens, and seconds between two of them.
+# Model, stages, groups for heads, number of requests and their tokens, and seconds between two of
+# them.
 CASES: dict[str, tuple[str, Any, Any, int, tuple[int, int], float]] = {
     "13B, one A100, two 3090": (THIRTEEN, (("one", None),), TWO, 60, (500, 500), 0.1),
     "70B, four A100, four P100": (SEVENTY, (("a", None),), ("p",), 150, (2000, 1500), 0.3),
@@ -99,7 +100,7 @@ def offload(found: Sequence[Course]) -> tuple[list[Row], list[Target]]:
     """Compare the closed form with simulations, and count steps with few heads on own devices."""
     rows, targets = list[Row](), list[Target]()
     for course in found:
-        # Once gone, they come back late: what is asked is when the first ones leave.
+        # Heads that have left return late; this is about when the first ones leave.
         gone = (tokens for tokens, stages in course.steps if any(sum(s[1:]) for s in stages))
         began, expected, us = next(gone, 0), course.expected, round(1e6 * course.exchange_s)
         fewer = sum(any(s[0] < max(s[1:]) for s in stages) for _, stages in course.steps)

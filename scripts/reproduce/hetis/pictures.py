@@ -13,7 +13,7 @@ from scripts.reproduce.hetis.cases import THIRTEEN, TWO, cluster, hetis, modelle
 from scripts.reproduce.hetis.offload import Course
 from scripts.reproduce.recorded import recorded
 
-# Fig. 14's course: requests/s, and for how many seconds.
+# Fig. 14's load: requests/s, and seconds.
 RATES = ((5.0, 40.0), (0.0, 30.0), (2.5, 40.0), (0.0, 20.0))
 
 
@@ -94,7 +94,7 @@ def draw_offload(found: Sequence[Course]) -> Figure:
         for colour, course in zip(
             COLOURS, (each for each in found if each.case == case), strict=False
         ):
-            # While requests come; then they end one by one.
+            # While requests arrive; afterwards, they end one by one.
             peak = max(range(len(course.steps)), key=lambda i: course.steps[i][0])
             steps = course.steps[: peak + 1]
             own = [sum(stage[0] for stage in stages) / sum(map(sum, stages)) for _, stages in steps]

@@ -26,7 +26,7 @@ STATIC = {
     "decode speeds": (("a", 44), ("b", 15), ("c", 15), ("p", 6)),
     "memory": (("a", 55), ("b", 9), ("c", 8), ("p", 8)),
 }
-# Load, lengths, requests/s, and how many.
+# Load, lengths, requests/s, and number of requests.
 LOADS = (
     ("1.5 requests/s", "sharegpt", 1.5, 500),
     ("5 requests/s", "sharegpt", 5.0, 500),
@@ -34,7 +34,7 @@ LOADS = (
     ("long prompts, 0.8 requests/s", "arxiv_4k", 0.8, 250),
     ("long prompts, all at once", "arxiv_4k", 1e6, 500),
 )
-# Of models whose layers the A100s have alone; pipelines by Table 1's prefill.
+# For models whose layers only the A100s have; pipelines are by Table 1's prefill.
 SMALLER = {
     "13B": (THIRTEEN, (("a", 28), ("b", 6), ("c", 5), ("p", 1))),
     "OPT-30B": (THIRTY, (("a", 33), ("b", 7), ("c", 7), ("p", 1))),
@@ -181,7 +181,7 @@ def wrong_figures(inputs: Inputs) -> Part:
     }
     says = ", ".join(f"{100 * cost:.1f} % at {most} %" for most, cost in costs.items())
     worst = max(costs[10], costs[20])
-    # The public text lacks by how much the paper's coefficients are off: 20 % is chosen here.
+    # The public text does not say how wrong the paper's coefficients are; 20 % is our choice.
     claim = "coefficients that are off cost at most 6.9 % of the time per token (Fig. 16)"
     criterion = "at most 6.9 % at 10 and at 20 %, chosen here"
     return Part(rows, [holds(claim, "6.9 %", says, worst <= 0.069, criterion, "calibrated")])

@@ -36,7 +36,7 @@ def rents_and_settings(inputs: Inputs) -> Part:
 
 def real(inputs: Inputs) -> Part:
     """Five plans for real on this machine's CPU, from a profile that plan_cpu.py has read."""
-    from scripts.reproduce.hexgen2 import cpu  # It loads JAX.
+    from scripts.reproduce.hexgen2 import cpu  # This imports JAX.
 
     folder = inputs.kept / f"runs-{inputs.code()[:12]}"
     folder.mkdir(exist_ok=True)

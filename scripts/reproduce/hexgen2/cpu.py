@@ -35,12 +35,13 @@ from scripts.reproduce.hexgen2.plan_cpu import real as on_cpu
 from scripts.reproduce.hexgen2.runs import planner_of, requests_s
 from scripts.tables import Row
 
-# Lengths of which prompts and answers take about as long, prompts longer, and answers longer.
+# Lengths at which prompts and answers take about equally long, prompts take longer, and answers
+# take longer.
 FILES = {"both": "bursts", "prompts": "prefill_heavy", "answers": "one_burst"}
-# Where the plan has unlike groups for the two roles.
+# Lengths for which the two roles have unlike groups in the plan.
 SWAPPED = ("prompts", "answers")
 OTHER: dict[GroupRole, GroupRole] = {"prefill": "decode", "decode": "prefill"}
-# Of a run, about; each length of the file comes twice at least.
+# About the seconds of a run; each length of the file is used at least twice.
 SECONDS, TIMES = 170.0, 2
 
 

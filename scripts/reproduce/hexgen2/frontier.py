@@ -142,7 +142,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             label=label,
         )
     for place, row in enumerate(sorted(files, key=lambda row: float(row["$/h"]))):
-        # Files of nearly the same price take turns above and below their marks.
+        # Labels of files with nearly the same price are above and below their marks in turn.
         up = place % 2 == 0
         top = max(float(row["planned"]), float(row["requests/s"]))
         ax.annotate(

@@ -30,7 +30,7 @@ from scripts.reproduce.hexgen2.runs import planner_of
 
 PLAN, RUN = Path("configs/plan/hexgen2_cpu.yaml"), Path("configs/cpu/hexgen2.yaml")
 MODEL = "smollm2-135m-instruct"
-# How many times a group of each node is slower than this machine.
+# Factor by which a group of each node is slower than this machine.
 SLOWDOWNS = {"quick": 6, "slow": 16}
 KINDS = {"quick": "quick-cpu", "slow": "slow-cpu"}
 CHUNK = 128
@@ -132,7 +132,7 @@ def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         for name, node in nodes.items()
     }
     instances = {
-        # As many pages as the memory that was planned with has room for.
+        # As many pages as fit into the memory of the plan.
         name: {**instance, "num_pages": min(min(modelled[name].num_pages), 320)}
         for name, instance in part["instances"].items()
     }

@@ -28,7 +28,7 @@ from scripts.tables import Row
 
 SETTINGS = {"8 H100": "homogeneous", "setting 1": "heterogeneous_1", "setting 5": "heterogeneous_5"}
 BASE, OTHER = "8 H100", "2 x prefill TP2, decode TP4"
-# Of what a ratio is: planned flows, simulated tokens; with the engine's limits and without.
+# What a ratio compares: planned flows or simulated tokens, with the engine's limits and without.
 REGIMES = ("planner's model", "simulated", "model, no limits", "simulated, no limits")
 PAPER = [ours / theirs for ours, theirs in zip(TABLE_3, DISTSERVE_3, strict=True)]
 
@@ -106,7 +106,7 @@ def regime_targets(rows: Sequence[Row], found: Sequence[Row]) -> list[Target]:
     targets.append(
         agrees("our plans by the bound: largest gap", f"{gap:g} %", gap <= 1, "at most 1 %")
     )
-    # Of classes: what "online" is served at is less than what is planned.
+    # For classes only, because "online" is served at less than the planned rate.
     ways = dict.fromkeys((row["cluster"], row["engine"]) for row in rows)
     for setting, engine in ways:
         shares = [

@@ -27,13 +27,13 @@ from scripts.tables import CONFIGS
 
 PLAN, CLUSTERS = CONFIGS / "plan" / "hexgen2.yaml", CONFIGS / "clusters"
 CLASSES = ("HPLD", "HPHD", "LPHD", "LPLD")
-# "online" has requests of all classes, at 75 % of what the cluster carries.
+# "online" has requests of all classes, at 75 % of the cluster's rate.
 WORKLOADS = (*CLASSES, "online")
 REQUESTS, LOAD = 1000, 0.75
-# Where instances have hundreds of requests at once, 1,000 are mostly ramp and drain.
+# If instances have hundreds of requests at once, runs of 1,000 are mostly ramp and drain.
 MANY = 2000
 LLAMA, OPT = "llama-2-70b", "opt-30b"
-# 100 Gb/s between nodes, where Figure 4 only draws; and 10.
+# 100 Gb/s between nodes, as Figure 4 only shows a drawing; and 10 Gb/s.
 FAST, SLOW = 12.5, 1.25
 TRACE = "azure_conversation.csv"
 GPUS = {"H100-SXM": "H100", "A100-80G-SXM": "A100", "L40": "L40", "RTX-A6000": "A6000"}
@@ -173,7 +173,8 @@ class Given:
     stages: Shape
 
 
-# Table 2, Llama-2-70B in setting 1: "H100 + A100, 1/2" and so on (TP/PP). Nodes as in the file.
+# Table 2, Llama-2-70B in setting 1: "H100 + A100, 1/2" and so on (TP/PP), with the nodes of the
+# file.
 H, A, L, R = range(4)
 TABLE_2 = [
     Given("prefill", ((H, 1), (A, 1)), ((0, 1), (1, 1))),

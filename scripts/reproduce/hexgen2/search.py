@@ -18,10 +18,10 @@ from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.tables import Row
 
 SIZES = (64, 128, 192, 256, 320)
-# Table 5, minutes.
+# Table 5, in minutes.
 PAPER_MINUTES = dict(zip(SIZES, (4.03, 7.93, 21.66, 28.44, 47.77), strict=True))
 SEEDS = range(3)
-# What each method may look at, the planner's defaults: sums of capacities, and flows.
+# How much each method may examine, the planner's defaults: sums of capacities, and flows.
 SCORED, FLOWS = 100_000, 500
 
 

@@ -37,11 +37,11 @@ TABLE_3 = (157, 448, 689, 570, 350)
 TABLE_4 = (365, 683, 758, 730)
 HEXGEN_4 = (277, 505, 533, 545)
 DISTSERVE_3 = (128, 368, 553, 291, 251)
-# The number that is calibrated, and those beside it.
+# The calibrated number, and its neighbours.
 STEPS_S = (0.015, 0.018, 0.020, 0.025)
 # Table 4's plan: four H100s, of which two prefill and two decode.
 PAIR = [*alike("prefill", 1, 2), *alike("decode", 1, 2)]
-# Of DistServe's plan for eight H100s the paper says nothing.
+# The paper does not describe DistServe's plan for eight H100s.
 EIGHT = {
     "prefill TP4, decode TP4": [*alike("prefill", 1, 4), *alike("decode", 1, 4)],
     "prefill TP4, decode TP2 PP2": [*alike("prefill", 1, 4), *alike("decode", 1, 2, 2)],

@@ -21,7 +21,7 @@ def conformance(inputs: Inputs) -> Part:
 
 def swept(inputs: Inputs) -> Part:
     """Five ratios for real on this machine's CPU, each run replayed."""
-    from scripts.reproduce.multivendor import sweep as runs  # It loads JAX.
+    from scripts.reproduce.multivendor import sweep as runs  # This imports JAX.
 
     folder = inputs.kept / "sweep"
     shutil.rmtree(folder, ignore_errors=True)

@@ -133,7 +133,7 @@ class DecodeCard:
         model = find_model(config.require_model())
         bandwidth = config.own.gpu("vendor-a").memory_gb_s * 1e9 * config.simulate.bandwidth
         layers = model.num_hidden_layers
-        # The table of embeddings is not read, but for a row each.
+        # The table of embeddings is not read, except for one row each.
         weights = 2 * model.parameters(layers, first=False, last=True)
         return cls(weights / bandwidth, model.kv_bytes(layers, 2) / bandwidth)
 

@@ -104,10 +104,10 @@ def _list(values: Sequence[float], digits: int) -> str:
     return ", ".join(f"{value:.{digits}f}" for value in values)
 
 
-# Lengths, rate, and the paper's figures of one card and of two.
+# Lengths, rate, and the paper's figures for one card and for two.
 GAINS = {"Fig. 9": ((512, 1024), 3, 19.3, 22.6), "Fig. 10": ((1024, 1024), 2, 19.2, 25.0)}
 SEEDS = range(4)
-# Run files, and how many cards they have.
+# Run files, and their numbers of cards.
 SETUPS = {
     "A alone": ("single", 1),
     "B for prompts, A for decodes": ("disaggregated", 2),

@@ -32,7 +32,8 @@ RUN_FILE = CONFIGS / "cpu" / "multivendor.yaml"
 SHAPE = RUN_FILE.parents[1] / "gpu" / "smollm2-135m"
 RATIOS = ("1P1D", "2P1D", "3P1D", "1P2D", "1P3D")
 LAYERS = 6
-# Requests of a run, their prompts and answers in tokens, and seconds between two.
+# Number of requests of a run, tokens of their prompts and answers, and seconds between two
+# requests.
 REQUESTS, LENGTHS, EVERY_S = 10, (192, 24), 2.0
 
 
@@ -119,7 +120,7 @@ def sweep(folder: Path) -> list[Row]:
         folder: folder for the runs, which are always measured again.
     """
     model = write_model(folder / "model")
-    # JAX counts devices once.
+    # JAX counts devices only once.
     count_cpu_devices(config_of(ratio, model).cluster() for ratio in RATIOS)
     rows = []
     for ratio in RATIOS:

@@ -22,7 +22,7 @@ def asked(inputs: Inputs) -> Part:
 
 def accuracy(inputs: Inputs) -> Part:
     """Accuracy on prompts not trained on, and the classifier; runs the model for hidden states."""
-    from scripts.reproduce.predictor import train  # It loads JAX.
+    from scripts.reproduce.predictor import train  # This imports JAX.
 
     answers = inputs.path(ANSWERS)
     inputs.rows("lines")

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-# Of a normal distribution, for 95 %.
+# Quantile of the normal distribution for 95 %.
 _Z = 1.959964
 
-# From examples to train on, and examples to predict (both as indices), to the latter's classes.
+# Returns classes of examples to predict, from examples to train on (both are indices).
 Predictor = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 

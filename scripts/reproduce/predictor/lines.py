@@ -10,7 +10,8 @@ from pathlib import Path
 from scripts.tables import Row
 
 SEED = 0
-# Characters of a prompt, prompts of each kind of source, and tokens of an answer, at most.
+# Largest numbers of characters of a prompt, of prompts of each kind of source, and of tokens of an
+# answer.
 MOST_CHARACTERS, OF_EACH, CAP = 300, 360, 128
 
 

@@ -76,7 +76,7 @@ def _draw(seconds: dict[str, list[float]], best: list[str]) -> Figure:
     for i in range(1, len(TOKENS)):
         if best[i] != best[i - 1]:
             before, after = (seconds[best[i]][j] - seconds[best[i - 1]][j] for j in (i - 1, i))
-            share = before / (before - after)  # Seconds rise nearly in proportion to tokens here.
+            share = before / (before - after)  # Seconds are nearly proportional to tokens here.
             at = TOKENS[i - 1] + share * (TOKENS[i] - TOKENS[i - 1])
             axes.axvline(at, color="grey", linestyle=":")
     axes.set(xscale="log", yscale="log", xlabel="tokens of a step", ylabel="microseconds per token")

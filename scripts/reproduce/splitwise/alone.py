@@ -22,7 +22,7 @@ ANCHORS = {
 LATENCIES: Mapping[str, Callable[[float, Sequence[float]], float]] = {
     "response": lambda arrival, times: times[-1] - arrival,
     "ttft": lambda arrival, times: times[0] - arrival,
-    # By tokens, not by the times between them.
+    # Divided by the number of tokens, not by the number of gaps between them.
     "tbt": lambda arrival, times: (times[-1] - times[0]) / len(times),
 }
 

@@ -14,7 +14,8 @@ from scripts.reproduce.splitwise.public import GB_S, LLAMA, Design, Public, draw
 
 Rows = list[dict[str, Any]]
 Key = TypeVar("Key")
-# Prompts and tokens: machines of the public notebook's splits, by what is equal to 40 DGX-H100.
+# Machines for prompts and for tokens in the public notebook's splits, by the quantity that equals
+# that of 40 DGX-H100.
 SPLITS: Mapping[tuple[str, str], Mapping[str, tuple[int, int]]] = {
     ("conv", "power"): {"AA": (45, 25), "HH": (25, 15), "HA": (25, 26), "HHcap": (25, 21)},
     ("conv", "cost"): {"AA": (51, 35), "HH": (25, 15), "HA": (30, 21), "HHcap": (30, 10)},
@@ -29,7 +30,7 @@ KINDS = {
 }
 BASELINES = {"power": {"A100": 70, "H100": 40}, "cost": {"A100": 86, "H100": 40}}
 DESIGNS = ("A100", "H100", *KINDS)
-# Of the paper's two ratios.
+# Clusters of the paper's two ratios.
 HEADLINE = ("A100", "AA", "H100", "HA")
 
 
@@ -129,7 +130,7 @@ def capacities(setting: Setting) -> Rows:
         for measured in (False, True)
         if equal == "power" or not measured
     }
-    # Some are the same cluster twice.
+    # Some cells are the same cluster.
     once = {cell: key for key, cell in reversed(cells.items())}
     found = setting.largest({key: cell for cell, key in once.items()})
     return [

@@ -26,7 +26,8 @@ from scripts.reproduce.claims import Target, by_amount
 from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
 from scripts.tables import Row
 
-# Kinds for prompts and for tokens, and how many of each there may be: the public grids' ends.
+# Kinds of machines for prompts and for tokens, and the largest numbers of each: the ends of the
+# public grids.
 DESIGNS: Mapping[str, tuple[str, str, int, int]] = {
     "H100": ("h100", "", 50, 0),
     "AA": ("a100", "a100", 69, 69),
@@ -34,10 +35,10 @@ DESIGNS: Mapping[str, tuple[str, str, int, int]] = {
     "HA": ("h100", "a100", 39, 69),
     "HHcap": ("h100", "h100_capped", 39, 39),
 }
-# Of 40 DGX-H100.
+# Power and price of 40 DGX-H100.
 BUDGETS = {"watts": 40 * 5600.0, "usd": 40 * 38.0}
 RATE, SECONDS = 70, 120
-# By which share a largest rate may be too low.
+# Share by which a largest rate may be too low.
 PRECISION = 0.04
 
 
@@ -81,7 +82,7 @@ class Case:
             goal: dict[str, Any] = {"minimise": self.minimise, "rate": RATE}
         else:
             goal = {"maximise": "cluster", "precision": PRECISION}
-        # One process looks at one cluster at a time.
+        # One process simulates one cluster at a time.
         return goal | {"slo": "configs/targets/splitwise.yaml", "seeds": self.seeds, "at_once": 1}
 
 
@@ -150,8 +151,8 @@ class Setting:
 
 def cheapest() -> list[Case]:
     """Return cases of the cheapest for conversations, at 70 requests per second (section VI-C)."""
-    # Where all machines are alike, the cheapest has the least power, too. A100s alone do not carry
-    # this rate: 86, the end of the public grid, miss the 90th percentile of TPOT by 1 %.
+    # If all machines are equal, the cheapest cluster also needs the least power. A100s alone do not
+    # sustain this rate: 86, the end of the public grid, miss the 90th percentile of TPOT by 1 %.
     by_cost = [Case("conv", name, "usd") for name in ("H100", "AA", "HH", "HA")]
     return [*by_cost, *(Case("conv", name, "watts") for name in ("HA", "HHcap"))]
 

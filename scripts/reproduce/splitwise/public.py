@@ -25,14 +25,16 @@ SPLITWISE = CONFIGS / "splitwise"
 HARDWARE = CONFIGS / "clusters" / "splitwise_dgx.yaml"
 TARGETS = CONFIGS / "targets" / "splitwise.yaml"
 # Machines by their names in perf_model.csv, with Table I's dollars per hour, and provisioned power
-# in multiples of a DGX-A100's.
+# in units of a DGX-A100's.
 MACHINES = {"a100": "a100-80gb", "h100": "h100-80gb", "h100_capped": "h100-80gb-pcap"}
 USD_PER_HOUR = {"a100": 17.6, "h100": 38.0, "h100_capped": 38.0}
 POWER = {"a100": 1.0, "h100": 1.75, "h100_capped": 1.225}
-# Tokens of a machine's pool: 8 x 80 GiB less 329e9 B of weights; Llama 2 70B as if without GQA.
+# Tokens of a machine's pool: 8 x 80 GiB minus 329e9 B of weights; Llama 2 70B counts as if it had
+# no GQA.
 POOL = {"bloom-176b": 89_234, "llama2-70b": 210_645}
 GB_S = 200 * 2**30 / 1e9
-# Of the cards in all clusters here: also a tenth, and Table I's of a DGX-A100.
+# Bandwidth of the network cards in all clusters here; a tenth of it, and Table I's value of a
+# DGX-A100, are used, too.
 SPEEDS = (GB_S, GB_S / 10, 200.0)
 
 
@@ -178,7 +180,7 @@ class Public:
         data = yaml.safe_load(HARDWARE.read_text(encoding="utf-8"))
         gpus = {}
         for node in data["nodes"].values():
-            node.pop("flops_scale", None)  # It is in the curves.
+            node.pop("flops_scale", None)  # The curves include it.
             name = f"public-{node['gpu'].lower()}"
             gpus[name] = {
                 "bf16_tflops": 1000,

@@ -73,7 +73,7 @@ def by_cluster(
 def ratios(rows: Sequence[Mapping[str, Any]], long: Mapping[str, int]) -> list[Target]:
     """Return targets of section VI's ratios, by the public reading of decode times."""
     found = by_cluster(rows, "public")
-    # The text does not say which trace 1.4 is of; the plot beside it is of conversations.
+    # The text does not say which trace the 1.4 belongs to; the plot next to it shows conversations.
     conv = found["conv", "cost"]["AA"] / found["conv", "cost"]["H100"]
     ha, h100 = design("HA", "conv", "power"), design("H100", "conv", "power")
     cost, power = ha.usd_per_hour / h100.usd_per_hour - 1, ha.power / h100.power - 1

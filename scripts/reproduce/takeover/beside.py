@@ -14,7 +14,7 @@ from scripts.reproduce.takeover.cases import OURS, Cell, Run, beside_bound, shar
 from scripts.tables import CONFIGS, Row
 
 TRACE, REQUESTS = "azure_conversation.csv", 1000
-# Takeover's run file, from Cronus' folder; who is set beside the bound in Table 2.
+# Takeover's run file, from Cronus' folder; and the systems that Table 2 compares with the bound.
 PAIR, STEADY = "../takeover/pair", ("Cronus", OURS)
 PARTS: dict[str, tuple[str, ...]] = {
     "all of it": (),

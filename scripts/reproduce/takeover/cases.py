@@ -16,7 +16,7 @@ from scripts.reproduce.reproduction import Work
 from scripts.tables import CONFIGS
 
 PROMPTS, ANSWERS = (256, 1024, 4096, 16384), (32, 128, 512, 2048)
-# Short for kinds that have longer names.
+# Short names of kinds.
 KINDS = {
     "A100": "A100-80G-SXM",
     "H100": "H100-SXM",
@@ -26,15 +26,15 @@ KINDS = {
     "4090": "RTX-4090",
     "PRO6000": "RTX-PRO-6000",
 }
-# KV entries that a pool holds, about.
+# About how many KV entries a pool holds.
 POOLS = {"A100": 466_000, "H100": 466_000, "L40S": 190_000, "A10": 22_000, "A30": 22_000,
          "L4": 22_000}  # fmt: skip
-# Names say what there is, the best kind first.
+# Names list the GPUs, the best kind first.
 PAIRS = ("A100+A10", "A100+A30", "H100+L4")
 WIDE = ("A100+4 A10", "H100+A100+L40S+L4")
-# Of two kinds as well: ten that were looked at once all rules were there, but for three that two
-# rules were then chosen by; and ten more. A6000+3090 and L40S+A10G have chosen a rule since. Of
-# twelve more, run when all was done, ten have spoken against a stricter rule for takes.
+# Further clusters of two kinds. Ten were run once all rules existed; three of them were then used
+# to choose two rules. Ten more followed. A6000+3090 and L40S+A10G have been used to choose a rule
+# since. Of twelve more, which were run at the end, ten spoke against a stricter rule for takes.
 OTHERS = ("A100+L4", "B200+H100", "A100+L40S", "H100+A10", "A6000+3090", "A100+V100", "MI300X+A40",
           "2 A100+3 L4", "4090+4 A10G", "H200+8 L4",
           "H100+A40", "L40S+A10G", "L40S+3090", "A6000+4090", "H200+A6000", "B200+A100",
@@ -44,17 +44,18 @@ OTHERS = ("A100+L4", "B200+H100", "A100+L40S", "H100+A10", "A6000+3090", "A100+V
 OTHER_CELLS = ((512, 64), (1024, 1024), (2048, 256), (8192, 128), (8192, 1024))
 WIDE_CELLS = ((256, 128), (256, 512), (1024, 32), (1024, 128), (1024, 512), (4096, 32),
               (4096, 128), (4096, 512))  # fmt: skip
-# The model whose efficiencies were calibrated for Cronus' tables; other GPUs have the A100's.
+# The model whose efficiencies were calibrated for Cronus' tables; other GPUs have those of the
+# A100.
 MODEL = "LLaMA3-8B"
-MODELS = {"A100+L40S": "llama-2-7b", "H100+A10": "qwen2-7b"}  # Llama 3 8B on the others.
-# By the variant's name: its run file, and what is changed in it.
+MODELS = {"A100+L40S": "llama-2-7b", "H100+A10": "qwen2-7b"}  # Others run Llama 3 8B.
+# For each variant's name, its run file and the changes to it.
 Variants = Mapping[str, tuple[str, tuple[str, ...]]]
 SAME, CHUNKS = "takeover's narrow budgets", "1,024 tokens"
-# Who computes 256 tokens in the time for which it reads its weights. Steps of 512 suit others;
-# where there is ample room, takeover's are twice as wide.
+# GPUs that compute 256 tokens in the time in which they read their weights. Steps of 512 suit
+# others. With ample room, takeover's steps are twice as wide.
 SMALL, LONGER = ("A10", "A10G", "A30"), "instances.low.max_num_batched_tokens=512"
 WIDER = "instances.low.max_num_batched_tokens=1024"
-# A system counts with the best of its variants.
+# The best variant of a system counts.
 SYSTEMS: dict[str, Variants] = {
     "Cronus": {"relative fits": ("cronus/cronus", ("simulate.fit=relative",))},
     "DP": {

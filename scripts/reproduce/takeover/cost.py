@@ -20,11 +20,13 @@ from scripts.reproduce.reproduction import Work
 from scripts.reproduce.takeover.cases import OURS, Cell
 from scripts.tables import CONFIGS, Row
 
-# Instances and requests for each: few, all of which run at once soon, and many, which wait.
+# Numbers of instances, and of requests for each: few requests, which soon all run, and many, which
+# wait.
 SIZES = ((2, 30), (16, 30), (16, 240), (128, 30))
-# Microseconds of decisions per request, by instances; and simulated time beside data parallelism.
+# Limits: microseconds of decisions per request, by instances; and simulation time relative to data
+# parallelism.
 MOST_US, MOST_TIMES = {16: 50, 128: 200}, 1.5
-# Runs of each; the least of each call's seconds counts, as others use the processor as well.
+# Number of runs. The smallest time of each call counts, because other processes use the CPU, too.
 RUNS = 3
 T = TypeVar("T")
 
@@ -70,7 +72,7 @@ def _measured(instances: int, each: int) -> Row:
         Timed.spent = []
         _seconds(_config("takeover/pair", instances, f"system.name={Timed.__module__}:Timed"), work)
         calls.append(Timed.spent)
-    # The same run each time: its calls are the same ones.
+    # The run is the same each time, and so are its calls.
     decided = sum(map(min, zip(*calls, strict=True)))
     names = [f"{name}{number}" for name in ("high", "low") for number in range(instances // 2)]
     shares: Mapping[str, Any] = {

@@ -13,15 +13,15 @@ from scripts.reproduce.takeover.cases import PAIRS, Cell
 CLUSTER = "A100+A10"
 SPREAD = (*PAIRS, "L40S+A10G")
 LOADED = (CLUSTER, "L40S+A10G")
-# By the file of ``--data``: a name, and what the file is.
+# For each file of ``--data``, a name and a description.
 TRACES = {
     "azure_code.csv": ("Azure code", CODE),
     "azure_conversation.csv": ("Azure conversations", CONVERSATIONS),
     "sharegpt.csv": ("ShareGPT", SHAREGPT),
 }
-# Medians of prompts and answers, and the deviation of their logarithms.
+# Medians of prompts and answers, and the standard deviations of their logarithms.
 LOGNORMAL, MEDIANS, DEVIATION = "lognormal 700/90", (700, 90), 0.7
-# Tokens of the longest request, which an A10 holds, too.
+# Tokens of the longest request; it also fits into an A10.
 LONGEST, MOST = 8000, 2000
 
 

@@ -14,7 +14,7 @@ from scripts.reproduce.takeover.cases import OURS, Cell, Run, cells, systems
 from scripts.reproduce.takeover.lengths import CLUSTER, LOADED, drawn
 from scripts.tables import Row
 
-# 80 % load: as often as relative Cronus serves 80 % of what it can.
+# 80 % load: requests arrive at 80 % of the rate that relative Cronus can serve.
 LOAD, COUNT, SEEDS = 0.8, 300, (1,)
 KINDS = ("even", "poisson", "bursty")
 SERVED = ("Cronus", "DP", OURS)

@@ -58,7 +58,7 @@ def _row(cell: Cell, seed: int, made: Mapping[str, Best], failed: Sequence[str])
     for name, suffix in (("by_best", ""), ("whole_by_best", " whole")):
         best = max(float(row[f"{system}{suffix}"]) for system in others)
         row[name] = round(float(row[f"{OURS}{suffix}"]) / best, 4)
-    # Variants that gave an instance what it could never hold.
+    # Variants that gave an instance a request which does not fit there.
     return row | {"could_not_run": "; ".join(failed)}
 
 
@@ -122,7 +122,7 @@ def draw(maps: Mapping[str, Sequence[Row]]) -> Figure:
             image = ax.imshow(grid, vmin=0.3, vmax=1.0, cmap="viridis")
             for y, line_ in enumerate(grid):
                 for x, value in enumerate(line_):
-                    if isnan(value):  # Not run.
+                    if isnan(value):  # It was not run.
                         continue
                     colour = "black" if value > 0.75 else "white"
                     said = f"{value:.2f}".removeprefix("0")

@@ -23,7 +23,7 @@ from scripts.reproduce.tetriinfer.runs import (
 )
 from scripts.tables import Row
 
-# By name, the policy, the end of a range that counts, and the accuracy.
+# For each name: the policy, the end of the range that counts, and the accuracy.
 ADMISSIONS = {
     "reserve-dynamic, 74.9 %": ("reserve_dynamic", "low", 0.749),
     "reserve-dynamic, 100 %": ("reserve_dynamic", "low", 1.0),
@@ -133,7 +133,7 @@ def _means(name: str, runs: Sequence[Figures]) -> Row:
 
 SHIFTING = (("HPLD", 3.0, 40.0), ("LPHD", 8.0, 40.0), ("HPLD", 3.0, 40.0))
 STEADY = (("Mixed", 4.0, 120.0),)
-# Heavier prompts, and for longer: an instance that decodes is never idle for long again.
+# Prompts are heavier for a longer time, so no decoding instance is idle for long again.
 BACK = (("HPLD", 6.0, 60.0), ("LPHD", 4.0, 60.0), ("HPLD", 6.0, 60.0))
 
 

@@ -7,7 +7,7 @@ from scripts.reproduce.claims import by_amount, by_share
 from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.reproduce.tetriinfer.runs import REQUESTS, TRACE, draw, of_class, tetriinfer
 
-# Of a V100 pair, with prompts in tokens: what a step takes besides, as in configs/tetriinfer.
+# For a V100 pair and prompts in tokens: the additional time of a step, as in configs/tetriinfer.
 STEP, TOKEN, CONTEXT = 0.0187, 1.48e-4, 6.9e-7
 CHUNK = 512
 
@@ -41,7 +41,7 @@ def sorting(inputs: Inputs) -> Part:
     works = [draw(trace, "Mixed", REQUESTS, seed) for seed in range(20)]
     lengths = [item.prompt_len for item in of_class(trace, "Mixed")]
     ordered, count = sorted(lengths), len(lengths)
-    # The sum of min(X, X') over pairs: each length by how many are longer.
+    # The sum of min(X, X') over pairs: each length times the number of longer ones.
     pairs = sum(x * (count - 1 - rank) for rank, x in enumerate(ordered))
     mu = pairs / (count * (count - 1) / 2) / fmean(lengths)
 

@@ -11,7 +11,7 @@ from scripts.reproduce.tetriinfer.runs import REQUESTS, SEEDS, WORKLOADS, draw, 
 from scripts.tables import Row
 
 CAPS = (16, 24, 32, 64, 256)
-# TTFT, JCT and resource time in percent, and perf/$, of Figs. 11 to 15; None: not stated.
+# TTFT, JCT and resource time in percent, and perf/$, of Figs. 11 to 15; None if not stated.
 PAPER: dict[str, tuple[float | None, float, float | None, float]] = {
     "LPLD": (-44, -40, None, 1.4),
     "LPHD": (-97, -47, -38, 2.4),

@@ -17,18 +17,18 @@ from scripts.tables import Row
 # Dollars an hour of an A100 and of an H100: Azure's, and those in Vidur's code.
 PRICES = {"Azure": (3.67, 6.98), "Vidur's code": (2.21, 4.25)}
 A100, H100 = GPUS
-# Limits of the time between tokens, P99, in seconds.
+# Limits of the time between tokens (P99), in seconds.
 TBT = (0.1, 0.12, 0.14, 0.16, 0.18, 0.2)
 SARATHI = {name: options for name, options in ENGINES.items() if name.startswith("sarathi")}
 # Shapes near the paper's.
 NEAR: Row = {"gpus": {H100: 16}, "tensor_parallel": [1, 2], "pipeline_parallel": [2, 4]}
 PAPER: Row = {"gpu": H100, "tp": 2, "pp": 2, "engine": "sarathi_512", "seqs_per_stage": 256}
 SMALL = {name: SARATHI[name] for name in ("sarathi_512", "sarathi_1024")}
-# Requests per GPU, fewer where rates are low: 200 seconds of Chat-1M's best rate, 320 of BWB-4K's.
+# Requests per GPU; fewer where rates are low: 200 seconds of Chat-1M's best rate, 320 of BWB-4K's.
 SIZES = {CHAT: 1000, ARXIV: 500, BWB: 200}
-# Likewise, of longer runs: eight for each seat of Chat-1M's best.
+# Requests per GPU of longer runs: eight for each seat of Chat-1M's best.
 LONGER = 2048
-# BWB-4K's best and A100's best there, as ``--whole`` finds them.
+# BWB-4K's best configuration, and the best with A100s there, as found by ``--whole``.
 BWB_BEST: Row = PAPER | {"pp": 4}
 BWB_A100: Row = PAPER | {"gpu": A100, "tp": 4, "pp": 1}
 

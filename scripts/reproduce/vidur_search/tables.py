@@ -13,12 +13,12 @@ from pathlib import Path
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from scripts.validate.vidur_tables import rows, write_tables
 
-# By the GPU's name in configs/gpus.yaml: Vidur's name of it, and aiconfigurator's.
+# For each GPU of configs/gpus.yaml, Vidur's name of it and aiconfigurator's.
 GPUS = {"A100-80G-SXM": ("a100", "a100_sxm"), "H100-SXM": ("h100", "h100_sxm")}
 # Vidur's folder of LLaMA2-70B, and its heads.
 NAME, HEADS, KV_HEADS = "meta-llama/Llama-2-70b-hf", 64, 8
 DEGREES = (1, 2, 4)
-# Contexts of Vidur's space are at most this long.
+# Contexts in Vidur's space are at most this long.
 LONGEST = 4096
 Times = dict[tuple[float, float], float]
 

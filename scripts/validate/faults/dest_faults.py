@@ -95,7 +95,7 @@ def _wire(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mist
                 travel=lambda m, slab, n=name: decode(encode(slab, n), n),
             )
     for name, other in (("bfloat16", "float16"), ("float16", "bfloat16")):
-        # What is then rounded to 8 bits cannot be told from noise.
+        # An error that is then rounded to 8 bits cannot be distinguished from noise.
         if source.kv_dtype == name and not FORMATS[dest.kv_dtype].scaled:
 
             def travel(self: Mover, slab: Any, name: str = name, other: str = other) -> Any:
@@ -153,7 +153,7 @@ def _orders(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mi
 
 def _scales(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
     """vLLM 42179: entries of 8 bits with scales of other entries."""
-    # Large pages all have one largest entry, and so one scale.
+    # Large pages all have the same largest entry, and therefore one scale.
     if not FORMATS[dest.kv_dtype].scaled or dest.page_size > 24:
         return
 

@@ -47,7 +47,7 @@ class _Faulty(Mover):
         super().__init__(case.source, case.dest)
         self._after = mistake.after
         for name, step in mistake.steps.items():
-            setattr(self, name, step.__get__(self))  # Bound to the mover, as a method is.
+            setattr(self, name, step.__get__(self))  # Bound to the mover like a method.
 
     def finish(self) -> None:
         if self._after:
