@@ -232,8 +232,9 @@ class LLM:
     def requests_of_line(
         self, custom_id: str, prompt_token_ids: Sequence[int], given: SamplingParams
     ) -> list[RequestState]:
-        """Make the requests for a line of a batch; options that it does not set are the model's
-        defaults.
+        """Make the requests for a line of a batch.
+
+        Options that it does not set are the model's defaults.
         """
         return self._maker.make(custom_id, prompt_token_ids, self.generation.complete(given))
 

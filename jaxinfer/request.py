@@ -196,8 +196,9 @@ class RequestMetrics:
     received: float | None = None
 
     def add_cached(self, num_tokens: int) -> None:
-        """Record the tokens that a start has found in the prefix cache; only the first start
-        counts.
+        """Record the tokens that a start has found in the prefix cache.
+
+        Only the first start counts.
         """
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_tokens

@@ -33,8 +33,9 @@ class Keys:
         return Keys(self.path, value, f"{self.prefix}{key}.")
 
     def size(self, key: str, default: int | None = None, null: int | None = None) -> int:
-        """Return a positive integer; ``null`` is the meaning of null, which is refused
-        by default.
+        """Return a positive integer.
+
+        ``null`` is the meaning of null, which is refused by default.
         """
         value = self._required(key, default, null)
         if type(value) is not int or value <= 0:

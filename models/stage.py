@@ -46,8 +46,9 @@ class Layers:
         return _shift(path, -self.start)
 
     def pieces(self, count: int) -> list["Layers"]:
-        """Return ``count`` ranges of layers; if it does not divide, the first ones have
-        one more.
+        """Return ``count`` ranges of layers.
+
+        If it does not divide, the first ones have one more.
         """
         size, more = divmod(self.stop - self.start, count)
         edges = [self.start + i * size + min(i, more) for i in range(count + 1)]

@@ -65,8 +65,9 @@ class OnGpu:
         return found
 
     def store(self, x: Ref, value: jax.Array) -> None:
-        """Store to the GPU's memory; some sectors take two stores, which jax 0.12 requires to be
-        stated.
+        """Store to the GPU's memory.
+
+        Some sectors take two stores, which jax 0.12 requires to be stated.
         """
         if hasattr(plgpu, "store"):
             plgpu.store(x, value, optimized=False)

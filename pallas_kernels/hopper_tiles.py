@@ -220,8 +220,9 @@ class Pages(NamedTuple):
     head: jax.Array
 
     def scales(self, tile: jax.Array, size: int) -> tuple[Any, Any]:
-        """Return a tile's scales of keys and of values, None with 16 bits; a tile lies in
-        one page.
+        """Return a tile's scales of keys and of values, None with 16 bits.
+
+        A tile lies in one page.
         """
         if not self.scales_PK:
             return None, None

@@ -56,8 +56,9 @@ class TileSizes(NamedTuple):
 
 @functools.cache
 def tiles() -> TileSizes:
-    """Return tile sizes for 32 registers of 16 floats, or 16 of 8; a panel is half a
-    second cache.
+    """Return tile sizes for 32 registers of 16 floats, or 16 of 8.
+
+    A panel is half a second cache.
     """
     if has("avx512f"):
         return TileSizes(16, 24, 8, 8, 8, 6, (6, 3, 2, 1), 2**17, 3, ((64, 2**23),))
@@ -247,8 +248,9 @@ class _Loop(NamedTuple):
         return self.builder.load(self.builder.inttoptr(address, vector.as_pointer()), align=4)
 
     def paired(self, rows: Any, row_bytes: Any) -> Any:
-        """Return entries of two rows as pairs, the first row in the lower bits; none needs
-        rounding.
+        """Return entries of two rows as pairs, the first row in the lower bits.
+
+        None needs rounding.
         """
         b, wide = self.builder, ir.VectorType(I32, self.of.width)
         half, upper = (ir.Constant(wide, [x] * self.of.width) for x in (16, -0x10000))

@@ -90,8 +90,9 @@ def _files(paths: Sequence[Path], weights: bool) -> Iterator[tuple[str, Path]]:
 
 
 def _digest(path: Path, size: int) -> str:
-    """Return the SHA-256 of the checksums of all pieces; this takes a third of the time for all
-    bytes.
+    """Return the SHA-256 of the checksums of all pieces.
+
+    This takes a third of the time for all bytes.
 
     Files in the hub's cache are named by their digests.
     """

@@ -74,8 +74,9 @@ def recorded_path(name: str) -> Path:
 
 
 def _shown(path: str) -> str:
-    """Return a path for the record; shipped files have a name that does not depend on
-    the machine.
+    """Return a path for the record.
+
+    Shipped files have a name that does not depend on the machine.
     """
     inside = Path(path).is_relative_to(SHIPPED)
     return f"configs/{Path(path).relative_to(SHIPPED).as_posix()}" if inside else path

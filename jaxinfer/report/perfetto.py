@@ -63,8 +63,9 @@ def write_trace(run: RunRecord, path: str | Path) -> None:
 
 
 def part_names(run: RunRecord, name: str) -> list[str]:
-    """Return names of an instance's stages or, in a real run, segments; a single one has
-    no name.
+    """Return names of an instance's stages or, in a real run, segments.
+
+    A single one has no name.
     """
     parts = len(run.groups[name])
     described = run.run.get("run_file", {}).get("instances", {}).get(name)

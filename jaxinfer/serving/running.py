@@ -154,8 +154,9 @@ class Running:
         del self._ungrouped[request.id]
 
     def trim(self, group: DecodeGroup, most: int) -> None:
-        """Keep the ``most`` requests of a group that were admitted first; others become single
-        rows.
+        """Keep the ``most`` requests of a group that were admitted first.
+
+        Others become single rows.
         """
         if len(group.active) <= most:
             return

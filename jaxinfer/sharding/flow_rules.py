@@ -172,8 +172,9 @@ class FlowRules:
         self.record("all-gather", gathered, x.letters, exchanged_to, x.what)
 
     def normed(self, name: str, residual: Cuts, gated: bool) -> Activation:
-        """Return the residual stream's norm where the layout wants it; means over cut rows are
-        sums.
+        """Return the residual stream's norm where the layout wants it.
+
+        Means over cut rows are sums.
         """
         over = residual.get("D", ())
         for mean in ("mean square",) if gated else ("mean", "mean square"):

@@ -303,8 +303,9 @@ def lanes_between(
 
 
 def modelled_efficiency(site: ModelledSite) -> Efficiency:
-    """Return the efficiency figures; prices and watts come from a hardware file. No MFU with
-    windows.
+    """Return the efficiency figures.
+
+    Prices and watts come from a hardware file. No MFU with windows.
     """
     groups, placement = site.groups.values(), site.placement
     return Efficiency(

@@ -13,8 +13,9 @@ class SharedDevice:
         self._taken: list[tuple[float, float]] = []
 
     def take(self, start: float, seconds: float, now: float) -> float:
-        """Take the first free time from ``start`` on; later calls do not ask for time before
-        ``now``.
+        """Take the first free time from ``start`` on.
+
+        Later calls do not ask for time before ``now``.
 
         Returns:
             The time at which ``seconds`` of work are done.

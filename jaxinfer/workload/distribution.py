@@ -29,8 +29,9 @@ class Draws(Protocol):
 
 
 class Lengths(Options):
-    """A distribution of lengths in tokens; values outside of ``min`` and ``max`` are moved to these
-    limits.
+    """A distribution of lengths in tokens.
+
+    Values outside of ``min`` and ``max`` are moved to these limits.
 
     Attributes:
         kind: Shape of the distribution.

@@ -215,7 +215,8 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
     process.SILENCE_S = 600.0
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
-        profile.FOLDER = Path(temporary, "profiles")  # Profiles measured here must not be used elsewhere.
+        # Profiles measured here must not be used elsewhere.
+        profile.FOLDER = Path(temporary, "profiles")
         for seed, system, cluster in product(seeds, systems or SYSTEMS, CLUSTERS):
             names = [n for n in workloads or WORKLOADS if WORKLOADS[n][0] == cluster]
             here: list[Row] = []

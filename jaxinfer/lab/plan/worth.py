@@ -1,4 +1,4 @@
-"""A run's speed in its steady part, measured by the bound's worth of each part of a request."""
+"""A run's speed in its steady part, by the value that the bound gives each part of a request."""
 
 from collections.abc import Sequence
 

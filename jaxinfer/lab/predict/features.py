@@ -34,8 +34,9 @@ class LengthBuckets:
         return self.count - 1 if length >= self.cap else length // self.granularity
 
     def bounds(self, bucket: int) -> tuple[int, int]:
-        """Return the smallest and largest number of output tokens; nothing is known beyond
-        the cap.
+        """Return the smallest and largest number of output tokens.
+
+        Nothing is known beyond the cap.
         """
         low, high = bucket * self.granularity, (bucket + 1) * self.granularity
         return (self.cap, self.cap) if bucket == self.count - 1 else (low, min(high, self.cap))

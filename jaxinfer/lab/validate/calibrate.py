@@ -70,8 +70,9 @@ class MeasuredStep(Options):
 
     @property
     def work(self) -> Work:
-        """Return the work; the chunk's last token is sampled, and a single token counts as a
-        decode.
+        """Return the work.
+
+        The chunk's last token is sampled, and a single token counts as a decode.
         """
         single, chunk = self.chunk_tokens == 1, self.chunk_tokens > 1
         rows, tokens = self.decodes + single + chunk, self.decodes + self.chunk_tokens

@@ -152,8 +152,9 @@ class Space:
         return None
 
     def alone(self, phase: str, shape: InstanceShape) -> Candidate:
-        """Return a candidate with one phase of all requests on one instance; the other takes no
-        time.
+        """Return a candidate with one phase of all requests on one instance.
+
+        The other takes no time.
         """
         axes = {"placed": phase, **_axes(phase, shape, 1)}
         part = self._instance(phase, shape)

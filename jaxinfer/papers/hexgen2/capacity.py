@@ -151,8 +151,9 @@ class Modelled:
         return best
 
     def _best(self, signature: Signature, role: GroupRole) -> Carried:
-        """Return the best stages; shapes that would be best with freely divided layers
-        come first.
+        """Return the best stages.
+
+        Shapes that would be best with freely divided layers come first.
         """
         ranked = []
         for shape in shapes(signature, self.site.kind_of_type, self.degrees):

@@ -47,8 +47,9 @@ class LengthStats:
         )
 
     def prefill_step(self, tokens: int) -> tuple[Work, float]:
-        """Return a step full of prompts, and how many prompts it ends; long ones take several
-        chunks.
+        """Return a step full of prompts, and how many prompts it ends.
+
+        Long ones take several chunks.
         """
         ends = tokens / self.prompt
         chunk = min(round(self.prompt_seen), tokens)

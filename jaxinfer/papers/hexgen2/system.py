@@ -177,8 +177,9 @@ class HexGen2(System):
         return assignments
 
     def _shares_of(self, flows: Mapping[Pair, float]) -> Shares:
-        """Return shares; a prefill instance may be ahead by as many requests as it may have at
-        once.
+        """Return shares.
+
+        A prefill instance may be ahead by as many requests as it may have at once.
         """
         whole: defaultdict[str, float] = defaultdict(float)
         for (here, _), flow in flows.items():

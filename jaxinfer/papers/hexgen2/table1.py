@@ -35,7 +35,7 @@ class Table1:
         self._found: dict[tuple[Signature, GroupRole], Carried] = {}
 
     def carried(self, signature: Signature, role: GroupRole) -> Carried:
-        """Return the reciprocal of the least latency, times the requests that have it together."""
+        """Return the number of requests of a batch divided by their smallest latency."""
         key = signature, role
         if key not in self._found:
             best = Carried()

@@ -56,8 +56,9 @@ def lay_out(
 
 
 def _multiple(options: EngineOptions, axes: Mapping[str, int], layout: Layout) -> int:
-    """Return into how many pieces tokens are cut; the rows to sample from must divide as
-    they are.
+    """Return into how many pieces tokens are cut.
+
+    The rows to sample from must divide as they are.
     """
     multiple, pieces = most_ways("T", layout, axes), most_ways("S", layout, axes)
     for tokens in options.token_buckets or ():

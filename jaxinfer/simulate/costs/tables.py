@@ -80,8 +80,9 @@ class AttentionTable:
         return y + self._own * chunk
 
     def __call__(self, work: Work) -> float:
-        """Return microseconds of all rows; chunks count as one chunk with their tokens
-        and pairs.
+        """Return microseconds of all rows.
+
+        Chunks count as one chunk with their tokens and pairs.
         """
         last, micros = self._last
         if work is not last:  # The stages of one instance ask for the same values.
@@ -183,8 +184,9 @@ class OperatorTables:
 def _read(
     tp: Path, with_skew: bool, experts: bool, files: Sequence[tuple[str, int, int]]
 ) -> OperatorTables:
-    """Read the operators once, until the files change; a search asks for them thousands
-    of times.
+    """Read the operators once, until the files change.
+
+    A search asks for them thousands of times.
     """
     return OperatorTables.read(tp, with_skew, experts)
 

@@ -84,8 +84,9 @@ def _of_rows(curve: Curve, rows: float) -> float:
 
 
 def _product_s(seconds: float, experts: float, rows: float, read_s: float) -> float:
-    """Return seconds of a product of ``rows`` rows; reading an expert's weights
-    takes ``read_s``.
+    """Return seconds of a product of ``rows`` rows.
+
+    Reading an expert's weights takes ``read_s``.
     """
     first = min(experts * BLOCK / rows, 1.0)
     return max(first * seconds, experts * read_s) + (1 - first) * seconds

@@ -122,7 +122,7 @@ def packed_rate(
 
 
 def finite_rate(rate: float, requests: int, late_s: float, share: float) -> float:
-    """Return the arrival rate for a number of requests that are served at ``rate``.
+    """Return the arrival rate at which ``requests`` requests are served in time at ``rate``.
 
     Args:
         late_s: seconds that the last request of the first ``share`` may wait.
@@ -136,7 +136,7 @@ def allowances(
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Return when requests must have their first token, and their last: seconds and shares.
 
-    A percentile of all gaps says nothing of which requests may wait for one of their tokens.
+    A percentile of all gaps does not tell which requests may wait for one of their tokens.
     """
     longest = max(item.max_tokens for item in work)
     first: list[tuple[float, float]] = []
