@@ -89,7 +89,7 @@ def summarise(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
     """Return errors by group, and those of all points.
 
     Each has ``n``, a group's ``simulated_as``, and for TPOT, TTFT and a request's whole time the
-    median and the 90th percentile of \|error\|, the median error, and Kendall's tau between both.
+    median and the 90th percentile of \\|error\\|, the median error, and Kendall's tau between both.
     """
     groups: dict[str, list[Compared]] = {}
     for each in compared:
