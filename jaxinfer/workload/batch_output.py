@@ -188,7 +188,7 @@ def _own_text(found: Logprob) -> str:
 
 
 def _escaped(found: Logprob) -> str:
-    """Return bytes as OpenAI's completions name them, such as ``bytes:\\xf0\\x9f``; empty if none."""
+    """Return bytes as OpenAI's completions name them, such as ``bytes:\\xf0\\x9f``; or empty."""
     if not found.token_bytes:
         return ""
     printable = range(0x20, 0x7F)
