@@ -77,7 +77,7 @@ def made_from() -> str:
 
 
 def digest(sources: Path, cpu: object) -> str:
-    """Return such a digest for the sources in a folder and this processor."""
+    """Return a digest of the sources in a folder, for this processor."""
     versions = nb.__version__, llvmlite.__version__, np.__version__, sys.version
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
     made = repr((digest_of(sources), cpu, versions, settings))
