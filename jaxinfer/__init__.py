@@ -1,4 +1,4 @@
-"""LLM inference in JAX over device groups that differ."""
+"""LLM inference in JAX over groups of unlike devices."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for: ``LLM`` takes JAX with it."""
+    """Import a name on first use, because ``LLM`` imports JAX."""
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
     return getattr(import_module(f"jaxinfer.{_HOMES[name]}"), name)

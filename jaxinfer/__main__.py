@@ -7,7 +7,7 @@ def main() -> None:
     """Run one command. A user's mistake, a full disk or a signal is one line on stderr."""
     try:
         end_on_signals()
-        from jaxinfer.commands.app import main  # Takes most of a second.
+        from jaxinfer.commands.app import main  # This takes most of a second.
 
         main()
     except Interrupted as ended:

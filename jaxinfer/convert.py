@@ -1,4 +1,4 @@
-"""``jaxinfer convert``: any checkpoint as a folder that devices read shard by shard."""
+"""``jaxinfer convert``: converts a checkpoint to a folder that devices read shard by shard."""
 
 import os
 import shutil
@@ -21,14 +21,14 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 def convert(model: str, destination: str, dtype: str | None, force: bool) -> Path:
     """Write ``model``'s parameters, configuration and tokenizer to a new folder.
 
-    The folder appears under its name when it is complete. All weights are in host memory at once.
+    The folder gets its name when it is complete. All weights are in host memory at once.
 
     Args:
-        model: what ``open_checkpoint`` takes, converted folders apart.
+        model: any model of ``open_checkpoint`` except converted folders.
         destination: a folder that does not exist or is empty.
-        dtype: a name in ``DTYPES``, or None for the stored one, which of a GGUF file is float32.
-            Vectors are float32 always.
-        force: replace a converted folder, and remove what a killed process has left.
+        dtype: a name in ``DTYPES``, or None for the stored one (float32 for a GGUF file). Vectors
+            are always float32.
+        force: replace a converted folder, and remove the remains of a killed process.
 
     Returns:
         The folder, as an absolute path.
@@ -48,7 +48,7 @@ def convert(model: str, destination: str, dtype: str | None, force: bool) -> Pat
     try:
         if force and partial.exists():
             shutil.rmtree(partial)
-        # Fails if another process has made it since.
+        # This fails if another process has made it since.
         partial.mkdir()
     except OSError as error:
         raise JaxinferError(f"{partial}: cannot write: {error.strerror}") from None
@@ -93,7 +93,7 @@ def _fill(folder: Path, checkpoint: Checkpoint, dtype: str | None) -> None:
 
 
 def _replace(folder: Path, complete: Path) -> None:
-    """Give ``complete`` its name; a folder there loses first what makes it load."""
+    """Rename ``complete`` to ``folder``; an existing folder is first made unloadable."""
     try:
         if is_converted(folder):
             (folder / MANIFEST).unlink()

@@ -1,23 +1,23 @@
-"""The one exception for a mistake that the user can mend, and what others say in one line."""
+"""The exception for mistakes that users can correct, and one-line texts of other exceptions."""
 
 import os
 import traceback
 
-# What a user's code may fail with where it is called: sys.exit() there is a mistake as others are.
+# Errors of a user's code that is called; sys.exit() there is an error like any other.
 FAILURES = (Exception, SystemExit)
 
 _HERE = os.path.dirname(__file__) + os.sep
 
 
 class JaxinferError(Exception):
-    """A user's mistake: one line that names the thing, its value, and what would work.
+    """A user's mistake: one line that names the option or file, its value, and what would work.
 
     The command line prints the message without a traceback.
     """
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text without line breaks."""
+    """Return an error's text without line breaks."""
     return " ".join(str(error).split())
 
 
@@ -27,7 +27,7 @@ def raised(error: BaseException) -> str:
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((_HERE, "<"))]
-    # A syntax error says by itself where it is, and has no frame there.
+    # A syntax error states its own place, and has no frame there.
     if not theirs or isinstance(error, SyntaxError):
         return said
     return f"{said} ({theirs[-1].filename}, line {theirs[-1].lineno})"

@@ -48,7 +48,7 @@ from jaxinfer.workload.predictor import real_predictor
 class LLM:
     """A language model on this process's first devices.
 
-    It may be shared by threads; their calls are served one after the other.
+    Threads may share it; their calls are served one after the other.
 
     Args:
         model: the demo name ``smollm2-135m-instruct``, a ``.gguf`` file, a folder (converted, or
@@ -57,7 +57,7 @@ class LLM:
         engine_options: see ``EngineOptions``.
 
     Raises:
-        JaxinferError: an unknown or wrong option, or a model that cannot be loaded.
+        JaxinferError: an option is unknown or wrong, or the model cannot be loaded.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LLM:
             self._load(RunFile(model=name, engine=options), bar.update)
 
     def _load(self, config: RunFile, progress: Progress) -> Needs:
-        """Load all but the times of steps, which it says whether it needs."""
+        """Load everything except step times; return whether those are needed."""
         site = resolve(config)
         config.workload.check_real()
         for name, instance in site.cluster.instances.items():
@@ -78,7 +78,7 @@ class LLM:
             except JaxinferError as error:
                 raise within(f"instances.{name}", error) from None
         new_predictor = partial(real_predictor, config.workload.predictor)
-        new_predictor()  # What is none is refused before anything is loaded.
+        new_predictor()  # An invalid value is refused before anything is loaded.
         self.config = config
         self.model = config.require_model()
         checkpoint = open_checkpoint(self.model, site.cluster.load_format)
@@ -98,7 +98,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The first instance; mostly there is but one."""
+        """The first instance; usually the only one."""
         return next(iter(self.cluster.engines.values()))
 
     @classmethod
@@ -114,10 +114,10 @@ class LLM:
 
     @classmethod
     def load_all(cls, configs: Mapping[str, RunFile], *, progress: bool = True) -> "dict[str, LLM]":
-        """Several at once, by what to call them; what they profile, they profile in turns.
+        """Load several at once, by any key; if they must be profiled, they take turns.
 
         Raises:
-            JaxinferError: as ``from_config``.
+            JaxinferError: see ``from_config``.
         """
         llms = {name: cls.__new__(cls) for name in configs}
         with LoadProgress(progress) as bar:
@@ -151,11 +151,12 @@ class LLM:
                 prefix cache has what they share.
 
         Returns:
-            One output per prompt, in the prompts' order. A request that the KV pool could never
-            hold has ``error`` set; the rest is served.
+            One output per prompt, in the prompts' order. If the KV pool could never hold a
+            request, its output has ``error`` set; all others are served.
 
         Raises:
-            JaxinferError: a prompt that cannot be run, named by its index, before any is run.
+            JaxinferError: a prompt is invalid; the message gives its index, and no prompt has been
+                run.
         """
         asked = self._asked(each_prompt(prompts), self._encode, sampling_params)
         return self._all_outputs(asked, progress, run_dir, order)
@@ -170,16 +171,15 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Continue each prompt, as ``generate`` does; each output comes as soon as it is finished.
 
-        Outputs come in the order of their ends: ``prompt_index`` says which prompt each is of, so
-        ``sorted(outputs, key=lambda output: output.prompt_index)`` has them in the prompts' order.
-        Prompts (and their sampling parameters, if each has its own) may be an iterator: they are
-        read as the run goes on, see ``run``, and a prompt that cannot be run ends it when it is
-        read.
+        Outputs come in the order in which they finish. ``prompt_index`` is the index of an output's
+        prompt, so ``sorted(outputs, key=lambda output: output.prompt_index)`` restores the prompts'
+        order. Prompts (and their sampling parameters, if each has its own) may be an iterator: they
+        are read during the run (see ``run``), and an invalid prompt ends the run when it is read.
 
-        The run goes on while the caller waits for an output, in the caller's thread; in between,
-        no more is launched. It ends with the last output, or when the iterator is closed, which
-        leaving a ``for`` loop over it does: what is under way is waited for, its KV is given up
-        (and the prefix cache with it), and this LLM is free for the next run.
+        The run makes progress in the caller's thread, while the caller waits for an output; nothing
+        is launched in between. It ends with the last output, or when the iterator is closed, for
+        example by leaving a ``for`` loop over it. Steps in flight are then waited for, their KV and
+        the prefix cache are given up, and this LLM is free for the next run.
         """
         asked = self._asked(each_prompt(prompts), self._encode, sampling_params)
         return self._outputs(asked, progress, run_dir)
@@ -192,7 +192,7 @@ class LLM:
         progress: bool = True,
         run_dir: str | Path | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, as ``generate`` does prompts.
+        """Answer one or several conversations, as ``generate`` continues prompts.
 
         Args:
             messages: lists of ``{"role": ..., "content": ...}``. A content is a text, or a list of
@@ -209,22 +209,24 @@ class LLM:
         progress: bool = True,
         run_dir: str | Path | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Answer conversations as ``chat`` does; each output comes as in ``generate_iter``."""
+        """Answer conversations as ``chat`` does, and yield outputs as ``generate_iter`` does."""
         asked = self._asked(each_conversation(messages), self._encode_chat, sampling_params)
         return self._outputs(asked, progress, run_dir)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Parameters of calls without any: see ``EngineOptions.generation_config``."""
+        """Return the sampling parameters of calls without any: see
+        ``EngineOptions.generation_config``.
+        """
         return self.generation.params()
 
     def make_requests(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> list[RequestState]:
-        """``params.n`` requests for ``run``, their seeds and their longest output decided.
+        """Make ``params.n`` requests for ``run``, and choose their seeds and largest outputs.
 
         Raises:
-            JaxinferError: no tokens, tokens outside the vocabulary, or too many of them; or
-                ``params`` are no ``SamplingParams``.
+            JaxinferError: there are no tokens, too many, or some outside the vocabulary; or
+                ``params`` is not a ``SamplingParams``.
         """
         try:
             return self._maker.make(request_id, prompt_token_ids, params)
@@ -234,7 +236,10 @@ class LLM:
     def requests_of_line(
         self, custom_id: str, prompt_token_ids: Sequence[int], given: SamplingParams
     ) -> list[RequestState]:
-        """The same for a line of a batch; what it does not set is the model's default."""
+        """Make the requests for a line of a batch.
+
+        Options that it does not set are the model's defaults.
+        """
         return self._maker.make(custom_id, prompt_token_ids, self.generation.complete(given))
 
     def run(
@@ -250,19 +255,20 @@ class LLM:
     ) -> RunMetrics:
         """Serve requests made by ``make_requests``; outputs and steps come as they finish.
 
-        A list arrives as a whole, each request at its ``arrival``. Anything without a length is
-        read as the run goes on, so that it may be longer than memory: up to twice as many requests
-        as all instances run at once (``max_num_seqs``) and 16 are read and not finished; of those
-        that are, their ids are kept. One that is read after its ``arrival`` arrives when it is
-        read. One with ``after_ends`` comes ``arrival`` seconds after that number of prompts of the
-        run have ended. Continuations of one prompt follow one another.
+        The requests of a list arrive at their ``arrival``. Any iterable without a length is read
+        during the run, so it may be larger than memory. The run reads until the number of
+        unfinished requests is twice the number that all instances run at once (``max_num_seqs``),
+        plus 16; of finished requests, only the ids are kept. A request that is read after its
+        ``arrival`` arrives when it is read. One with ``after_ends`` arrives ``arrival`` seconds
+        after that number of prompts of the run have ended. Continuations of one prompt must follow
+        one another.
 
         Args:
-            num_requests: how many prompts will come, for the bar, where that is known.
-            about: more of the run for ``run.json``, as JSON values.
+            num_requests: number of prompts that will come, for the progress bar, if known.
+            about: additional entries of ``run.json``, as JSON values.
 
         Raises:
-            JaxinferError: two requests have one id, or one has been in a run; this is called from
+            JaxinferError: two requests have one id, or one has already run; this is called from
                 ``on_output`` or ``on_step``; or ``strict_shapes`` is set and a step was not
                 compiled ahead.
         """
@@ -282,13 +288,13 @@ class LLM:
         """Forget all KV of earlier runs.
 
         Raises:
-            JaxinferError: this is called in the middle of a run.
+            JaxinferError: this is called during a run.
         """
         with self._runs.alone():
             self._runs.kv = {}
 
     def describe(self) -> dict[str, object]:
-        """Describe what runs where, as JSON values."""
+        """Describe the placement of all instances, as JSON values."""
         profiles = {
             name: profile_name(engine, self.model) for name, engine in self.cluster.engines.items()
         }

@@ -1,4 +1,4 @@
-"""Sampling parameters, which a user hands in, and request outputs, which come back."""
+"""Sampling parameters, which a user passes in, and request outputs, which come back."""
 
 import re
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "error", "lost"]
 
 
 def _as_texts(value: object) -> object:
-    """Accept one stop string or none, as the OpenAI API and vLLM do."""
+    """Accept one stop string or None, as the OpenAI API and vLLM do."""
     if value is None:
         return ()
     if isinstance(value, str):
@@ -23,7 +23,7 @@ def _as_texts(value: object) -> object:
 
 
 def _as_tokens(value: object) -> object:
-    """Accept none."""
+    """Accept None."""
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
@@ -38,7 +38,7 @@ def _not_empty(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _plain(value: object) -> object:
-    """Arrays and their numbers as Python's own, in lists and mappings too."""
+    """Convert arrays and their numbers to Python's own types, also inside lists and mappings."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -49,7 +49,7 @@ def _plain(value: object) -> object:
 
 
 def _with_int_keys(value: object) -> object:
-    """Accept none, and the keys of a JSON object, which are strings."""
+    """Accept None, and the keys of a JSON object, which are strings."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -64,7 +64,7 @@ def _with_int_keys(value: object) -> object:
 
 
 class SamplingParams(Options):
-    """Parameters by which a request's tokens are drawn. Names and defaults are those of vLLM.
+    """Parameters that control how a request's tokens are sampled. Names and defaults are vLLM's.
 
     Attributes:
         n: Number of continuations, each with its own seed; all are the same at temperature 0.
@@ -131,7 +131,7 @@ class SamplingParams(Options):
 
     @property
     def has_penalties(self) -> bool:
-        """True if a draw depends on the tokens so far."""
+        """True if a sample depends on earlier tokens."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -141,11 +141,12 @@ class SamplingParams(Options):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters with what the engine has filled in: the payload of a request.
+    """Sampling parameters completed by the engine: the payload of a request.
 
     Attributes:
         end_token_ids: EOS (unless it is ignored) and stop tokens.
-        parent: id of the request of which this is one of ``n`` continuations, the index-th.
+        parent: id of the user's request, of which this is one of ``n`` continuations.
+        index: number of this continuation.
     """
 
     params: SamplingParams
@@ -159,10 +160,12 @@ class Sampling:
 class Logprob:
     """A token's log probability under the model itself, and its rank (1 is the likeliest).
 
-    ``decoded_token`` is the token's text: of one that was drawn, what it adds to the output, which
-    is nothing as long as a character is incomplete; of any other, its own, in which U+FFFD is part
-    of a character. Special tokens, which no output's text has, show their names. ``token_bytes``
-    are the bytes for which the vocabulary has the token; a special one has none.
+    Attributes:
+        decoded_token: text of the token. For a sampled token, the text that it adds to the output,
+            which is empty while a character is incomplete. For other tokens, their own text, with
+            U+FFFD for part of a character. Special tokens, which never appear in an output's text,
+            show their names.
+        token_bytes: bytes of the token in the vocabulary; None for special tokens.
     """
 
     logprob: float
@@ -175,11 +178,13 @@ class Logprob:
 class RequestMetrics:
     """Times of one request, in seconds on the run's clock, which starts at 0.
 
-    ``token_times`` holds the time at which each output token reached the host.
-    ``num_cached_tokens`` are those that the request's first start found in the prefix cache.
-    ``cut`` counts the KV entries that the first instance had when it handed the request on, and
-    ``received`` is when the KV arrived from another instance that had drawn the first token; None
-    where that never happened.
+    Attributes:
+        token_times: times at which the output tokens reached the host.
+        num_cached_tokens: number of tokens that the request's first start found in the prefix
+            cache.
+        cut: number of KV entries that the first instance had when it handed the request over.
+        received: time at which the KV arrived from another instance that had sampled the first
+            token; None if that never happened.
     """
 
     arrival: float
@@ -191,19 +196,24 @@ class RequestMetrics:
     received: float | None = None
 
     def add_cached(self, num_tokens: int) -> None:
-        """Note what a start has found in the prefix cache; the first one counts."""
+        """Record the tokens that a start has found in the prefix cache.
+
+        Only the first start counts.
+        """
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_tokens
 
     def delivered(self, after_transfer: bool) -> list[float]:
-        """``token_times``; with ``after_transfer``, the first is when its KV has arrived."""
+        """Return ``token_times``; with ``after_transfer``, the first time is when its
+        KV arrived.
+        """
         if not after_transfer or self.received is None:
             return self.token_times
         return [self.received, *self.token_times[1:]]
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first token since arrival."""
+        """Time from arrival to the first token."""
         return self.token_times[0] - self.arrival if self.token_times else None
 
     @property
@@ -216,10 +226,12 @@ class RequestMetrics:
 class CompletionOutput:
     """A continuation of a prompt.
 
-    ``finish_reason`` is ``"stop"`` (EOS, a stop token or string; ``stop_reason`` is the token
-    or the string, None for EOS) or ``"length"``. ``cumulative_logprob`` sums the natural log of
-    the model's own probability (before temperature and truncation) of each token.
-    ``logprobs`` has a mapping of token to ``Logprob`` per output token, where they were asked for.
+    Attributes:
+        cumulative_logprob: sum of the natural logarithms of the model's own probability (before
+            temperature and truncation) of each token.
+        logprobs: for each output token, a mapping of tokens to ``Logprob``, if requested.
+        finish_reason: ``"stop"`` (EOS, a stop token or a stop string) or ``"length"``.
+        stop_reason: the stop token or string; None for EOS.
     """
 
     index: int
@@ -233,13 +245,16 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A finished request, in the shape that vLLM's users know.
+    """A finished request, in the form that vLLM's users know.
 
-    ``prompt`` is None where it was not given as text. ``prompt_logprobs``, where asked for, has
-    None for the first token, of which the model says nothing. ``error`` says why a request was
-    refused, or could not be finished; it has no outputs then. ``lost``: because an instance was
-    lost, so that the same request may succeed later. ``prompt_index`` counts the prompts of one
-    call from 0, in the order in which they were given; requests that were made by hand have 0.
+    Attributes:
+        prompt: text of the prompt; None if it was not given as text.
+        prompt_logprobs: log probabilities of the prompt, if requested; the first token has None,
+            since the model gives it no probability.
+        error: reason why a request was refused or could not be finished; it then has no outputs.
+        lost: whether it failed because an instance was lost, so that it may succeed later.
+        prompt_index: number of the prompt among those of one call, from 0; requests made by hand
+            have 0.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""Configurations of models, as checkpoints have them, and the way of tensors to our parameters."""
+"""Configurations of models, as in checkpoints, and the conversion of tensors to our parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Rope:
 
     Attributes:
         frequencies: radians per position of each of the H / 2 pairs.
-        factor: of cosines and sines (YaRN's attention factor).
+        factor: factor of cosines and sines (YaRN's attention factor).
     """
 
     frequencies: tuple[float, ...]
@@ -26,7 +26,7 @@ class EightBits:
 
     Attributes:
         stored: ``int8`` or ``float8_e4m3fn``.
-        computed: to which they are converted to be multiplied.
+        computed: dtype to which they are converted before products.
     """
 
     stored: str
@@ -39,24 +39,26 @@ class ModelConfig:
 
     Attributes:
         architecture: Hugging Face's class name, e.g. ``"LlamaForCausalLM"``.
-        intermediate_size: of the feed-forward layer; of one expert where there are several.
+        intermediate_size: size of the feed-forward layer, or of one expert.
         head_dim: H; need not be hidden_size / num_attention_heads.
-        max_position_embeddings: the longest sequence, in tokens.
-        norm_eps: of the norms, under the square root.
+        max_position_embeddings: longest sequence, in tokens.
+        norm_eps: number added under the square root of norms.
         eos_token_ids: tokens that end a text.
-        rope: none where positions are learned.
-        local_rope: of layers with a window, where it differs from the others'.
-        windows: per layer, the last tokens that it sees, its own included; none is all.
-        attention_scale: of scores; none is 1 / sqrt(head_dim).
+        rope: rotary positions; None if positions are learned.
+        local_rope: rotary positions of layers with a window, if they differ from the others'.
+        windows: for each layer, the number of last tokens that it sees, including its own; None is
+            all.
+        attention_scale: scale of scores; None is 1 / sqrt(head_dim).
         attention_bias: whether Llama's queries, keys, values and outputs have biases.
-        num_experts, num_experts_per_tok: 0 is one dense feed-forward layer.
+        num_experts: number of experts; 0 is one dense feed-forward layer.
+        num_experts_per_tok: number of experts per token; 0 without experts.
         norm_topk_prob: whether the shares of a token's experts add up to 1.
         stored_bits: dtype of linear weights in the checkpoint, if it has scales for them.
-        wide_weights: paths of linear weights that are wider there all the same.
-        kernels: what attends and multiplies; see ``pallas_kernels.choice``. No property of the
-            model.
-        layout: where all lies on the mesh; no property of the model either.
-        eight_bits: of linear weights, where they have 8 bits; neither.
+        wide_weights: paths of linear weights that are wider in such a checkpoint.
+        kernels: kernels for attention and products, see ``pallas_kernels.choice``; not a property
+            of the model.
+        layout: placement on the mesh; not a property of the model.
+        eight_bits: formats of linear weights of 8 bits, if any; not a property of the model.
     """
 
     architecture: str
@@ -93,9 +95,9 @@ class WeightSpec:
 
     Attributes:
         names: one tensor, or several that are stacked along a new first axis.
-        shape: each tensor's shape in the checkpoint.
-        convert: each tensor, from the checkpoint's layout to the parameter's; of numpy's arrays
-            and of JAX's. The same function for tensors alike, so that they share a program.
+        shape: shape of each tensor in the checkpoint.
+        convert: converts a tensor, a numpy or JAX array, from the checkpoint's layout to the
+            parameter's. Equal tensors have the same function, so that they share a program.
     """
 
     names: str | tuple[str, ...]
@@ -104,10 +106,10 @@ class WeightSpec:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names, where there is one, too."""
+        """Names of the tensors, as a tuple even if there is only one."""
         return (self.names,) if isinstance(self.names, str) else self.names
 
     def made_of(self, arrays: Sequence[Any], stack: Callable[[list[Any]], Any]) -> Any:
-        """The parameter of its tensors, which ``stack`` joins along a new first axis."""
+        """Make the parameter from its tensors, which ``stack`` joins along a new first axis."""
         converted = [self.convert(array) for array in arrays]
         return converted[0] if isinstance(self.names, str) else stack(converted)

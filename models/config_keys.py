@@ -12,7 +12,7 @@ class Keys:
     """Typed look-ups in a configuration; an error names the file, the key and the value.
 
     Args:
-        prefix: what stands before each key in errors.
+        prefix: text in front of each key in errors.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
@@ -21,19 +21,22 @@ class Keys:
         self.prefix = prefix
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value; ``default`` where it is absent or null."""
+        """Return the value; ``default`` if it is absent or null."""
         value = self.values.get(key)
         return default if value is None else value
 
     def within(self, key: str) -> "Keys":
-        """The keys of the object under ``key``; none where it is absent."""
+        """Return the keys of the object under ``key``, which are empty if it is absent."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise self.wrong(key, value, "an object")
         return Keys(self.path, value, f"{self.prefix}{key}.")
 
     def size(self, key: str, default: int | None = None, null: int | None = None) -> int:
-        """A positive integer; ``null`` is what null means, which is refused without."""
+        """Return a positive integer.
+
+        ``null`` is the meaning of null, which is refused by default.
+        """
         value = self._required(key, default, null)
         if type(value) is not int or value <= 0:
             raise self.wrong(key, value, "a positive integer")
@@ -42,11 +45,11 @@ class Keys:
     def heads(
         self, queries: str, groups: str, default: int | None = None, is_null_known: bool = False
     ) -> tuple[int, int]:
-        """Query heads, and the KV heads that share them evenly.
+        """Return the numbers of query heads and of the KV heads that they share evenly.
 
         Args:
-            default: KV heads where the key is absent; by default as many as query heads.
-            is_null_known: null means as many as query heads, too, as it does without a default.
+            default: number of KV heads if the key is absent; by default that of query heads.
+            is_null_known: null means as many as query heads, as it also does without a default.
         """
         num_heads = self.size(queries)
         null = num_heads if default is None or is_null_known else None
@@ -59,34 +62,34 @@ class Keys:
         return num_heads, num_kv_heads
 
     def count(self, key: str, default: int) -> int:
-        """An integer from 0 on."""
+        """Return an integer of at least 0."""
         value = self.values.get(key, default)
         if type(value) is not int or value < 0:
             raise self.wrong(key, value, "an integer from 0 on")
         return value
 
     def window(self, default: int | None) -> int | None:
-        """``sliding_window``: a positive integer, or null, which is none."""
+        """Return ``sliding_window``: a positive integer, or None for null."""
         if self.values.get("sliding_window", default) is None:
             return None
         return self.size("sliding_window", default)
 
     def number(self, key: str, default: float | None = None, null: float | None = None) -> float:
-        """A positive number; ``null`` as for ``size``."""
+        """Return a positive number; ``null`` as in ``size``."""
         value = self._required(key, default, null)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(key, value, "a positive number")
         return float(value)
 
     def token(self, key: str, default: int | None = None) -> int | None:
-        """A token id or none, which null is."""
+        """Return a token id, or None for null."""
         tokens = self.tokens(key, [] if default is None else [default])
         if len(tokens) > 1:
             raise self.wrong(key, self.values[key], "one token id")
         return tokens[0] if tokens else None
 
     def tokens(self, key: str, default: Sequence[int] = ()) -> list[int]:
-        """Token ids, given as one, a list, or not at all; null is none."""
+        """Return token ids, given as one, a list, or not at all; null means none."""
         value = self.values.get(key, list(default))
         value = [] if value is None else value
         tokens = value if isinstance(value, list) else [value]
@@ -95,20 +98,20 @@ class Keys:
         return tokens
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self.values.get(key, default)
         if type(value) is not bool:
             raise self.wrong(key, value, "true or false")
         return value
 
     def only(self, key: str, supported: Any, *alike: Any) -> None:
-        """Refuse any value but ``supported``, which an absent key means, and those alike."""
+        """Refuse any value except ``supported`` (the default) and those alike."""
         value = self.values.get(key, supported)
         if value != supported and value not in alike:
             raise self.wrong(key, value, f"{supported!r}: nothing else is implemented")
 
     def wrong(self, key: str, value: Any, wanted: str) -> JaxinferError:
-        """The error for a value that will not do."""
+        """Return the error for an invalid value."""
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return JaxinferError(f"{self.path}: {self.prefix}{key} is {shown}, must be {wanted}")

@@ -1,8 +1,8 @@
 """Linear weights of 8 bits, with a float32 scale for each output channel.
 
-A weight is ``values * scale``: the largest of a channel is the largest number that 8 bits have.
-Embeddings, heads, norms and biases stay as they are. Scales are parameters of their own, named for
-the axes that they have: ``q_scale_NH`` beside ``q_DNH``, so that layouts know where they lie.
+A weight is ``values * scale``: a channel's largest weight becomes the largest number of the format.
+Embeddings, heads, norms and biases stay unchanged. Scales are separate parameters, named by their
+axes, such as ``q_scale_NH`` for ``q_DNH``, so that layouts can place them.
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxinfer.models.config import EightBits, ModelConfig
 
-# Weights of linear layers, which have their inputs' axes first, and their scales.
+# Weights of linear layers, whose first axes are those of their inputs, and their scales.
 SCALES = {
     "q_DNH": "q_scale_NH",
     "k_DKH": "k_scale_KH",
@@ -26,7 +26,7 @@ SCALES = {
     "down_FD": "down_scale_D",
 }
 _NAMES = frozenset(SCALES.values())
-# What a channel's largest weight becomes.
+# The value that a channel's largest weight becomes.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
@@ -34,7 +34,8 @@ class Scaled(NamedTuple):
     """A weight of 8 bits.
 
     Attributes:
-        values: in its inputs' and outputs' axes; ``scale``: float32, in the outputs'.
+        values: values, with the axes of inputs and outputs.
+        scale: float32, with the axes of outputs.
         computed: dtype in which it is multiplied.
     """
 
@@ -47,24 +48,24 @@ Weight = jax.Array | Scaled
 
 
 def scale_path(path: str) -> str | None:
-    """The path of a weight's scale; None of parameters that have none."""
+    """Return the path of a weight's scale; None for parameters that have none."""
     module, dot, name = path.rpartition(".")
     return f"{module}{dot}{SCALES[name]}" if name in SCALES else None
 
 
 def own_scale(path: str, config: ModelConfig) -> str | None:
-    """The path of a weight's scale in a model whose weights have the config's formats, or None."""
+    """Return the path of a weight's scale if the config gives it 8 bits; otherwise None."""
     is_narrow = config.eight_bits is not None and path not in config.wide_weights
     return scale_path(path) if is_narrow else None
 
 
 def is_scale(path: str) -> bool:
-    """True of the path of a scale."""
+    """Tell whether a path is that of a scale."""
     return path.rpartition(".")[2] in _NAMES
 
 
 def add_scales(model: nnx.Module, bits: EightBits, wide: Collection[str] = ()) -> None:
-    """Give each linear weight of a model its scale, all ones, but those with a path in ``wide``."""
+    """Give each linear weight of a model a scale of ones, except those with a path in ``wide``."""
     for path, module in nnx.iter_graph(model):
         for name, scale in SCALES.items():
             is_wide = ".".join(map(str, [*path, name])) in wide
@@ -76,7 +77,7 @@ def add_scales(model: nnx.Module, bits: EightBits, wide: Collection[str] = ()) -
 
 
 def weight(module: Any, name: str) -> Weight:
-    """A module's weight as it is multiplied, with its scale where it has one."""
+    """Return a module's weight as it is multiplied, with its scale if it has one."""
     values: jax.Array = getattr(module, name)[...]
     scale = getattr(module, SCALES[name], None)
     return values if scale is None else Scaled(values, scale[...], jnp.dtype(module.computed))
@@ -98,7 +99,7 @@ def quantise(x: Any, outputs: int, dtype: jnp.dtype, xp: Any = jnp) -> tuple[Any
     """
     x, largest = x.astype(xp.float32), LARGEST[jnp.dtype(dtype).name]
     scale = xp.max(xp.abs(x), axis=tuple(range(x.ndim - outputs))) / xp.float32(largest)
-    # By the reciprocal, a largest weight could come out beyond what fp8 has.
+    # Multiplied by the reciprocal, a largest weight could exceed the range of fp8.
     shares = xp.clip(x / xp.where(scale > 0, scale, xp.float32(1)), -largest, largest)
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     return (xp.round(shares) if is_integer else shares).astype(dtype), scale

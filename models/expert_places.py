@@ -1,4 +1,4 @@
-"""Places of a mixture's experts and tokens on a mesh while they are multiplied; needs no JAX."""
+"""Places of a mixture's experts and tokens on a mesh during their products; needs no JAX."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from jaxinfer.models.layouts import Layout, named, table_in_use
 
-# Standard deviations above what chance sends from one device to another: of 64 pairs, one has more
-# in fewer than 1 of 400 steps.
+# Room for rows that one device sends to another, in standard deviations above the mean. Of 64 pairs
+# of devices, one exceeds it in fewer than 1 of 400 steps.
 SPARE = 4.0
 
 
@@ -16,10 +16,11 @@ class ExpertPlaces:
     """Axes of a mesh by what they cut.
 
     Attributes:
-        weights: for each of E, D and F.
-        tokens: of each device before and after.
-        exchanged: axes over which tokens go to their experts and results come back, all of E's or
-            none; else each device computes its experts' part of all tokens, and sums join them.
+        weights: axes that cut E, D and F.
+        tokens: axes that cut the tokens before and after.
+        exchanged: axes over which tokens are sent to their experts and results come back: all of
+            E's or none. If none, each device computes its experts' part of all tokens, and results
+            are summed.
     """
 
     weights: dict[str, tuple[str, ...]]
@@ -28,16 +29,17 @@ class ExpertPlaces:
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Axes over which results are added up."""
+        """Axes over which results are summed."""
         experts = () if self.exchanged else self.weights["E"]
         return (*experts, *self.weights["F"])
 
 
 def expert_places(layout: Layout, axes: Sequence[str]) -> ExpertPlaces:
-    """The places of a layout on a mesh with these axes.
+    """Return the places of a layout on a mesh with these axes.
 
-    Weights are those of the first layer's gate: others that a layout puts elsewhere are moved
-    there. Tokens are exchanged where ``ffn_inputs`` are cut over all axes that experts are.
+    The weights' places are those of the first layer's gate; weights that a layout places
+    differently are moved there. Tokens are exchanged if ``ffn_inputs`` are cut over all axes that
+    experts are.
     """
     table = table_in_use("layers.0.mlp.gate_EDF", layout, axes)
     weights = {letter: named(table.get(letter, ()), axes) for letter in "EDF"}
@@ -48,11 +50,12 @@ def expert_places(layout: Layout, axes: Sequence[str]) -> ExpertPlaces:
 
 
 def slots(tokens: float, devices: int, experts: int, per_token: int) -> float:
-    """Tokens, of those on a device, that it sends to each of ``devices`` in one round.
+    """Return how many of a device's tokens it sends to each of ``devices`` in one round.
 
-    A token goes once to each device that holds one of its experts. Routers without a favourite
-    send tokens x share there, and seldom more than ``SPARE`` deviations above. For others, rounds
-    follow until all are sent, together with slots for less than twice all tokens.
+    A token is sent once to each device that holds one of its experts. A router without favourites
+    sends each device its share of tokens, and rarely more than ``SPARE`` deviations above it.
+    Otherwise rounds follow until all are sent; together they have slots for less than twice all
+    tokens.
     """
     elsewhere = experts - experts // devices
     share = 1 - math.comb(elsewhere, per_token) / math.comb(experts, per_token)

@@ -1,6 +1,6 @@
 """A feed-forward layer that is a mixture of experts (Shazeer et al., 2017): Mixtral's, Qwen 3's.
 
-Suffixes are those of ``layers.py``; X is the experts that a token is sent to, R = T x X its rows.
+Suffixes are those of ``layers.py``; X is the number of experts of a token, R = T x X its rows.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from jaxinfer.pallas_kernels.choice import grouped
 class Experts(nnx.Module):
     """The sum of each token's likeliest experts, weighted by the router.
 
-    Where kernels have grouped products, an expert computes the tokens that are sent to it; on a
-    mesh, see ``experts_on_mesh``. Elsewhere every expert computes every token: ``all_experts``.
+    If the kernels have grouped products, an expert computes only the tokens sent to it; on a mesh,
+    see ``experts_on_mesh``. Otherwise every expert computes every token: ``all_experts``.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -37,7 +37,7 @@ class Experts(nnx.Module):
         self.down_EFD = init_weight(rngs, (E, F, D))
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
-        """Token-wise."""
+        """Compute each token separately."""
         x_TD = place(self.layout, "ffn_inputs", x_TD)
         logit_TE = dense(x_TD, self.router_DE[...], self.kernels, rounds=False)
         route = partial(likeliest, count=self.per_token, normalised=self.normalised)
@@ -56,10 +56,10 @@ class Experts(nnx.Module):
 
 
 def likeliest(logit_TE: jax.Array, count: int, normalised: bool) -> tuple[jax.Array, jax.Array]:
-    """Choose each token's likeliest experts [T, X], and their shares: float32, int32.
+    """Choose each token's likeliest experts; return shares (float32) and experts (int32), [T, X].
 
     Args:
-        normalised: shares add up to 1; else they are probabilities among all experts.
+        normalised: whether shares add up to 1; otherwise they are probabilities among all experts.
     """
     top_TX, expert_TX = jax.lax.top_k(logit_TE, count)
     if normalised:
@@ -76,9 +76,9 @@ def all_experts(
     down_EFD: jax.Array,
     layout: Layout = LAYOUTS["megatron"],
 ) -> jax.Array:
-    """Every expert computes every token, and weighs by 0 what is not sent to it: [T, D].
+    """Let every expert compute every token, with weight 0 for tokens not sent to it: [T, D].
 
-    Exact under any sharding, for E / X times the products.
+    Exact under any sharding, with E / X times as many products.
     """
     chosen_TXE = jax.nn.one_hot(expert_TX, len(gate_EDF))
     share_TE = jnp.einsum("tx,txe->te", share_TX, chosen_TXE)
@@ -91,11 +91,11 @@ def all_experts(
 def with_experts(
     specs: dict[str, WeightSpec], config: ModelConfig, layer: str, names: Sequence[str]
 ) -> dict[str, WeightSpec]:
-    """Llama's parameters with experts instead of its feed-forward layers.
+    """Replace the feed-forward layers in Llama's parameters by experts.
 
     Args:
         layer: Hugging Face's name of the feed-forward layer.
-        names: of an expert's gate, up and down.
+        names: names of an expert's gate, up and down.
     """
     D, F, E = config.hidden_size, config.intermediate_size, config.num_experts
     gate, up, down = (f"experts.{{}}.{name}.weight" for name in names)

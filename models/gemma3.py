@@ -1,6 +1,6 @@
 """Gemma 3, text only (Gemma Team, 2025): windows in five of six layers, norms on both sides.
 
-Beside Llama: queries and keys normalised, a norm after attention and after the MLP too, GELU,
+Differences from Llama: normalised queries and keys, norms also after attention and the MLP, GELU,
 embeddings scaled by sqrt(D), and positions that rotate faster in layers with a window.
 """
 
@@ -21,7 +21,7 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 
 class Layer(nnx.Module):
-    """A block; its norms lie around attention and around the MLP."""
+    """A block with norms before and after attention and MLP."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.layout = config.layout
@@ -39,7 +39,7 @@ class Layer(nnx.Module):
         batch: PagedBatch,
         window: int | None,
     ) -> tuple[jax.Array, KVPages]:
-        """The residual stream after this layer, and the updated pages."""
+        """Return the residual stream after this layer, and the updated pages."""
         y_TD, kv = self.attn(self.attn_norm(x_TD), rope, kv, batch, window)
         return self._add(x_TD, y_TD), kv
 
@@ -48,7 +48,9 @@ class Layer(nnx.Module):
         return self.attn.before(self.attn_norm(x_TD), rope)
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
-        """The residual stream after this layer, from that before it and what attention gives."""
+        """Return the residual stream after this layer, from that before it and
+        attention's result.
+        """
         return self._add(x_TD, self.attn.after(out_TNH))
 
     def _add(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
@@ -65,7 +67,7 @@ class Gemma3(llama.Llama):
 
 
 def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:
-    """Parameter -> Hugging Face's tensor, where a norm's weight is its scale less 1."""
+    """Map parameters to Hugging Face's tensors, in which a norm's weight is its scale minus 1."""
     specs = llama.hf_weights(config, qk_norm=True)
     D = config.hidden_size
     for i in range(config.num_hidden_layers):

@@ -1,7 +1,7 @@
-"""A mixture whose experts compute the tokens that are sent to them: on one device, and on a mesh.
+"""A mixture whose experts compute only the tokens sent to them, on one device or on a mesh.
 
-Suffixes are those of ``experts.py``; of an exchange, T are one device's tokens, P the devices, and
-J the slots for tokens that one sends to another in a round.
+Suffixes are those of ``experts.py``. In an exchange, T is the number of one device's tokens, P that
+of devices, and J that of slots for tokens that a device sends to another in a round.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from jaxinfer.models.layouts import Layout
 from jaxinfer.models.sharding import spec
 from jaxinfer.pallas_kernels.choice import Grouped
 
-# Shares and experts of tokens from their logits.
+# Returns shares and experts of tokens from their logits.
 Route = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-# Results [R, D] of one device's experts for rows, their shares and their experts.
+# Returns the results [R, D] of one device's experts for rows, their shares and their experts.
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -31,11 +31,12 @@ def sorted_experts(
     products: Grouped,
     partial_over: tuple[str, ...] = (),
 ) -> jax.Array:
-    """A mixture on one device, where each expert computes the tokens that are sent to it: [T, D].
+    """Compute a mixture on one device; each expert computes the tokens sent to it: [T, D].
 
     Args:
-        expert_TX: at most E, which is an expert that lies elsewhere, and adds nothing here.
-        partial_over: axes of the mesh that D is cut over: sums over D are parts of whole ones.
+        expert_TX: number of each token's experts; E means an expert on another device, which adds
+            nothing here.
+        partial_over: axes of the mesh that cut D; sums over D are then partial sums.
     """
     E, expert_R = len(gate_EDF), expert_TX.reshape(-1)
     order_R = jnp.argsort(expert_R)
@@ -49,7 +50,7 @@ def sorted_experts(
         x_RF = products.gated(x_RD, gate_EDF, up_EDF, count_E)
     out_RD = products.matmul(x_RF, down_EFD, count_E)
     out_TXD = out_RD[jnp.argsort(order_R)].reshape(*expert_TX.shape, -1)
-    # Nobody has written the rows of experts that lie elsewhere.
+    # Rows of experts on other devices have not been written.
     out_TXD = jnp.where((expert_TX < E)[..., None], out_TXD, 0)
     return jnp.sum(out_TXD * share_TX[..., None], 1)
 
@@ -64,10 +65,11 @@ def experts_on_mesh(
     products: Grouped,
     layout: Layout,
 ) -> jax.Array:
-    """The same on a mesh, of whose devices each has its part of the weights: [T, D].
+    """Compute a mixture on a mesh whose devices each have a part of the weights: [T, D].
 
-    That is whole experts or some columns of all, for all tokens, whose results are summed; or, by
-    ``expert_places``, for the tokens that are sent to them. Each device routes its own tokens.
+    The part is whole experts, or some columns of all, applied to all tokens, with a sum over
+    devices. By ``expert_places``, experts may instead get only the tokens sent to them. Each device
+    routes its own tokens.
     """
     axes = jax.sharding.get_abstract_mesh().axis_names
     places = expert_places(layout, axes)
@@ -110,13 +112,14 @@ def exchange(
     share_TX: jax.Array,
     expert_TX: jax.Array,
 ) -> jax.Array:
-    """Send each token once to each device that has some of its experts, and add up the results.
+    """Send each token once to each device that has some of its experts, and sum the results.
 
-    All devices know how all tokens are routed, and so what comes and how many rounds there are;
-    nothing is dropped.
+    All devices know the routes of all tokens, and therefore what arrives and in how many rounds.
+    Nothing is dropped.
 
     Args:
-        experts: of one device; ``over``: axes that they are cut over.
+        experts: number of experts of one device.
+        over: axes that cut the experts.
     """
     (T, X), P, me = share_TX.shape, jax.lax.axis_size(over), jax.lax.axis_index(over)
     routed_TX = jnp.concatenate([share_TX, expert_TX.astype(share_TX.dtype)], 1)
@@ -148,7 +151,7 @@ def exchange(
 
 
 def in_turn(goes_PT: jax.Array, J: int) -> jax.Array:
-    """Numbers of those that go, then T, which is none, up to whole rounds of J."""
+    """Return the numbers of tokens that are sent, then T (none) up to whole rounds of J."""
     T = goes_PT.shape[1]
     order_PT = jnp.argsort(~goes_PT, 1, stable=True)
     order_PT = jnp.where(jnp.arange(T) < jnp.sum(goes_PT, 1)[:, None], order_PT, T)

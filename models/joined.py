@@ -1,8 +1,8 @@
-"""Weights of queries, keys and values as one array, by which GPUs multiply at once.
+"""Weights of queries, keys and values joined into one array, which GPUs multiply at once.
 
-Of three products of the same rows XLA makes one as well, but to do so puts their weights side by
-side in every step. ``qkv_DKXH`` has, for each KV head, its queries, its key and its value: X is
-their number, G + 2. So a mesh cuts it as it cuts KV heads, and a head stays with its own.
+XLA also combines three products of the same rows, but copies their weights next to each other in
+every step. ``qkv_DKXH`` has, for each KV head, its queries, its key and its value; their number is
+X = G + 2. A mesh cuts it by KV heads, so that a head stays with its own queries.
 
 Suffixes are those of ``layers.py``.
 """
@@ -21,19 +21,19 @@ from jaxinfer.models.layouts import Layout
 from jaxinfer.models.sharding import place
 
 T = TypeVar("T")
-# What is joined, and its scales where it has 8 bits.
+# Weights that are joined, and their scales if they have 8 bits.
 PARTS = {
     "qkv_DKXH": ("q_DNH", "k_DKH", "v_DKH"),
     "qkv_scale_KXH": ("q_scale_NH", "k_scale_KH", "v_scale_KH"),
 }
-# Kernels beside which weights are joined. Products on CPUs choose by the size of a weight.
+# Kernels with which weights are joined. Products on CPUs choose by the size of a weight.
 _KERNELS = (*ON_GPUS, "interpret")
 
 
 def query_key_value(
     module: nnx.Module, x_TD: jax.Array, kernels: str, layout: Layout
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [T, N, H], keys and values [T, K, H] of a module's weights, joined or not."""
+    """Return queries [T, N, H], keys and values [T, K, H] of a module, joined or not."""
     if hasattr(module, "qkv_DKXH"):
         out_TKXH = dense(x_TD, weight(module, "qkv_DKXH"), kernels)
         T, _, _, H = out_TKXH.shape
@@ -49,10 +49,10 @@ def query_key_value(
 def joinable(
     config: ModelConfig, parameters: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[str, ...]:
-    """Paths of modules, with their last dot, whose weights are to be joined.
+    """Return the paths, with their last dot, of modules whose weights should be joined.
 
-    All three weights of a module are there, of one dtype and cut alike, and none is gathered
-    before it is used.
+    All three weights of such a module exist, with one dtype and equal sharding, and none is
+    gathered before it is used.
     """
     if config.kernels not in _KERNELS or config.layout.gathered != ():
         return ()
@@ -78,7 +78,7 @@ def join(query: Any, key: Any, value: Any) -> Any:
 def with_joined(
     leaves: Mapping[str, T], modules: Collection[str], together: Callable[[T, T, T], T]
 ) -> dict[str, T]:
-    """Parameters by path, those of ``modules`` put ``together``, as ``joinable`` has found them."""
+    """Return parameters by path, with those of ``modules`` (see ``joinable``) put ``together``."""
     found = dict(leaves)
     for module in modules:
         for name, parts in PARTS.items():
@@ -89,7 +89,7 @@ def with_joined(
 
 
 def join_modules(model: nnx.Module, modules: Collection[str]) -> None:
-    """Give a model's modules one weight in place of three."""
+    """Replace three weights of a model's modules by one."""
     for path, module in list(nnx.iter_graph(model)):
         if "".join(f"{part}." for part in path) in modules and isinstance(module, nnx.Module):
             for name, parts in PARTS.items():

@@ -27,22 +27,23 @@ from jaxinfer.pallas_kernels.choice import (
 )
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-# A numpy array on the host, a jax.Array inside the step.
+# A numpy array on the host, or a jax.Array within the step.
 HostOrTraced = Any
-# Kernels of GPUs.
+# Kernels for GPUs.
 ON_GPUS = ("generic", "ampere", "hopper")
 
 
 class PagedBatch(NamedTuple):
     """Positions of the tokens of one step, and places of their KV entries. All int32.
 
-    The decodes come first, S at most and one per row of ``decode_table_SM``; then the prefill
-    chunks, C at most; then padding.
+    The decodes come first, at most S and one per row of ``decode_table_SM``; then at most C prefill
+    chunks; then padding.
 
     Attributes:
         position_T: position in the sequence.
-        page_T, offset_T: where the KV entry is written; padding writes to page 0.
-        decode_length_S: KV entries that a decode sees, its own included; 0 is no decode.
+        page_T: page to which the KV entry is written; padding writes to page 0.
+        offset_T: offset in that page.
+        decode_length_S: number of KV entries that a decode sees, including its own; 0 is no decode.
         chunk_start_C: position of a chunk's first token.
         chunk_row_C1: bounds of the chunks among the tokens.
     """
@@ -58,17 +59,17 @@ class PagedBatch(NamedTuple):
 
 
 def project(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Einsum in the weight's dtype with float32 accumulation and result."""
+    """Compute an einsum in the weight's dtype, with float32 accumulation and result."""
     return jnp.einsum(spec, x.astype(weight.dtype), weight, preferred_element_type=jnp.float32)
 
 
 def dense(x_TD: jax.Array, weight: Weight, kernels: str, rounds: bool = True) -> jax.Array:
-    """x by a weight whose first axis is x's last: float32 [T, the weight's other axes].
+    """Multiply x by a weight whose first axis is x's last: float32 [T, the weight's other axes].
 
-    As ``project`` does; ``kernels`` may have a product of their own, on one device.
+    The result is that of ``project``; on one device, ``kernels`` may have their own product.
 
     Args:
-        rounds: a GPU may round the product to the weight's dtype.
+        rounds: whether a GPU may round the product to the weight's dtype.
     """
     if isinstance(weight, Scaled):
         return _scaled(x_TD, weight, kernels)
@@ -77,13 +78,14 @@ def dense(x_TD: jax.Array, weight: Weight, kernels: str, rounds: bool = True) ->
         return out_TF.reshape(len(x_TD), *weight.shape[1:])
     x_TD = x_TD.astype(weight.dtype)
     if rounds and kernels in ON_GPUS and alone():
-        # As torch's are: half to write, and to read again. On a mesh, they may be parts of sums.
+        # Rounded as in torch, which halves the bytes to write and to read again; not on a mesh,
+        # where these may be parts of sums.
         return jnp.tensordot(x_TD, weight, 1).astype(jnp.float32)
     return jnp.tensordot(x_TD, weight, 1, preferred_element_type=jnp.float32)
 
 
 def _scaled(x_TD: jax.Array, weight: Scaled, kernels: str) -> jax.Array:
-    """The product with values of 8 bits, whose scales are the columns' of what comes out."""
+    """Multiply by values of 8 bits, and scale the columns of the result."""
     values, scale = weight.values, weight.scale
     own = scaled_products(kernels, values.dtype) if alone() else None
     if own:
@@ -101,7 +103,7 @@ def gated(
     activation: Callable[[jax.Array], jax.Array],
     kernels: str,
 ) -> jax.Array:
-    """activation(x gate) * (x up) (Shazeer, 2020), in float32 [T, F].
+    """Return activation(x gate) * (x up) (Shazeer, 2020), in float32 [T, F].
 
     ``kernels`` may have both products with SiLU in one pass.
     """
@@ -117,7 +119,7 @@ def gated(
 
 
 def head(x_SD: jax.Array, head_VD: jax.Array, kernels: str) -> jax.Array:
-    """Logits [S, V] in float32."""
+    """Return logits [S, V] in float32."""
     own = _own_products(kernels, head_VD)
     if own and len(head_VD) >= 16:
         return own.logits(x_SD, head_VD)
@@ -125,7 +127,7 @@ def head(x_SD: jax.Array, head_VD: jax.Array, kernels: str) -> jax.Array:
 
 
 def alone() -> bool:
-    """True where a mesh of several devices is not what computes."""
+    """Tell whether the computation is not on a mesh of several devices."""
     return jax.sharding.get_abstract_mesh().size <= 1
 
 
@@ -136,7 +138,7 @@ def _own_products(kernels: str, weight: jax.Array) -> Products | None:
 def init_weight(
     rngs: nnx.Rngs, shape: tuple[int, ...], scale: float = 0.02
 ) -> nnx.Param[jax.Array]:
-    """A float32 parameter drawn from a normal distribution."""
+    """Return a float32 parameter drawn from a normal distribution."""
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape))
 
 
@@ -171,21 +173,21 @@ class LayerNorm(nnx.Module):
 
 
 def rope_tables(position_T: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [T, H/2]."""
+    """Return cosines and sines [T, H/2]."""
     frequency = jnp.asarray(rope.frequencies, jnp.float32)
     angle = position_T[:, None].astype(jnp.float32) * frequency
-    # A product with 1 keeps the values. XLA:CPU never fuses a matrix product into what uses it;
-    # the cosines alone it would compute again for every head and layer.
+    # A product with 1 keeps the values. XLA:CPU never fuses a matrix product into its user; it
+    # would compute cosines again for every head and layer.
     factor = rope.factor * jnp.eye(len(frequency))
     return jnp.cos(angle) @ factor, jnp.sin(angle) @ factor
 
 
 def apply_rope(x_TNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate each pair (i, i + H/2), which is Hugging Face's pairing."""
+    """Rotate each pair (i, i + H/2), as Hugging Face pairs them."""
     T, N, H = x_TNH.shape
     half_TNXH = x_TNH.reshape(T, N, 2, H // 2)
     sin_TXH = jnp.stack([-sin, sin], 1)
-    # One pass over x; of two halves put together, XLA:CPU makes three.
+    # One pass over x; if two halves were joined, XLA:CPU would make three.
     turned_TNXH = half_TNXH * cos[:, None, None] + half_TNXH[:, :, ::-1] * sin_TXH[:, None]
     return turned_TNXH.reshape(T, N, H)
 
@@ -203,14 +205,15 @@ def paged_attention(
 ) -> tuple[jax.Array, KVPages]:
     """Write the tokens' KV entries, then attend: decodes and chunks each by their own function.
 
-    Heads are independent: on a mesh, each device attends with those whose KV it has. Where the
-    layout cuts the tokens of ``heads``, each device attends for its own rows, and has the KV of
-    all: new entries are gathered, and each device writes all of them to pages of its own.
+    Heads are independent: on a mesh, each device attends with the heads whose KV it has. If the
+    layout cuts the tokens of ``heads``, each device attends for its own rows, and has the KV of all
+    tokens: new entries are gathered, and each device writes all of them to its own pages.
 
     Args:
-        kernels: what attends, and so how keys lie; see ``pallas_kernels.choice``.
-        scale: of scores; 1 / sqrt(H) by default.
-        window: how many of the last entries a token sees, its own included; all by default.
+        kernels: attention kernels, which also decide how keys are stored; see
+            ``pallas_kernels.choice``.
+        scale: scale of scores; by default 1 / sqrt(H).
+        window: number of last entries that a token sees, including its own; by default all.
 
     Returns:
         float32 [T, N, H] and the updated pages.
@@ -244,7 +247,7 @@ def _attend_rows(
     axes: tuple[str, ...],
     attend: Callable[..., tuple[jax.Array, KVPages]],
 ) -> tuple[jax.Array, KVPages]:
-    """Attend for the T rows of this device among the step's X, whose KV entries it writes all."""
+    """Attend for this device's T rows among the step's X, and write the KV entries of all."""
     T, S = len(q_TNH), batch.decode_length_S.shape[0]
     low = jax.lax.axis_index(axes) * T
     row_C1 = jnp.clip(batch.chunk_row_C1, low, low + T)
@@ -286,5 +289,5 @@ def _attend(
     )
     is_decode_S11 = (batch.decode_length_S > 0)[:, None, None]
     first_SNH = jnp.where(is_decode_S11, decoded_SNH, out_TNH[:S])
-    # On a mesh, jax 0.11's compiler crashes where all rows are set.
+    # On a mesh, jax 0.11's compiler crashes if all rows are set.
     return first_SNH if len(q_TNH) == S else out_TNH.at[:S].set(first_SNH), kv

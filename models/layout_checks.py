@@ -1,4 +1,4 @@
-"""Layouts that cannot be: checked with one line each, before anything is loaded."""
+"""Checks of layouts before anything is loaded; errors are one line."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -22,10 +22,10 @@ from jaxinfer.options.validation import did_you_mean, shown
 
 
 def check_tables(layout: Layout) -> None:
-    """Check what a user's file has put together.
+    """Check the tables of a user's file.
 
     Raises:
-        JaxinferError: something is no table, or names what no model has.
+        JaxinferError: something is not a table, or names an axis that no model has.
     """
     if not isinstance(layout.parameters, tuple):
         raise JaxinferError(
@@ -58,7 +58,7 @@ def check_names(layout: Layout, mesh: Mapping[str, int]) -> None:
     """Check that the mesh has all axes that the layout names.
 
     Raises:
-        JaxinferError: it has not.
+        JaxinferError: an axis is missing.
     """
     for name, table in _tables(layout):
         for letter, place in table.items():
@@ -67,13 +67,13 @@ def check_names(layout: Layout, mesh: Mapping[str, int]) -> None:
 
 
 def check_rules(layout: Layout, names: Sequence[str], layers: int) -> None:
-    """Check that each rule holds for some parameter, and cuts axes that these have.
+    """Check that each rule matches a parameter, and cuts axes that the parameter has.
 
-    Rules of the layouts that ship are for all models: one may have no use for some.
+    Rules of shipped layouts are for all models, and some may match nothing.
 
     Args:
-        names: paths of all parameters of the same model with one layer; ``layers``: how many it
-            has.
+        names: paths of all parameters of the same model with one layer.
+        layers: number of layers of the model.
 
     Raises:
         JaxinferError: a rule, or an axis of one, cuts nothing.
@@ -95,7 +95,7 @@ def check_rules(layout: Layout, names: Sequence[str], layers: int) -> None:
 
 
 def own_rules(layout: Layout) -> list[Rule]:
-    """The rules that no layout that ships has."""
+    """Return the rules that are in no shipped layout."""
     shipped = [rule for each in LAYOUTS.values() for rule in each.parameters]
     return [rule for rule in layout.parameters if rule not in shipped]
 
@@ -120,11 +120,11 @@ def _check_rule(rule: Rule, matched: set[str], held: set[str], names: list[str])
 def check_on_mesh(
     layout: Layout, mesh: Mapping[str, int], config: ModelConfig | ModelShape
 ) -> None:
-    """Check a layout of a model, which is padded, on a mesh with these sizes of its axes.
+    """Check a layout of a padded model on a mesh with these sizes of its axes.
 
     Raises:
         JaxinferError: an axis has two tasks or does not divide what it cuts, or attention would
-            need KV of heads that lie elsewhere.
+            need KV of heads on other devices.
     """
     sizes = {
         "D": config.hidden_size,
@@ -141,10 +141,10 @@ def check_on_mesh(
 
 
 def check_places(layout: Layout, mesh: Mapping[str, int]) -> None:
-    """Check that attention reaches its KV, and that the mesh has all axes, one for each task.
+    """Check that attention finds its KV, and that the mesh has all axes, each with one task.
 
     Raises:
-        JaxinferError: it does not, or has not.
+        JaxinferError: one of these conditions is not met.
     """
     check_names(layout, mesh)
     for name, table in layout.activations.items():
@@ -154,7 +154,7 @@ def check_places(layout: Layout, mesh: Mapping[str, int]) -> None:
 
 
 def check_pages(layout: Layout) -> None:
-    """Check that KV lies as pages of engines can, and those of modelled stages, which are alike.
+    """Check that KV lies as in the pages of engines and modelled stages.
 
     Raises:
         JaxinferError: it is cut by more than heads.
@@ -180,7 +180,7 @@ def check_divides(letter: str, name: str, size: int, pieces: int) -> None:
 
 
 def check_apart(name: str, table: Places, mesh: Mapping[str, int]) -> None:
-    """Check that each axis of the mesh cuts one axis of an array at most.
+    """Check that each axis of the mesh cuts at most one axis of an array.
 
     Raises:
         JaxinferError: one cuts two.
@@ -204,7 +204,7 @@ def _tables(layout: Layout) -> Iterator[tuple[str, Places]]:
 
 
 def _letters_of(name: str) -> str:
-    """Axes that a table may name; of parameters, any."""
+    """Return the axes that a table may name; for parameters, any."""
     return "KSC" if name == "KV pages" else ACTIVATIONS.get(name, "")
 
 
@@ -251,5 +251,5 @@ def _check_attention(layout: Layout, mesh: Mapping[str, int]) -> None:
 
 
 def _cutting(place: Place, mesh: Mapping[str, int]) -> list[str]:
-    """The axes that have more than one device."""
+    """Return the axes that have more than one device."""
     return [axis for axis in named(place, list(mesh)) if mesh[axis] > 1]

@@ -1,4 +1,4 @@
-"""Layouts by their names, or from files of one's own."""
+"""Finds layouts by their names, or in the user's own files."""
 
 import runpy
 from collections.abc import Mapping
@@ -15,13 +15,12 @@ _EXAMPLE = """(Rule("*", {"N": "x"}),)"""
 
 
 def load_layout(name: str | None) -> Layout:
-    """Get a layout by its name, or by a Python file; ``megatron`` where none is named.
+    """Return a layout by its name, or from a Python file; by default ``megatron``.
 
-    The file defines LAYOUT, or RULES alone, which are the parameters' and leave all else as
-    ``megatron`` has it.
+    The file defines LAYOUT, or only RULES for parameters, with all else as in ``megatron``.
 
     Raises:
-        JaxinferError: there is none of that name; the file cannot be run, or defines none.
+        JaxinferError: the name is unknown; or the file cannot be run, or defines neither.
     """
     name = name or "megatron"
     if not name.endswith(".py"):

@@ -1,8 +1,8 @@
-"""Layouts: where a model's parameters, activations and KV lie on a mesh, as tables by name.
+"""Layouts: tables by name that place a model's parameters, activations and KV on a mesh.
 
-A logical axis is a letter of a name's suffix (``layers.0.attn.q_DNH`` has D, N and H); each table
-puts some of them on axes of the mesh, and the others are whole on every device. Models know
-nothing of this. This file needs no JAX.
+A logical axis is a letter of a name's suffix (``layers.0.attn.q_DNH`` has D, N and H). Each table
+assigns some of them to axes of the mesh; the others are not cut. Models do not depend on layouts.
+This file needs no JAX.
 """
 
 import math
@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 
 class Axes(Enum):
-    """Placeholders for axes of the mesh that a layout is applied to, in the mesh's order."""
+    """Placeholders for axes of the mesh to which a layout is applied, in the mesh's order."""
 
     ALL = "all axes"
     FIRST = "the first axis"
@@ -22,14 +22,14 @@ class Axes(Enum):
 
 ALL, FIRST, REST = Axes.ALL, Axes.FIRST, Axes.REST
 
-# The axis of a mesh whose axes nobody has named.
+# The axis of a mesh without named axes.
 DEFAULT_AXIS = "tp"
-# One axis of the mesh or those above, or several of these as one, of which the first is the outer.
+# One axis of the mesh or those above, or several of them as one; the first is the outer one.
 Place = str | Axes | tuple[str | Axes, ...]
-# Logical axis -> where it lies.
+# For each logical axis, its place.
 Places = Mapping[str, Place]
 
-# Logical axes of the activations that models name; S are the rows that are sampled from.
+# Logical axes of the activations that models name; S are the rows to sample from.
 ACTIVATIONS = {
     "residual": "TD",
     "attention_inputs": "TD",
@@ -48,10 +48,10 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """Parameters whose path matches ``pattern`` (as file names do) lie on the mesh like this.
+    """The placement of parameters whose path matches ``pattern`` (as in file names).
 
     Attributes:
-        axes: logical axis -> axes of the mesh; the others are whole on every device.
+        axes: logical axis -> axes of the mesh; other logical axes are not cut.
     """
 
     pattern: str
@@ -60,17 +60,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class Layout:
-    """Three tables, and over which axes weights are gathered.
+    """Three tables, and the axes over which weights are gathered.
 
     Attributes:
-        parameters: the first rule that matches a parameter's path holds.
-        activations: by name, see ``ACTIVATIONS``: the ``residual`` stream between the parts of a
-            layer; ``attention_inputs`` and ``ffn_inputs``, normalised; ``queries`` and ``new_kv``
-            as they are made; ``heads`` of queries and of results, and ``kv``, as they attend and
-            are kept; ``ffn`` between its products; ``attention_outputs`` and ``ffn_outputs`` as
-            they are multiplied; ``experts``, where all compute all tokens; ``logits``. XLA decides
-            for names that are not there.
-        kv: of KV pages: K, heads; S, sequences; C, tokens of each.
+        parameters: rules for parameters; the first one that matches a parameter's path applies.
+        activations: places of activations, by name (see ``ACTIVATIONS``). XLA decides for missing
+            names. ``residual``: the stream between the parts of a layer. ``attention_inputs`` and
+            ``ffn_inputs``: after the norms. ``queries`` and ``new_kv``: as computed. ``heads`` of
+            queries and of results, and ``kv``: as used in attention and stored. ``ffn``: between
+            its products. ``attention_outputs`` and ``ffn_outputs``: as multiplied. ``experts``: if
+            all compute all tokens. ``logits``.
+        kv: places of KV pages: K, heads; S, sequences; C, tokens of each.
         gathered: axes of the mesh over which a layer's weights are gathered before they are used.
     """
 
@@ -80,16 +80,16 @@ class Layout:
     gathered: Place = ()
 
 
-# Heads and feed-forward columns: two all-reduces a layer (Shoeybi et al., 2019).
+# Heads and feed-forward columns are cut: two all-reduces per layer (Shoeybi et al., 2019).
 _COLUMNS = (Rule("*", {"N": ALL, "K": ALL, "F": ALL}),)
 _BY_HEADS = {"K": ALL}
-# Scales of norms are small, and those of single heads are no longer than a head.
+# Scales of norms are small, and those of single heads are not longer than a head.
 _NORMS = Rule("*norm.*", {})
 
 LAYOUTS: dict[str, Layout] = {
     "megatron": Layout(_COLUMNS, kv=_BY_HEADS),
-    # Tokens are cut where megatron's are whole: a reduce-scatter and an all-gather for each
-    # all-reduce (Korthikanti et al., 2022).
+    # Tokens are cut where megatron's are whole: each all-reduce becomes a reduce-scatter and an
+    # all-gather (Korthikanti et al., 2022).
     "sequence_parallel": Layout(
         _COLUMNS,
         {
@@ -102,8 +102,9 @@ LAYOUTS: dict[str, Layout] = {
         },
         kv=_BY_HEADS,
     ),
-    # Rows on one axis, columns on the others (Pope et al., 2022, section 3.2.2). Partial sums over
-    # rows are scattered over the axis that they come from, and gathered where they are multiplied.
+    # Rows are on one axis, columns on the others (Pope et al., 2022, section 3.2.2). Partial sums
+    # over rows are scattered over the axis that they come from, and gathered where they are
+    # multiplied.
     "weight_stationary_2d": Layout(
         (_NORMS, Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST})),
         {
@@ -118,7 +119,7 @@ LAYOUTS: dict[str, Layout] = {
         },
         kv={"K": (REST, FIRST)},
     ),
-    # Tokens and rows on one axis, columns on the others; rows are gathered (section 3.2.3).
+    # Tokens and rows are on one axis, columns on the others; rows are gathered (section 3.2.3).
     "weight_gathered": Layout(
         (_NORMS, Rule("layers.*", {"D": FIRST, "N": REST, "K": REST, "F": REST})),
         {
@@ -135,7 +136,8 @@ LAYOUTS: dict[str, Layout] = {
         kv={"K": (REST, FIRST)},
         gathered=FIRST,
     ),
-    # Each device attends for its tokens, and has the KV of all; the feed-forward is megatron's.
+    # Each device attends for its tokens, and has the KV of all tokens; the feed-forward part is
+    # megatron's.
     "attention_dp": Layout(
         (Rule("layers.*", {"F": ALL}),),
         {
@@ -149,7 +151,7 @@ LAYOUTS: dict[str, Layout] = {
             "ffn": {"F": ALL},
         },
     ),
-    # Weights are whole, tokens are cut; each device has the KV of all here, too.
+    # Weights are whole, and tokens are cut; each device has the KV of all tokens here, too.
     "context_parallel": Layout(
         (),
         {
@@ -164,9 +166,9 @@ LAYOUTS: dict[str, Layout] = {
             "experts": {"T": ALL},
         },
     ),
-    # Whole experts; attention, and layers without experts, are megatron's.
+    # Experts are whole; attention, and layers without experts, are megatron's.
     "expert_parallel": Layout((Rule("*_E??", {"E": ALL}), *_COLUMNS), kv=_BY_HEADS),
-    # The same with tokens cut as in sequence_parallel, which go to their experts and come back
+    # The same, with tokens cut as in sequence_parallel. They are sent to their experts and back
     # (Lepikhin et al., 2021).
     "expert_all_to_all": Layout(
         (Rule("*_E??", {"E": ALL}), *_COLUMNS),
@@ -181,7 +183,8 @@ LAYOUTS: dict[str, Layout] = {
         },
         kv=_BY_HEADS,
     ),
-    # Parameters are cut by rows, gathered where they are used; tokens are cut (Zhao et al., 2023).
+    # Parameters are cut by rows, and gathered where they are used; tokens are cut (Zhao et al.,
+    # 2023).
     "fsdp": Layout(
         (_NORMS, Rule("layers.*", {"D": ALL})),
         {
@@ -202,10 +205,10 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-# Layouts that are priced alone: their KV is cut by more than heads, engines' pages are not.
+# Layouts that are only priced: their KV is cut by more than heads, unlike the pages of engines.
 PRICED: dict[str, Layout] = {
-    # Each device attends for the sequences whose KV it keeps (Pope et al., 2022, section 3.3):
-    # queries are exchanged, heads for sequences, and results back. All else is megatron's.
+    # Each device attends for the sequences whose KV it keeps (Pope et al., 2022, section 3.3).
+    # Queries are exchanged, heads for sequences, and results are sent back. All else is megatron's.
     "attention_by_sequences": Layout(
         (Rule("*", {"N": ALL, "F": ALL}),),
         {
@@ -217,8 +220,8 @@ PRICED: dict[str, Layout] = {
         },
         kv={"S": ALL},
     ),
-    # Each device attends with all heads to its part of each sequence; parts of softmax are put
-    # together (Bhatia et al., 2025).
+    # Each device attends with all heads to its part of each sequence; the parts of the softmax are
+    # combined (Bhatia et al., 2025).
     "attention_by_tokens": Layout(
         (Rule("*", {"N": ALL, "F": ALL}),),
         {
@@ -234,7 +237,7 @@ PRICED: dict[str, Layout] = {
 
 
 def in_use(layout: Layout, axes: Sequence[str]) -> Layout:
-    """The layout with the names of this mesh's axes: each place a tuple of them."""
+    """Return the layout with the names of this mesh's axes: each place a tuple of them."""
 
     def places(table: Places) -> dict[str, tuple[str, ...]]:
         return {letter: named(place, axes) for letter, place in table.items()}
@@ -263,17 +266,17 @@ def named(place: Place, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def letters_of(path: str) -> str:
-    """Logical axes of a parameter: ``layers.0.attn.q_DNH`` has D, N and H."""
+    """Return the logical axes of a parameter: ``layers.0.attn.q_DNH`` has D, N and H."""
     return path.rpartition("_")[2]
 
 
 def table_of(path: str, layout: Layout) -> Places:
-    """The places of a parameter, by the first rule that matches its path."""
+    """Return the places of a parameter, by the first rule that matches its path."""
     return next((rule.axes for rule in layout.parameters if fnmatchcase(path, rule.pattern)), {})
 
 
 def table_in_use(path: str, layout: Layout, axes: Sequence[str]) -> Places:
-    """The places of a parameter as it is multiplied: whole over the axes it is gathered over."""
+    """Return the places of a parameter as it is multiplied, after gathering."""
     gathered = named(layout.gathered, axes)
     return {
         letter: tuple(axis for axis in named(place, axes) if axis not in gathered)
@@ -282,12 +285,12 @@ def table_in_use(path: str, layout: Layout, axes: Sequence[str]) -> Places:
 
 
 def ways(place: Place, mesh: Mapping[str, int]) -> int:
-    """Pieces that an axis is cut into, on a mesh with these sizes of its axes."""
+    """Return the number of pieces of an axis, on a mesh with these sizes of its axes."""
     return math.prod(mesh[axis] for axis in named(place, list(mesh)))
 
 
 def most_ways(letters: str, layout: Layout, mesh: Mapping[str, int]) -> int:
-    """The least number that divides by all pieces which tables cut these logical axes into."""
+    """Return the least number divisible by all numbers of pieces of these logical axes."""
     tables = [rule.axes for rule in layout.parameters]
     tables += [*layout.activations.values(), layout.kv]
     cuts = (ways(table[letter], mesh) for table in tables for letter in letters if letter in table)

@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023): pre-norm, rotary positions, grouped KV heads, gated MLP.
 
-Several architectures are this one with a change, named where it is made: see ``qwen.py``,
-``mixtral.py``. Mistral's is a window, in its configuration.
+Several architectures are Llama with a change: see ``qwen.py`` and ``mixtral.py``. Mistral only adds
+a window in its configuration.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ class Attention(nnx.Module):
     """Grouped-query attention over paged KV.
 
     Args:
-        qkv_bias: queries, keys and values have a bias.
-        qk_norm: queries and keys are normalised, head by head, before they are rotated.
+        qkv_bias: whether queries, keys and values have a bias.
+        qk_norm: whether queries and keys are normalised, head by head, before they are rotated.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         return self.after(out_TNH), kv
 
     def before(self, x_TD: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [T, N, H], keys and values [T, K, H]."""
+        """Return queries [T, N, H], keys and values [T, K, H]."""
         layout = self.layout
         x_TD = place(layout, "attention_inputs", x_TD)
         q_TNH, k_TKH, v_TKH = query_key_value(self, x_TD, self.kernels, layout)
@@ -94,7 +94,8 @@ class Attention(nnx.Module):
 
     def after(self, out_TNH: jax.Array) -> jax.Array:
         """Return the addend [T, D] of the residual stream from the heads' results."""
-        # As a matrix product: XLA:CPU transposes the weight, every step, for one over two axes.
+        # As a matrix product, because XLA:CPU would transpose a weight with two such axes in every
+        # step.
         out_TNH = place(self.layout, "heads", out_TNH)
         out_TNH = place(self.layout, "attention_outputs", out_TNH)
         out_TE = out_TNH.reshape(len(out_TNH), -1)
@@ -120,7 +121,7 @@ class MLP(nnx.Module):
         self.down_FD = init_weight(rngs, (F, D))
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
-        """Token-wise."""
+        """Compute each token separately."""
         x_TD = place(self.layout, "ffn_inputs", x_TD)
         gate_DF, up_DF = weight(self, "gate_DF"), weight(self, "up_DF")
         x_TF = gated(x_TD, gate_DF, up_DF, self.activation, self.kernels)
@@ -152,7 +153,7 @@ class Layer(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, rope: Tables, kv: KVPages, batch: PagedBatch, window: int | None
     ) -> tuple[jax.Array, KVPages]:
-        """The residual stream after this layer, and the updated pages."""
+        """Return the residual stream after this layer, and the updated pages."""
         y_TD, kv = self.attn(self.attn_norm(x_TD), rope, kv, batch, window)
         return self._add(x_TD, y_TD), kv
 
@@ -161,7 +162,9 @@ class Layer(nnx.Module):
         return self.attn.before(self.attn_norm(x_TD), rope)
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
-        """The residual stream after this layer, from that before it and what attention gives."""
+        """Return the residual stream after this layer, from that before it and
+        attention's result.
+        """
         return self._add(x_TD, self.attn.after(out_TNH))
 
     def _add(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
@@ -170,11 +173,11 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """A decoder-only transformer whose forward pass works on one step's flat tokens.
+    """A decoder-only transformer whose forward pass takes one step's flat tokens.
 
     Args:
         layer: makes one block.
-        embed_scale: of the embeddings where they enter the first block.
+        embed_scale: factor of the embeddings before the first block.
     """
 
     def __init__(
@@ -193,13 +196,13 @@ class Llama(nnx.Module):
             self.head_VD = init_weight(rngs, (config.vocab_size, config.hidden_size))
 
     def embed(self, token_T: jax.Array, batch: PagedBatch) -> jax.Array:
-        """The residual stream [T, D] before the first layer, in float32."""
+        """Return the residual stream [T, D] before the first layer, in float32."""
         return self.embed_VD[...][token_T].astype(jnp.float32) * self.embed_scale
 
     def __call__(
         self, x_TD: jax.Array, kv: list[KVPages], batch: PagedBatch
     ) -> tuple[jax.Array, list[KVPages]]:
-        """The residual stream after the layers, and the updated pages."""
+        """Return the residual stream after the layers, and the updated pages."""
         x_TD, ropes = place(self.config.layout, "residual", x_TD), self.ropes(batch.position_T)
         new_kv = []
         for layer, pages, window in zip(self.layers, kv, self.config.windows, strict=True):
@@ -208,7 +211,7 @@ class Llama(nnx.Module):
         return x_TD, new_kv
 
     def ropes(self, position_T: jax.Array) -> tuple[Tables, Tables]:
-        """Return the rotations of positions in layers that see all, and in those with a window."""
+        """Return the rotations of positions, for layers without and with a window."""
         config = self.config
         assert config.rope
         rope = local_rope = rope_tables(position_T, config.rope)
@@ -217,7 +220,7 @@ class Llama(nnx.Module):
         return rope, local_rope
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
-        """Logits [T, V] in float32 of hidden states before the final norm."""
+        """Return logits [T, V] in float32 from hidden states before the final norm."""
         head_VD = self.embed_VD if self.config.tie_word_embeddings else self.head_VD
         logits_TV = head(self.norm(x_TD), head_VD[...], self.config.kernels)
         return place(self.config.layout, "logits", logits_TV)
@@ -226,7 +229,7 @@ class Llama(nnx.Module):
 def hf_weights(
     config: ModelConfig, qkv_bias: bool = False, qk_norm: bool = False
 ) -> dict[str, WeightSpec]:
-    """Parameter of ``Llama`` -> Hugging Face's tensor."""
+    """Map parameters of ``Llama`` to Hugging Face's tensors."""
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     specs = {

@@ -10,6 +10,6 @@ Mixtral = partial(llama.Llama, layer=partial(llama.Layer, mlp=Experts))
 
 
 def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:
-    """Parameter -> Hugging Face's tensors."""
+    """Map parameters to Hugging Face's tensors."""
     specs = llama.hf_weights(config)
     return with_experts(specs, config, "block_sparse_moe", ("w1", "w3", "w2"))

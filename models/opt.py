@@ -19,7 +19,7 @@ from jaxinfer.models.sharding import place
 from jaxinfer.models.weights import heads_bias, heads_in, heads_out, same, transposed
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-# Rows of the table before position 0's: fairseq kept them for padding.
+# Rows of the table before position 0; fairseq kept them for padding.
 POSITION_OFFSET = 2
 
 
@@ -43,7 +43,7 @@ class Layer(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, kv: KVPages, batch: PagedBatch
     ) -> tuple[jax.Array, KVPages]:
-        """The residual stream after this layer, and the updated pages."""
+        """Return the residual stream after this layer, and the updated pages."""
         q_TNH, k_TKH, v_TKH = self.before(x_TD, None)
         out_TNH, kv = paged_attention(
             q_TNH, k_TKH, v_TKH, kv, batch, kernels=self.kernels, layout=self.layout
@@ -65,7 +65,9 @@ class Layer(nnx.Module):
         )
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
-        """The residual stream after this layer, from that before it and what attention gives."""
+        """Return the residual stream after this layer, from that before it and
+        attention's result.
+        """
         layout = self.layout
         out_TNH = place(layout, "attention_outputs", place(layout, "heads", out_TNH))
         out_TE = out_TNH.reshape(len(out_TNH), -1)
@@ -81,7 +83,7 @@ class Layer(nnx.Module):
 
 
 class OPT(nnx.Module):
-    """A decoder-only transformer whose forward pass works on one step's flat tokens."""
+    """A decoder-only transformer whose forward pass takes one step's flat tokens."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         D, positions = config.hidden_size, config.max_position_embeddings + POSITION_OFFSET
@@ -95,14 +97,14 @@ class OPT(nnx.Module):
             self.head_VD = init_weight(rngs, (config.vocab_size, D))
 
     def embed(self, token_T: jax.Array, batch: PagedBatch) -> jax.Array:
-        """The residual stream [T, D] before the first layer, in float32."""
+        """Return the residual stream [T, D] before the first layer, in float32."""
         position_TD = self.position_XD[...][batch.position_T + POSITION_OFFSET]
         return self.embed_VD[...][token_T].astype(jnp.float32) + position_TD
 
     def __call__(
         self, x_TD: jax.Array, kv: list[KVPages], batch: PagedBatch
     ) -> tuple[jax.Array, list[KVPages]]:
-        """The residual stream after the layers, and the updated pages."""
+        """Return the residual stream after the layers, and the updated pages."""
         x_TD, new_kv = place(self.layout, "residual", x_TD), []
         for layer, pages in zip(self.layers, kv, strict=True):
             x_TD, pages = layer(x_TD, pages, batch)
@@ -110,17 +112,17 @@ class OPT(nnx.Module):
         return x_TD, new_kv
 
     def ropes(self, position_T: jax.Array) -> tuple[None, None]:
-        """Positions are in the embeddings."""
+        """Return nothing: positions are in the embeddings."""
         return None, None
 
     def logits(self, x_TD: jax.Array) -> jax.Array:
-        """Logits [T, V] in float32 of hidden states before the final norm."""
+        """Return logits [T, V] in float32 from hidden states before the final norm."""
         head_VD = self.embed_VD if self.tied else self.head_VD
         return place(self.layout, "logits", head(self.norm(x_TD), head_VD[...], self.kernels))
 
 
 def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:
-    """Parameter -> Hugging Face's tensor."""
+    """Map parameters to Hugging Face's tensors."""
     D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
     N, H = config.num_attention_heads, config.head_dim
     positions = config.max_position_embeddings + POSITION_OFFSET

@@ -1,6 +1,6 @@
-"""Qwen 2 and 2.5 (Yang et al., 2024): Llama with a bias of queries, keys and values.
+"""Qwen 2 and 2.5 (Yang et al., 2024): Llama with biases of queries, keys and values.
 
-Qwen 3 (Yang et al., 2025): Llama with queries and keys normalised.
+Qwen 3 (Yang et al., 2025): Llama with normalised queries and keys.
 """
 
 from functools import partial

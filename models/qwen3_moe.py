@@ -10,6 +10,6 @@ Qwen3Moe = partial(llama.Llama, layer=partial(llama.Layer, mlp=Experts, qk_norm=
 
 
 def hf_weights(config: ModelConfig) -> dict[str, WeightSpec]:
-    """Parameter -> Hugging Face's tensors."""
+    """Map parameters to Hugging Face's tensors."""
     specs = llama.hf_weights(config, qk_norm=True)
     return with_experts(specs, config, "mlp", ("gate_proj", "up_proj", "down_proj"))

@@ -13,10 +13,11 @@ class Architecture(NamedTuple):
     """Model and weights of an architecture; ``checkpoints/config_readers.py`` reads its config.
 
     Attributes:
-        model: its ``embed`` takes one step's tokens and ``PagedBatch``, its call the result with
-            KV pages, its ``logits`` what that returns. A layer's call is attention between its
-            ``before``, which takes one of the model's ``ropes``, and its ``after``.
-        hf_weights: Hugging Face's tensors that each parameter is made of, by its path.
+        model: makes the model. Its ``embed`` takes one step's tokens and a ``PagedBatch``; its call
+            takes that result and KV pages; its ``logits`` takes the result of the call. A layer's
+            call is attention between its ``before``, which takes one of the model's ``ropes``, and
+            its ``after``.
+        hf_weights: returns Hugging Face's tensors for each parameter, by its path.
     """
 
     model: Callable[[ModelConfig, nnx.Rngs], Any]
@@ -28,7 +29,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(qwen.Qwen2, qwen.qwen2_weights),
     "Qwen3ForCausalLM": Architecture(qwen.Qwen3, qwen.qwen3_weights),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe.Qwen3Moe, qwen3_moe.hf_weights),
-    # Llama, with a window over the last tokens in all layers or none (Jiang et al., 2023).
+    # Llama, with a window over the last tokens in all layers or in none (Jiang et al., 2023).
     "MistralForCausalLM": Architecture(llama.Llama, llama.hf_weights),
     "MixtralForCausalLM": Architecture(mixtral.Mixtral, mixtral.hf_weights),
     "Gemma3ForCausalLM": Architecture(gemma3.Gemma3, gemma3.hf_weights),

@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions, and the rules that stretch them to longer contexts."""
+"""Frequencies of rotary positions, and rules that stretch them to longer contexts."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ import numpy as np
 from jaxinfer.models.config import Rope
 from jaxinfer.models.config_keys import Keys
 
-# Keys that each rule reads, besides those that all have; transformers knows the same.
+# Keys that each rule reads, in addition to those that all rules have; transformers has the same.
 _ALL_READ = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _READ = {
     "default": set[str](),
@@ -24,11 +24,11 @@ _READ = {
 
 
 def plain(theta: float, head_dim: int) -> np.ndarray:
-    """theta^(-2i / H) for i below H / 2, float64 (Su et al., 2021).
+    """Return theta^(-2i / H) for i below H / 2, float64 (Su et al., 2021).
 
-    They are rounded as Hugging Face and vLLM round them, whose powers and quotients are float32.
-    Rounded once instead, angles at position 830 are off by up to 4e-5, and Gemma 3 270M's logits
-    there by three times as much.
+    They are rounded as in Hugging Face and vLLM, whose powers and quotients are float32. With a
+    single rounding, angles at position 830 would differ by up to 4e-5, and Gemma 3 270M's logits by
+    three times as much.
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     power = (theta ** exponent.astype(np.float64)).astype(np.float32)
@@ -38,11 +38,13 @@ def plain(theta: float, head_dim: int) -> np.ndarray:
 def llama3(
     frequency: np.ndarray, factor: float, low: float, high: float, original: int
 ) -> np.ndarray:
-    """Llama 3.1's: slow rotations are slowed by ``factor``, fast ones kept, some in between.
+    """Apply Llama 3.1's rule: slow rotations are slowed by ``factor``, fast ones kept.
+
+    Rotations between the two limits are slowed in part.
 
     Args:
-        low, high: rotations within ``original`` tokens below which a frequency is slowed, and
-            above which it is kept.
+        low: rotations within ``original`` tokens below which a frequency is slowed.
+        high: rotations above which it is kept.
     """
     rotations = original * frequency / (2 * math.pi)
     kept = np.clip((rotations - low) / (high - low), 0, 1)
@@ -52,15 +54,15 @@ def llama3(
 def yarn(
     theta: float, head_dim: int, factor: float, original: int, fast: float, slow: float
 ) -> np.ndarray:
-    """YaRN's (Peng et al., 2023, section 3.2), with its ramp over whole pairs.
+    """Return YaRN's frequencies (Peng et al., 2023, section 3.2), with its ramp over whole pairs.
 
     Args:
-        fast, slow: rotations within ``original`` tokens above which a frequency is kept, and
-            below which it is divided by ``factor``.
+        fast: rotations within ``original`` tokens above which a frequency is kept.
+        slow: rotations below which it is divided by ``factor``.
     """
 
     def pair_with(rotations: float) -> float:
-        """The inverse of rotations = original * theta^(-2i / H) / 2 pi."""
+        """Invert rotations = original * theta^(-2i / H) / 2 pi."""
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first = max(math.floor(pair_with(fast)), 0)
@@ -70,7 +72,7 @@ def yarn(
 
 
 def rope_keys(keys: Keys, default_theta: float = 10000.0) -> Keys:
-    """Transformers 5's ``rope_parameters``, or 4's ``rope_theta`` and ``rope_scaling``."""
+    """Return Transformers 5's ``rope_parameters``, or 4's ``rope_theta`` and ``rope_scaling``."""
     keys.only("partial_rotary_factor", 1.0, None)
     both = [key for key in ("rope_parameters", "rope_scaling") if keys.get(key)]
     if len(both) > 1 and keys.get(both[0]) != keys.get(both[1]):
@@ -81,7 +83,7 @@ def rope_keys(keys: Keys, default_theta: float = 10000.0) -> Keys:
 
 
 def stretched(keys: Keys, max_positions: int) -> int:
-    """``max_positions``, or what YaRN makes of it, whose recipes leave the original there."""
+    """Return ``max_positions``, or YaRN's longer value; its recipes keep the original there."""
     if keys.get("rope_type", keys.get("type")) != "yarn":
         return max_positions
     original = keys.size("original_max_position_embeddings", max_positions)
@@ -91,10 +93,10 @@ def stretched(keys: Keys, max_positions: int) -> int:
 def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
     """Read the keys of one ``rope_parameters``, under transformers 5's names.
 
-    A key that the rule does not know is left out, with a warning.
+    A key that the rule does not know is ignored, with a warning.
 
     Raises:
-        JaxinferError: a rule that is not implemented, or lacks a number.
+        JaxinferError: the rule is not implemented, or lacks a number.
     """
     keys.only("partial_rotary_factor", 1.0)
     for key, value in keys.values.items():
@@ -130,7 +132,7 @@ def rope_of(keys: Keys, head_dim: int, max_positions: int) -> Rope:
         case _:
             raise keys.wrong("rope_type", kind, f"one of: {', '.join(_READ)}")
     for key in keys.values.keys() - _ALL_READ - _READ[kind]:
-        # As transformers does: some that are published have keys that no library reads.
+        # As in transformers: some published rules have keys that no library reads.
         logging.getLogger(__name__).warning(
             "%s: %s%s is not a key of rope_type %s: left out", keys.path, keys.prefix, key, kind
         )

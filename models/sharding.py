@@ -1,4 +1,4 @@
-"""Layouts on a mesh: which axis of a parameter, an activation or KV lies on which of its axes.
+"""Applies layouts to a mesh: shards each axis of parameters, activations and KV.
 
 A parameter's logical axes are the letters of its name's suffix: ``layers.0.attn.q_DNH`` has D, N
 and H. Those of an activation are in ``layouts.ACTIVATIONS``.
@@ -25,21 +25,21 @@ from jaxinfer.models.layouts import (
     table_of,
     ways,
 )
-from jaxinfer.models.layouts import Rule as Rule  # Where files of rules have it from.
+from jaxinfer.models.layouts import Rule as Rule  # Files of rules import it from here.
 
 
 def spec(letters: str, table: Places, axes: Sequence[str]) -> PartitionSpec:
-    """The spec of an array with these logical axes on a mesh with these axes."""
+    """Return the spec of an array with these logical axes on a mesh with these axes."""
     found = (named(table.get(letter, ()), axes) for letter in letters)
     return PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in found))
 
 
 def shard(path: str, shape: Sequence[int], mesh: Mesh, layout: Layout) -> NamedSharding:
-    """Shard by the first rule that matches; none leaves the parameter whole on every device.
+    """Shard by the first rule that matches; without a match, the parameter is replicated.
 
     Raises:
-        JaxinferError: a rule puts two axes of the parameter on one of the mesh, or the devices do
-            not divide the axis.
+        JaxinferError: a rule puts two axes of the parameter on one axis of the mesh, or the devices
+            do not divide the axis.
     """
     letters, table = letters_of(path), table_of(path, layout)
     placed = [axis for letter in letters for axis in named(table.get(letter, ()), mesh.axis_names)]
@@ -52,7 +52,7 @@ def shard(path: str, shape: Sequence[int], mesh: Mesh, layout: Layout) -> NamedS
 
 
 def for_use(path: str, weight: jax.Array, layout: Layout) -> jax.Array:
-    """The weight as it is multiplied: whole over the axes that the layout gathers it over."""
+    """Return the weight as it is multiplied: whole over the axes over which it is gathered."""
     axes = jax.sharding.get_abstract_mesh().axis_names
     tables = table_of(path, layout), table_in_use(path, layout, axes)
     before, after = (spec(letters_of(path), each, axes) for each in tables)
@@ -60,7 +60,7 @@ def for_use(path: str, weight: jax.Array, layout: Layout) -> jax.Array:
 
 
 def place(layout: Layout, name: str, x: jax.Array) -> jax.Array:
-    """The activation of that name where the layout's table puts it; as it is if it names it not."""
+    """Place an activation by the layout's table; unchanged if the table lacks its name."""
     mesh, table = jax.sharding.get_abstract_mesh(), layout.activations.get(name)
     if table is None or mesh.size <= 1:
         return x
@@ -74,9 +74,9 @@ def pages_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
 
 
 def padded(config: ModelConfig, mesh: Mapping[str, int], layout: Layout) -> ModelConfig:
-    """The config with KV groups and feed-forward columns that divide by what they are cut into.
+    """Pad KV groups and feed-forward columns to multiples of the numbers of their pieces.
 
-    The added ones have zero weights on both sides, so that they add nothing to any sum.
+    Padding has zero weights on both sides, so that it adds nothing to any sum.
     """
     groups = _up(config.num_key_value_heads, most_ways("NK", layout, mesh))
     queries = config.num_attention_heads // config.num_key_value_heads

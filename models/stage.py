@@ -1,4 +1,4 @@
-"""A run of a model's layers: what one pipeline stage has of it."""
+"""The consecutive layers of a model that one pipeline stage has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.eight_bits import add_scales
 from jaxinfer.models.registry import ARCHITECTURES
 
-# Besides its layers, a model has what comes before the first and what comes after the last.
+# A model has parts before its first layer and after its last one.
 _BEFORE, _AFTER = ("embed_VD", "position_XD"), ("norm", "head_VD")
 
 
@@ -34,19 +34,22 @@ class Layers:
         return self.stop == self.total
 
     def overlaps(self, other: "Layers") -> bool:
-        """True if some layer is in both."""
+        """Tell whether both have a common layer."""
         return max(self.start, other.start) < min(self.stop, other.stop)
 
     def path(self, name: str) -> str:
-        """A parameter's path in the whole model from its path in the stage's."""
+        """Return a parameter's path in the whole model, given its path in the stage's."""
         return _shift(name, self.start)
 
     def name(self, path: str) -> str:
-        """A parameter's path in the stage's model from its path in the whole one's."""
+        """Return a parameter's path in the stage's model, given its path in the whole one's."""
         return _shift(path, -self.start)
 
     def pieces(self, count: int) -> list["Layers"]:
-        """``count`` runs of layers, the first ones with one more where it does not divide."""
+        """Return ``count`` ranges of layers.
+
+        If it does not divide, the first ones have one more.
+        """
         size, more = divmod(self.stop - self.start, count)
         edges = [self.start + i * size + min(i, more) for i in range(count + 1)]
         return [Layers(a, b, self.total) for a, b in pairwise(edges)]
@@ -60,7 +63,7 @@ def split(total: int, counts: Sequence[int]) -> list[Layers]:
 
 
 def make_model(config: ModelConfig, layers: Layers, rngs: nnx.Rngs) -> Any:
-    """The architecture's model with these layers alone.
+    """Make the architecture's model with only these layers.
 
     The first stage has the embedding, the last one the final norm and the head, which may be the
     embedding again.

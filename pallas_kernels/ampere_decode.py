@@ -1,9 +1,9 @@
 """Decode for NVIDIA Ampere and Ada in Mosaic GPU: pages by cp.async, products by mma.sync.
 
-The same function as ``reference.decode_attention``; keys lie as values do, ``[K, B, H]``, in 16-bit
-floats. One warpgroup per sequence, KV head and part of a context goes through tiles of tokens, in a
-ring of slots in shared memory. The heads that share a KV head are rows of one product. Parts are
-joined by a kernel of Mosaic's, too: none of Triton's is needed.
+It computes the same as ``reference.decode_attention``, but keys are stored like values,
+``[K, B, H]``, in 16-bit floats. One warpgroup per sequence, KV head and part of a context goes
+through tiles of tokens, in a ring of slots in shared memory. The heads that share a KV head are
+rows of one product. A Mosaic kernel also joins the parts, so that Triton is not needed.
 """
 
 import math
@@ -29,11 +29,12 @@ from jaxinfer.pallas_kernels.gpu_work import Ref
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
-# Tokens of a tile, and tiles of keys, and of values, that shared memory holds.
+# Number of tokens of a tile, and of tiles of keys and of values that shared memory holds.
 TILE, SLOTS = 64, 2
-# Decode programs that an A100 runs at once: shared memory holds two on a multiprocessor.
+# Number of decode programs that an A100 runs at once: two fit into a multiprocessor's shared
+# memory.
 PROGRAMS = 216
-# Each copies as many tiles of 8 x 64 entries of a page as the others.
+# Each warp copies as many tiles of 8 x 64 entries of a page as the others.
 WARPS = 4
 LOG2_E = math.log2(math.e)
 
@@ -51,7 +52,8 @@ class Softmax(NamedTuple):
 
     Attributes:
         out_RH: values weighted by 2^(score - max).
-        max_R: of scores times log2(e); ``sum_R``: of the weights.
+        max_R: maximum of scores times log2(e).
+        sum_R: sum of the weights.
     """
 
     out_RH: jax.Array
@@ -60,7 +62,7 @@ class Softmax(NamedTuple):
 
 
 def why_not(head_dim: int, group: int, page_size: int, dtype: jnp.dtype) -> str | None:
-    """Say why this kernel cannot run; None if it can. ``group``: query heads per KV head."""
+    """Return why this kernel cannot run, or None; ``group``: query heads per KV head."""
     if not hasattr(plgpu, "mma"):
         return f"jax is {jax.__version__}, Mosaic has no products for these GPUs before 0.11"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -130,12 +132,12 @@ def _decode(
     w, h = lax.axis_index("part"), lax.axis_index("head")
     s, begin, end = sequence_W[w], begin_W[w], end_W[w]
     length, lie = length_S[s], how.lie
-    # Groups of copies for a tile of keys, or of values.
+    # Number of groups of copies for a tile of keys, or of values.
     groups = pl.cdiv(TILE, k_PKBH.shape[2])
 
     def fetch(tile: jax.Array) -> None:
         slot = lax.rem(tile - begin, SLOTS)
-        # As many groups whatever follows: the last tile is fetched again, for nothing.
+        # The number of groups must be constant, so the last tile is fetched again and not used.
         tile = jnp.minimum(tile, end - 1)
         for x_PKBH, ring in ((k_PKBH, sm.k), (v_PKBH, sm.v)):
             copy_tile(how, x_PKBH, ring.at[slot], table_SM.at[s], h, tile)
@@ -157,7 +159,7 @@ def _decode(
         sm.weight[...] = weight.astype(sm.weight.dtype)
         how.wait((2 * SLOTS - 2) * groups)
         v = how.load(sm.v.at[slot], lie.right)
-        # 0 times what memory holds for tokens that do not exist may be NaN.
+        # Memory for tokens that do not exist may hold NaN, and 0 times NaN is NaN.
         exists = how.iota(v.shape, 0, lie.right) + tile * TILE < length
         v = jnp.where(exists, v, jnp.zeros_like(v))
         out_RH = so_far.out_RH * rows(shrink_R, so_far.out_RH)
@@ -178,14 +180,14 @@ def _decode(
 
 
 def _nothing(how: OnGpu, head_dim: int) -> Softmax:
-    """A softmax over nothing."""
+    """Return a softmax over nothing."""
     return Softmax(how.full((ROWS, head_dim), 0), how.full((ROWS,), NO_SCORE), how.full((ROWS,), 0))
 
 
 def _joined(
     out_WKRH: jax.Array, lse_WKR: jax.Array, parts: Parts, how: OnGpu, interpret: Any
 ) -> jax.Array:
-    """Each sequence's attention [S, K, R, H], of that to its parts; zeros where it has none."""
+    """Combine attention to parts into that of sequences [S, K, R, H]; zeros without parts."""
     _, K, R, H = out_WKRH.shape
     S = len(parts.first_S)
     found: jax.Array = plgpu.kernel(

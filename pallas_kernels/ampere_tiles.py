@@ -1,7 +1,7 @@
-"""Parts of the kernels for NVIDIA Ampere and Ada in Mosaic GPU: cp.async, mma.sync, and neither.
+"""Building blocks for NVIDIA Ampere and Ada in Mosaic GPU: cp.async, mma.sync, and replacements.
 
-A product has 16 rows; of its columns, the four warps of a warpgroup have different ones. What
-Mosaic's interpret mode does not know is done otherwise there: copies at once, products by XLA.
+A product has 16 rows, and the four warps of a warpgroup have different columns of it. Operations
+that Mosaic's interpret mode lacks are replaced there: by immediate copies, and by XLA's products.
 """
 
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from jax.experimental.pallas import mosaic_gpu
 
 from jaxinfer.pallas_kernels.gpu_work import Ref
 
-# As jax 0.11 has it: type checkers may see an older one.
+# The signature of jax 0.11; type checkers may see an older one.
 plgpu: Any = mosaic_gpu
-# Rows of a product, those of padding included.
+# Rows of a product, including padding.
 ROWS = 16
 
 
 class Lie(NamedTuple):
-    """How a product's operands and sums lie in registers."""
+    """Register layouts of a product's operands and sums."""
 
     left: Any
     right: Any
@@ -29,15 +29,15 @@ class Lie(NamedTuple):
 
     @property
     def of_rows(self) -> Any:
-        """How a number for each row of the sums lies."""
+        """Return the register layout of one number per row of the sums."""
         return self.sums.reduce(1)
 
 
 class OnGpu:
-    """Operations as a GPU has them.
+    """Operations on a GPU.
 
     Args:
-        dtype: of the operands of products.
+        dtype: dtype of the operands of products.
     """
 
     def __init__(self, dtype: jnp.dtype) -> None:
@@ -55,7 +55,7 @@ class OnGpu:
         plgpu.wait_gmem_to_smem(groups)
 
     def load(self, x: Ref, layout: Any) -> jax.Array:
-        """Load from shared memory, without conflicts of banks."""
+        """Load from shared memory, without bank conflicts."""
         found: jax.Array = plgpu.load(x, layout=layout)
         return found
 
@@ -65,7 +65,10 @@ class OnGpu:
         return found
 
     def store(self, x: Ref, value: jax.Array) -> None:
-        """Store to the GPU's memory: some sectors in two parts, which jax 0.12 wants to be told."""
+        """Store to the GPU's memory.
+
+        Some sectors take two stores, which jax 0.12 requires to be stated.
+        """
         if hasattr(plgpu, "store"):
             plgpu.store(x, value, optimized=False)
         else:
@@ -77,35 +80,35 @@ class OnGpu:
         return found
 
     def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
-        """Equal float32 numbers: sums [rows, columns], or one for each row."""
+        """Return equal float32 numbers: sums [rows, columns], or one for each row."""
         layout = self.lie.sums if len(shape) == 2 else self.lie.of_rows
         found: jax.Array = plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
         return found
 
     def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-        """Numbers along an axis, int32."""
+        """Return numbers along an axis, int32."""
         found: jax.Array = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
         return found
 
 
 class Interpreted(OnGpu):
-    """The same in Mosaic's interpret mode."""
+    """The same operations in Mosaic's interpret mode."""
 
     def copy(self, pages: Ref, shared: Ref) -> None:
-        """Copy at once."""
+        """Copy immediately."""
         shared[...] = pages[...]
 
     def wait(self, groups: int) -> None:
-        """All is there."""
+        """Return at once: all copies are done."""
 
     def load(self, x: Ref, layout: Any) -> jax.Array:
-        """Load, whatever the layout."""
+        """Load the value; the layout is ignored."""
         return x[...]
 
     fetch = load
 
     def store(self, x: Ref, value: jax.Array) -> None:
-        """Store, whatever the layout."""
+        """Store the value."""
         x[...] = value
 
     def add_product(self, sums: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -113,11 +116,11 @@ class Interpreted(OnGpu):
         return sums + jnp.dot(left, right, preferred_element_type=jnp.float32)
 
     def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
-        """Without a layout."""
+        """Return equal numbers without a layout."""
         return jnp.full(shape, value, jnp.float32)
 
     def iota(self, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-        """Without a layout."""
+        """Return numbers along an axis without a layout."""
         return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
@@ -129,19 +132,19 @@ def copy_tile(
     unit = min(B, size)
     for part in range(size // unit):
         token = tile * size + part * unit
-        # A tile may reach past the table's end, where there are no tokens.
+        # A tile may reach beyond the table's end, where there are no tokens.
         page = table_M[jnp.minimum(lax.div(token, B), table_M.shape[0] - 1)]
         at = pl.ds(lax.rem(token, B), unit) if size < B else slice(None)
         how.copy(pages_PKBH.at[page, head, at], shared_JH.at[pl.ds(part * unit, unit)])
 
 
 def rows(x_R: jax.Array, like_RX: jax.Array) -> jax.Array:
-    """A number for each row, for all of its columns."""
+    """Broadcast a number per row to all of its columns."""
     return lax.broadcast_in_dim(x_R, like_RX.shape, [0])
 
 
 def shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-    """Shared memory that is written and read without conflicts of banks."""
+    """Return shared memory that is written and read without bank conflicts."""
     bits = 8 * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(shape[-1] * bits)
     tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))

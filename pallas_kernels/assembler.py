@@ -1,4 +1,4 @@
-"""NVIDIA's assembler, which Mosaic GPU calls: versions of it that make wrong code."""
+"""Detects versions of NVIDIA's assembler, used by Mosaic GPU, that generate wrong code."""
 
 import re
 import shutil
@@ -6,16 +6,16 @@ import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-# From CUDA 12.8.0 up to, but not with, 12.9.1: jax's own attention refuses causal masks there.
+# From CUDA 12.8.0 on, but before 12.9.1; jax's own attention refuses causal masks with these.
 WRONG_FROM, RIGHT_FROM = (12, 8, 0), (12, 9, 86)
 PACKAGE = "nvidia-cuda-nvcc-cu12"
 
 
 def why_not(found: tuple[int, ...] | None) -> str | None:
-    """Say why causal kernels for Hopper cannot be assembled; None if they can.
+    """Return why causal kernels for Hopper cannot be assembled, or None.
 
     Args:
-        found: ptxas's version; None where it is unknown, and taken to be right.
+        found: ptxas's version; None if it is unknown, which is assumed to be right.
     """
     if found is None or not WRONG_FROM <= found < RIGHT_FROM:
         return None
@@ -28,7 +28,7 @@ def why_not(found: tuple[int, ...] | None) -> str | None:
 
 @cache
 def ptxas_version() -> tuple[int, ...] | None:
-    """Return the version of the ptxas on PATH, else of NVIDIA's wheel; None if there is neither."""
+    """Return the version of ptxas on PATH, or else in NVIDIA's wheel; None without either."""
     if path := shutil.which("ptxas"):
         said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
         found = re.search(r"V(\d+\.\d+\.\d+)", said.stdout)

@@ -1,4 +1,4 @@
-"""Choice of the functions that attend and multiply on a device: plain JAX, or kernels."""
+"""Chooses a device's functions for attention and products: plain JAX, or kernels."""
 
 import sys
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _BF16, _FP8, _HOPPER = 8.0, 8.9, 9.0
 
 
 class AttentionKernels(NamedTuple):
-    """Functions that attend, and write KV entries; see ``reference`` and ``kv_pages``."""
+    """Functions for attention and for writing KV entries; see ``reference`` and ``kv_pages``."""
 
     decode: Callable[..., jax.Array]
     chunks: Callable[..., jax.Array]
@@ -28,7 +28,7 @@ class AttentionKernels(NamedTuple):
 
 
 def attention(kernels: str) -> AttentionKernels:
-    """The functions of that name."""
+    """Return the functions of these kernels."""
     if kernels == "plain":
         return AttentionKernels(
             reference.decode_attention, reference.chunk_attention, kv_pages.write_kv
@@ -68,7 +68,7 @@ class Products(NamedTuple):
 
 
 def products(kernels: str, dtype: jnp.dtype) -> Products | None:
-    """Return the products of that name for weights of this dtype; None for XLA's own."""
+    """Return these kernels' products for weights of this dtype; None for XLA's own."""
     if kernels != "numba" or dtype not in (jnp.float32, jnp.bfloat16):
         return None
     from jaxinfer.pallas_kernels import numba_matmul
@@ -84,7 +84,7 @@ class ScaledProducts(NamedTuple):
 
 
 def scaled_products(kernels: str, dtype: jnp.dtype) -> ScaledProducts | None:
-    """Return the products of that name for weights of this dtype; None for XLA's own."""
+    """Return these kernels' products for weights of this dtype; None for XLA's own."""
     if kernels != "numba":
         return None
     from jaxinfer.pallas_kernels import numba_matmul
@@ -96,7 +96,8 @@ class Grouped(NamedTuple):
     """Products of rows with the weights of their experts; see ``numba_grouped``.
 
     Attributes:
-        rounds: rows are rounded to the weights' dtype, as may be what ``gated`` returns.
+        rounds: whether rows, and perhaps the result of ``gated``, are rounded to the weights'
+            dtype.
     """
 
     matmul: Callable[..., jax.Array]
@@ -105,11 +106,11 @@ class Grouped(NamedTuple):
 
 
 def grouped(kernels: str, dtype: jnp.dtype, D: int, F: int) -> Grouped | None:
-    """Return the grouped products of that name for weights of this dtype, of D x F for an expert
-    on one device; None where all experts have to compute all rows.
+    """Return these kernels' grouped products for experts of D x F on one device.
 
-    XLA's own, ``jax.lax.ragged_dot``, are none: on CPUs and GPUs alike, XLA multiplies each row by
-    every expert and masks, so that all experts take a token's number of experts times less.
+    None means that all experts must compute all rows. XLA's own ``jax.lax.ragged_dot`` is not used:
+    on CPUs and GPUs alike, XLA multiplies each row by every expert and masks, so computing all
+    experts is faster by a token's number of experts.
     """
     if kernels == "numba" and dtype in (jnp.float32, jnp.bfloat16):
         from jaxinfer.pallas_kernels import numba_grouped
@@ -130,7 +131,7 @@ def grouped(kernels: str, dtype: jnp.dtype, D: int, F: int) -> Grouped | None:
 
 
 def keys_by_token(kernels: str) -> bool:
-    """True if a page's keys lie as [K, B, H], as its values do, and not as [K, H, B]."""
+    """Tell whether a page's keys are stored as [K, B, H], like values, instead of [K, H, B]."""
     return kernels not in ("plain", "numba")
 
 
@@ -142,22 +143,22 @@ def choose_kernels(
     group: int,
     page_size: int,
 ) -> Kernels:
-    """Choose a device's kernels; ``auto`` takes some where it can, on a GPU for 16 and 8 bits only.
+    """Choose a device's kernels; ``auto`` prefers compiled kernels, on GPUs only for 16 and 8 bits.
 
     Args:
         dtype: dtype of KV entries.
-        group: query heads that share a KV head.
+        group: number of query heads that share a KV head.
 
     Raises:
-        JaxinferError: kernels are asked for that the device cannot run.
+        JaxinferError: the device cannot run the requested kernels.
     """
-    # Only those that may be wanted are looked at: to do so may import them.
+    # Only kernels that may be chosen are checked, because a check may import them.
     why_not: dict[Kernels, Callable[[], str | None]] = {
         "hopper": lambda: _why_not_hopper(device, dtype, head_dim, group, page_size),
         "generic": lambda: _why_not_generic(device, dtype, head_dim),
         "numba": lambda: _why_not_numba(device, dtype),
     }
-    # Never by itself: no GPU has measured it yet.
+    # Never chosen by default, because no GPU has measured it yet.
     asked_for: dict[Kernels, Callable[[], str | None]] = {
         "ampere": lambda: _why_not_ampere(device, dtype, head_dim, group, page_size),
     }
@@ -172,14 +173,14 @@ def choose_kernels(
 
 
 def _capability(device: jax.Device) -> float:
-    """Compute capability of an NVIDIA GPU, 0 of other devices."""
+    """Return the compute capability of an NVIDIA GPU; 0 for other devices."""
     if device.platform != "gpu":
         return 0.0
     return float(getattr(device, "compute_capability", 0))
 
 
 def _why_not_generic(device: jax.Device, dtype: jnp.dtype, head_dim: int) -> str | None:
-    """Say why a device cannot run these kernels; None if it can."""
+    """Return why a device cannot run these kernels, or None."""
     least = _FP8 if dtype == jnp.float8_e4m3fn else _BF16
     if _capability(device) < least:
         of_dtype = " with fp8 entries" if least == _FP8 else ""
@@ -199,7 +200,7 @@ def _why_not_hopper(
     if reason := hopper.why_not(head_dim, group, page_size, dtype):
         return reason
     if reason := assembler.why_not(assembler.ptxas_version()):
-        # The GPU is one that they are made for.
+        # The GPU is one that they support.
         _note(f"kernels for Hopper are left out: {reason}")
     return reason
 
@@ -223,7 +224,7 @@ def _why_not_numba(device: jax.Device, dtype: jnp.dtype) -> str | None:
     if not find_spec("numba"):
         return "numba is not installed (pip install 'jaxinfer[cpu]')"
     if reason := _why_numba_fails():
-        # It was installed to be used.
+        # It was installed in order to be used.
         _note(f"kernels of numba are left out: {reason}")
     return reason
 
@@ -246,7 +247,7 @@ def _why_numba_fails() -> str | None:
 
 @cache
 def _note(line: str) -> None:
-    """Say something once in a process."""
+    """Print a line once per process."""
     print(f"jaxinfer: {line}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Cut contexts of decodes so that any lengths fill a GPU, and combine the results.
+"""Cuts contexts of decodes so that any lengths fill a GPU, and combines the results.
 
 Shape suffixes: W parts, S sequences, K KV heads, G query heads of each, R the same with padding.
 """
@@ -13,16 +13,20 @@ from jax.experimental.pallas import triton
 from jaxinfer.pallas_kernels.gpu_work import Ref, pieces, whole
 from jaxinfer.pallas_kernels.reference import NO_SCORE, work_items
 
-# What a program costs beside its tiles, in tiles: its start, and its result's way to the others.
+# Cost of a program in addition to its tiles, in tiles: its start, and combining its result with
+# others.
 START = 1
 
 
 class Parts(NamedTuple):
-    """Parts of contexts, one for each program of a KV head, and where each sequence's are.
+    """Parts of contexts, one for each program of a KV head, and each sequence's parts.
 
     Attributes:
-        sequence_W: whose; ``begin_W``, ``end_W``: its tiles, none of padding.
-        first_S: of a sequence's parts; ``count_S``: how many follow each other, 0 of no context.
+        sequence_W: sequence of each part.
+        begin_W: first tile of each part.
+        end_W: end of its tiles; equal to ``begin_W`` for padding.
+        first_S: first of a sequence's parts.
+        count_S: number of its parts, which are consecutive; 0 without context.
     """
 
     sequence_W: jax.Array
@@ -35,18 +39,18 @@ class Parts(NamedTuple):
 def decode_parts(
     length_S: jax.Array, window: int | None, tile: int, heads: int, at_once: int
 ) -> Parts:
-    """Cut contexts into parts of nearly one length, that which the batch's own lengths ask for.
+    """Cut contexts into parts of nearly equal length, chosen by the batch's lengths.
 
     Args:
-        length_S: int32, tokens of each context; 0 of padding.
-        tile: tokens that a program takes at once.
-        heads: programs for each part.
-        at_once: programs that run at once.
+        length_S: int32, number of tokens of each context; 0 for padding.
+        tile: number of tokens that a program takes at a time.
+        heads: number of programs for each part.
+        at_once: number of programs that run at a time.
     """
     more = max(at_once // heads, 1)
     first_tile_S = jnp.maximum(length_S - window, 0) // tile if window else jnp.zeros_like(length_S)
     tiles_S = pl.cdiv(length_S, tile) - first_tile_S
-    # A part's tiles, if the longest context has so many parts.
+    # Number of tiles of a part, if the longest context has so many parts.
     each_X = pl.cdiv(jnp.maximum(tiles_S.max(), 1), 1 + jnp.arange(more))
     count_X = pl.cdiv(tiles_S, each_X[:, None]).sum(1)
     cost_X = pl.cdiv(count_X * heads, at_once) * (each_X + START)
@@ -66,11 +70,11 @@ def decode_parts(
 def joined(
     out_WKRH: jax.Array, lse_WKR: jax.Array, parts: Parts, group: int, interpret: bool = False
 ) -> jax.Array:
-    """Join each sequence's attention, of that to its parts.
+    """Join attention to parts into each sequence's attention.
 
     Args:
-        lse_WKR: float32 logarithms to the base of 2 of the sums of 2^score.
-        group: rows among R that are query heads.
+        lse_WKR: float32, base-2 logarithms of the sums of 2^score.
+        group: number of rows among R that are query heads.
 
     Returns:
         float32 [S, K * group, H], zeros for a sequence without parts.
@@ -95,7 +99,7 @@ def joined(
 def _join(out_WKRH: Ref, lse_WKR: Ref, first_S: Ref, count_S: Ref, out_SKGH: Ref) -> None:
     s, h = pl.program_id(0), pl.program_id(1)
     first, count = first_S[s], count_S[s]
-    # Rows of padding are any's.
+    # Rows of padding may belong to any part.
     row = jnp.minimum(jnp.arange(out_SKGH.shape[2]), out_WKRH.shape[2] - 1)
     cuts = pieces(out_WKRH.shape[3])
 

@@ -1,11 +1,11 @@
 """Paged attention for NVIDIA GPUs in generic Pallas, which lowers to Triton: sm_80 and later.
 
-The same functions as in ``reference`` and ``kv_pages``, whose docstrings say what they compute.
-Keys lie as values do, ``[K, B, H]``: whatever the page size, memory is read in rows of a head. A
-program goes through the context in tiles of tokens: a tile's page numbers are looked up in the
-table, and its keys and values gathered through them. Heads that share a KV head are the rows of
-one tile of queries, padded to the 16 rows that a matrix product needs. A head size that is no
-power of two is cut into pieces that are.
+The functions compute the same as those in ``reference`` and ``kv_pages``. Keys are stored like
+values, ``[K, B, H]``, so that memory is read in rows of a head for any page size. A program goes
+through the context in tiles of tokens: it looks up a tile's page numbers in the table, and gathers
+its keys and values. Heads that share a KV head are the rows of one tile of queries, padded to the
+16 rows that a matrix product needs. A head size that is not a power of two is cut into pieces that
+are.
 """
 
 import math
@@ -23,23 +23,24 @@ from jaxinfer.pallas_kernels.gpu_work import Ref, Tiles, chunk_tiles, pieces, pr
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
-# Bytes of keys, and of values, that a program takes at once. Three of each lie in shared memory:
-# two are on their way while one is multiplied.
+# Bytes of keys, and of values, that a program takes at once. Shared memory holds three of each: two
+# are on their way while one is multiplied.
 DECODE_BYTES, CHUNK_BYTES = 2**14, 2**13
-# Of Triton's pipeline: a look-up of page numbers comes two stages before what lies in the pages,
-# that two before its product. Of the largest heads, one tile each fits.
+# Stages of Triton's pipeline: page numbers are read two stages before the pages' content, and that
+# is read two stages before its product. With the largest heads, one tile each fits.
 STAGES, STAGES_OVER_256 = 5, 2
-# Rows of a prefill tile, tokens times the query heads of one KV head: in 16-bit floats, and in
-# float32, whose products are not the tensor cores' and take more registers.
+# Rows of a prefill tile (tokens times the query heads of one KV head), for 16-bit floats and for
+# float32. Products of float32 do not use tensor cores and need more registers.
 CHUNK_ROWS, CHUNK_ROWS_FLOAT32 = 64, 16
 MIN_ROWS = 16
-# Decode programs that an H100 runs at once: shared memory holds two on a multiprocessor.
+# Number of decode programs that an H100 runs at once: two fit into a multiprocessor's shared
+# memory.
 PROGRAMS = 264
 LOG2_E = math.log2(math.e)
 
 
 class Softmax(NamedTuple):
-    """An online softmax over R rows: values by pieces of the head, the maximum, the sum."""
+    """An online softmax over R rows: values by pieces of the head, maximum and sum."""
 
     outs: tuple[jax.Array, ...]
     max_R: jax.Array
@@ -110,7 +111,7 @@ def _decode(
         seen_RJ = jnp.broadcast_to(seen[None, :], (R, tile)) if masked else None
         return _fold(carry, q, cuts, kv, tokens, seen_RJ)
 
-    # Tiles of which all tokens exist; then the last one, if it has others.
+    # Tiles whose tokens all exist, and then the last one, if it has others.
     whole = jnp.minimum(end, length // tile)
     done = jax.lax.fori_loop(begin, whole, partial(one_tile, False), _start(R, cuts))
     done = jax.lax.fori_loop(jnp.maximum(begin, whole), end, partial(one_tile, True), done)
@@ -132,7 +133,7 @@ def chunk_attention(
 ) -> jax.Array:
     """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
 
-    One launch for all chunks. Rows of no chunk give 0.
+    There is one launch for all chunks. Rows without a chunk give 0.
     """
     T, N, H = q_TNH.shape
     K = kv.values.shape[1]
@@ -140,11 +141,11 @@ def chunk_attention(
     padded_G = pl.next_power_of_2(G)
     dtype = product_dtype(kv)
     rows = CHUNK_ROWS_FLOAT32 if dtype == jnp.float32 else CHUNK_ROWS
-    # Queries of the largest heads leave no room for keys on an L4 else.
+    # Otherwise, queries of the largest heads would leave no room for keys on an L4.
     tokens = max(rows // (padded_G if H <= 256 else 2 * padded_G), 1)
     tile = _tile_tokens(H, dtype, CHUNK_BYTES)
     tiles = chunk_tiles(start_C, row_C1[1:] - row_C1[:-1], row_C1[:-1], T, tokens)
-    # A tile's rows past its chunk's end are not written, but have a place of their own.
+    # A tile's rows beyond its chunk's end are not written, but have their own place.
     nothing = jnp.zeros((T + tokens, K, padded_G, H), jnp.float32)
     inputs = q_TNH.astype(dtype), kv, page_table_CM, tiles, nothing
     out = pl.pallas_call(
@@ -169,11 +170,11 @@ def _chunk(
     T, N, H = q_TNH.shape
     B, padded_G = kv.values.shape[2], out_TKGH.shape[2]
     c, row, start, size = (x[i] for x in tiles)
-    row = jnp.minimum(row, T - 1)  # Of padding.
+    row = jnp.minimum(row, T - 1)  # For padding.
     last = start + size - 1
     token_R = jnp.arange(tokens * padded_G) // padded_G
     head_R = jnp.arange(tokens * padded_G) % padded_G
-    # Rows past the end, and heads of padding, compute what is not stored.
+    # Rows beyond the end, and heads of padding, compute values that are not stored.
     from_R = jnp.minimum(row + token_R, T - 1), jnp.minimum(h * G + head_R, N - 1)
     cuts = pieces(H)
     q = [
@@ -193,7 +194,7 @@ def _chunk(
 
     first = jnp.maximum(start - window + 1, 0) // tile if window else 0
     end = jnp.where(size > 0, last // tile + 1, first)
-    # Tiles that lie before all rows; then those that some rows are in.
+    # Tiles before all rows, and then those that some rows are in.
     whole = jnp.minimum(jnp.maximum((start + 1) // tile, first), end)
     done = _start(tokens * padded_G, cuts)
     done = jax.lax.fori_loop(first, whole, partial(one_tile, False), done)
@@ -209,9 +210,10 @@ class Tokens(NamedTuple):
     """J tokens of a context.
 
     Attributes:
-        head: the KV head.
-        page_J, offset_J: where they lie.
-        exists_J: which of them have a value, whatever memory holds; None where all have.
+        head: number of the KV head.
+        page_J: page of each token.
+        offset_J: offset in the page.
+        exists_J: whether a token exists (memory may hold anything otherwise); None if all exist.
     """
 
     head: jax.Array
@@ -228,11 +230,11 @@ def _fold(
     tokens: Tokens,
     seen_RJ: jax.Array | None,
 ) -> Softmax:
-    """Take J tokens of one KV head into the softmax.
+    """Add J tokens of one KV head to the softmax.
 
     Args:
         q: [R, size] for each piece of the head.
-        seen_RJ: which tokens a row sees; None for all.
+        seen_RJ: tokens that each row sees; None for all.
     """
     head, page, offset, exists_J = tokens
     score_RJ = jnp.zeros((q[0].shape[0], len(page)), jnp.float32)
@@ -249,14 +251,14 @@ def _fold(
     sum_R = so_far.sum_R * shrink_R + p_RJ.sum(1)
     if kv.value_scale_PK is not None:
         scale_J = kv.value_scale_PK[page, head]
-        # 0 times what lies in the scale of a page that nobody has may be NaN.
+        # The scale of an unused page may be NaN, and 0 times NaN is NaN.
         p_RJ *= (scale_J if exists_J is None else jnp.where(exists_J, scale_J, 0))[None, :]
     outs = []
     for (start, size), out in zip(cuts, so_far.outs, strict=True):
         at = page[:, None], head, offset[:, None], start + jnp.arange(size)[None, :]
         v = kv.values[at].astype(q[0].dtype)
         if exists_J is not None:
-            # The same of a page's unused part.
+            # The same applies to a page's unused part.
             v = jnp.where(exists_J[:, None], v, 0).astype(v.dtype)
         outs.append(out * shrink_R[:, None] + _dot(p_RJ.astype(v.dtype), v))
     return Softmax(tuple(outs), max_R, sum_R)
@@ -272,7 +274,7 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _tile_tokens(head_dim: int, dtype: jnp.dtype, size: int) -> int:
-    """Tokens of context that a program takes at once, in ``size`` bytes."""
+    """Return the number of context tokens that a program takes at a time, in ``size`` bytes."""
     return max(min(size // (pl.next_power_of_2(head_dim) * dtype.itemsize), 64), MIN_ROWS)
 
 

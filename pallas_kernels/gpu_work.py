@@ -1,4 +1,4 @@
-"""Division of the work of kernels for GPUs, and their operands."""
+"""Divides the work of kernels for GPUs, and prepares their operands."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.pallas_kernels.reference import work_items
 
-# In a kernel: references to memory, and their values.
+# Within a kernel: references to memory, and their values.
 Ref = Any
 
 
@@ -18,8 +18,10 @@ class Tiles(NamedTuple):
     """Tiles of chunks' rows, all int32 [I].
 
     Attributes:
-        chunk: whose they are; ``row``: the first one's among the tokens.
-        start: its position in the sequence; ``size``: rows, 0 of padding.
+        chunk: chunk of each tile.
+        row: number of its first row among the tokens.
+        start: position of that row in the sequence.
+        size: number of rows; 0 for padding.
     """
 
     chunk: jax.Array
@@ -31,10 +33,10 @@ class Tiles(NamedTuple):
 def chunk_tiles(
     start_C: jax.Array, size_C: jax.Array, row_C: jax.Array, T: int, tokens: int
 ) -> Tiles:
-    """Tiles of ``tokens`` with all chunks' rows; the last one of a chunk may have fewer.
+    """Return tiles of ``tokens`` with all chunks' rows; a chunk's last tile may have fewer.
 
-    Those with the longest contexts come first: a GPU starts programs in order, and what starts
-    last should end soon.
+    Tiles with the longest contexts come first: a GPU starts programs in order, and the last ones
+    should end soon.
     """
     chunk_I, index_I, count = work_items(
         pl.cdiv(size_C, tokens), pl.cdiv(T, tokens) + min(len(start_C), T)
@@ -48,7 +50,7 @@ def chunk_tiles(
 
 
 def pieces(size: int) -> list[tuple[int, int]]:
-    """Start and size of powers of two that add up to ``size``, the largest first."""
+    """Return start and size of powers of two that add up to ``size``, the largest first."""
     pieces, start = [], 0
     while start < size:
         length = 1 << ((size - start).bit_length() - 1)
@@ -58,12 +60,12 @@ def pieces(size: int) -> list[tuple[int, int]]:
 
 
 def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """The whole of an array for every program; it stays in the GPU's memory.
+    """Return a spec that gives every program the whole array, which stays in the GPU's memory.
 
     Raises:
-        JaxinferError: its last entries cannot be reached.
+        JaxinferError: its last entries cannot be addressed.
     """
-    # Pallas counts entries in 64 bits from 2**32 bytes on, and before that in 32 bits with a sign.
+    # Pallas counts entries in 64 bits from 2**32 bytes on, and below that in signed 32 bits.
     if x.size > 2**31 and x.size * x.dtype.itemsize <= 2**32:
         raise JaxinferError(
             f"{x.size} entries of 8 bits in one array: Pallas reaches none between 2**31 and 2**32,"
@@ -73,5 +75,5 @@ def whole(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
 
 
 def product_dtype(kv: KVPages) -> jnp.dtype:
-    """Dtype that products are computed in."""
+    """Return the dtype of products."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("bfloat16")

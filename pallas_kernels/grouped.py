@@ -1,9 +1,9 @@
-"""Products of rows with their experts' weights on NVIDIA GPUs, in generic Pallas: Triton's route.
+"""Products of rows with their experts' weights on NVIDIA GPUs, in generic Pallas (Triton).
 
-As ``numba_grouped`` has them, but rows are rounded to the weights' dtype. The rows of an expert lie
-together; a program multiplies a tile of one expert's rows by some columns of its weights, or of two
-weights, summed in float32. Which rows a tile has is looked up in a table, so that launches depend
-on the number of rows alone. An expert without rows is not read.
+As in ``numba_grouped``, but rows are rounded to the weights' dtype. The rows of an expert are
+consecutive. A program multiplies a tile of one expert's rows by some columns of its weights (or of
+two weights), summed in float32. A tile's rows are looked up in a table, so that launches depend
+only on the number of rows. An expert without rows is not read.
 
 Suffixes are those of ``models/layers.py``; R is rows, I tiles.
 """
@@ -19,15 +19,16 @@ from jax.experimental.pallas import triton
 from jaxinfer.pallas_kernels.gpu_work import Ref, pieces, whole
 from jaxinfer.pallas_kernels.reference import work_items
 
-# Rows and columns of a tile at most, and rows of weights at a time, three of which are on their way
-# or multiplied: 96 KB of 16-bit floats, which an L4 has. Float32 takes registers, not tensor cores.
+# Largest numbers of rows and columns of a tile, and rows of weights at a time. Three such blocks
+# are on their way or multiplied: 96 KB of 16-bit floats, which an L4 has. Float32 uses registers,
+# and no tensor cores.
 ROWS, COLUMNS, DEPTH = 128, 128, 64
 ROWS_FLOAT32, COLUMNS_FLOAT32, DEPTH_FLOAT32 = 32, 64, 32
 STAGES = 3
-# The least that a matrix product takes along each axis.
+# Smallest size of a matrix product along each axis.
 LEAST = 16
-# Tiles of rows that go through the columns together: programs that run at once share what they
-# read, 8 tiles their weights and some 30 columns' programs their rows.
+# Number of tiles of rows that pass the columns together. Programs that run at once share what they
+# read: 8 tiles share their weights, and some 30 columns' programs share their rows.
 TOGETHER = 8
 
 
@@ -35,7 +36,9 @@ class RowTiles(NamedTuple):
     """Tiles of rows of one expert, all int32 [I].
 
     Attributes:
-        expert: whose; ``row``: the first one's; ``size``: rows, 0 of padding.
+        expert: expert of each tile.
+        row: its first row.
+        size: number of rows; 0 for padding.
     """
 
     expert: jax.Array
@@ -44,22 +47,22 @@ class RowTiles(NamedTuple):
 
 
 def row_tiles(count_E: jax.Array, R: int, rows: int) -> RowTiles:
-    """Tiles of at most ``rows`` with all experts' rows, then padding to whole ``TOGETHER``.
+    """Return tiles of at most ``rows`` with all experts' rows, padded to multiples of ``TOGETHER``.
 
     Args:
-        R: rows, of which experts have no more.
+        R: number of rows, which bounds the sum over experts.
     """
     most = pl.cdiv(R, rows) + min(R, len(count_E))
     most = pl.cdiv(most, TOGETHER) * TOGETHER
     expert_I, index_I, _ = work_items(pl.cdiv(count_E, rows), most)
-    # Padding is the last expert's, behind its rows.
+    # Padding belongs to the last expert, after its rows.
     size_I = jnp.clip(count_E[expert_I] - index_I * rows, 0, rows)
     row_E = jnp.cumsum(count_E) - count_E
     return RowTiles(expert_I, row_E[expert_I] + index_I * rows, size_I)
 
 
 def why_not(D: int, F: int) -> str | None:
-    """Say why weights of D x F have no products here; None if they have."""
+    """Return why weights of D x F are not supported, or None."""
     if D % LEAST or F % LEAST:
         return f"experts are of {D} x {F}, no multiples of {LEAST}"
     return None
@@ -69,9 +72,9 @@ def why_not(D: int, F: int) -> str | None:
 def matmul(
     x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array, interpret: bool = False
 ) -> jax.Array:
-    """See ``numba_grouped.matmul``; D and F are multiples of 16.
+    """See ``numba_grouped.matmul``; D and F must be multiples of 16.
 
-    Rows behind the last expert's hold anything.
+    Rows after the last expert's are undefined.
     """
     return _call(x_RD, (weight_EDF,), count_E, jnp.dtype("float32"), interpret)
 
@@ -84,7 +87,7 @@ def gated(
     count_E: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """``silu(x gate) * (x up)``, in the weights' dtype, as ``matmul`` has its products."""
+    """Return ``silu(x gate) * (x up)`` in the weights' dtype; see ``matmul``."""
     return _call(x_RD, (gate_EDF, up_EDF), count_E, gate_EDF.dtype, interpret)
 
 
@@ -98,7 +101,7 @@ def _call(
     R, (E, _, F) = len(x_RD), weights[0].shape
     is_float32 = weights[0].dtype == jnp.float32
     most = ROWS_FLOAT32 if is_float32 else ROWS
-    # Half of what an expert has in the mean: its last tile is half empty.
+    # Half of an expert's mean number of rows, because its last tile is half empty.
     rows = min(max(pl.next_power_of_2(pl.cdiv(R, 2 * E)), LEAST), most)
     columns = (COLUMNS_FLOAT32 if is_float32 else COLUMNS) // len(weights)
     columns = min(columns, pieces(F)[0][1])
@@ -123,7 +126,7 @@ def _product(tiles: RowTiles, x_RD: Ref, *refs: Ref, rows: int, columns: int) ->
     (R, D), F = x_RD.shape, out_RF.shape[1]
     expert, size = tiles.expert[i], tiles.size[i]
     row = tiles.row[i] + jnp.arange(rows)
-    # Rows past the end, and the last columns, are computed twice: what is stored is the same.
+    # Rows beyond the end, and the last columns, are computed twice; the stored values are the same.
     from_row = jnp.minimum(row, R - 1)[:, None]
     column = jnp.minimum(pl.program_id(1) * columns, F - columns) + jnp.arange(columns)[None, :]
 

@@ -1,10 +1,10 @@
 """Paged attention for NVIDIA Hopper (sm_90) in Mosaic GPU: pages by TMA, products by wgmma.
 
-The same functions as in ``reference``, whose docstrings say what they compute; keys lie as values
-do, ``[K, B, H]``, in 16-bit floats, or in 8 bits that get 16 in shared memory. A page, or the part
-of it that a tile of tokens needs, is one TMA copy into a ring of slots in shared memory, whose
-barriers count the copies. Scores leave the tensor cores in registers, and their weights go back to
-them from there. The heads that share a KV head are rows of one product of at least 64.
+The functions compute the same as those in ``reference``. Keys are stored like values,
+``[K, B, H]``, in 16-bit floats, or in 8 bits that are widened to 16 in shared memory. A page, or
+the part of it that a tile of tokens needs, is one TMA copy into a ring of slots in shared memory,
+whose barriers count the copies. Scores leave the tensor cores in registers, from where their
+weights return. The heads that share a KV head are rows of one product of at least 64.
 """
 
 import jax
@@ -26,11 +26,11 @@ def decode(
     length_S: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attend by the quicker decode kernel: ``decode_attention``, or ``generic``'s.
+    """Attend with the faster decode kernel: ``decode_attention``, or ``generic``'s.
 
-    The latter for entries of 8 bits where a step's sequences fill the GPU, their contexts uncut:
-    an H100 took 0.308 ms for 64 x 4,096 tokens, 0.366 by this one, which is the quicker where
-    contexts are cut (0.368 ms for 4 x 65,536, 0.398).
+    ``generic``'s is used for entries of 8 bits if a step's sequences fill the GPU without cutting
+    their contexts. For 64 x 4,096 tokens, an H100 took 0.308 ms with it and 0.366 ms with this one.
+    With cut contexts (4 x 65,536 tokens) this one is faster: 0.368 ms instead of 0.398 ms.
     """
     heads, size = kv.values.shape[1], kv.values.dtype.itemsize
     fills = size == 1 and len(q_SNH) * heads >= programs_at_once(q_SNH.shape[2], size)
@@ -39,16 +39,16 @@ def decode(
 
 
 def why_not(head_dim: int, group: int, page_size: int, dtype: jnp.dtype) -> str | None:
-    """Say why these kernels cannot run; None if they can. ``group``: query heads per KV head."""
+    """Return why these kernels cannot run, or None; ``group``: query heads per KV head."""
     if dtype not in (jnp.bfloat16, jnp.float16) and dtype.name not in LARGEST:
         return f"KV entries are {dtype.name}, neither 16-bit floats nor of 8 bits"
-    # Swizzled shared memory has rows of 32 bytes at least.
+    # Swizzled shared memory has rows of at least 32 bytes.
     multiple = 32 // dtype.itemsize
     if head_dim % multiple or head_dim > 256:
         return f"head_dim is {head_dim}, no multiple of {multiple} up to 256"
     if group > ROWS:
         return f"{group} query heads share a KV head, more than {ROWS}"
-    # A tile of entries of 8 bits has one scale.
+    # A tile of 8-bit entries has one scale.
     sizes = (8, 16, 32, 64) if dtype.itemsize > 1 else (64,)
     if page_size not in sizes and page_size % 128:
         named = ", ".join(map(str, sizes))

@@ -1,4 +1,4 @@
-"""Prefill for Hopper: two warpgroups multiply in turns, one fetches; see ``hopper``."""
+"""Prefill for Hopper: two warpgroups multiply in turn, one fetches; see ``hopper``."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ def chunk_attention(
 ) -> jax.Array:
     """See ``reference.chunk_attention``; one program per tile of a chunk and KV head.
 
-    One launch for all chunks. Rows of no chunk give 0.
+    There is one launch for all chunks. Rows without a chunk give 0.
 
     Args:
         interpret: parameters of Mosaic's interpret mode, to check results on a CPU.
@@ -61,7 +61,7 @@ def chunk_attention(
     q_YKGH = jnp.pad(q_YKGH, ((0, 0), (0, 0), (0, fit.heads - G), (0, 0)))
     q_KYH = q_YKGH.transpose(1, 0, 2, 3).reshape(K, -1, H)
     scales = () if kv.key_scale_PK is None else (kv.key_scale_PK, kv.value_scale_PK)
-    # As much as shared memory has room for; of entries of 8 bits, what has one scale.
+    # As many as fit into shared memory; for 8-bit entries, those with one scale.
     tile = 128 if H <= 128 and not scales else 64
     of_heads = partial(shared, dtype=dtype, head_dim=H)
     raw_slots = SLOTS if H <= 192 else 1
@@ -106,15 +106,18 @@ def chunk_attention(
 
 
 class ChunkMemory(NamedTuple):
-    """A program's shared memory, and the barriers that say what is where.
+    """A program's shared memory, and the barriers that guard it.
 
     Attributes:
-        k, v: rings of tiles, with 16 bits; ``ready`` says that one is there, ``free`` that it has
-            been multiplied.
-        raw_k, raw_v: rings of entries of 8 bits as they arrive; else None, like ``arrived``.
-        weight: for interpretation alone, see ``hopper_tiles.add_product``.
-        turn: on which each warpgroup waits until the other has issued its products.
-        cleared: says that the last tile has no values of missing tokens.
+        k: ring of tiles of keys, with 16 bits.
+        v: ring of tiles of values, with 16 bits.
+        k_ready, v_ready: a tile is ready.
+        k_free, v_free: a tile has been multiplied.
+        raw_k, raw_v: rings of entries of 8 bits as they arrive; otherwise None.
+        k_arrived, v_arrived: a tile of 8 bits has arrived; otherwise None.
+        weight: only for interpretation, see ``hopper_tiles.add_product``.
+        turn: each warpgroup waits here until the other has issued its products.
+        cleared: values of missing tokens in the last tile are cleared.
     """
 
     q: Ref
@@ -138,8 +141,10 @@ class Rows(NamedTuple):
     """A tile of a chunk's rows, tokens times G heads.
 
     Attributes:
-        start: position of the first token; ``size``: tokens.
-        begin, end: the tiles of context that they see.
+        start: position of the first token.
+        size: number of tokens.
+        begin: first tile of context that they see.
+        end: end of these tiles.
     """
 
     start: jax.Array
@@ -165,7 +170,7 @@ def _chunk(
     def _() -> None:
         plgpu.set_max_registers(72 if scales_PK else 40, action="decrease")
         (_fetch_wide if scales_PK else _fetch)(pages, mine, sm)
-        # What is waited for once is waited for each time: interpret mode asks for it.
+        # Interpret mode requires as many waits as arrivals.
         for slot in range(SLOTS):
             for free in (sm.k_free, sm.v_free):
                 pl.when(begin + slot < mine.end)(partial(plgpu.barrier_wait, free.at[slot]))
@@ -174,7 +179,7 @@ def _chunk(
     def _() -> None:
         plgpu.set_max_registers(216 if scales_PK else 232, action="increase")
         q = sm.q.at[me]
-        # A multiple of the rows that are copied, as units are.
+        # A multiple of the rows that are copied, like units.
         row = pl.multiple_of(row_I[i] * G, COPIED) + me * ROWS
         plgpu.copy_gmem_to_smem(q_KYH.at[h, pl.ds(row, ROWS)], q, sm.q_ready.at[me])
         plgpu.barrier_wait(sm.q_ready.at[me])
@@ -199,7 +204,7 @@ def _fetch(pages: Pages, mine: Rows, sm: ChunkMemory) -> None:
 
 
 def _fetch_wide(pages: Pages, mine: Rows, sm: ChunkMemory) -> None:
-    """Copy tiles of entries of 8 bits, and write them with 16 to where they are multiplied."""
+    """Copy tiles of 8-bit entries, and write them with 16 bits to where they are multiplied."""
     begin, end, tile, raw_slots = mine.begin, mine.end, sm.k.shape[1], sm.raw_k.shape[0]
 
     def copy(step: jax.Array) -> None:
@@ -230,17 +235,17 @@ def _fetch_wide(pages: Pages, mine: Rows, sm: ChunkMemory) -> None:
 
 
 def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softmax:
-    """A warpgroup's rows: their softmax over all tiles."""
+    """Return the softmax of a warpgroup's rows over all tiles."""
     q, weights = sm.q.at[me], None if sm.weight is None else sm.weight.at[me]
     begin, end, tile = mine.begin, mine.end, sm.k.shape[1]
 
     def weigh_tile(some: bool, step: jax.Array, so_far: Softmax, score: jax.Array) -> Weighed:
-        """Weigh a tile's scores, of which rows see all or only some."""
+        """Weigh a tile's scores; rows see all of them, or only some."""
         k_scale, v_scale = pages.scales(step, tile)
         if not some:
             return weigh(so_far, score, (k_scale, v_scale))
         iota = partial(plgpu.broadcasted_iota, jnp.int32, score.shape, layout=plgpu.Layout.WGMMA)
-        # Of the row minus of the token.
+        # Position of the row minus position of the token.
         distance = lax.div(iota(0) + me * ROWS, mine.G) - iota(1) + (mine.start - step * tile)
         seen = distance >= 0
         if mine.window:
@@ -250,7 +255,7 @@ def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softm
     def one_tile(
         some: bool, step: jax.Array, carry: tuple[Softmax, jax.Array]
     ) -> tuple[Softmax, jax.Array]:
-        """A tile's scores, and the values of the one before."""
+        """Compute a tile's scores, and multiply the values of the previous tile."""
         so_far, weight = carry
         slot, before = lax.rem(step - begin, SLOTS), lax.rem(step - 1 - begin, SLOTS)
 
@@ -280,8 +285,8 @@ def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softm
     nothing = start(q.shape[1])
     found = weigh_tile(True, begin, nothing, score)
     carry = found.over(nothing.out_RH), found.weight_RJ.astype(q.dtype)
-    # The tensor cores do one's products while the other's softmax is computed: the first turn is
-    # the first one's.
+    # The tensor cores compute one's products during the other's softmax; the first takes the first
+    # turn.
     pl.when(me == 1)(partial(plgpu.barrier_wait, sm.turn.at[me]))
     # Up to here, every row sees every token.
     whole = begin + 1 if mine.window else jnp.maximum(lax.div(mine.start + 1, tile), 1)
@@ -300,7 +305,7 @@ def _multiply(pages: Pages, mine: Rows, sm: ChunkMemory, me: jax.Array) -> Softm
 
 
 def _write(out_sm: Ref, out_YH: Ref, row: jax.Array, count: jax.Array) -> None:
-    """Write a warpgroup's first ``count`` rows: what follows belongs to other tiles."""
+    """Write a warpgroup's first ``count`` rows; later rows belong to other tiles."""
 
     @pl.when(count >= ROWS)
     def _all() -> None:

@@ -30,9 +30,10 @@ from jaxinfer.pallas_kernels.hopper_tiles import (
 )
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-# Tokens of context in a tile: two programs then have room on a multiprocessor.
+# Number of context tokens in a tile; two programs then fit on a multiprocessor.
 DECODE_TILE = 64
-# Of an H100; bytes of each that programs can have, which take 1 kB more themselves.
+# Numbers for an H100: multiprocessors, and bytes that programs can have on each; a program needs 1
+# kB more.
 MULTIPROCESSORS = 132
 SHARED_MEMORY = 226 * 1024
 
@@ -99,12 +100,13 @@ def decode_attention(
 
 
 class DecodeMemory(NamedTuple):
-    """A program's shared memory, and the barriers that say what has arrived there.
+    """A program's shared memory, and the barriers that report arrivals there.
 
     Attributes:
-        k, v: rings of tiles, as they lie in pages.
-        wide_k, wide_v: one tile each with 16 bits, of entries of 8; else None.
-        weight: for interpretation alone, see ``hopper_tiles.add_product``.
+        k: ring of tiles of keys, as stored in pages.
+        v: ring of tiles of values, as stored in pages.
+        wide_k, wide_v: one tile each with 16 bits, for entries of 8 bits; otherwise None.
+        weight: only for interpretation, see ``hopper_tiles.add_product``.
     """
 
     q: Ref
@@ -120,7 +122,7 @@ class DecodeMemory(NamedTuple):
 
 
 def programs_at_once(head_dim: int, itemsize: int = 2) -> int:
-    """Return how many decode programs an H100 runs at once: shared memory holds one or two each.
+    """Return how many decode programs an H100 runs at once; shared memory limits them.
 
     Args:
         itemsize: bytes of an entry.
@@ -159,7 +161,7 @@ def _attend(
     sm: DecodeMemory,
     window: int | None,
 ) -> Softmax:
-    """The softmax over a part's tiles."""
+    """Return the softmax over a part's tiles."""
     seen_from = jnp.maximum(length - window, 0) if window else 0
 
     def fetch(tile: jax.Array) -> None:

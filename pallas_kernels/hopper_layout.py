@@ -1,4 +1,4 @@
-"""Layout of the queries of chunks for the kernel for Hopper, and of its results."""
+"""Layout of chunks' queries and results for the Hopper kernel."""
 
 import math
 from typing import NamedTuple
@@ -10,16 +10,17 @@ from jax.experimental import pallas as pl
 from jaxinfer.pallas_kernels.hopper_tiles import CONSUMERS, ROWS
 from jaxinfer.pallas_kernels.reference import work_items
 
-# Rows of queries that a copy by TMA begins at multiples of, and takes at least.
+# A copy by TMA begins at a multiple of this number of rows of queries, and has at least as many.
 COPIED = 8
 
 
 class Fit(NamedTuple):
-    """The tokens that make a tile's rows.
+    """The tokens that make up a tile's rows.
 
     Attributes:
-        heads: of a token, with padding.
-        unit: tokens at whose multiples a copy can begin; ``tokens``: of a tile, a multiple.
+        heads: number of heads of a token, with padding.
+        unit: number of tokens at whose multiples a copy can begin.
+        tokens: number of tokens of a tile, a multiple of ``unit``.
     """
 
     heads: int
@@ -38,11 +39,12 @@ def tile_rows(group: int) -> Fit:
 
 
 class QueryLayout(NamedTuple):
-    """Places of queries for the kernel, and results: Y tokens, each chunk's from a unit on.
+    """Places of queries and results: Y tokens, where each chunk begins at a unit.
 
     Attributes:
-        begin_C: of each chunk; ``token_Y``: which token's lie there, of padding any's.
-        place_T: the other way round, -1 of a row of no chunk.
+        begin_C: begin of each chunk.
+        token_Y: token at each place; any token for padding.
+        place_T: place of each token; -1 for a row without a chunk.
     """
 
     begin_C: jax.Array
@@ -51,10 +53,10 @@ class QueryLayout(NamedTuple):
 
 
 def layout(row_C1: jax.Array, T: int, fit: Fit) -> QueryLayout:
-    """Lay chunks out: their tokens take room, and little else, however many chunks there can be."""
+    """Place the chunks; they need little more room than their tokens, whatever their number."""
     size_C = row_C1[1:] - row_C1[:-1]
     taken_C = pl.cdiv(size_C, fit.unit) * fit.unit
-    # Each chunk ends with a part-filled unit at worst, and the last tile reaches past its end.
+    # At worst, each chunk ends with a partly filled unit, and the last tile reaches beyond its end.
     Y = T + min(len(size_C), T) * (fit.unit - 1) + fit.tokens + COPIED
     Y = pl.cdiv(Y, COPIED) * COPIED
     chunk_Y, index_Y, _ = work_items(taken_C, Y)
@@ -62,5 +64,6 @@ def layout(row_C1: jax.Array, T: int, fit: Fit) -> QueryLayout:
     to_Y = jnp.where(index_Y < size_C[chunk_Y], token_Y, T)
     place_T = jnp.full(T, -1).at[to_Y].set(jnp.arange(Y), mode="drop")
     found = QueryLayout(jnp.cumsum(taken_C) - taken_C, jnp.minimum(token_Y, T - 1), place_T)
-    # Once a step: XLA would find a row's place again for each element that a layer gathers.
+    # Computed once per step; XLA would find a row's place again for each element that a layer
+    # gathers.
     return jax.lax.optimization_barrier(found)

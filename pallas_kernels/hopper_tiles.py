@@ -1,4 +1,4 @@
-"""Parts of the kernels for Hopper: tiles of a context, and a softmax over them."""
+"""Building blocks of the kernels for Hopper: tiles of a context, and a softmax over them."""
 
 import math
 from collections.abc import Callable
@@ -15,21 +15,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxinfer.pallas_kernels.gpu_work import Ref
 from jaxinfer.pallas_kernels.reference import MASKED, NO_SCORE
 
-# Rows that a warpgroup multiplies at once.
+# Number of rows that a warpgroup multiplies at once.
 ROWS = 64
-# Tiles of keys, and of values, that shared memory holds.
+# Number of tiles of keys, and of values, that shared memory holds.
 SLOTS = 2
-# Warpgroups that multiply in a program of prefill; one more fetches.
+# Number of warpgroups that multiply in a program of prefill; one more fetches.
 CONSUMERS = 2
 LOG2_E = math.log2(math.e)
 
 
 class Softmax(NamedTuple):
-    """An online softmax over the rows of a warpgroup: in registers, as wgmma lays them out.
+    """An online softmax over the rows of a warpgroup, in wgmma's register layout.
 
     Attributes:
         out_RH: values weighted by 2^(score - max).
-        max_R: of scores times log2(e); ``sum_R``: of the weights.
+        max_R: maximum of scores times log2(e).
+        sum_R: sum of the weights.
     """
 
     out_RH: jax.Array
@@ -50,12 +51,12 @@ class Weighed(NamedTuple):
     shrink_R: jax.Array
 
     def over(self, out_RH: jax.Array) -> Softmax:
-        """The softmax with the values so far."""
+        """Return the softmax with the values so far."""
         return Softmax(out_RH * rows(self.shrink_R, out_RH), self.max_R, self.sum_R)
 
 
 def start(head_dim: int) -> Softmax:
-    """A softmax over nothing."""
+    """Return a softmax over nothing."""
     of_rows = plgpu.Layout.WGMMA.reduce(1)
     return Softmax(
         plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
@@ -81,19 +82,19 @@ def weigh(so_far: Softmax, score_RJ: jax.Array, scales: tuple[Any, Any] = (None,
 
 
 def store(done: Softmax, out_RH: Ref) -> jax.Array:
-    """Write the softmax to shared memory; returns the sums of the weights, at least 1e-30."""
+    """Write the softmax to shared memory; return the sums of the weights, at least 1e-30."""
     sum_R = jnp.maximum(done.sum_R, 1e-30)
     out_RH[...] = (done.out_RH / rows(sum_R, done.out_RH)).astype(out_RH.dtype)
     return sum_R
 
 
 def rows(x_R: jax.Array, like_RX: jax.Array) -> jax.Array:
-    """A number for each row, for all of its columns."""
+    """Broadcast a number per row to all of its columns."""
     return lax.broadcast_in_dim(x_R, like_RX.shape, [0])
 
 
 def product(a: Ref, b: Ref) -> jax.Array:
-    """a b, of shared memory, in float32 registers."""
+    """Multiply a by b from shared memory, into float32 registers."""
 
     def multiply(acc: Ref) -> jax.Array:
         plgpu.wgmma(acc, a, b)
@@ -106,11 +107,11 @@ def product(a: Ref, b: Ref) -> jax.Array:
 
 
 def add_product(out_RH: jax.Array, a: Any, b: Ref, a_sm: Ref | None) -> jax.Array:
-    """Add a product: out + a b, where a is in registers.
+    """Add a product: out + a b, with a in registers.
 
     Args:
-        a_sm: shared memory for a, where the product is interpreted: interpret mode knows neither
-            operands in registers nor sums that begin with something. None on a GPU.
+        a_sm: shared memory for a in interpret mode, which supports neither operands in registers
+            nor sums with an initial value. None on a GPU.
     """
     if a_sm is not None:
         a_sm[...] = a
@@ -136,20 +137,21 @@ def scores_beside_values(
     weighed: Callable[[], None],
     weight_sm: Ref | None,
 ) -> tuple[Softmax, jax.Array]:
-    """Weigh a tile's scores while the values of the tile before are multiplied.
+    """Weigh a tile's scores while the previous tile's values are multiplied.
 
-    Both products are issued at once; the softmax of the first runs under the second.
+    Both products are issued at once; the softmax of the first runs during the second.
 
     Args:
-        weight_RJ: 16-bit weights of the tile before, whose values are ``v_JH``.
-        weigh_scores: is given the scores [R, J].
+        weight_RJ: 16-bit weights of the previous tile, whose values are ``v_JH``.
+        weigh_scores: called with the scores [R, J].
         before_values: waits for the values.
-        issued: is called when both products are; ``weighed``: when the scores are, and waits for
-            something: that keeps the assembler from waiting for the values earlier.
-        weight_sm: as ``add_product``'s.
+        issued: called when both products are issued.
+        weighed: called when the scores are weighed; it waits for something, which keeps the
+            assembler from waiting for the values earlier.
+        weight_sm: see ``add_product``.
 
     Returns:
-        The softmax with the values of the tile before, and the new weights.
+        The softmax with the values of the previous tile, and the new weights.
     """
     dtype = weight_RJ.dtype
     if weight_sm is not None:
@@ -181,8 +183,8 @@ def scores_beside_values(
     some_RJ = plgpu.layout_cast(jnp.zeros(weight_RJ.shape, jnp.float32), plgpu.Layout.WGMMA)
     state = out, some_RJ, so_far.max_R, so_far.sum_R, so_far.sum_R
     out_RH, new_RJ, *rest = pl.run_state(with_scores)(state)
-    # Rounded only now: the registers of the old weights are in use until the values are there, or
-    # the assembler would have each product wait for the one before.
+    # Rounded only now. The registers of the old weights are in use until the values have arrived;
+    # otherwise, the assembler would make each product wait for the previous one.
     new_RJ, out_RH = lax.optimization_barrier((new_RJ, out_RH))
     return Weighed(new_RJ, *rest).over(out_RH), new_RJ.astype(dtype)
 
@@ -200,7 +202,7 @@ def copy_tile(
     unit = min(B, size)
     for part in range(size // unit):
         token = tile * size + part * unit
-        # A tile may reach past the table's end, where there are no tokens.
+        # A tile may reach beyond the table's end, where there are no tokens.
         page = table_M[jnp.minimum(lax.div(token, B), table_M.shape[0] - 1)]
         at = pl.ds(lax.rem(token, B), unit) if size < B else slice(None)
         plgpu.copy_gmem_to_smem(
@@ -209,7 +211,7 @@ def copy_tile(
 
 
 class Pages(NamedTuple):
-    """A KV head of a sequence's pages, and the scales of entries of 8 bits."""
+    """A KV head of a sequence's pages, with scales for entries of 8 bits."""
 
     k_PKBH: Ref
     v_PKBH: Ref
@@ -218,7 +220,10 @@ class Pages(NamedTuple):
     head: jax.Array
 
     def scales(self, tile: jax.Array, size: int) -> tuple[Any, Any]:
-        """A tile's scales of keys and of values, None of 16 bits; it lies in one page."""
+        """Return a tile's scales of keys and of values, None with 16 bits.
+
+        A tile lies in one page.
+        """
         if not self.scales_PK:
             return None, None
         page = self.table_M[lax.div(tile * size, self.k_PKBH.shape[2])]
@@ -227,15 +232,16 @@ class Pages(NamedTuple):
 
 
 def masked(seen: jax.Array, score_RJ: jax.Array, scale: Any) -> jax.Array:
-    """Scores times their scale, if they have one, and MASKED where they are not seen."""
+    """Return scores times their scale, if any; MASKED where they are not seen."""
     return jnp.where(seen, score_RJ if scale is None else score_RJ * scale, MASKED)
 
 
 def clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = None) -> None:
-    """Zero the values of tokens from ``count`` on: 0 times what memory holds there may be NaN.
+    """Zero the values of tokens from ``count`` on, because 0 times old memory may be NaN.
 
     Args:
-        me: which of the warpgroups that share the tile, and ``cleared``, on which they then wait.
+        me: number of this warpgroup among those that share the tile.
+        cleared: barrier on which they then wait.
     """
 
     def clear(begin: int) -> None:
@@ -255,9 +261,9 @@ def clear_after(v_JH: Ref, count: jax.Array, me: Any = 0, cleared: Ref | None = 
 
 
 def widen(x_JH: Ref, wide_JH: Ref, count: jax.Array | None = None) -> None:
-    """Write a tile's entries of 8 bits with 16, and zeros for tokens from ``count`` on."""
+    """Widen a tile's entries of 8 bits to 16, with zeros for tokens from ``count`` on."""
     J, H = x_JH.shape
-    # Pieces that registers hold.
+    # Pieces that fit into registers.
     columns = 128 if H % 128 == 0 else H
     for begin, column in product_of(range(0, J, ROWS), range(0, H, columns)):
         at = pl.ds(begin, ROWS), pl.ds(column, columns)
@@ -270,7 +276,7 @@ def widen(x_JH: Ref, wide_JH: Ref, count: jax.Array | None = None) -> None:
 
 
 def shared(shape: tuple[int, ...], dtype: jnp.dtype, head_dim: int) -> Any:
-    """Shared memory laid out for TMA and wgmma, which needs both of its operands laid out alike."""
+    """Return shared memory laid out for TMA and wgmma, which needs equal layouts of operands."""
     bits = 8 * jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(head_dim * bits)
     tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))

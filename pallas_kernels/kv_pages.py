@@ -1,4 +1,4 @@
-"""Pages of KV entries: what they hold, and how tokens get into them, in plain JAX."""
+"""Pages of KV entries in plain JAX: their contents, and writing tokens to them."""
 
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ class KVPages(NamedTuple):
     """A layer's P pages of B tokens.
 
     Attributes:
-        keys: [P, K, B, H], and for the plain functions [P, K, H, B].
+        keys: [P, K, B, H]; for the plain functions [P, K, H, B].
         values: [P, K, B, H].
-        key_scale_PK, value_scale_PK: float32, what entries of 8 bits are to be multiplied by; None
-            of wider ones.
+        key_scale_PK: float32 factors of keys of 8 bits; None for wider ones.
+        value_scale_PK: float32 factors of values of 8 bits; None for wider ones.
     """
 
     keys: jax.Array
@@ -25,13 +25,13 @@ class KVPages(NamedTuple):
     value_scale_PK: jax.Array | None = None
 
     def page(self, page: jax.Array) -> "KVPages":
-        """A page, or several."""
+        """Return a page, or several."""
         some: KVPages = jax.tree.map(lambda x: x[page], self)
         return some
 
 
 def quantise(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """``x / scale`` in 8 bits; ``scale`` has or broadcasts to the shape of ``x``."""
+    """Return ``x / scale`` in 8 bits; ``scale`` must broadcast to the shape of ``x``."""
     largest = LARGEST[jnp.dtype(dtype).name]
     x = jnp.clip(x / jnp.maximum(scale, 1e-30), -largest, largest)
     return (jnp.floor(x + 0.5) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype)
@@ -47,9 +47,9 @@ def write_kv(
 ) -> KVPages:
     """Write each token's key and value to its place. Padding tokens go to page 0.
 
-    Entries of 8 bits share one scale per page and head, which is that of the largest: where it
-    grows, what lies there is rounded again. A page's tokens stand next to each other in the batch,
-    in order: what lay at and after the first one's offset is gone.
+    Entries of 8 bits share one scale per page and head, that of the largest entry. If it grows,
+    existing entries are rounded again. A page's tokens must be consecutive in the batch, in order.
+    Old entries at and after the first one's offset are lost.
     """
     if kv.key_scale_PK is not None:
         return _write_8_bits(kv, k_TKH, v_TKH, page_T, offset_T, keys_by_token)
@@ -65,7 +65,8 @@ def write_kv(
 def _scatter(pages: jax.Array, at: tuple[Any, ...], entries: jax.Array) -> jax.Array:
     if pages.dtype != jnp.bfloat16 or jax.__version_info__ >= (0, 11):
         return pages.at[at].set(entries)
-    # XLA:CPU of jax 0.10 scatters in float32: it converts all pages, there and back, at each step.
+    # XLA:CPU of jax 0.10 scatters in float32: it would convert all pages, there and back, in each
+    # step.
     bits = jax.lax.bitcast_convert_type
     found = bits(pages, jnp.uint16).at[at].set(bits(entries, jnp.uint16))
     return bits(found, pages.dtype)
@@ -75,7 +76,8 @@ class PageRuns(NamedTuple):
     """Runs of consecutive tokens in one page, int32 [T]: the runs, then padding.
 
     Attributes:
-        token: the first one's index; ``size``: how many they are.
+        token: index of the first token.
+        size: number of tokens.
     """
 
     token: jax.Array
@@ -84,7 +86,7 @@ class PageRuns(NamedTuple):
 
 
 def page_runs(page_T: jax.Array, offset_T: jax.Array) -> PageRuns:
-    """The runs of a batch, without those in page 0."""
+    """Return the runs of a batch, without those in page 0."""
     T = len(offset_T)
     begins_T = (offset_T == 0) | (page_T != jnp.roll(page_T, 1)) | (jnp.arange(T) == 0)
     end_T = jax.lax.cummin(jnp.where(begins_T, jnp.arange(T), T), reverse=True)
@@ -104,7 +106,7 @@ def _write_8_bits(
     B = kv.values.shape[2]
     runs = page_runs(page_T, offset_T)
     slot_B = jnp.arange(B)
-    # Room for what a page holds before and after the batch's tokens.
+    # Room for the entries of a page before and after the batch's tokens.
     around = (B, B), (0, 0), (0, 0)
     k_YKH, v_YKH = (jnp.pad(x.astype(jnp.float32), around) for x in (k_TKH, v_TKH))
 

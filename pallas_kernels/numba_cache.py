@@ -1,8 +1,8 @@
-"""Machine code of kernels that numba has compiled, kept from process to process.
+"""Machine code of numba's kernels, kept across processes.
 
-numba's own cache does not know functions again that another one has made, and would take symbols of
-one for those of another. Here, code is kept by a name, which says all that a kernel was made with,
-and by a digest of all else that it was made from. Each has an engine of its own.
+numba's own cache does not recognise functions made by other functions, and would confuse their
+symbols. Here, code is stored under a name, which describes everything that the kernel was made
+with, and a digest of everything else. Each kernel has its own engine.
 """
 
 import functools
@@ -27,17 +27,18 @@ from numba.core.runtime import rtsys
 from jaxinfer.files.made_from import digest_of
 
 FOLDER = Path("~/.cache/jaxinfer/numba")
-# Names of what is kept.
+# Names of the stored files.
 _KEPT = re.compile(r".+-[0-9a-f]{32}\.o")
-# What nobody has read for so long is removed; that it was read is noted once a day.
+# Files that no process has read for this long are removed; the time of reading is recorded once a
+# day.
 _OLD_S, _NOTED_S = 30 * 86400, 86400
-# Without "arcp" and "reassoc": LLVM estimates reciprocals in vectors alone, and sums in an order of
-# its own there. Whether a loop goes by vectors depends on how arrays happen to lie to one another.
+# Without "arcp" and "reassoc": in vectors only, LLVM would estimate reciprocals and change the
+# order of sums. Whether a loop uses vectors depends on the alignment of arrays.
 FAST_MATH = {"nnan", "ninf", "nsz", "contract", "afn"}
 
 
 class Code(NamedTuple):
-    """A C function that is there as long as its engine is."""
+    """A C function that exists as long as its engine."""
 
     address: int
     engine: Any
@@ -46,17 +47,17 @@ class Code(NamedTuple):
 def compiled(
     name: str, signature: Any, function: Callable[..., Any], reassociates: bool = False
 ) -> Code:
-    """A function as C code: as it was kept or, where it was not, compiled and kept.
+    """Return a function as C code, from the cache, or else compiled and stored.
 
     Args:
-        name: no two functions of the same sources have the same one.
-        reassociates: LLVM may sum in any order, as loops that sum need to go by vectors.
+        name: must differ between all functions of the same sources.
+        reassociates: whether LLVM may sum in any order, which vectorising sums requires.
     """
-    # NUMBA_CACHE_DIR is where numba itself would keep it.
+    # numba itself would use NUMBA_CACHE_DIR.
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or FOLDER)
     try:
         path = folder.expanduser() / f"{name}-{made_from()}.o"
-    except RuntimeError:  # An arbitrary user of a container has no home.
+    except RuntimeError:  # An arbitrary user of a container has no home directory.
         return _load(*_compile(signature, function, reassociates))
     found = _read(path)
     if found is None:
@@ -68,13 +69,15 @@ def compiled(
 
 @functools.cache
 def made_from() -> str:
-    """A digest of what names do not say: sources, versions, the processor, numba's settings."""
+    """Return a digest of all that names leave out: sources, versions, processor,
+    numba's settings.
+    """
     cpu = cpu_target.target_context.codegen().magic_tuple()
     return digest(Path(__file__).parent, cpu)
 
 
 def digest(sources: Path, cpu: object) -> str:
-    """The same of the sources in a folder and this processor."""
+    """Return a digest of the sources in a folder, for this processor."""
     versions = nb.__version__, llvmlite.__version__, np.__version__, sys.version
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
     made = repr((digest_of(sources), cpu, versions, settings))
@@ -82,7 +85,7 @@ def digest(sources: Path, cpu: object) -> str:
 
 
 def _compile(signature: Any, function: Callable[..., Any], reassociates: bool) -> tuple[str, bytes]:
-    """Compile a kernel: its symbol, and the object file that has it."""
+    """Compile a kernel; return its symbol and the object file."""
     flags = FAST_MATH | {"reassoc"} if reassociates else FAST_MATH
     made = nb.cfunc(signature, nopython=True, error_model="numpy", fastmath=flags)(function)
     _, _, (code, _) = made._library.serialize_using_object_code()
@@ -90,7 +93,7 @@ def _compile(signature: Any, function: Callable[..., Any], reassociates: bool) -
 
 
 def assembled(symbol: str, module: ir.Module) -> Code:
-    """A function of LLVM's own terms as C code; it takes milliseconds, and is not kept."""
+    """Return a function in LLVM's own terms as C code; takes milliseconds, and is not stored."""
     module.triple = binding.get_default_triple()
     return _finished(symbol, _engine(str(module)))
 
@@ -102,8 +105,8 @@ def _load(symbol: str, code: bytes) -> Code:
 
 
 def _engine(assembly: str) -> Any:
-    """An engine of its own for a module."""
-    # Has LLVM know of numba's own functions, as it does once something has been compiled.
+    """Return a new engine for a module."""
+    # Makes numba's own functions known to LLVM, as the first compilation would do.
     rtsys.initialize(cpu_target.target_context)
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(jit=True, codemodel="jitdefault")
@@ -116,7 +119,7 @@ def _finished(symbol: str, engine: Any) -> Code:
 
 
 def _read(path: Path) -> tuple[str, bytes] | None:
-    """Read what is kept; None where it is missing or incomplete."""
+    """Read stored code; return None if it is missing or incomplete."""
     with suppress(OSError):
         kept = path.read_bytes()
         if time.time() - path.stat().st_mtime > _NOTED_S:
@@ -130,7 +133,9 @@ def _read(path: Path) -> tuple[str, bytes] | None:
 
 
 def _write(path: Path, symbol: str, code: bytes) -> None:
-    """Keep it, whole or not at all; without room or rights, the next process compiles again."""
+    """Store code completely or not at all; without space or rights, the next process compiles
+    again.
+    """
     content = symbol.encode() + b"\0" + code
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,7 +150,7 @@ def _write(path: Path, symbol: str, code: bytes) -> None:
 
 @functools.cache
 def _remove_old(folder: Path) -> None:
-    """Remove what no process has read for long, once per process; others may do so meanwhile."""
+    """Remove code that no process has read for long; runs once per process."""
     with suppress(OSError):
         for path in folder.iterdir():
             with suppress(OSError):

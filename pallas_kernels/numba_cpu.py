@@ -1,9 +1,9 @@
 """Paged attention on a CPU, compiled by numba, called from inside jit through XLA's FFI.
 
-No compiler is needed on the user's machine: numba brings LLVM. Pages come as pointers to where they
-lie, in the plain layout, and nothing is copied. One kernel attends for decodes and for chunks: some
-rows of one sequence, one KV head, page after page, with an online softmax (Milakov and Gimelshein,
-2018) in float32 whose scores never leave the core's first cache. A page is read once for all query
+The user's machine needs no compiler: numba includes LLVM. Pages are passed as pointers, in the
+plain layout, and nothing is copied. One kernel handles decodes and chunks: some rows of one
+sequence and one KV head, page after page, with an online softmax (Milakov and Gimelshein, 2018) in
+float32 whose scores never leave the core's first-level cache. A page is read once for all query
 heads that share its KV head and for all of the rows.
 
 Suffixes are those of ``models/layers.py``; G query heads share a KV head, R rows of a tile.
@@ -33,14 +33,14 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Rows of a prompt that go through the pages together.
+# Number of rows of a prompt that pass the pages together.
 TILE_ROWS = 32
-# Below every score, and what a maximum starts from: exp(MASKED - NO_SCORE) is as good as 0.
+# Below every score, and the start of a maximum: exp(MASKED - NO_SCORE) is practically 0.
 MASKED, NO_SCORE = np.float32(-1e30), np.float32(-1e29)
 
 
 class AttentionSizes(NamedTuple):
-    """Sizes that a kernel is compiled for; ``bits`` of KV entries, ``rows`` of a tile at most."""
+    """Sizes that a kernel is compiled for; ``bits`` of KV entries, largest ``rows`` of a tile."""
 
     G: int
     H: int
@@ -50,31 +50,31 @@ class AttentionSizes(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Query rows whose scores of a page are computed at once."""
+        """Number of query rows whose scores of a page are computed at once."""
         return min(self.rows * self.G, tiles().attention)
 
     @property
     def padded(self) -> int:
-        """Query rows of a tile, in whole blocks."""
+        """Number of query rows of a tile, in whole blocks."""
         return -(-self.rows * self.G // self.block) * self.block
 
     @property
     def scratch(self) -> int:
-        """Floats: queries, sums, the scores of a block, maximum and total of each row."""
+        """Number of floats: queries, sums, scores of a block, maximum and total of each row."""
         return 2 * self.padded * self.H + self.block * self.B + 2 * self.padded
 
 
 def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
-    """``tile(q, keys, values, pages, out, scratch, K, k, row, rows, first, window)``.
+    """Return ``tile(q, keys, values, pages, out, scratch, K, k, row, rows, first, window)``.
 
-    Attention of ``rows`` rows from ``row`` on, at positions from ``first`` on, with KV head ``k``.
-    q and out are addresses of float32 [T, K G, H], keys of [P, K, H, B], values of [P, K, B, H],
-    pages of int32; a window of 0 is none.
+    It attends for ``rows`` rows from ``row`` on, at positions from ``first`` on, with KV head
+    ``k``. q and out are addresses of float32 [T, K G, H], keys of [P, K, H, B], values of [P, K, B,
+    H], pages of int32; a window of 0 means none.
     """
     G, H, B, bits, _ = sizes
     block, padded = sizes.block, sizes.padded
     head = H * B * bits // 8
-    # A decode goes through its pages once: memory is what it waits for.
+    # A decode passes its pages once, because memory is its limit.
     lines = [-(-entries * bits // 512) if sizes.rows == 1 else 0 for entries in (B, H)]
     scores_of = RowProduct(block, B, bits, prefetch=lines[0]).intrinsic()
     add_values = RowProduct(block, H, bits, add=True, prefetch=lines[1]).intrinsic()
@@ -155,7 +155,7 @@ def make_tile(sizes: AttentionSizes) -> Callable[..., None]:
 
 @compiled_once
 def register(sizes: AttentionSizes) -> NativeCode:
-    """Compiles a kernel, and tells XLA of it."""
+    """Compile a kernel, and register it with XLA."""
     tile, H, most = make_tile(sizes), sizes.H, sizes.rows
 
     @part
@@ -250,5 +250,5 @@ def chunk_attention(
     row_C1: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attend as ``reference.chunk_attention``; rows of no chunk give 0."""
+    """Attend as ``reference.chunk_attention``; rows without a chunk give 0."""
     return _attend(q_TNH, kv, page_table_CM, start_C, row_C1, window, TILE_ROWS)

@@ -1,8 +1,9 @@
 """Products of rows with their experts' weights on a CPU, compiled by numba and called by XLA.
 
-The rows of an expert lie together. Its weights are read where they lie, some columns at a time,
-which then stay in the core's second cache for all of its rows; an expert without rows is not read.
-A row's sums are taken in blocks, in the order of the weight's rows, whatever the other rows are.
+The rows of an expert are consecutive. Its weights are read in place, a block of columns at a time,
+which then stays in the core's second-level cache for all of its rows. An expert without rows is not
+read. A row's sums are taken in blocks, in the order of the weight's rows, whatever the other rows
+are.
 
 Suffixes are those of ``models/layers.py``; R is rows.
 """
@@ -30,7 +31,7 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Registers of a row of a tile: as many columns as divide most models' sizes.
+# Number of registers of a row of a tile; its columns divide most models' sizes.
 VECTORS = 4
 
 
@@ -43,13 +44,14 @@ class GroupedSizes(NamedTuple):
 
 
 def _columns(F: int) -> int:
-    """Columns of a tile: whole registers, as many as fit."""
+    """Return the columns of a tile: whole registers, as many as fit."""
     return min(VECTORS, F // lanes()) * lanes() or F
 
 
 def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
-    """``run(rows, x, D, weight, row_bytes, sums, count, ahead)``: ``RowProduct``'s, of one of the
-    counts of rows, added to the sums.
+    """Return ``run(rows, x, D, weight, row_bytes, sums, count, ahead)``.
+
+    It is ``RowProduct``'s for one of the counts of rows, added to the sums.
     """
     columns, bits, _ = sizes
     most, *others = row_counts
@@ -78,10 +80,10 @@ def _product(sizes: GroupedSizes, row_counts: tuple[int, ...]) -> Any:
 
 
 def _tile(sizes: GroupedSizes) -> Any:
-    """``run(args, rets, row, rows, weight, column, ahead, scratch)``: some rows by some columns.
+    """Return ``run(args, rets, row, rows, weight, column, ahead, scratch)``.
 
-    ``weight`` is the number of the tile's first among all weights, ``ahead`` is how many bytes
-    behind it those to prefetch begin.
+    It multiplies some rows by some columns. ``weight`` is the number of the tile's first entry
+    among all weights; prefetching begins ``ahead`` bytes after it.
     """
     columns, bits, gated = sizes
     size, most, product = bits // 8, tiles().grouped[0], _product(sizes, tiles().grouped)
@@ -108,7 +110,7 @@ def _tile(sizes: GroupedSizes) -> Any:
             for d in range(0, D, BLOCK):
                 at = data(args, 1 + g) + size * (weight + d * F)
                 product(rows, x + 4 * d, D, at, size * F, sums, min(BLOCK, D - d), at + ahead)
-        # All at once: another core may be at some of these columns, too.
+        # Added all at once, because another core may be working on some of these columns, too.
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (dim(args, 0, 0), F))
         for r in range(rows):
             for c in range(columns):
@@ -124,7 +126,7 @@ def _grouped(sizes: GroupedSizes) -> NativeCode:
     """Compile a kernel whose units are some columns of one expert, for all of its rows."""
     columns, bits, gated = sizes
     weights, size, counts, tile = 1 + gated, bits // 8, tiles().grouped, _tile(sizes)
-    # Cache lines of a row of the tile's columns; each tile of rows fetches one.
+    # Number of cache lines of a row of the tile's columns; each tile of rows fetches one.
     lines = -(-columns * size // 64)
 
     @part
@@ -140,7 +142,7 @@ def _grouped(sizes: GroupedSizes) -> NativeCode:
         scratch = data(rets, 1) + 4 * worker * dim(rets, 1, 1)
         while True:
             expert, number = mine // tiles, mine % tiles
-            # The last columns may be some that were computed already.
+            # The last columns may include some that were already computed.
             column = min(number * columns, F - columns)
             following = min((number + dim(rets, 1, 0)) * columns, F - columns)
             row, end, done = row_E1[expert], row_E1[expert + 1], 0
@@ -176,12 +178,12 @@ def matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) -> jax.Ar
 
     Args:
         x_RD: float32, the first expert's rows first.
-        weight_EDF: float32 or bfloat16; the rows are not rounded to it.
-        count_E: rows of each expert, R together.
+        weight_EDF: float32 or bfloat16; rows are not rounded to it.
+        count_E: number of rows of each expert; their sum is R.
     """
     return _call(x_RD, count_E, weight_EDF)
 
 
 def gated(x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
-    """``silu(x gate) * (x up)``, as ``matmul`` has its products."""
+    """Return ``silu(x gate) * (x up)``; see ``matmul``."""
     return _call(x_RD, count_E, gate_EDF, up_EDF)

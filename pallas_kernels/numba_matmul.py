@@ -1,14 +1,13 @@
 """Products of a step's rows with weights on a CPU, compiled by numba and called by XLA.
 
-A weight is read some columns at a time, which then stay in the core's second cache for all of the
-rows; those that the core takes next are fetched meanwhile. They are read where they lie or, where
-there are many rows, packed first: the rows of a weight are thousands of bytes apart, so that many
-share few sets of a cache and push each other out. bfloat16 is multiplied in pairs where processors
-can, so that two rows of a weight count as one; elsewhere it becomes float32 in the core's
-registers, or once as it is packed, as do weights of 8 bits, int8 or fp8 (e4m3), where rows are
-float32. XLA's own products copy a whole weight into another order first, each time, which costs
-most where there are few rows. But for logits, a row's sums are taken in blocks, in the order of the
-weight's rows, whatever the other rows are.
+A block of a weight's columns is read at a time and stays in the core's second-level cache for all
+rows; the next block is fetched meanwhile. Weights are read in place or, with many rows, packed
+first: the rows of a weight are thousands of bytes apart, so that many share few cache sets and
+evict each other. bfloat16 is multiplied in pairs if the processor can, so that two rows of a weight
+count as one. Otherwise it becomes float32 in registers, or once when it is packed; the same holds
+for weights of 8 bits, int8 or fp8 (e4m3), with float32 rows. XLA's own products copy the whole
+weight into another order each time, which costs most with few rows. Except for logits, a row's sums
+are taken in blocks, in the order of the weight's rows, whatever the other rows are.
 
 Suffixes are those of ``models/layers.py``.
 """
@@ -35,24 +34,26 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Tokens of the vocabulary whose logits fill a cache line, and how many such lines a unit has.
+# Number of tokens of the vocabulary whose logits fill a cache line, and number of such lines of a
+# unit.
 LINE, LINES = 16, 4
-# Rows or pairs whose products are summed by themselves: one sum of thousands would round more than
-# XLA's do.
+# Number of rows or pairs whose products are summed separately; one sum of thousands would have
+# larger rounding errors than XLA's.
 BLOCK = 768
-# Columns of a tile of weights of 8 bits: a cache line.
+# Number of columns of a tile of 8-bit weights: a cache line.
 SCALED_COLUMNS = 64
-# Columns whose pairs of bfloat16 fill a register of AVX-512.
+# Number of columns whose pairs of bfloat16 fill a register of AVX-512.
 PAIRS = 16
-# Rows up to which weights that are not multiplied in pairs are read where they lie, since packing
-# them would take longer; more of smaller weights, by ``TileSizes.in_place``.
+# Largest number of rows for which weights that are not multiplied in pairs are read in place,
+# because packing would take longer. For smaller weights, ``TileSizes.in_place`` has more rows.
 FEW = 3
-# Rows of float32 beyond which XLA's own products are quicker, without AVX-512.
+# Number of float32 rows above which XLA's own products are faster, without AVX-512.
 XLA_BEYOND = 64
-# Bytes beyond which a weight is read some rows at a time, over many columns: a page of memory for
-# each row is more than a processor keeps the addresses of, and rows that lie powers of two apart
-# share few sets of its caches. Rows or pairs that are packed and summed by themselves; rows that
-# are read side by side where they lie: half of what a set of the first cache holds.
+# Bytes above which a weight is read some rows at a time, over many columns. A page of memory for
+# each row would need more addresses than a processor keeps, and rows at distances of powers of two
+# share few sets of its caches. Then: number of rows or pairs that are packed and summed separately;
+# and number of rows that are read side by side in place, half of the size of a set of the first
+# cache.
 LARGE, DEPTH, STREAMS = 2**23, 256, 4
 
 
@@ -60,12 +61,13 @@ class MatmulSizes(NamedTuple):
     """Sizes that a kernel is compiled for.
 
     Attributes:
-        rows, columns: of a tile.
-        dtype: of the weights: float32, bfloat16, int8 or float8_e4m3fn.
-        gated: two products in one pass.
-        packed: the columns of a unit are copied side by side first, as float32 or as pairs.
-        pairs: rows of bfloat16 are multiplied two at a time.
-        streamed: a few of the weight's rows at a time, where they lie.
+        rows: number of rows of a tile.
+        columns: number of columns of a tile.
+        dtype: dtype of the weights: float32, bfloat16, int8 or float8_e4m3fn.
+        gated: whether there are two products in one pass.
+        packed: whether the columns of a unit are first copied side by side, as float32 or as pairs.
+        pairs: whether rows of bfloat16 are multiplied two at a time.
+        streamed: whether a few of the weight's rows are read at a time, in place.
     """
 
     rows: int
@@ -78,10 +80,10 @@ class MatmulSizes(NamedTuple):
 
 
 def _in_blocks(product: RowProduct) -> Any:
-    """``run(x, x_bytes, weight, D, row_bytes, sums, more, ahead, go_on, slowness)``.
+    """Return ``run(x, x_bytes, weight, D, row_bytes, sums, more, ahead, go_on, slowness)``.
 
-    Over D of a weight's rows or pairs, in blocks. With ``more``, they are added to what the sums
-    are or, where a product carries, go on from there; ``slowness`` is that of
+    It goes over D of a weight's rows or pairs, in blocks. With ``more``, they are added to the
+    present sums or, if a product carries, continue from there. ``slowness`` is that of
     ``RowProduct.intrinsic``.
     """
     by = 4 * product.columns
@@ -107,15 +109,16 @@ def _in_blocks(product: RowProduct) -> Any:
 def _matmul(sizes: MatmulSizes) -> NativeCode:
     """Compile a kernel whose units are some tiles of columns, for all rows.
 
-    Its arguments are the rows, each weight, followed by its scales where it has 8 bits, and two
+    Its arguments are the rows; each weight, followed by its scales if it has 8 bits; and two
     numbers: the tiles of a unit, and how many rows or pairs of a weight are multiplied at a time.
     """
     rows, columns, dtype, gated, packed, pairs, streamed = sizes
     size, is_float = jnp.dtype(dtype).itemsize, dtype == "float8_e4m3fn"
     weights, scaled, unit = 1 + gated, size == 1, np.float32(FP8_UNIT if is_float else 1)
     each = 1 + scaled
-    # Cache lines of a row of the tile's columns. Each tile of rows fetches one, of each row or of
-    # one of a pair; pairs that are read in place have one tile of rows, which fetches all.
+    # Number of cache lines of a row of the tile's columns. Each tile of rows fetches one line, of
+    # each row or of one row of a pair. Pairs that are read in place have one tile of rows, which
+    # fetches all.
     lines, all_at_once = -(-columns * size // 64), streamed or (pairs and not packed)
     fetched = 1 if all_at_once else lines * (1 + pairs)
     kept = RowProduct(rows, columns, 8 * size, False, lines if all_at_once else 1, is_float, pairs)
@@ -138,10 +141,10 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
         if worker == COUNT:
             return units(args)
         T, F, count, depth = dim(args, 0, 0), dim(args, 1, 1), number(args, 0), number(args, 1)
-        # Rows or pairs of a weight, and bytes from one to the next.
+        # Number of rows or pairs of a weight, and bytes from one to the next.
         D, by, down = dim(args, 1, 0) // together, size * F * together, -(-T // rows)
-        # Sums of tiles: of all, where they wait for the weights' next rows; then those of the rows
-        # that are streamed.
+        # Sums of tiles: of all tiles while they wait for the weights' next rows, and then of the
+        # streamed rows.
         scratch, each_tile = data(rets, 1) + 4 * worker * dim(rets, 1, 1), weights * cells
         kept_rows = down if depth < D else 1
         panels = scratch + 4 * each_tile * count * kept_rows
@@ -149,14 +152,14 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
         scale = nb.carray(pointer(data(args, each), np.float32(0)), (F,))
         other = nb.carray(pointer(data(args, weights * each), np.float32(0)), (F,))
         blocks, turns = -(-D // depth), weights if streamed else 1
-        # Lines of what comes next are fetched as evenly as powers of two allow.
+        # Lines to read next are fetched as evenly as powers of two permit.
         slowness = 0
         while fetched << (slowness + 1) <= down:
             slowness += 1
         while True:
             first = mine * count
             last = min(first + count, (F + columns - 1) // columns)
-            # Of streamed weights, one after the other: rows of both would share sets, too.
+            # Streamed weights are read one after the other; rows of both would also share sets.
             for turn in range(turns * blocks):
                 top = turn % blocks * depth
                 high, only = min(depth, D - top), turn // blocks
@@ -171,12 +174,12 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                                 pack(weight + size * min(j * columns, F - columns), size * F, to)
                 for low in range(0, high, streams if streamed else high):
                     wide = min(streams, high - low) if streamed else high
-                    # What comes next: the rows below, or the next unit's.
+                    # What is read next: the rows below, or the next unit's rows.
                     below, beside = top + low + wide, 0
                     if below >= D:
                         below, beside = 0, count * dim(rets, 1, 0)
                     for i in range(down):
-                        # The last rows and columns may be some that were computed already.
+                        # The last rows and columns may include some that were already computed.
                         row = min(i * rows, T - rows)
                         x = data(args, 0) + 4 * (D * row + top + low)
                         tiles = scratch + 4 * each_tile * count * (i if depth < D else 0)
@@ -219,7 +222,8 @@ def _matmul(sizes: MatmulSizes) -> NativeCode:
                         found = nb.carray(pointer(tiles, np.float32(0)), wide_shape)
                         for j in range(first, last):
                             column = min(j * columns, F - columns)
-                            # All at once: another core may be at some of these columns, too.
+                            # Added all at once, because another core may be working on some of
+                            # these columns, too.
                             for r in range(rows):
                                 for c in range(columns):
                                     y = found[j - first, 0, r, c]
@@ -242,8 +246,10 @@ class LogitsSizes(NamedTuple):
     """Sizes that a kernel is compiled for.
 
     Attributes:
-        tokens: of the vocabulary, of a unit; ``rows`` of them, and ``columns`` rows, of a tile.
-        pairs: of bfloat16, those of a row side by side.
+        tokens: number of the vocabulary's tokens per unit.
+        rows: number of these tokens per tile.
+        columns: number of rows per tile.
+        pairs: whether pairs of bfloat16 of a row are side by side.
     """
 
     tokens: int
@@ -254,7 +260,7 @@ class LogitsSizes(NamedTuple):
 
 @compiled_once
 def _logits(sizes: LogitsSizes) -> NativeCode:
-    """Compile logits with weights and rows swapped: the vocabulary's lie one after the other."""
+    """Compile logits with weights and rows swapped: the vocabulary's are consecutive."""
     tokens, rows, columns, pairs = sizes
     product = RowProduct(rows, columns, 32, pairs=pairs, carry=True)
     product, fetching = product.intrinsic(), product._replace(prefetch=1).intrinsic()
@@ -272,10 +278,10 @@ def _logits(sizes: LogitsSizes) -> NativeCode:
         out = nb.carray(pointer(data(rets, 0), np.float32(0)), (S, V))
         while True:
             token = min(mine * tokens, V - tokens)
-            # Of the next unit; LINE tokens are as many lines as x_DS has rows.
+            # Lines of the next unit; LINE tokens have as many lines as x_DS has rows.
             ahead = data(args, 1) + 4 * D * min((mine + dim(rets, 1, 0)) * tokens, V - tokens)
             found[:] = 0
-            # As many entries at a time as a cache keeps of all rows.
+            # As many entries at a time as a cache holds for all rows.
             for d in range(0, D, BLOCK):
                 n, by = min(BLOCK, D - d), 4 * padded
                 for v in range(0, tokens, rows):
@@ -304,20 +310,23 @@ def _call(target: NativeCode, shape: tuple[int, int], scratch: int, *args: jax.A
 
 
 def has_pairs(dtype: jnp.dtype) -> bool:
-    """True if this processor multiplies rows of this dtype in pairs: bfloat16, if any."""
+    """Tell whether this processor multiplies rows of this dtype in pairs; only bfloat16 can be."""
     return dtype == jnp.bfloat16 and tiles().lanes == PAIRS and has("avx512bf16")
 
 
 def matmul(x_TD: jax.Array, *weight: jax.Array) -> jax.Array:
-    """``x_TD @ weight_DF``, summed in float32; a weight of 8 bits is followed by its columns'
-    scales. Rows are rounded to bfloat16 where the weight is, and may be so for 8 bits."""
+    """Return ``x_TD @ weight_DF``, summed in float32.
+
+    A weight of 8 bits is followed by its columns' scales. Rows are rounded to bfloat16 if the
+    weight is bfloat16, and may be for 8 bits.
+    """
     if is_left_to_xla(len(x_TD), weight[0].dtype):
         return _plain(x_TD, weight[0])
     return _product(x_TD, weight, 1)
 
 
 def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
-    """``silu(x_TD @ gate_DF) * (x_TD @ up_DF)``, as ``matmul`` has its products."""
+    """Return ``silu(x_TD @ gate_DF) * (x_TD @ up_DF)``; see ``matmul``."""
     if is_left_to_xla(len(x_TD), weights[0].dtype):
         gate_DF, up_DF = weights
         return jax.nn.silu(_plain(x_TD, gate_DF)) * _plain(x_TD, up_DF)
@@ -325,9 +334,9 @@ def gated(x_TD: jax.Array, *weights: jax.Array) -> jax.Array:
 
 
 def is_left_to_xla(rows: int, dtype: jnp.dtype, head: bool = False) -> bool:
-    """True where XLA's own product is the quicker one, as ``scripts/bench/products.py`` has it.
+    """Tell whether XLA's own product is faster, as measured by ``scripts/bench/products.py``.
 
-    Without AVX-512, that is of float32: many rows, and the head of one row.
+    Without AVX-512, that is true of float32 with many rows, and of the head with one row.
     """
     if dtype != jnp.float32 or has("avx512f"):
         return False
@@ -345,7 +354,7 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
     pairs = has_pairs(x_TD.dtype if scaled else dtype)
     if pairs:
         x_TD = x_TD.astype(jnp.bfloat16)
-        # Whole pairs, and a register of columns at least; mostly, nothing is added.
+        # Whole pairs, and at least a register of columns; usually, nothing is added.
         more = (0, D % 2), (0, max(PAIRS - F, 0))
         x_TD = jnp.pad(x_TD, ((0, 0), more[0]))
         weights = tuple(jnp.pad(w, more[-w.ndim :]) for w in weights)
@@ -359,7 +368,7 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
     packed = tile.panel > 0 and in_place < T
     if scaled and not packed:
         most = tile.scaled
-    # As few tiles of rows as there can be, of as few rows as they can have.
+    # As few tiles of rows as possible, with as few rows as possible.
     rows = -(-T // -(-T // most))
     if packed or not scaled:
         columns = min(tile.vectors, tile.sums // rows) * tile.lanes
@@ -378,9 +387,10 @@ def _product(x_TD: jax.Array, weights: tuple[jax.Array, ...], count: int) -> jax
 
 
 def few_rows(D: int, F: int, dtype: jnp.dtype, pairs: bool) -> tuple[int, bool]:
-    """How many rows at most meet a weight where it lies, and True if it is large.
+    """Return the largest number of rows for which a weight is read in place, and whether it is
+    large.
 
-    By its bytes alone: a row's sums depend on no other row.
+    This depends only on the weight's bytes: a row's sums do not depend on other rows.
     """
     tile, size = tiles(), D * F * dtype.itemsize
     if dtype.itemsize == 1:
@@ -393,15 +403,15 @@ def few_rows(D: int, F: int, dtype: jnp.dtype, pairs: bool) -> tuple[int, bool]:
 
 
 def _tiles_of_unit(count: int, floats: int) -> int:
-    """Tiles of columns that a unit packs: no more than a panel has, of units that share evenly."""
+    """Return the tiles of columns that a unit packs: at most a panel, divided evenly over units."""
     units = -(-count // max(tiles().panel // floats, 1))
     return -(-count // (-(-units // threads()) * threads()))
 
 
 def logits(x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """``x_SD @ head_VD.T`` in float32, of a vocabulary of 16 tokens or more.
+    """Return ``x_SD @ head_VD.T`` in float32, for a vocabulary of at least 16 tokens.
 
-    Rows are rounded to bfloat16 where the head is; without pairs, such products are XLA's own.
+    Rows are rounded to bfloat16 if the head is bfloat16; without pairs, XLA computes such products.
     """
     (S, D), V, dtype = x_SD.shape, len(head_VD), head_VD.dtype
     x_SD, pairs = x_SD.astype(dtype), has_pairs(dtype)

@@ -1,7 +1,7 @@
-"""Vectors of numba's kernels in the core's registers: products of a few rows, exponentials.
+"""Vectors of numba's kernels in registers: products of a few rows, and exponentials.
 
-Products are of vectors, in LLVM's own terms: left to itself, LLVM keeps the sums in memory, since
-it cannot know that they are no part of the matrix, and is 4 to 8 times slower.
+Products of vectors are written in LLVM's own terms. LLVM would otherwise keep the sums in memory,
+because it cannot know that they are not part of the matrix, and be 4 to 8 times slower.
 """
 
 import functools
@@ -16,13 +16,12 @@ from numba.extending import intrinsic
 
 I8, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FAST, _ONE = ("fast",), ir.Constant(I64, 1)
-# What an fp8 (e4m3) number is to be multiplied by once it has been taken for a half: their
-# exponents' biases are 7 and 15.
+# Factor for an fp8 (e4m3) number that was read as a half: their exponents' biases are 7 and 15.
 FP8_UNIT = 2.0**8
 
 
 def has(feature: str) -> bool:
-    """True if numba compiles for processors with this feature, by LLVM's name for it."""
+    """Tell whether numba compiles for processors with this feature, by LLVM's name for it."""
     return f"+{feature}" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
@@ -30,14 +29,17 @@ class TileSizes(NamedTuple):
     """Sizes of kernels' tiles, by a processor's registers.
 
     Attributes:
-        lanes: floats of a register.
-        sums: registers of sums at most, three quarters of all.
-        attention: query rows whose scores of a page are computed at once.
-        matmul, logits, scaled: rows at most of a product's tile; scaled weights read in place.
-        grouped: rows of tiles of experts' products, the most first.
-        panel: floats of a weight that a product packs; 0 is none.
-        vectors: registers of a row of a product's tile at most, whole cache lines.
-        in_place: rows that meet a weight where it lies at most, and its bytes at most.
+        lanes: number of floats in a register.
+        sums: largest number of registers with sums, three quarters of all.
+        attention: number of query rows whose scores of a page are computed at once.
+        matmul: largest number of rows of a product's tile.
+        logits: largest number of rows of a tile of logits.
+        scaled: largest number of rows of a tile with scaled weights read in place.
+        grouped: numbers of rows of tiles of experts' products, the largest first.
+        panel: number of a weight's floats that a product packs; 0 for none.
+        vectors: largest number of registers of a row of a product's tile; whole cache lines.
+        in_place: pairs of the largest number of rows and of bytes for which a weight is read in
+            place.
     """
 
     lanes: int
@@ -54,14 +56,17 @@ class TileSizes(NamedTuple):
 
 @functools.cache
 def tiles() -> TileSizes:
-    """Tile sizes for 32 registers of 16 floats, or 16 of 8; a panel is half a second cache."""
+    """Return tile sizes for 32 registers of 16 floats, or 16 of 8.
+
+    A panel is half a second cache.
+    """
     if has("avx512f"):
         return TileSizes(16, 24, 8, 8, 8, 6, (6, 3, 2, 1), 2**17, 3, ((64, 2**23),))
     return TileSizes(8, 12, 4, 6, 4, 3, (3, 2, 1), 2**16, 4, ((64, 2**21), (16, 2**22 - 1)))
 
 
 def lanes() -> int:
-    """Floats of a register."""
+    """Return the number of floats in a register."""
     return tiles().lanes
 
 
@@ -69,14 +74,16 @@ class RowProduct(NamedTuple):
     """A product of some rows of weights with a matrix.
 
     Attributes:
-        rows: of the weights; ``columns``: of the matrix.
-        bits: of the matrix' entries, float32, bfloat16 or of 8 bits; weights and sums have 32.
-        add: to what the sums are already; ``carry``: go on from there.
-        prefetch: cache lines of 64 bytes for each row of the matrix.
-        is_float: entries of 8 bits are fp8 (e4m3), each counted in units of ``FP8_UNIT``; else
+        rows: number of rows of the weights.
+        columns: number of columns of the matrix.
+        bits: bits of the matrix' entries, float32, bfloat16 or of 8 bits; weights and sums have 32.
+        add: whether to add to the present sums.
+        carry: whether to continue from the present sums.
+        prefetch: number of cache lines of 64 bytes for each row of the matrix.
+        is_float: whether entries of 8 bits are fp8 (e4m3), each in units of ``FP8_UNIT``; otherwise
             int8.
-        pairs: weights are pairs of bfloat16, in 32 bits, and so are the matrix' entries; or these
-            have 16 bits or 8, and two rows of the matrix count as one.
+        pairs: whether weights are pairs of bfloat16, in 32 bits. The matrix' entries are pairs,
+            too, or have 16 or 8 bits, so that two rows of the matrix count as one.
     """
 
     rows: int
@@ -90,22 +97,27 @@ class RowProduct(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Floats of a vector."""
+        """Number of floats in a vector."""
         return next(w for w in (16, 8, 4, 2, 1) if self.columns % w == 0 and w <= lanes())
 
     @property
     def vectors(self) -> int:
-        """Vectors of a row that are summed at once: three quarters of the registers at most."""
+        """Number of a row's vectors that are summed at once: at most three quarters of the
+        registers.
+        """
         most = max(tiles().sums // self.rows, 1)
         whole = self.columns // self.width
         return max(v for v in range(1, min(most, whole) + 1) if whole % v == 0)
 
     def intrinsic(self) -> Any:
-        """``run(weights, weight_bytes, matrix, row_bytes, sums, sum_bytes, count, ahead,
-        ahead_bytes, slowness)``.
+        """Return ``run``, which multiplies rows of the matrix by weights.
 
-        Over ``count`` rows of the matrix, by addresses and by bytes from one row to the next;
-        ``ahead`` is that of the first 64 bytes to prefetch, and goes on every ``2^slowness`` rows.
+        Its arguments are ``weights, weight_bytes, matrix, row_bytes, sums, sum_bytes, count, ahead,
+        ahead_bytes, slowness``.
+
+        It goes over ``count`` rows of the matrix, given addresses and the bytes from one row to the
+        next. ``ahead`` is the address of the first 64 bytes to prefetch, and advances every
+        ``2^slowness`` rows.
         """
 
         @intrinsic
@@ -136,7 +148,9 @@ class RowProduct(NamedTuple):
         return run
 
     def packed(self) -> Any:
-        """``run(matrix, row_bytes, to)``: copies a row of the matrix as float32 or two as pairs."""
+        """Return ``run(matrix, row_bytes, to)``, which copies one row as float32 or two
+        as pairs.
+        """
 
         @intrinsic
         def run(typingctx: Any, matrix: Any, row_bytes: Any, to: Any) -> Any:
@@ -195,7 +209,7 @@ class _Loop(NamedTuple):
                 phi.add_incoming(start[cell], before)
                 phi.add_incoming(new[cell], loop)
         for total, where in zip(found, at, strict=True):
-            # Last, so that what is there rounds once.
+            # Added last, so that the existing value is rounded once.
             out = b.fadd(total, self.floats(where, 32), flags=_FAST) if self.of.add else total
             b.store(out, b.inttoptr(where, floats.as_pointer()), align=4)
 
@@ -205,7 +219,7 @@ class _Loop(NamedTuple):
         return _plus(self.builder, self.builder.add(sums, down), 4 * self.of.width * vector)
 
     def _row(self, i: Any, carry: list[Any], weights: Any, matrix: Any) -> list[Any]:
-        """The sums with row ``i`` of the matrix."""
+        """Return the sums with row ``i`` of the matrix added."""
         b, of = self.builder, self.of
         down = b.mul(i, self.row_bytes)
         if of.prefetch:
@@ -225,7 +239,7 @@ class _Loop(NamedTuple):
         return new
 
     def _entries(self, address: Any) -> Any:
-        """A vector of the matrix' entries."""
+        """Return a vector of the matrix' entries."""
         if not self.of.pairs:
             return self.floats(address, self.of.bits)
         if self.of.bits < 32:
@@ -234,7 +248,10 @@ class _Loop(NamedTuple):
         return self.builder.load(self.builder.inttoptr(address, vector.as_pointer()), align=4)
 
     def paired(self, rows: Any, row_bytes: Any) -> Any:
-        """Entries of two rows as pairs, the first row's in the lower bits; none needs rounding."""
+        """Return entries of two rows as pairs, the first row in the lower bits.
+
+        None needs rounding.
+        """
         b, wide = self.builder, ir.VectorType(I32, self.of.width)
         half, upper = (ir.Constant(wide, [x] * self.of.width) for x in (16, -0x10000))
         first, second = (
@@ -243,18 +260,18 @@ class _Loop(NamedTuple):
         return b.or_(b.lshr(first, half), b.and_(second, upper))
 
     def _add(self, total: Any, weight: Any, entries: Any) -> Any:
-        """A vector of sums with further products."""
+        """Return a vector of sums with further products added."""
         b = self.builder
         if not self.of.pairs:
             return b.fadd(total, b.fmul(weight, entries, flags=_FAST), flags=_FAST)
-        # Vectors of 32 bfloat16, to LLVM; it casts those that it is given.
+        # For LLVM, vectors of 32 bfloat16; it casts the given ones.
         wanted = ir.FunctionType(total.type, [total.type, weight.type, entries.type])
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         found = b.module.globals.get(name) or ir.Function(b.module, wanted, name)
         return b.call(found, [total, weight, entries])
 
     def _prefetch(self, address: Any) -> None:
-        """Prefetch for reading, into the second cache."""
+        """Prefetch for reading, into the second-level cache."""
         pointer = I8.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
         prefetch = self.builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
@@ -262,7 +279,7 @@ class _Loop(NamedTuple):
         self.builder.call(prefetch, [at, *(ir.Constant(I32, x) for x in (0, 2, 1))])
 
     def floats(self, address: Any, bits: int) -> Any:
-        """A vector, kept there in 32 bits, in 16 as bfloat16, or in 8."""
+        """Return a vector stored in 32 bits, in 16 as bfloat16, or in 8."""
         b, width = self.builder, self.of.width
         if bits == 8:
             return self._of_8_bits(address)
@@ -274,7 +291,9 @@ class _Loop(NamedTuple):
         return b.bitcast(b.shl(b.zext(x, wide), ir.Constant(wide, [16] * width)), floats)
 
     def _of_8_bits(self, address: Any) -> Any:
-        """A vector of int8, or of fp8: those are halves whose exponents are 8 too small."""
+        """Return a vector of int8, or of fp8, which are halves with exponents that are 8
+        too small.
+        """
         b, width = self.builder, self.of.width
         floats, half = ir.VectorType(F32, width), ir.VectorType(ir.IntType(16), width)
         x = b.load(b.inttoptr(address, ir.VectorType(I8, width).as_pointer()), align=1)
@@ -294,7 +313,7 @@ class _Loop(NamedTuple):
 
 @intrinsic
 def _power_of_two(typingctx: Any, n: Any) -> Any:
-    """2^n of a float that is a whole number; numba's own arithmetic would widen it to 64 bits."""
+    """Return 2^n of a whole number in a float; numba's own arithmetic would widen it to 64 bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         exponent = builder.add(builder.fptosi(args[0], I32), ir.Constant(I32, 127))
@@ -305,7 +324,7 @@ def _power_of_two(typingctx: Any, n: Any) -> Any:
 
 @nb.njit(inline="always")
 def exp(x: Any) -> Any:
-    """exp of float32 <= 0, right to 2 units in the last place (Cephes); -87 at least."""
+    """Return exp of float32 <= 0, correct to 2 units in the last place (Cephes); -87 at least."""
     x = max(x, np.float32(-87.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
@@ -320,6 +339,6 @@ def exp(x: Any) -> Any:
 
 @nb.njit(inline="always")
 def silu(x: Any) -> Any:
-    """x / (1 + exp(-x)) of float32."""
+    """Return x / (1 + exp(-x)) of float32."""
     e = exp(-abs(x))
     return x * (np.float32(1.0) if x >= 0 else e) / (np.float32(1.0) + e)

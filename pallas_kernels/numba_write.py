@@ -1,6 +1,6 @@
-"""Writing KV entries into their pages on a CPU, compiled by numba and called by XLA.
+"""Writes KV entries into their pages on a CPU, compiled by numba and called by XLA.
 
-Pages are written where they lie, whatever XLA's own scatter would copy or convert.
+Pages are written in place, even if XLA's own scatter would copy or convert them.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from jaxinfer.pallas_kernels.xla_call import (
     threads,
 )
 
-# Tokens of a unit of work: of some that follow each other, keys share cache lines.
+# Number of tokens of a unit of work; keys of successive tokens share cache lines.
 TOKENS = 64
 
 
@@ -68,7 +68,7 @@ def write_kv(
 ) -> KVPages:
     """Write as ``kv_pages.write_kv``, float32 or bfloat16, in place if nothing else reads it.
 
-    Padding may leave entries of several tokens in one place of page 0.
+    Padding may mix entries of several tokens in one place of page 0.
     """
     pages = kv.keys, kv.values
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages]

@@ -1,11 +1,11 @@
 """Paged attention in plain JAX: the implementation on CPU, and every kernel's reference.
 
-A page holds B tokens' keys as ``[K, H, B]`` and values as ``[K, B, H]``: both products of
-attention then read it as it lies (XLA:CPU takes twice as long where it must transpose). The
-kernels' keys are ``[K, B, H]``; all else is theirs too. A row of a page table lists a sequence's
-pages in token order. Attention is softmax(q k^T) v, where q is scaled already, with an online
-softmax (Milakov and Gimelshein, 2018) over pages, in float32, and goes only through the pages that
-the batch sees, so that one compiled shape serves all lengths.
+A page holds B tokens' keys as ``[K, H, B]`` and values as ``[K, B, H]``, so that both products of
+attention read it without transposing (which doubles the time of XLA's CPU backend). The kernels'
+keys are ``[K, B, H]``; everything else is the same. A row of a page table lists a sequence's pages
+in token order. Attention is softmax(q k^T) v with scaled q. It is an online softmax (Milakov and
+Gimelshein, 2018) over pages, in float32, and visits only pages that the batch sees, so that one
+compiled shape serves all lengths.
 """
 
 from collections.abc import Callable
@@ -17,24 +17,25 @@ import jax.numpy as jnp
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
-# Pairs of sequence and page that decode attention does at once: their pages stay in the cache.
+# Number of pairs of a sequence and a page that decode attention computes at once, so that their
+# pages stay in the cache.
 ITEMS = 32
-# Pages of the pool for each item, at most, where all of them are multiplied in place: a copied page
-# takes over twice as long.
+# Largest number of pages of the pool per item at which all pages are multiplied in place; copying a
+# page takes over twice as long.
 POOL_PER_ITEMS = 2
 # Small, so that a tile's scores stay in the cache of a core.
 TILE_ROWS = 32
 # Finite, so that a row that sees nothing gives 0 and not NaN.
 MASKED = -1e30
-# What a maximum starts from: above MASKED, so that exp(MASKED - maximum) is 0.
+# The start of a maximum: above MASKED, so that exp(MASKED - maximum) is 0.
 NO_SCORE = MASKED / 10
 
 
 def work_items(count_S: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A list of work: ``count[s]`` items for each s, in order, then padding.
+    """Return a list of work: ``count[s]`` items for each s, in order, then padding.
 
-    Returns, for each of ``most`` items, whose it is (of padding: the last one's) and its index
-    among that one's; and how many items there are.
+    Returns, for each of ``most`` items, its owner (for padding, the last one) and its index among
+    that owner's items; and the number of items.
     """
     start_S = jnp.cumsum(count_S) - count_S
     owner_I = jnp.repeat(jnp.arange(len(count_S)), count_S, total_repeat_length=most)
@@ -47,7 +48,7 @@ def _einsum(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _float_of(kv: KVPages) -> jnp.dtype:
-    """Dtype that products are computed in."""
+    """Return the dtype of products."""
     return kv.keys.dtype if kv.keys.dtype.itemsize > 1 else jnp.dtype("float32")
 
 
@@ -58,15 +59,15 @@ def decode_attention(
     length_S: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Attention of one query row per sequence to its first ``length`` KV entries.
+    """Attend from one query row per sequence to its first ``length`` KV entries.
 
-    With a window, only to the last ``window`` of them. A length of 0 (padding) gives zeros.
-    Returns float32 [S, N, H].
+    With a window, only to the last ``window`` of them. A length of 0 (padding) gives zeros. Returns
+    float32 [S, N, H].
 
-    The work is a list of items, one per sequence and page. Where they are most of the pool, and
-    none of its pages has two readers, all pages are multiplied where they lie, each with its
-    reader's query. Else the items' pages are copied, some at a time: the cost follows the pages
-    in use, however large the pool and however unequal the sequences.
+    The work is a list of items, one per sequence and page. If the items are most of the pool, and
+    no page has two readers, all pages are multiplied in place, each with its reader's query.
+    Otherwise the items' pages are copied, some at a time, so that the cost depends only on the
+    pages in use, not on the size of the pool or on unequal lengths.
     """
     S, N, H = q_SNH.shape
     P, K, B, _ = kv.values.shape
@@ -89,7 +90,7 @@ def decode_attention(
 
     if S * M * POOL_PER_ITEMS < P:
         return _normalised(by_items()).reshape(S, N, H)
-    # Past the last item: written nowhere.
+    # After the last item: it is not written.
     page_I = jnp.where(jnp.arange(len(items.page)) < count, items.page, P)
     of_pool = Items(*(jnp.zeros(P, jnp.int32).at[page_I].set(x, mode="drop") for x in items))
     readers_P = jnp.zeros(P, jnp.int32).at[page_I].add(1, mode="drop")
@@ -103,8 +104,9 @@ class Items(NamedTuple):
 
     Attributes:
         row: the sequence, whose query it is.
-        page: in the pool.
-        begin, end: the offsets in the page between which the sequence sees its entries.
+        page: number in the pool.
+        begin: first offset in the page that the sequence sees.
+        end: end of these offsets.
     """
 
     row: jax.Array
@@ -124,10 +126,10 @@ class Softmax(NamedTuple):
 def _decode_items(
     page_table_SM: jax.Array, length_S: jax.Array, window: int | None, B: int
 ) -> tuple[Items, jax.Array]:
-    """The items, padded with pages of which nothing is seen, and how many they are."""
+    """Return the items, padded with pages of which nothing is seen, and their number."""
     S, M = page_table_SM.shape
     from_S = jnp.maximum(length_S - (window or M * B), 0)
-    # Whole blocks of items: a slice past the end would start early and repeat some.
+    # Whole blocks of items, because a slice beyond the end would start earlier and repeat some.
     row_I, column_I, count = work_items(-(-length_S // B) - from_S // B, -(-S * M // ITEMS) * ITEMS)
     column_I = column_I + from_S[row_I] // B
     page_I = page_table_SM[row_I, jnp.minimum(column_I, M - 1)]
@@ -136,7 +138,7 @@ def _decode_items(
 
 
 def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> Softmax:
-    """Take these items' keys and values into the softmax."""
+    """Add these items' keys and values to the softmax."""
     S, B = q_SKGH.shape[0], pages.keys.shape[-1]
     out_SKGH, max_SKG, sum_SKG = so_far
     score = _einsum("ikgh,ikhb->ikgb", q_SKGH[items.row], pages.keys)
@@ -145,14 +147,14 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
     offset_B = jnp.arange(B)
     seen_IB = (offset_B >= items.begin[:, None]) & (offset_B < items.end[:, None])
     score = jnp.where(seen_IB[:, None, None], score, MASKED)
-    # By a matrix of owners: XLA:CPU makes a loop over items of a scatter.
+    # By a matrix of owners, because XLA:CPU turns a scatter into a loop over items.
     owner_SI = items.row == jnp.arange(S)[:, None]
     item_max_SIKG = jnp.where(owner_SI[..., None, None], score.max(-1), NO_SCORE)
     new_max_SKG = jnp.maximum(max_SKG, item_max_SIKG.max(1))
     p = jnp.exp(score - new_max_SKG[items.row][..., None])
     shrink_SKG = jnp.exp(max_SKG - new_max_SKG)
     out = _einsum("ikgb,ikbh->ikgh", p, pages.values)
-    # Entries that a sequence does not see may hold NaN or infinity, which times 0 is NaN.
+    # Entries that a sequence does not see may hold NaN or infinity, and 0 times these is NaN.
 
     def masked() -> jax.Array:
         values = jnp.where(seen_IB[:, None, :, None], pages.values, 0)
@@ -161,7 +163,7 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
     out = _if_finite(out, masked)
     if pages.value_scale_PK is not None:
         out *= pages.value_scale_PK[..., None, None]
-    # So may the scale of a page that nobody reads.
+    # So may the scale of an unused page.
     out = jnp.where((items.begin < items.end)[:, None, None, None], out, 0)
     add = jnp.concatenate([out, p.sum(-1, keepdims=True)], -1)
 
@@ -169,7 +171,7 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
         return _einsum("si,ikgh->skgh", owner_SI.astype(jnp.float32), add)
 
     def summed_apart() -> jax.Array:
-        """The same, where some sequences have NaN: it stays theirs."""
+        """Compute the same if some sequences have NaN, so that it stays in those."""
         is_finite = jnp.isfinite(add)
         lost = summed((~is_finite).astype(jnp.float32)) > 0
         return jnp.where(lost, jnp.nan, summed(jnp.where(is_finite, add, 0)))
@@ -180,7 +182,7 @@ def _fold(q_SKGH: jax.Array, so_far: Softmax, items: Items, pages: KVPages) -> S
 
 
 def _if_finite(x: jax.Array, otherwise: Callable[[], jax.Array]) -> jax.Array:
-    """Return x or, where any of it is NaN or infinite, what ``otherwise`` computes."""
+    """Return x or, if any of it is NaN or infinite, the result of ``otherwise``."""
     found: jax.Array = jax.lax.cond(jnp.isfinite((x * 0).sum()), lambda: x, otherwise)
     return found
 
@@ -197,23 +199,23 @@ def chunk_attention(
     row_C1: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Causal attention of a ragged batch of prefill chunks to their own pages.
+    """Attend causally from a ragged batch of prefill chunks to their own pages.
 
-    Chunk c has the rows ``row[c]`` to ``row[c + 1]`` of q; its first row stands at position
-    ``start[c]``, and the KV entries up to each row's own are in the pages already. With a window,
-    a row sees its last ``window`` entries only. Rows of no chunk have unspecified output. Returns
+    Chunk c has the rows ``row[c]`` to ``row[c + 1]`` of q. Its first row is at position
+    ``start[c]``, and the pages already have the KV entries up to each row's own. With a window, a
+    row sees only its last ``window`` entries. Rows without a chunk have undefined output. Returns
     float32 [T, N, H].
 
-    A chunk is cut into tiles of rows; each tile goes through the pages that any of them sees.
+    A chunk is cut into tiles of rows; each tile goes through the pages that any of its rows sees.
     """
     T, N, H = q_TNH.shape
     C = start_C.shape[0]
     K = kv.values.shape[1]
     G = N // K
     size_C = row_C1[1:] - row_C1[:-1]
-    # Every chunk ends with a part-filled tile at worst, and none is smaller than a row.
+    # At worst, every chunk ends with a partly filled tile, and none is smaller than a row.
     chunk_I, index_I, count = work_items(-(-size_C // TILE_ROWS), T // TILE_ROWS + min(C, T))
-    # A tile's rows are cut out and put back at once, past the end too.
+    # A tile's rows are cut out and put back at once, even beyond the end.
     q_TNH = jnp.pad(q_TNH.astype(_float_of(kv)), ((0, TILE_ROWS), (0, 0), (0, 0)))
 
     def one_tile(tile: jax.Array, out_TNH: jax.Array) -> jax.Array:
@@ -226,10 +228,11 @@ def chunk_attention(
         last = start_C[c] + jnp.minimum(skipped + TILE_ROWS, size_C[c]) - 1
         o_KRH = _attend_tile(q_KRH, first, last, kv, page_table_CM[c], window)
         o = o_KRH.reshape(K, G, TILE_ROWS, H).transpose(2, 0, 1, 3).reshape(TILE_ROWS, N, H)
-        # Where a chunk ends within the tile, the next chunk's tiles write over the rest.
+        # If a chunk ends within the tile, the next chunk's tiles overwrite the rest.
         return jax.lax.dynamic_update_slice_in_dim(out_TNH, o, row, 0)
 
-    # The output starts as a copy of q: a buffer of zeros would be made ahead for every layer.
+    # The output starts as a copy of q, because a buffer of zeros would be made ahead for every
+    # layer.
     out_TNH = jax.lax.fori_loop(0, count, one_tile, q_TNH.astype(jnp.float32))
     return out_TNH[:T]
 
@@ -242,7 +245,7 @@ def _attend_tile(
     page_M: jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """Causal attention of one tile: TILE_ROWS positions from ``first``, G times over.
+    """Attend causally in one tile: TILE_ROWS positions from ``first``, G times over.
 
     No row needs a page past position ``last``. Returns float32 [K, R, H].
     """
@@ -254,7 +257,7 @@ def _attend_tile(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         out_KRH, max_KR, sum_KR = carry
         page = kv.page(page_M[j])
-        # Entries past the tile's last row may hold NaN, and 0 times NaN is NaN.
+        # Entries beyond the tile's last row may hold NaN, and 0 times NaN is NaN.
         exists_B1 = (j * B + jnp.arange(B) <= last)[:, None]
         values_KBH = jnp.where(exists_B1, page.values, 0)
         score_KRB = _einsum("krh,khb->krb", q_KRH, page.keys)

@@ -1,4 +1,4 @@
-"""Writing KV entries into their pages on NVIDIA GPUs, in generic Pallas: one launch for a step."""
+"""Writes KV entries into their pages on NVIDIA GPUs, in generic Pallas: one launch per step."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -36,10 +36,10 @@ def write_kv(
         kernel, warps = _write, 1
     else:
         runs = page_runs(page_T, offset_T)
-        # Of what is no run, the size is 0.
+        # The size of padding is 0.
         size = jnp.where(jnp.arange(T) < runs.many, runs.size, 0)
         inputs = k_TKH, v_TKH, page_T, offset_T, runs.token, size
-        # At most 128 of a page's entries for each thread.
+        # At most 128 of a page's entries per thread.
         kernel, warps = _write_8_bits, min(max(4, _power(B) * _power(H) // 4096), 32)
     arrays, tree = jax.tree.flatten(kv)
     specs = list(map(whole, arrays))
@@ -78,7 +78,7 @@ def _write_8_bits(
     B = values.shape[2]
     t, count = token_I[i], size_I[i]
     page, begin = page_T[t], offset_T[t]
-    # Rows past the page do what its last one does.
+    # Rows beyond the page do the same as its last one.
     slot = jnp.minimum(jnp.arange(_power(B)), B - 1)
     token = jnp.clip(t + slot - begin, 0, T - 1)[:, None]
     is_old, is_new = (slot < begin)[:, None], ((slot >= begin) & (slot < begin + count))[:, None]

@@ -1,9 +1,9 @@
-"""XLA's calls of functions that numba has compiled: the call frame of its FFI, and its threads.
+"""Lets XLA call functions compiled by numba: the call frame of its FFI, and its threads.
 
-A call's work is cut into units. The thread that XLA calls on takes one after the other, and so do
-tasks on XLA's own thread pool, as many as find a thread: the call does not wait for a task that has
-not begun. To wake a thread takes longer than many calls, so that one that has helped looks out for
-the next.
+A call's work is divided into units. The calling thread takes one after the other, and so do tasks
+on XLA's own thread pool, as many as get a thread; the call does not wait for tasks that have not
+begun. Waking a thread takes longer than many calls, so a thread that has helped spins for the next
+call.
 """
 
 import ctypes
@@ -28,41 +28,43 @@ from jaxinfer.pallas_kernels.numba_cache import Code, assembled, compiled
 
 I64 = ir.IntType(64)
 S = TypeVar("S")
-# Makes a part of a kernel, inlined: compiled by itself, it would take as long once more.
+# Makes a part of a kernel, which is inlined; compiled separately, it would take as long again.
 part = nb.njit(inline="always")
-# Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer, XLA_FFI_Api (c_api.h).
+# Words of 8 bytes in XLA_FFI_CallFrame, XLA_FFI_Buffer and XLA_FFI_Api (c_api.h).
 EXTENSION, API, CONTEXT, ARGS, RETS = 1, 2, 3, 9, 14
 DATA, DIMS = 3, 5
 SCHEDULE = 17
-# In XLA_FFI_Extension_Base, whose kind is 1 where XLA asks for our version, and _Metadata.
+# Words in XLA_FFI_Extension_Base, whose kind is 1 if XLA asks for our version, and in _Metadata.
 KIND, METADATA, VERSION = 1, 3, 3
-# Minor versions of 0.x whose words are these: jax 0.10.2 has 3, 0.12 has 5.
+# Minor versions of 0.x with these words: jax 0.10.2 has 3, 0.12 has 5.
 KNOWN, PARTS = range(3, 6), ("MAJOR", "MINOR")
 
-# Words of what the threads of one call share.
+# Words of the data that the threads of one call share.
 NEXT, DONE, TOTAL, WORKERS, USERS, OUR_ARGS, OUR_RETS, WORK, ASK = range(9)
-# Behind them, what the thread pool is asked with.
+# After them, the words of the request to the thread pool.
 ASK_WORDS = 5
 SHARED_WORDS = ASK + ASK_WORDS
-# The worker that does nothing but count the units.
+# The worker that only counts the units.
 COUNT = -1
-# Places where threads look out for the next call, each a cache line whose first word says what it
-# is: free, taken by a thread, or the call that this thread is to help. How often it looks; some
-# tens of microseconds.
+# Number of places where threads watch for the next call. Each is a cache line whose first word is
+# its state: free, taken by a thread, or the call that this thread must help. Then: how often a
+# thread looks, which takes some tens of microseconds.
 PLACES, LINE, FREE, TAKEN, LOOKS = 16, 64, 0, 1, 50_000
 _places = np.zeros(PLACES * LINE // 8, np.int64)
 binding.add_symbol("jaxinfer_places", _places.ctypes.data)
 
 
 class NativeCode(NamedTuple):
-    """Code that others call by its name; it is freed with this."""
+    """Code that others call by its name; it is freed with this object."""
 
     name: str
     code: tuple[Code, ...]
 
 
 def compiled_once(make: Callable[[S], NativeCode]) -> Callable[[S], NativeCode]:
-    """A function that compiles a kernel of some sizes once, whichever threads trace steps."""
+    """Return a function that compiles a kernel of given sizes once, even if several
+    threads trace.
+    """
     lock, kept = threading.Lock(), functools.cache(make)
 
     def target(sizes: S) -> NativeCode:
@@ -89,7 +91,7 @@ def ffi_version() -> tuple[int, int]:
 
 
 def why_not() -> str | None:
-    """Say why XLA's call frames are not known here; None if they are."""
+    """Return why XLA's call frames are not supported here, or None."""
     try:
         major, minor = ffi_version()
     except (OSError, ValueError) as error:
@@ -101,7 +103,7 @@ def why_not() -> str | None:
 
 @intrinsic
 def pointer(typingctx: Any, address: Any, like: Any) -> Any:
-    """An address as a typed pointer, for ``carray``; ``like`` is a value of the element type."""
+    """Return an address as a typed pointer for ``carray``; ``like`` has the element type."""
     target = types.CPointer(like)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -112,7 +114,7 @@ def pointer(typingctx: Any, address: Any, like: Any) -> Any:
 
 @intrinsic
 def _fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
-    """Adds to a word that other threads add to as well; gives what it was."""
+    """Add to a word that other threads also change; return its old value."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = builder.inttoptr(args[0], I64.as_pointer())
@@ -123,7 +125,7 @@ def _fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
 
 @intrinsic
 def _read(typingctx: Any, address: Any) -> Any:
-    """A word that other threads write."""
+    """Read a word that other threads write."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = builder.inttoptr(args[0], I64.as_pointer())
@@ -134,7 +136,7 @@ def _read(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def _replace(typingctx: Any, address: Any, old: Any, new: Any) -> Any:
-    """True if the word was the old one, and is the new one now."""
+    """Replace a word if it has the old value; return whether it did."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         at = builder.inttoptr(args[0], I64.as_pointer())
@@ -146,7 +148,7 @@ def _replace(typingctx: Any, address: Any, old: Any, new: Any) -> Any:
 
 @intrinsic
 def _call(typingctx: Any, function: Any, arguments: Any) -> Any:
-    """Calls a C function of so many words that returns one."""
+    """Call a C function of these words that returns a word."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = cgutils.unpack_tuple(builder, args[1])
@@ -158,45 +160,45 @@ def _call(typingctx: Any, function: Any, arguments: Any) -> Any:
 
 @nb.njit
 def words(address: int) -> Any:
-    """The words from an address on."""
+    """Return the words from an address on."""
     return nb.carray(pointer(address, np.int64(0)), 1 << 40)
 
 
 @nb.njit
 def data(buffers: int, i: int) -> int:
-    """The address of a buffer's first element."""
+    """Return the address of a buffer's first element."""
     return words(words(buffers)[i])[DATA]
 
 
 @nb.njit
 def dim(buffers: int, i: int, axis: int) -> int:
-    """A buffer's size along an axis."""
+    """Return a buffer's size along an axis."""
     return words(words(words(buffers)[i])[DIMS])[axis]
 
 
 @nb.njit
 def take(shared: int) -> int:
-    """The next unit's number; past the last one there is nothing left to do."""
+    """Take the number of the next unit; beyond the last one, nothing is left to do."""
     return _fetch_add(shared + 8 * NEXT, 1)
 
 
 @nb.njit
 def take_after(shared: int) -> int:
-    """The same, with one that is done."""
+    """Mark a unit as done, and take the next one."""
     _fetch_add(shared + 8 * DONE, 1)
     return take(shared)
 
 
 @nb.njit
 def is_past(shared: int, unit: int) -> bool:
-    """True if nothing is left to do, so that the call may end and its buffers be gone."""
+    """Tell whether nothing is left to do, so that the call may end and free its buffers."""
     return unit >= words(shared)[TOTAL]
 
 
 def address_of(function: str) -> Any:
-    """An intrinsic: the address of a C function of the process, which code knows by its name.
+    """Return an intrinsic for the address of a C function, which code refers to by name.
 
-    A number would be another one in the next process.
+    A number would differ in the next process.
     """
 
     @intrinsic
@@ -223,7 +225,7 @@ def _leave(shared: int) -> None:
 
 @nb.njit
 def _schedule(frame: int, task: int, shared: int) -> int:
-    """Hands a task to XLA's thread pool; not 0 is an error."""
+    """Submit a task to XLA's thread pool; returns 0, or an error."""
     ask = words(shared + 8 * ASK)
     ask[0], ask[1], ask[2], ask[3], ask[4] = 8 * ASK_WORDS, 0, words(frame)[CONTEXT], task, shared
     return _call(words(words(frame)[API])[SCHEDULE], (shared + 8 * ASK,))
@@ -231,14 +233,14 @@ def _schedule(frame: int, task: int, shared: int) -> int:
 
 @nb.njit
 def _work(shared: int, worker: int, unit: int) -> None:
-    """Have a worker do a unit and all that nobody else takes."""
+    """Let a worker do a unit, and all others that are not taken."""
     common = words(shared)
     _call(common[WORK], (common[OUR_ARGS], common[OUR_RETS], worker, shared, unit))
 
 
 @nb.njit
 def _next_call() -> int:
-    """Look out for a call for a while; 0 if none comes."""
+    """Spin for the next call for a while; return 0 if none comes."""
     for i in range(PLACES):
         place = _places_at() + LINE * i
         if _replace(place, FREE, TAKEN):
@@ -255,7 +257,7 @@ def _next_call() -> int:
 
 @nb.njit
 def _ask_those_who_look_out(shared: int, wanted: int) -> int:
-    """Have as many threads as are wanted help, if they look out; returns how many are missing."""
+    """Let spinning threads help, as many as wanted; return how many are missing."""
     for i in range(PLACES):
         place = _places_at() + LINE * i
         if wanted > 0 and _read(place) == TAKEN:
@@ -268,7 +270,7 @@ def _ask_those_who_look_out(shared: int, wanted: int) -> int:
 
 
 def _task(shared: int) -> None:
-    """Does the part of a thread of XLA's pool in calls, whichever kernels are called."""
+    """Do a pool thread's part in calls of any kernels."""
     while shared != 0:
         unit = take(shared)
         # A task that comes late must not look at the call's buffers.
@@ -276,13 +278,13 @@ def _task(shared: int) -> None:
         if not late:
             _work(shared, _fetch_add(shared + 8 * WORKERS, 1), unit)
         _leave(shared)
-        # Who comes late has no core to itself.
+        # A late task has no core of its own.
         shared = 0 if late else _next_call()
 
 
 @compiled_once
 def _task_target(name: str) -> NativeCode:
-    """Compile the task of all kernels, once: what is made twice is freed while it is called."""
+    """Compile the common task of all kernels once: a second copy could be freed while it runs."""
     code = compiled(name, types.void(types.int64), _task)
     binding.add_symbol(name, code.address)
     return NativeCode(name, (code,))
@@ -290,7 +292,7 @@ def _task_target(name: str) -> NativeCode:
 
 @compiled_once
 def _handler_target(name: str) -> NativeCode:
-    """Compile what XLA calls, for all kernels: each has an entry that calls it with its own work.
+    """Compile the function that XLA calls for all kernels; each kernel's entry passes its own work.
 
     It is ``handler(frame, scratch, work)``, with the number of the scratch result and the address
     of the kernel's ``work``.
@@ -335,19 +337,20 @@ def register_target(
     scratch: int = 1,
     reassociates: bool = False,
 ) -> "NativeCode":
-    """Tells XLA of a kernel, whose buffers are known by the addresses of their lists.
+    """Register a kernel with XLA; its buffers are given by the addresses of their lists.
 
     Args:
-        name: says all that ``work`` was made with.
-        work: of the lists of arguments and results, the worker's number, ``shared`` and a first
-            unit: does that, if there is one, and whatever ``take_after(shared)`` gives, in rising
-            order, and looks at no buffer once that ``is_past`` the last one; returns 0. For the
-            worker ``COUNT`` it only returns how many units there are.
-        scratch: the number of a result that is scratch memory, with a row for each worker.
+        name: identifies everything that ``work`` was made with.
+        work: called with the lists of arguments and results, the worker's number, ``shared`` and a
+            first unit. It does that unit, if there is one, and then those that
+            ``take_after(shared)`` returns, in increasing order. It reads no buffer after a unit
+            that ``is_past`` the last one, and returns 0. For the worker ``COUNT`` it only returns
+            the number of units.
+        scratch: number of a result that is scratch memory, with a row for each worker.
         reassociates: see ``compiled``.
     """
     name = f"jaxinfer_{name}"
-    # Called by address: inlined, it would be compiled for each of its callers.
+    # Called by address, because an inlined function would be compiled for each of its callers.
     code = compiled(f"{name}-work", types.int64(*[types.int64] * 5), work, reassociates)
     binding.add_symbol(f"{name}_work", code.address)
     entry = assembled(name, _entry(name, _handler_target("jaxinfer_handler").name, scratch))
@@ -357,7 +360,7 @@ def register_target(
 
 
 def _entry(name: str, handler: str, scratch: int) -> ir.Module:
-    """A kernel's own function, which XLA calls with a frame: the handler with its work."""
+    """Return a kernel's own function, which XLA calls with a frame: the handler with its work."""
     module = ir.Module()
     handle = ir.Function(module, ir.FunctionType(I64, [I64] * 3), handler)
     work = ir.Function(module, ir.FunctionType(I64, [I64] * 5), f"{name}_work")
@@ -369,7 +372,7 @@ def _entry(name: str, handler: str, scratch: int) -> ir.Module:
 
 
 def threads() -> int:
-    """Count the threads that may work on a call at once: processors that this process may use."""
+    """Return how many threads may work on a call: the processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

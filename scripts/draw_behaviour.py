@@ -1,10 +1,10 @@
-"""Pictures of each instance of a finished run over time: its steps, its pages, and its part.
+"""Draw each instance of a finished run over time: its steps, pages and role.
 
     python scripts/draw_behaviour.py RUN --out FILE.png
 
-RUN: a run's folder, such as ``runs/splitwise/1``; each instance gets a panel. Pages that are
-in use stand beside those that there are; grey: the time in which an instance that a system moves
-(Splitwise's pools, TetriInfer's flips) has another role than at the start.
+RUN is a run's folder, such as ``runs/splitwise/1``. Each instance gets a panel. It shows the used
+pages and all pages. If the system changes roles (Splitwise's pools, TetriInfer's flips), the time
+in which an instance has another role than at the start is grey.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,14 +22,14 @@ from jaxinfer.report.records import read_lines
 
 
 def kind_of(step: Mapping[str, Any]) -> str:
-    """Name a step's kind as timelines do."""
+    """Return the name of a step's kind, as in timelines."""
     if not step["prefill_tokens"]:
         return "decode"
     return "mixed" if step["decode_tokens"] else "prefill"
 
 
 def moves(report: Mapping[str, Any], name: str) -> list[tuple[float, str]]:
-    """Return when each role of an instance began, by the system's report; empty if it has one."""
+    """Return when each role of an instance began, by the system's report; empty with one role."""
     if name in report.get("pools", {}):
         return [(time, where) for time, where in report["pools"][name]]
     flips = [(f["asked"], f["role"]) for f in report.get("flips", ()) if f["instance"] == name]
@@ -37,7 +37,7 @@ def moves(report: Mapping[str, Any], name: str) -> list[tuple[float, str]]:
 
 
 def away(found: list[tuple[float, str]], end: float) -> Iterator[tuple[float, float, str]]:
-    """Yield the spans in which it had another role than at the start, and that role."""
+    """Yield the spans in which an instance had another role than at the start, and that role."""
     ends = [*(time for time, _ in found[1:]), end][: len(found)]
     for (start, role), stop in zip(found, ends, strict=True):
         if role != found[0][1] and stop > start:
@@ -45,7 +45,7 @@ def away(found: list[tuple[float, str]], end: float) -> Iterator[tuple[float, fl
 
 
 def draw(folder: Path, path: Path) -> None:
-    """A panel for each instance."""
+    """Draw a panel for each instance."""
     lines = read_lines(folder)
     instances, wall = lines.run["instances"], lines.run["metrics"]["wall_s"]
     figure = Figure((10, 0.8 + 0.95 * len(instances)), layout="constrained")
@@ -88,7 +88,7 @@ def draw(folder: Path, path: Path) -> None:
 @click.argument("run", type=click.Path(exists=True, path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Picture.")
 def main(run: Path, out: Path) -> None:
-    """Draw RUN, a finished run's folder."""
+    """Draw the finished run in folder RUN."""
     draw(run, out)
 
 

@@ -10,7 +10,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with a header, which is the first row's keys."""
+    """Write rows with a header of the first row's keys."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
@@ -18,7 +18,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Rows of a file, in which what looks like a number is one."""
+    """Return the rows of a file; text that looks like a number becomes a number."""
     with path.open(newline="", encoding="utf-8") as file:
         return [
             {name: _number(value) for name, value in row.items()} for row in csv.DictReader(file)
@@ -35,7 +35,7 @@ def _number(text: str) -> str | float:
 
 
 def show_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print lines of a markdown table; numbers to the right."""
+    """Print the lines of a markdown table; numbers are aligned to the right."""
     columns = list(rows[0])
     numeric = [all(isinstance(row[c], int | float) for row in rows) for c in columns]
     print("| " + " | ".join(columns) + " |")

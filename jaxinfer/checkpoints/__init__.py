@@ -1,1 +1,1 @@
-"""Checkpoints of all formats: found, opened, converted."""
+"""Finds, opens and converts checkpoints of all formats."""

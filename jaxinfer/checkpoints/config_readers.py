@@ -1,7 +1,7 @@
-"""Readers of ``config.json``, one for each architecture; real and modelled runs share them.
+"""Readers of ``config.json``, one per architecture, for real and modelled runs.
 
 An absent key, and null, mean the same as in transformers' configuration classes, except that the
-sizes of tensors must be there; what those classes refuse is refused. This file needs no JAX.
+sizes of tensors are required. Values that those classes refuse are refused. This file needs no JAX.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,10 +40,10 @@ def _read_mixtral(keys: Keys) -> ModelConfig:
 
 
 def _read_qwen2(keys: Keys, head_dim: int | None = None) -> ModelConfig:
-    """Read Qwen 2's.
+    """Read Qwen 2's configuration.
 
     Args:
-        head_dim: the default, which null is not; by default that of the widths.
+        head_dim: default of an absent key (not of null); by default it follows from the widths.
     """
     keys.only("hidden_act", "silu")
     keys.only("dual_chunk_attention_config", None)
@@ -111,7 +111,7 @@ def _read_gemma3(keys: Keys) -> ModelConfig:
 def _read_opt(keys: Keys) -> ModelConfig:
     num_heads, hidden_size = keys.size("num_attention_heads"), keys.size("hidden_size")
     num_layers = keys.size("num_hidden_layers")
-    # OPT 350M's: norms after the layers, embeddings of another size.
+    # OPT 350M has norms after the layers, and embeddings of another size.
     keys.only("do_layer_norm_before", True)
     keys.only("word_embed_proj_dim", hidden_size, None)
     keys.only("_remove_final_layer_norm", False)
@@ -152,8 +152,8 @@ def read_architecture(keys: Keys) -> ModelConfig:
     """Read the configuration of the architecture that ``config.json`` names.
 
     Raises:
-        JaxinferError: the architecture is not known, a size is missing, a value is wrong, or
-            something is not implemented.
+        JaxinferError: the architecture is unknown, a size is missing, a value is wrong, or a
+            feature is not implemented.
     """
     names = keys.get("architectures")
     if not (isinstance(names, list) and names and names[0] in list(READERS)):
@@ -167,11 +167,11 @@ def _name(keys: Keys) -> str:
 
 
 def _heads(keys: Keys, groups: int | None = None, is_null_known: bool = False) -> tuple[int, int]:
-    """Query heads and KV heads.
+    """Return the numbers of query heads and of KV heads.
 
     Args:
-        groups: KV heads where the key is absent; by default one for each query head, as null is.
-        is_null_known: whether null is a known value, regardless of the meaning of an absent key.
+        groups: number of KV heads if the key is absent; by default one per query head, as for null.
+        is_null_known: whether null is allowed, whatever an absent key means.
     """
     return keys.heads("num_attention_heads", "num_key_value_heads", groups, is_null_known)
 
@@ -191,8 +191,9 @@ def _read_sizes(
 
     Args:
         rope: keys of the rotation of positions.
-        heads: of queries, and of keys and values.
-        longest, head_dim, tied, eps, bos, eos: values of absent keys; ``longest`` are positions.
+        heads: numbers of query heads and of KV heads.
+        longest: largest number of positions if the key is absent.
+        head_dim, tied, eps, bos, eos: values of absent keys.
     """
     hidden_size, num_layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
     by_widths = hidden_size // heads[0]
@@ -220,14 +221,14 @@ def _read_sizes(
 
 
 def _in_all_layers(keys: Keys, config: ModelConfig, window: int | None) -> ModelConfig:
-    """The config with one window in all layers, or none; ``layer_types`` must not say otherwise."""
+    """Return the config with one window in all layers, or none; ``layer_types`` must agree."""
     layers = config.num_hidden_layers
     keys.only("layer_types", None, [_KINDS[window is not None]] * layers)
     return replace(config, windows=(window,) * layers)
 
 
 def _windows(keys: Keys, window: int, sliding: Sequence[bool]) -> tuple[int | None, ...]:
-    """Read each layer's window: by ``layer_types``, else where ``sliding`` says so."""
+    """Read each layer's window, from ``layer_types`` or else from ``sliding``."""
     kinds = keys.get("layer_types", [_KINDS[slides] for slides in sliding])
     listed = isinstance(kinds, list) and len(kinds) == len(sliding)
     if not listed or any(kind not in _KINDS for kind in kinds):
@@ -236,7 +237,7 @@ def _windows(keys: Keys, window: int, sliding: Sequence[bool]) -> tuple[int | No
 
 
 def _read_experts(keys: Keys, name: str, experts: int, chosen: int) -> tuple[int, int]:
-    """Experts, and how many of them a token is sent to; the numbers are those of absent keys."""
+    """Return the numbers of experts and of experts per token, with defaults for absent keys."""
     experts, chosen = keys.size(name, experts), keys.size("num_experts_per_tok", chosen)
     if chosen > experts:
         raise keys.wrong("num_experts_per_tok", chosen, f"at most {name}, {experts}")

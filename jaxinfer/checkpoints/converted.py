@@ -1,8 +1,8 @@
 """Converted checkpoints: parameters under our own paths, which devices read shard by shard.
 
-A folder with ``jaxinfer.json`` (see ``Manifest``), the tokenizer's
-files, and ``parameters/``, an Orbax checkpoint: uncompressed Zarr arrays in an OCDBT store. A
-chunk is the least that can be read, so arrays are cut along every axis that devices may share.
+A folder has ``jaxinfer.json`` (see ``Manifest``), the tokenizer's files, and ``parameters/``, an
+Orbax checkpoint: uncompressed Zarr arrays in an OCDBT store. A chunk is the smallest unit that can
+be read, so arrays are cut along every axis that devices may share.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ MANIFEST = "jaxinfer.json"
 PARAMETERS = "parameters"
 _VERSION = 1
 
-# Heads go one by one, as shards have any number of them. Of longer axes, the ends of shards may
-# lie within a piece; more pieces, whose rows are shorter, take longer to read.
+# Heads are stored one by one, because shards may have any number of them. On longer axes, the end
+# of a shard may lie within a piece. More pieces have shorter rows, which take longer to read.
 _HEADS = "NK"
 _MAX_PIECES = 32
-# The model's width and that of a head: few tables of rules cut them.
+# The model's width and the size of a head, which few tables of rules cut.
 _WHOLE = "DH"
 _ARRAYS_WRITTEN_AT_ONCE = 8
 _MIN_BYTES_IN_FLIGHT = 2**27
@@ -45,7 +45,7 @@ class Manifest(BaseModel):
     Attributes:
         version: version of the folder's format.
         shapes: shapes of the stored arrays, by parameter path, without padding.
-        files: bytes of each file below ``parameters/``, by its path there.
+        files: size in bytes of each file in ``parameters/``, by its path there.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -57,7 +57,7 @@ class Manifest(BaseModel):
 
 
 def is_converted(folder: Path) -> bool:
-    """Return whether ``folder`` has a converted checkpoint, even damaged or of another version."""
+    """Tell whether ``folder`` has a converted checkpoint, even a damaged one or another version."""
     return (folder / MANIFEST).is_file()
 
 
@@ -65,10 +65,10 @@ def read_manifest(folder: Path) -> Manifest:
     """Read ``jaxinfer.json``; the arrays stay on disk.
 
     Raises:
-        JaxinferError: it cannot be read, is of another version, or has a field that is unknown,
+        JaxinferError: the file cannot be read, has another version, or has a field that is unknown,
             missing or wrong.
     """
-    from jaxinfer.models.registry import ARCHITECTURES  # brings JAX
+    from jaxinfer.models.registry import ARCHITECTURES  # This imports JAX.
 
     path = folder / MANIFEST
     values = read_json(path)
@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: version is {version!r}, must be {_VERSION}: convert the model again"
         )
     try:
-        # From JSON again: only there does strict validation take a list for a tuple.
+        # Read from JSON again, because strict validation accepts a list for a tuple only there.
         manifest = Manifest.model_validate_json(json.dumps(values))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -93,13 +93,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write(folder: Path, config: ModelConfig, parameters: Mapping[str, np.ndarray]) -> None:
-    """Write arrays and manifest into ``folder``, which exists; the manifest comes last.
+    """Write arrays and manifest into the existing ``folder``; the manifest comes last.
 
     Args:
-        parameters: by path, without padding, in the dtypes that are to be stored.
+        parameters: arrays by path, without padding, in the dtypes to store.
 
     Raises:
-        JaxinferError: the disk has too little room, or something cannot be written.
+        JaxinferError: the disk has too little space, or something cannot be written.
     """
     needed, free = sum(array.nbytes for array in parameters.values()), disk_usage(folder).free
     if needed > free:
@@ -114,16 +114,16 @@ def write(folder: Path, config: ModelConfig, parameters: Mapping[str, np.ndarray
         found = (path for path in sorted(arrays.rglob("*")) if path.is_file())
         files = {path.relative_to(arrays).as_posix(): path.stat().st_size for path in found}
         manifest = Manifest(version=_VERSION, config=config, shapes=shapes, files=files)
-        # Where parameters are to lie is for whoever loads them.
+        # The loader decides where parameters are placed.
         text = manifest.model_dump_json(indent=2, exclude={"config": {"layout"}}) + "\n"
         (folder / MANIFEST).write_text(text, encoding="utf-8")
-    # Orbax passes on whatever TensorStore raises, and raises plain Exception itself.
+    # Orbax passes on all errors of TensorStore, and itself raises plain Exception.
     except Exception as error:
         raise JaxinferError(f"{folder}: cannot write: {_reason(error)}") from error
 
 
 def chunk_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the pieces in which a parameter is stored and read."""
+    """Return the shape of the chunks in which a parameter is stored and read."""
 
     def piece(letter: str, size: int) -> int:
         if letter in _WHOLE:
@@ -141,7 +141,7 @@ def _write_arrays(folder: Path, parameters: Mapping[str, np.ndarray]) -> None:
     at_once = asyncio.Semaphore(_ARRAYS_WRITTEN_AT_ONCE)
 
     class Chunked(ocp.type_handlers.NumpyHandler):  # type: ignore[misc]
-        """Sets the chunks, for which Orbax's own options are too coarse, and bounds memory."""
+        """Sets the chunks, for which Orbax's own options are too coarse, and limits memory."""
 
         async def _open_and_write(self, value: np.ndarray, spec: Any, context: Any) -> None:
             path = spec["kvstore"]["path"].rstrip("/")
@@ -151,7 +151,7 @@ def _write_arrays(folder: Path, parameters: Mapping[str, np.ndarray]) -> None:
 
     registry = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, Chunked(deepcopy_host_arrays=False)),
-        (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where there is none.
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns if there is none.
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
     with ocp.Checkpointer(handler) as checkpointer:
@@ -162,8 +162,8 @@ def restore(folder: Path, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[
     """Read each device's shards straight to the device.
 
     Args:
-        wanted: by path, shapes, dtypes and shardings; where a shape is larger than the stored
-            one, the rest is zero.
+        wanted: shapes, dtypes and shardings by path; if a shape is larger than the stored one, the
+            rest is zero.
 
     Raises:
         JaxinferError: a file is missing, truncated or damaged.
@@ -179,7 +179,7 @@ def restore(folder: Path, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[
         )
         for path, array in wanted.items()
     }
-    # More than the largest array: Orbax refuses what is larger than its limit.
+    # More than the largest array, because Orbax refuses arrays above its limit.
     largest = max(math.prod(array.shape) * 4 for array in wanted.values())
     in_flight = max(_MIN_BYTES_IN_FLIGHT, largest * 5 // 4)
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=in_flight / 10**9)
@@ -194,7 +194,7 @@ def restore(folder: Path, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[
             )
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
-    # As for writing.
+    # The same limit as for writing.
     except Exception as error:
         raise JaxinferError(
             f"{arrays}: damaged, convert the model again: {_reason(error)}"
@@ -203,9 +203,9 @@ def restore(folder: Path, wanted: Mapping[str, "jax.ShapeDtypeStruct"]) -> dict[
 
 
 def _check_index(folder: Path) -> None:
-    """Read the store's index, which has checksums, and raise TensorStore's one error.
+    """Read the store's index, which has checksums; raise one TensorStore error if it is damaged.
 
-    When reads fail that Orbax has under way together, all but one print tracebacks of their own.
+    If reads fail that Orbax runs concurrently, all but one print their own tracebacks.
     """
     import tensorstore
 
@@ -226,7 +226,7 @@ def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause in one line, without TensorStore's dump of its settings."""
+    """Return the innermost cause in one line, without TensorStore's dump of its settings."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = one_line(error).partition(" [tensorstore_spec=")[0].partition(" [source")[0]

@@ -1,4 +1,4 @@
-"""Digests of a model's files, which tell two models of the same name apart."""
+"""Digests of a model's files, which distinguish models with the same name."""
 
 import hashlib
 import os
@@ -16,18 +16,19 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import read_json
 
 _PIECE = 1 << 20
-# Files that are read again, though their sizes and times are those noted: that takes no time.
+# Files of up to this size are always read again, even if their size and time are unchanged, because
+# that takes little time.
 _SMALL = 64 * _PIECE
 _AT_ONCE = 8
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A model's files, by name: the path in the model's folder.
+    """A model's files, by their path in the model's folder.
 
     Attributes:
         digests: digests of their contents.
-        stamps: size and time of change, in nanoseconds, when they were read.
+        stamps: size and modification time in nanoseconds, when they were read.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
@@ -37,14 +38,14 @@ class Fingerprint:
 def fingerprint(
     model: str, load_format: str = "auto", known: Fingerprint | None = None
 ) -> Fingerprint:
-    """Read all that decides a model's answers: weights, configurations, tokenizer and template.
+    """Digest everything that decides a model's answers: weights, configs, tokenizer and template.
 
     Args:
         load_format: with ``dummy``, weights are left out.
-        known: one of an earlier time. A large file that has the same stamp is not read again.
+        known: an earlier fingerprint. A large file with the same stamp is not read again.
 
     Raises:
-        JaxinferError: there is no such model, or a file of it cannot be read.
+        JaxinferError: there is no such model, or one of its files cannot be read.
     """
     weights = load_format != "dummy"
     _, paths = locate(model, weights)
@@ -89,9 +90,11 @@ def _files(paths: Sequence[Path], weights: bool) -> Iterator[tuple[str, Path]]:
 
 
 def _digest(path: Path, size: int) -> str:
-    """The SHA-256 of the checksums of all pieces, in a third of the time of one of all bytes.
+    """Return the SHA-256 of the checksums of all pieces.
 
-    The hub's cache has files under names that are digests of theirs.
+    This takes a third of the time for all bytes.
+
+    Files in the hub's cache are named by their digests.
     """
     blob = path.resolve()
     if size > _SMALL and blob.parent.name == "blobs":

@@ -1,4 +1,4 @@
-"""Sampling defaults from a model's ``generation_config.json``, taken as vLLM takes them."""
+"""Sampling defaults from a model's ``generation_config.json``, used as in vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from jaxinfer.options.validation import read_json
 from jaxinfer.request import SamplingParams
 
 FILE = "generation_config.json"
-# Its names and ours. vLLM leaves out all others, do_sample among them.
+# Hugging Face's names, and ours. vLLM ignores all others, including do_sample.
 _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",
@@ -28,12 +28,12 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Generation:
-    """Defaults of sampling, which hold where nothing is given.
+    """Defaults of sampling options that are not given.
 
     Attributes:
         defaults: default values by field name of ``SamplingParams``.
-        most_tokens: output tokens of a batch's line, at most.
-        eos_token_ids: ends of a text, besides the model's own.
+        most_tokens: largest number of output tokens of a batch's line.
+        eos_token_ids: tokens that end a text, in addition to the model's own.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -41,14 +41,14 @@ class Generation:
     eos_token_ids: tuple[int, ...] = ()
 
     def params(self) -> SamplingParams:
-        """Parameters of a call that gives none."""
+        """Return the parameters of a call that gives none."""
         return SamplingParams(**self.defaults)
 
     def complete(self, given: SamplingParams) -> SamplingParams:
-        """Parameters of a line: those that it does not set are the defaults.
+        """Complete the parameters of a line with the defaults.
 
         Raises:
-            JaxinferError: a default does not go with what is given.
+            JaxinferError: a default is incompatible with a given value.
         """
         missing = {n: v for n, v in self.defaults.items() if n not in given.model_fields_set}
         found = dict(given) | missing
@@ -65,7 +65,7 @@ def read_generation(checkpoint: Checkpoint, choice: str) -> Generation:
             ``max_new_tokens`` is a limit for all lines.
 
     Raises:
-        JaxinferError: the file is missing or damaged, or a value is none that we can take.
+        JaxinferError: the file is missing or damaged, or a value is not supported.
     """
     if choice == "vllm" or (choice == "auto" and not checkpoint.path.is_dir()):
         return Generation()

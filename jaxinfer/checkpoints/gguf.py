@@ -1,4 +1,4 @@
-"""GGUF checkpoints: llama.cpp's names and layouts as Hugging Face's."""
+"""GGUF checkpoints: translates llama.cpp's names and layouts to Hugging Face's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.config_keys import Keys
 
-# GGUF's architecture to Hugging Face's.
+# Hugging Face's architectures, by GGUF's name.
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -55,7 +55,7 @@ def open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
         paths: the parts into which it is cut, or any one of the files of a split.
 
     Raises:
-        JaxinferError: as ``read_gguf`` and ``read_whole``, or something is not implemented.
+        JaxinferError: see ``read_gguf`` and ``read_whole``; or a feature is not implemented.
     """
     file = read_whole(paths)
     config = _read_config(file)
@@ -64,7 +64,7 @@ def open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
     for gguf_name, tensor in file.tensors.items():
-        if gguf_name == "rope_freqs.weight":  # is in the configuration
+        if gguf_name == "rope_freqs.weight":  # The configuration has it.
             continue
         load, part = tensor.load, gguf_name.split(".")[-2] if "." in gguf_name else ""
         blocks = tensor.blocks if tensor.dtype == "Q8_0" and len(tensor.shape) == 2 else None
@@ -79,7 +79,7 @@ def open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
 
 
 def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
-    """Hugging Face's name of a GGUF tensor; an unknown name stays, to be reported later."""
+    """Return Hugging Face's name of a GGUF tensor; an unknown name stays, to be reported later."""
     match name.split("."):
         case ["blk", layer, part, kind] if part in layer_names:
             return f"model.layers.{layer}.{layer_names[part]}.{kind}"
@@ -89,7 +89,7 @@ def _hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 
 def _load_less_one(load: Callable[[], np.ndarray]) -> np.ndarray:
-    """A norm's weight as Gemma has it; llama.cpp's converter adds the 1."""
+    """Load a norm's weight in Gemma's form; llama.cpp's converter adds 1."""
     return load() - 1
 
 
@@ -108,8 +108,8 @@ def _read_config(file: GGUFFile) -> ModelConfig:
     """Translate GGUF metadata; an absent key has llama.cpp's default.
 
     Raises:
-        JaxinferError: an architecture or feature that is not implemented, or a key that is
-            missing or has a wrong value.
+        JaxinferError: an architecture or feature is not implemented, or a key is missing or has a
+            wrong value.
     """
     keys = Keys(file.path, file.metadata)
     kind = keys.get("general.architecture")
@@ -150,7 +150,7 @@ def _read_config(file: GGUFFile) -> ModelConfig:
 
 
 def _rope_divisors(file: GGUFFile, head_dim: int) -> np.ndarray:
-    """Llama 3.1's stretched frequencies come as what to divide by."""
+    """Return the divisors in which Llama 3.1's stretched frequencies are stored."""
     factors = file.tensors.get("rope_freqs.weight")
     if factors is None:
         return np.ones(())
@@ -162,7 +162,7 @@ def _rope_divisors(file: GGUFFile, head_dim: int) -> np.ndarray:
 
 
 def _biases(file: GGUFFile) -> str:
-    """The products of attention that have a bias: none, "qkv", as Qwen 2's, or "qkvo"."""
+    """Return which products of attention have a bias: none, "qkv" (as in Qwen 2) or "qkvo"."""
     names = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o"}
     there = [part for part in names if f"blk.0.{part}.bias" in file.tensors]
     found = "".join(names[part] for part in there)
@@ -175,9 +175,9 @@ def _biases(file: GGUFFile) -> str:
 
 
 def _with_windows(keys: Keys, config: ModelConfig, rotation: Rotation) -> ModelConfig:
-    """Gemma 3's layers and scale, which llama.cpp knows without the file."""
+    """Set Gemma 3's windows and scale, which llama.cpp knows without the file."""
     window = keys.size("gemma3.attention.sliding_window")
-    # The one of 27 billion parameters has 62 layers.
+    # The model with 27 billion parameters has 62 layers.
     is_largest = config.num_hidden_layers == 62
     scaled_dim = config.hidden_size // config.num_attention_heads
     return replace(
@@ -189,7 +189,7 @@ def _with_windows(keys: Keys, config: ModelConfig, rotation: Rotation) -> ModelC
 
 
 def _sliding(keys: Keys, config: ModelConfig) -> list[bool]:
-    """The layers that have a window: all but each sixth, or as the file says."""
+    """Return which layers have a window: all but each sixth, or as the file says."""
     key, num_layers = "gemma3.attention.sliding_window_pattern", config.num_hidden_layers
     pattern = keys.get(key, 6)
     if isinstance(pattern, list) and len(pattern) >= num_layers:

@@ -1,6 +1,6 @@
-"""Tokens that end a text in a GGUF file: those that its keys name, and those of known texts.
+"""Tokens that end a text in a GGUF file: those that its keys name, and those with known texts.
 
-The texts, and what takes some of them out again, are those of llama.cpp's ``llama-vocab.cpp``.
+The texts, and the rules that exclude some of them, are those of llama.cpp's ``llama-vocab.cpp``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,8 @@ _TEXTS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
     }
 )  # fmt: skip
-# Padding of code that is filled in, names of repositories and ends of files; a key goes before.
+# Special tokens of code completion: padding, and ends of repository names and files. They precede a
+# key.
 _FILLING = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -26,17 +27,17 @@ _FILLING = {
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text, those that keys name first."""
+    """Return the tokens that end a text, those named by keys first."""
     named = [metadata.get(key) for key in END_KEYS]
     ids = dict.fromkeys(token for token in named if token is not None)
     return tuple(ids | dict.fromkeys(_by_text(metadata)))
 
 
 def token_types(metadata: Mapping[str, Any], types: Sequence[int]) -> list[int]:
-    """The types of all tokens: an end that is known by its text is a control token.
+    """Return the types of all tokens; an end that is known by its text is a control token.
 
-    llama.cpp sets them right like this, as some files have them as ordinary text, of which a
-    conversation's marks would be read letter by letter.
+    llama.cpp corrects them in this way, because some files have them as ordinary text. The marks of
+    a conversation would then be read letter by letter.
     """
     found = list(types)
     for token in _by_text(metadata):
@@ -53,7 +54,8 @@ def _by_text(metadata: Mapping[str, Any]) -> list[int]:
     known = _TEXTS.union(*_FILLING.values())
     found = {text: index for index, text in enumerate(tokens) if text in known}
     if "</s>" in found and isinstance(types, list) and CONTROL not in types[found["</s>"] :][:1]:
-        # Gemma's, user-defined, closes a tag of HTML. (llama.cpp ends there all the same.)
+        # Gemma has it as a user-defined token that closes an HTML tag. (llama.cpp still ends
+        # there.)
         del found["</s>"]
     calls = not found.keys().isdisjoint({"<|call|>", "<|calls|>"})
     if calls and not found.keys().isdisjoint({"<|return|>", "<|flush|>"}):

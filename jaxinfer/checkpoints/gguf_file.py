@@ -42,8 +42,8 @@ class GGUFTensor:
 
     Attributes:
         shape: row-major, i.e. GGUF's dimensions reversed; a matrix is [out, in].
-        dtype: the stored type by GGUF's name, e.g. ``"Q4_1"``.
-        data: the stored bytes, uint8 [rows, bytes per row], read-only.
+        dtype: stored type by GGUF's name, e.g. ``"Q4_1"``.
+        data: stored bytes, uint8 [rows, bytes per row], read-only.
     """
 
     shape: tuple[int, ...]
@@ -51,15 +51,15 @@ class GGUFTensor:
     data: np.ndarray
 
     def blocks(self) -> np.ndarray:
-        """The bytes of each block of a matrix [out, blocks of a row, bytes], as they are stored."""
+        """Return the stored bytes of a matrix, [out, blocks of a row, bytes of a block]."""
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType[self.dtype]]
         return self.data.reshape(-1, self.shape[-1] // block, size)
 
     def load(self) -> np.ndarray:
-        """The values as a new float32 array of ``shape``."""
+        """Return the values as a new float32 array of ``shape``."""
         values: np.ndarray = dequantize(self.data, GGMLQuantizationType[self.dtype])
         values = values.reshape(self.shape)
-        # Stored float32 comes back as a view of the file.
+        # Stored float32 is returned as a view of the file.
         return values.copy() if self.dtype == "F32" else values
 
 
@@ -76,12 +76,12 @@ def read_gguf(path: Path, *more: Path) -> GGUFFile:
     """Read the header of the GGUF file at ``path``; tensor data stays on disk until loaded.
 
     Args:
-        more: the rest of the file, where it is cut into parts. The parts are joined in memory,
-            which holds the whole file as long as a tensor of it is held.
+        more: the other parts of the file, if it is cut. The parts are joined in memory, which holds
+            the whole file as long as one of its tensors is in use.
 
     Raises:
-        JaxinferError: a file is missing, is no GGUF file of version 2 or 3, is truncated or
-            corrupt, or holds a tensor whose type cannot be dequantised.
+        JaxinferError: a file is missing, is not a GGUF file of version 2 or 3, is truncated or
+            corrupt, or has a tensor whose type cannot be dequantised.
     """
     content = _content([path, *more])
     header = _Header(path, content)
@@ -97,7 +97,7 @@ def read_gguf(path: Path, *more: Path) -> GGUFFile:
 
 
 def _content(parts: Sequence[Path]) -> mmap.mmap:
-    """The file: mapped, or a copy of its parts in a row."""
+    """Return the file's contents: mapped, or a copy of its joined parts."""
     part = parts[0]
     try:
         with part.open("rb") as file:
@@ -161,7 +161,7 @@ def _dequantisable_type(path: Path, name: str, type_id: int) -> str:
 
 
 class _Header:
-    """Reads a GGUF header front to back."""
+    """Reads a GGUF header from front to back."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.path = path
@@ -169,7 +169,9 @@ class _Header:
         self.offset = len(_MAGIC)
 
     def read(self) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
-        """The metadata, and of each tensor GGUF's dimensions, type and offset in the data."""
+        """Return the metadata, and for each tensor GGUF's dimensions, type and offset in
+        the data.
+        """
         try:
             (version,) = self._unpack("I")
             if version not in _VERSIONS:

@@ -1,4 +1,4 @@
-"""Keys of a GGUF file that change what is computed, and how its positions rotate."""
+"""Checks keys of a GGUF file that change the computation, and reads its rotation of positions."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxinfer.models.config import Rope
 from jaxinfer.models.config_keys import Keys
 from jaxinfer.models.rope import plain, yarn
 
-# Under the architecture's name: read here or in ``checkpoint_gguf``.
+# Keys under the architecture's name that are read here or in ``checkpoint_gguf``.
 _READ = frozenset(
     {
         "attention.head_count", "attention.head_count_kv", "attention.key_length",
@@ -28,7 +28,7 @@ _READ_OF = {
         "rope.freq_base_swa",
     },
 }
-# Without influence on the logits of these architectures, experts having been ruled out.
+# Keys that do not change the logits of these architectures; experts are excluded before.
 _HARMLESS = frozenset(
     {
         "attention.layer_norm_epsilon", "expert_feed_forward_length", "expert_gating_func",
@@ -37,7 +37,7 @@ _HARMLESS = frozenset(
         "expert_weights_scale", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout",
     }
 )  # fmt: skip
-# What asks for nothing, beside being absent.
+# Values that mean the same as a missing key.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -56,11 +56,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def check_keys(keys: Keys, kind: str) -> None:
-    """Refuse what the architecture ``kind`` is to do otherwise than it is done here.
+    """Refuse keys that ask for a variant of the architecture ``kind`` that is not implemented.
 
     Raises:
-        JaxinferError: a key under its name asks for something that is not implemented, or is
-            unknown, so that it may.
+        JaxinferError: such a key, or an unknown one, which might ask for it.
     """
     known = _READ | _HARMLESS | _READ_OF.get(kind, set())
     for key, value in keys.values.items():
@@ -75,7 +74,7 @@ def check_keys(keys: Keys, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotation of positions by a file's keys.
+    """The rotation of positions given by a file's keys.
 
     Attributes:
         rope: rotary positions of layers with full attention.
@@ -87,18 +86,18 @@ class Rotation:
 
 
 def read_rotation(keys: Keys, kind: str, head_dim: int, divisors: np.ndarray) -> Rotation:
-    """The rotation that ``rope.*`` ask for; an absent key has llama.cpp's default.
+    """Return the rotation given by ``rope.*``; an absent key has llama.cpp's default.
 
     Args:
         divisors: divisors of the frequencies, [H / 2] or one, as in Llama 3.1's files.
 
     Raises:
-        JaxinferError: a rule that is not implemented, or a wrong number.
+        JaxinferError: a rule is not implemented, or a number is wrong.
     """
     prefix = f"{kind}.rope."
     theta = keys.number(prefix + "freq_base", 1e6 if kind == "gemma3" else 1e4)
     scaling = keys.get(prefix + "scaling.type", "linear")
-    # 0 is absent, and the key of files before August 2023 steps in.
+    # 0 means absent; then the key of files from before August 2023 applies.
     factor = keys.get(prefix + "scaling.factor") or keys.get(prefix + "scale_linear") or 1.0
     if type(factor) not in (int, float) or not 0 < factor < math.inf:
         raise keys.wrong(prefix + "scaling.factor", factor, "a positive number")
@@ -120,7 +119,7 @@ def read_rotation(keys: Keys, kind: str, head_dim: int, divisors: np.ndarray) ->
         case _:
             names = "none or linear" if kind == "gemma3" else "none, linear or yarn"
             raise keys.wrong(prefix + "scaling.type", scaling, names)
-    # How much of YaRN's ramp is laid over the rule.
+    # The share of YaRN's ramp that is applied.
     extrapolation = float(scaling == "yarn")
     if (given := keys.get(prefix + "scaling.yarn_ext_factor", -1)) not in (-1, extrapolation):
         raise keys.wrong(

@@ -1,4 +1,4 @@
-"""GGUF files that are split, as ``llama-gguf-split`` does it: each has some of the tensors."""
+"""GGUF files split by ``llama-gguf-split``, each with some of the tensors."""
 
 import re
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ _NAME = re.compile(r"(?P<base>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 
 
 def read_whole(paths: Sequence[Path]) -> GGUFFile:
-    """Read a GGUF file: all of a split, of which one file is enough to find the others.
+    """Read a GGUF file, or all files of a split; one of them is enough to find the others.
 
     Args:
         paths: one file, or the parts into which a file is cut (see ``read_gguf``).
 
     Raises:
-        JaxinferError: as ``read_gguf``; or a split lacks a file or a tensor, or has one twice.
+        JaxinferError: see ``read_gguf``; or a split lacks a file or a tensor, or has one twice.
     """
     file = read_gguf(*paths)
     count = Keys(file.path, file.metadata).count("split.count", 0)
@@ -43,7 +43,7 @@ def read_whole(paths: Sequence[Path]) -> GGUFFile:
 
 
 def files_of_split(path: Path) -> list[Path]:
-    """Return the files of the split that ``path`` names as its part; else the file alone."""
+    """Return the files of the split that ``path`` belongs to, or else only this file."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -54,7 +54,7 @@ def files_of_split(path: Path) -> list[Path]:
 
 
 def _siblings(path: Path, count: int) -> list[Path]:
-    """Files of the split of which ``path`` is one."""
+    """Return the files of a split, given one of them."""
     match = _NAME.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         raise JaxinferError(

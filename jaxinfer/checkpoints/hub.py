@@ -1,12 +1,12 @@
-"""Models of the Hugging Face hub, fetched into its own cache."""
+"""Fetches models of the Hugging Face hub into its own cache."""
 
 import re
 from pathlib import Path
 
 from jaxinfer.errors import JaxinferError, one_line
 
-# All that ``open_checkpoint`` and ``load_tokenizer`` read. Not *.safetensors: some repositories
-# hold the same weights a second time under another name.
+# All files that ``open_checkpoint`` and ``load_tokenizer`` read. Not *.safetensors, because some
+# repositories have the same weights again under another name.
 FILES = (
     "config.json",
     "generation_config.json",
@@ -23,18 +23,18 @@ _ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?
 
 
 def is_hub_id(model: str) -> bool:
-    """Return whether ``model`` looks like ``org/name`` or ``org/name@revision``."""
+    """Tell whether ``model`` looks like ``org/name`` or ``org/name@revision``."""
     return _ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
 
 def fetch(model: str, weights: bool = True) -> Path:
-    """The folder of ``model`` in the hub's cache, downloaded as far as it is not there.
+    """Return the folder of ``model`` in the hub's cache; download missing files.
 
-    Where the hub cannot be reached, a complete copy in the cache will do.
+    If the hub cannot be reached, a complete copy in the cache is used.
 
     Args:
         model: ``org/name``, or ``org/name@revision`` with a branch, a tag or a commit.
-        weights: with its safetensors.
+        weights: whether to fetch the safetensors.
 
     Raises:
         JaxinferError: there is no such repository or revision, it is gated, or the hub cannot be
@@ -42,7 +42,7 @@ def fetch(model: str, weights: bool = True) -> Path:
     """
     match = _ID.fullmatch(model)
     assert match, model
-    # Slow to import, and not needed for local models.
+    # Imported here, because it is slow and local models do not need it.
     from huggingface_hub import errors, snapshot_download
 
     wanted = [name for name in FILES if weights or "safetensors" not in name]
@@ -67,7 +67,7 @@ def fetch(model: str, weights: bool = True) -> Path:
         )
     except errors.HFValidationError as error:
         reason = one_line(error)[:300]
-    # Errors of the network come from libraries beneath, by types of their own; the disk's too.
+    # Errors of the network and the disk have types of several libraries.
     except Exception as error:
         reason = f"fetching it failed: {type(error).__name__}: {one_line(error)[:300]}"
     raise JaxinferError(f"no model {model!r}: no such file or folder here; as a hub id, {reason}")

@@ -32,14 +32,14 @@ def open_folder(path: Path, name: str, weights: bool = True) -> Checkpoint:
     """Open the folder ``path``, whose tensors stay on disk.
 
     Args:
-        weights: open the safetensors; without, there need not be any.
+        weights: open the safetensors; otherwise there may be none.
 
     Raises:
-        JaxinferError: a file is missing or damaged, or something is not implemented.
+        JaxinferError: a file is missing or damaged, or a feature is not implemented.
     """
     config = read_folder_config(path)
     tensors = _open_tensors(path) if weights else {}
-    # Saved without a head, as published OPTs are.
+    # The checkpoint was saved without a head, like the published OPTs.
     if not any(name.startswith("model.") for name in tensors):
         tensors = {
             name if name.startswith("lm_head.") else f"model.{name}": tensor
@@ -54,13 +54,13 @@ def read_folder_config(folder: Path) -> ModelConfig:
     Both transformers 4's and 5's spellings are read; see ``config_readers``.
 
     Raises:
-        JaxinferError: a file is missing or no JSON, or as for ``read_gguf_config``.
+        JaxinferError: a file is missing or not JSON; see also ``read_architecture``.
     """
     path = folder / "config.json"
     if not path.exists():
         raise JaxinferError(f"{folder}: has no config.json; must be a Hugging Face model folder")
     more_path = folder / "generation_config.json"
-    # A class's own EOS is for folders that say nothing of ends.
+    # A class's own EOS applies only if the folder states no end tokens.
     absent = {"eos_token_id": None} if more_path.exists() else {}
     keys = Keys(path, absent | read_json(path))
     config = with_stored_bits(read_architecture(keys), keys)
@@ -70,7 +70,7 @@ def read_folder_config(folder: Path) -> ModelConfig:
 
 
 def _open_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of ``model.safetensors``, or each from the file that the index names for it."""
+    """Return the tensors of ``model.safetensors``, or each from the file that the index names."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists():
         return _open_safetensors(single)
@@ -88,7 +88,7 @@ def _open_tensors(path: Path) -> dict[str, LazyTensor]:
         if not (path / file).is_file():
             raise JaxinferError(f"{index}: names {file!r}, which is not in the folder")
         for name, tensor in _open_safetensors(path / file).items():
-            # A file may hold another's tensor besides, which may be an old one.
+            # A file may also hold another file's tensor, perhaps an old one.
             if weight_map.get(name, file) != file:
                 continue
             if name not in weight_map and unnamed.setdefault(name, file) != file:
@@ -125,7 +125,7 @@ def _open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 class _Content:
-    """A safetensors file in memory as it lies on disk; safetensors' own tensors are copies."""
+    """A safetensors file in memory, as stored on disk; safetensors' own tensors would be copies."""
 
     def __init__(self, path: Path) -> None:
         self._bytes = np.memmap(path, np.uint8, "r")
@@ -134,7 +134,7 @@ class _Content:
         self._header = json.loads(self._bytes[8 : self._start].tobytes())
 
     def view(self, name: str) -> np.ndarray:
-        """A tensor, read-only."""
+        """Return a read-only view of a tensor."""
         begin, end = (self._start + at for at in self._header[name]["data_offsets"])
         dtype, shape = _DTYPES[self._header[name]["dtype"]], self._header[name]["shape"]
         return np.asarray(self._bytes)[begin:end].view(dtype).reshape(shape)

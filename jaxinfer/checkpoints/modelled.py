@@ -1,4 +1,4 @@
-"""Sizes of models by name, or as a folder's ``config.json`` has them: a real run reads the same."""
+"""Sizes of models by name, or from a folder's ``config.json``, which real runs also read."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -26,15 +26,15 @@ def model_shape(name: str, known: Catalogue) -> ModelShape:
 
 @lru_cache(64)
 def _shape_of(folder: Path, content: bytes) -> ModelShape:
-    """Read a folder once, though planners ask for it again and again: as long as it is the same."""
-    from jaxinfer.checkpoints.hugging_face import read_folder_config  # brings safetensors
+    """Read an unchanged folder only once, because planners ask for it repeatedly."""
+    from jaxinfer.checkpoints.hugging_face import read_folder_config  # This imports safetensors.
 
     return shape_of_config(read_folder_config(folder))
 
 
 def shape_of_config(config: ModelConfig) -> ModelShape:
-    """The sizes that decide a model's costs."""
-    # A window that no sequence leaves is none.
+    """Return the sizes that decide a model's costs."""
+    # A window that no sequence exceeds has no effect.
     windows = [each for each in config.windows if each and each < config.max_position_embeddings]
     kinds = [path.rpartition(".")[2].partition("_")[0] for path in config.wide_weights]
     return ModelShape(

@@ -1,4 +1,4 @@
-"""Opened checkpoints of every kind, and the way of their tensors to parameters."""
+"""Opened checkpoints of every kind, and the conversion of their tensors to parameters."""
 
 import math
 import re
@@ -16,21 +16,21 @@ from jaxinfer.models.config import ModelConfig, WeightSpec
 T = TypeVar("T")
 
 _MAX_PROBLEMS = 10
-# Buffers that old versions of transformers saved beside the parameters.
+# Buffers that old versions of transformers saved together with the parameters.
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that stays on disk until loaded.
+    """A tensor that stays on disk until it is loaded.
 
     Attributes:
-        shape: Hugging Face's; a matrix is [out, in].
-        dtype: the stored type by the file's own name, e.g. ``"BF16"`` or ``"Q4_1"``.
-        load: reads the values: float32 from a GGUF file; from safetensors the stored type, as a
-            view of the file, whose bytes are read where they are used.
+        shape: Hugging Face's shape; a matrix is [out, in].
+        dtype: stored type by the file's own name, e.g. ``"BF16"`` or ``"Q4_1"``.
+        load: reads the values: float32 from a GGUF file; from safetensors a view of the file in the
+            stored type, whose bytes are read when they are used.
         blocks: reads the stored bytes of a Q8_0 matrix, uint8 [out, in / 32, 34], which a device
-            can dequantise; none of other tensors.
+            can dequantise; None for other tensors.
     """
 
     shape: tuple[int, ...]
@@ -44,13 +44,13 @@ class Checkpoint:
     """An opened checkpoint.
 
     Attributes:
-        name: the demo name, or the file's or folder's name.
-        path: the GGUF file, the first of its parts, or the folder.
-        tensors: by Hugging Face's names, e.g. ``"model.layers.0.self_attn.q_proj.weight"``;
-            none where the checkpoint is converted.
-        tokenizer_source: the GGUF file's metadata, or the folder with the tokenizer's files.
-        converted: of a converted checkpoint, the shapes of its arrays by parameter path.
-        source: what ``open_checkpoint`` was asked for, which opens it elsewhere too.
+        name: demo name, or name of the file or folder.
+        path: path of the GGUF file, of the first of its parts, or of the folder.
+        tensors: tensors by Hugging Face's names, e.g. ``"model.layers.0.self_attn.q_proj.weight"``;
+            empty for a converted checkpoint.
+        tokenizer_source: metadata of the GGUF file, or the folder with the tokenizer's files.
+        converted: shapes of a converted checkpoint's arrays, by parameter path; otherwise None.
+        source: argument of ``open_checkpoint``, with which other processes open it, too.
     """
 
     name: str
@@ -70,11 +70,12 @@ def load_weights(
     """Load every tensor of the model on the host, one at a time.
 
     Args:
-        specs: by parameter path.
-        place: takes a parameter's path and its converted array; e.g. gives it another dtype.
+        specs: specs by parameter path.
+        place: called with a parameter's path and its converted array, for example to change its
+            dtype.
 
     Returns:
-        What ``place`` returned, by parameter path.
+        The results of ``place``, by parameter path.
 
     Raises:
         JaxinferError: see ``check_tensors``.
@@ -87,10 +88,10 @@ def load_weights(
 
 
 def check_tensors(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> None:
-    """Check that the checkpoint has what the model's parameters are made of, and no more.
+    """Check that the checkpoint has exactly the tensors of the model's parameters.
 
     Raises:
-        JaxinferError: names what it lacks, has too many, or has in another shape.
+        JaxinferError: it names missing and superfluous tensors, and those with another shape.
     """
     problems = _key_problems(checkpoint, specs)
     if problems:
@@ -105,8 +106,8 @@ def check_tensors(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> No
 
 
 def read_scales(checkpoint: Checkpoint, spec: WeightSpec) -> np.ndarray:
-    """Scales of a weight of 8 bits, one for each row, or for all: no view, which may be kept."""
-    from jaxinfer.checkpoints.stored_bits import scale_name  # brings JAX
+    """Return a copy of a weight's scales: one for each row, or one for all."""
+    from jaxinfer.checkpoints.stored_bits import scale_name  # This imports JAX.
 
     (name,) = spec.tensors
     return checkpoint.tensors[scale_name(name)].load().copy()
@@ -115,10 +116,10 @@ def read_scales(checkpoint: Checkpoint, spec: WeightSpec) -> np.ndarray:
 def read_tensors(
     checkpoint: Checkpoint, spec: WeightSpec, blocks_from: float = math.inf
 ) -> list[np.ndarray]:
-    """Tensors that a parameter is made of, as they lie in the checkpoint.
+    """Return the tensors of a parameter, as stored in the checkpoint.
 
     Args:
-        blocks_from: numbers in a tensor from which its blocks are read, where it has some.
+        blocks_from: number of elements from which on a tensor's blocks are read, if it has any.
     """
     found = []
     for name in spec.tensors:
@@ -129,7 +130,7 @@ def read_tensors(
 
 
 def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> list[str]:
-    from jaxinfer.checkpoints.stored_bits import bit_problems, scale_name  # brings JAX
+    from jaxinfer.checkpoints.stored_bits import bit_problems, scale_name  # This imports JAX.
 
     tensors, stored = checkpoint.tensors, checkpoint.config.stored_bits
     shapes = {name: spec.shape for spec in specs.values() for name in spec.tensors}
@@ -154,13 +155,13 @@ def _key_problems(checkpoint: Checkpoint, specs: Mapping[str, WeightSpec]) -> li
 
 def _is_superfluous(name: str, config: ModelConfig) -> bool:
     tied_copy = name == "lm_head.weight" and config.tie_word_embeddings
-    # Of activations, which are not quantised here.
+    # Scales of activations, which are not quantised here.
     of_inputs = config.stored_bits is not None and name.endswith(".input_scale")
     return tied_copy or of_inputs or _ROTARY_BUFFER.fullmatch(name) is not None
 
 
 def _check_tied_copy(checkpoint: Checkpoint, embedding: WeightSpec) -> None:
-    """Refuse an output matrix of its own where the configuration says that there is none."""
+    """Refuse a separate output matrix if the configuration says that it is the embedding."""
     head = checkpoint.tensors.get("lm_head.weight")
     if head and not np.array_equal(head.load(), read_tensors(checkpoint, embedding)[0]):
         raise JaxinferError(

@@ -1,8 +1,8 @@
-"""Stored formats of linear weights by ``quantization_config``, and the layers that it leaves out.
+"""Stored formats of linear weights by ``quantization_config``, and the layers that it excludes.
 
-Read are those of compressed-tensors and of ``fp8``, with one scale for each output channel or one
-for all. All else is refused by name, and so is a key that is not known: it may change the numbers.
-This file needs no JAX.
+Supported formats are those of compressed-tensors and ``fp8``, with one scale for each output
+channel or one for all. Everything else is refused by name, and so is an unknown key, since it may
+change the numbers. This file needs no JAX.
 """
 
 import re
@@ -15,7 +15,7 @@ from jaxinfer.models.config_keys import Keys
 
 _KINDS = {"int": "int8", "float": "float8_e4m3fn"}
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
-# Keys that change nothing here, by what they stand in: activations stay wide.
+# Keys that change nothing here, by their section, because activations stay wide.
 _HARMLESS = {
     "fp8": {"activation_scheme", "dequantize", "is_checkpoint_fp8_serialized"},
     "compressed-tensors": {
@@ -25,7 +25,7 @@ _HARMLESS = {
     "group": {"input_activations", "output_activations"},
     "weights": {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"},
 }  # fmt: skip
-# Hugging Face's names of a layer's linear weights, and ours.
+# Names of a layer's linear weights, at Hugging Face and here.
 _ATTENTION = {
     "self_attn.q_proj": "attn.q_DNH",
     "self_attn.k_proj": "attn.k_DKH",
@@ -37,7 +37,7 @@ _DENSE = {
     "mlp.up_proj": "mlp.up_DF",
     "mlp.down_proj": "mlp.down_FD",
 }
-# A layer's experts are alike: the first one speaks for all.
+# A layer's experts are equal, so the first one is enough.
 _LINEAR = {
     "Qwen3MoeForCausalLM": _ATTENTION
     | {
@@ -60,19 +60,19 @@ _LINEAR = {
         "fc2": "down_FD",
     },
 }
-# True of the names of modules that have 8 bits.
+# Tells whether the module with a name has 8 bits.
 _IsNarrow = Callable[[str], bool]
 
 
 def with_stored_bits(config: ModelConfig, keys: Keys) -> ModelConfig:
-    """The config with the format that its linear weights are stored in, where that has 8 bits.
+    """Return the config with the stored format of its linear weights, if that has 8 bits.
 
-    Activations that the checkpoint would quantise, too, stay as they are, and so does the head.
+    Activations that the checkpoint would also quantise are left unchanged, and so is the head.
 
     Raises:
-        JaxinferError: weights are quantised otherwise.
+        JaxinferError: weights are quantised in another way.
     """
-    # The second is how compressed-tensors once called it.
+    # The second is an old name of compressed-tensors.
     names = ("quantization_config", "compression_config")
     name = next((name for name in names if keys.get(name) is not None), None)
     if name is None:
@@ -92,7 +92,7 @@ def with_stored_bits(config: ModelConfig, keys: Keys) -> ModelConfig:
 
 
 def linear_weights(config: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Names of the linear modules in all layers, by Hugging Face and as paths of ours."""
+    """Yield the linear modules of all layers: Hugging Face's names and our paths."""
     root = "model.decoder" if config.architecture == "OPTForCausalLM" else "model"
     table = _LINEAR.get(config.architecture, _ATTENTION | _DENSE)
     for i in range(config.num_hidden_layers):
@@ -117,7 +117,7 @@ def _read_fp8(found: Keys) -> tuple[str, _IsNarrow]:
     lists = ("modules_to_not_convert", "ignored_layers")
     ignored = [each for name in lists for each in _texts(found, name)]
     _check_unknown(found, read | set(lists) | _HARMLESS["fp8"])
-    # As transformers matches: from the start to the end of a part of the name, or its end.
+    # As in transformers: a match from the start of a name to the end of a part or of the name.
     patterns = [
         _pattern(found, lists[0], f"(?:{each})" + r"(?:(?<=\.)|(?=\.|$))")
         for each in (text.removeprefix("re:") for text in ignored)
@@ -149,7 +149,7 @@ def _read_compressed(found: Keys) -> tuple[str, _IsNarrow]:
 
 
 def _read_group(group: Keys) -> str:
-    """The dtype of the weights of a group."""
+    """Return the dtype of the weights of a group."""
     group.only("format", None, *_FORMATS)
     _check_unknown(group, {"targets", "weights", "format"} | _HARMLESS["group"])
     weights = group.within("weights")
@@ -173,7 +173,7 @@ def _check_unknown(found: Keys, known: Collection[str]) -> None:
 
 
 def _matches(found: Keys, key: str) -> _IsNarrow:
-    """A list of compressed-tensors: names of modules, of the class Linear, and expressions."""
+    """Return a test for names in a list of compressed-tensors: modules, "Linear", expressions."""
     texts = _texts(found, key)
     patterns = [_pattern(found, key, text[3:]) for text in texts if text.startswith("re:")]
     names = set(texts)

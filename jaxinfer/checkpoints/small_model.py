@@ -1,4 +1,4 @@
-"""A small model that needs no files: what is checked of hand-offs needs no language."""
+"""A small model without files; checking hand-offs needs no language."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -15,9 +15,9 @@ HEAD_DIM = 16
 
 
 def small_checkpoint() -> Checkpoint:
-    """A Llama of four layers with three KV heads, which two devices pad to four.
+    """Return a Llama with four layers and three KV heads, which two devices pad to four.
 
-    Weights are drawn at random, such that a matrix keeps the size of what it multiplies.
+    Weights are drawn at random so that a product keeps the magnitude of its input.
     """
     pairs = np.arange(HEAD_DIM // 2)
     config = ModelConfig(

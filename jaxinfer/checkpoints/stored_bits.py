@@ -1,7 +1,7 @@
-"""Tensors of folders whose linear weights have 8 bits, with scales beside them.
+"""Tensors of folders whose linear weights have 8 bits, with separate scales.
 
-``weight`` is in int8 or fp8 (e4m3), ``weight_scale`` one number for each output channel or one for
-all; ``quantization.py`` reads which weights are.
+``weight`` is in int8 or fp8 (e4m3); ``weight_scale`` has one number for each output channel or one
+for all. ``quantization.py`` reads which weights they are.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ class Stored(Protocol):
 
 
 def scale_name(name: str) -> str:
-    """The name of a weight's scales."""
+    """Return the name of a weight's scales."""
     return f"{name.removesuffix('.weight')}.weight_scale"
 
 
 def bit_problems(
     tensors: Mapping[str, Stored], specs: Mapping[str, WeightSpec], config: ModelConfig
 ) -> list[str]:
-    """Describe weights of 8 bits that lack scales, and those that are wider."""
+    """Describe weights of 8 bits without scales, and weights that are wider."""
     problems, stored = [], config.stored_bits
     for path, spec in specs.items():
         is_narrow = stored and scale_path(path) and path not in config.wide_weights

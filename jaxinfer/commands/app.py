@@ -1,4 +1,4 @@
-"""The command line. Each command is in the file of its name, read when it is asked for."""
+"""The command line. Each command is in a file of its name, imported on first use."""
 
 import errno
 import os
@@ -16,19 +16,19 @@ COMMANDS = (
     "calibrate", "explain", "profile", "convert", "worker",
     "conformance", "configs", "rerun", "shard", "validate",
 )  # fmt: skip
-# What files, pipes and terminals that take a command's output may fail with.
+# Errors of files, pipes and terminals that receive a command's output.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
 class Commands(click.Group):
-    """The commands of ``COMMANDS``, each imported when it is asked for."""
+    """The commands of ``COMMANDS``, each imported on first use."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Names of the commands."""
+        """Return the names of the commands."""
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """The one of this name, or None."""
+        """Return the command of this name, or None."""
         if name not in COMMANDS:
             return None
         home = import_module(f"jaxinfer.commands.{name}")
@@ -36,7 +36,7 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each command's first sentence, in as many lines as it has."""
+        """Write each command's first sentence in full, over several lines if necessary."""
         found = {name: self.get_command(context, name) for name in self.list_commands(context)}
         with formatter.section("Commands"):
             formatter.write_dl(
@@ -52,7 +52,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run one command: a user's mistake is one line on stderr and exit code 2."""
-    # For a system of the user's own. Last: what lies in a folder is not to shadow what we import.
+    # For a system of the user's own. It comes last, so that the folder does not hide installed
+    # modules.
     sys.path.append(os.getcwd())
     try:
         code = cli(standalone_mode=False)

@@ -1,4 +1,4 @@
-"""The main job: a file of requests in, a file of results out, resumable."""
+"""The batch job of ``jaxinfer run``: a file of requests in, a file of results out, resumable."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,31 +30,33 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM
     from jaxinfer.serving.request_state import RequestState
 
-# Of an instance's options, those that may change a result.
+# The options of an instance that may change a result.
 RESULT_OPTIONS = ("dtype", "max_model_len", "seed")
 
 
 def lines_of(output: str) -> Path:
-    """The file that gets results as lines: the output, or one beside a Parquet output."""
+    """Return the file with results as lines: the output, or one next to a Parquet output."""
     out = Path(output)
     return out.with_name(f"{out.name}.jsonl") if is_table(out) else out
 
 
 class BatchJob:
-    """An input file, its results so far, and what is left to do.
+    """An input file, its results so far, and the requests that are left.
 
-    Of the input's lines, those that are being served are in memory, and of all others their ids.
+    Memory holds only the input lines that are being served, and the ids of all others.
 
     Attributes:
-        num_lines: requests in the input; num_resumed: those with a result when opened.
-        lost: why some lines have no result, where an instance was lost; the next run has them.
-        run_folder: where ``run`` leaves ``run.json`` and ``steps.jsonl``, in numbered folders.
+        num_lines: number of requests in the input.
+        num_resumed: number of requests that had a result when the job was opened.
+        lost: reason why lines have no result, if an instance was lost; the next run serves them.
+        run_folder: folder where ``run`` writes ``run.json`` and ``steps.jsonl``, in numbered
+            folders.
     """
 
     def __init__(
         self, config: RunFile, source: BatchFile, results: ResultFile, output: str, show: int
     ) -> None:
-        """Users call ``open``."""
+        """For internal use; users call ``open``."""
         self.num_lines = len(source.number_of)
         self.num_resumed = len(results.finished)
         self.run_folder = f"{output}.runs"
@@ -77,16 +79,15 @@ class BatchJob:
         show: int = 0,
         started: str | None = None,
     ) -> Self:
-        """Look through the input, and start or resume the output; no weights are loaded yet.
+        """Read through the input, and start or resume the output; no weights are loaded yet.
 
         Args:
             show: number of ``answers`` to keep.
-            started: the time that chat templates are to have if this is the job's first start; by
-                default, now.
+            started: time for chat templates if this is the job's first start; by default now.
 
         Raises:
-            JaxinferError: the input cannot be read, there is no such model, or the output cannot
-                be written or belongs to another job.
+            JaxinferError: the input cannot be read, the model is unknown, or the output cannot be
+                written or belongs to another job.
         """
         model = config.require_model()
         config = config.with_workload(input=input_path, output=output_path)
@@ -125,9 +126,9 @@ class BatchJob:
         return cls(config, source, results, output_path, show)
 
     def run(self) -> RunMetrics | None:
-        """Serve all lines without a result; None if there are none.
+        """Serve all lines without a result; return None if there are none.
 
-        A Parquet file is written once all lines have one, unless it is there.
+        A Parquet file is written once all lines have a result, unless it exists.
 
         Raises:
             JaxinferError: the model cannot be loaded, and nothing has been written; or the results
@@ -164,7 +165,7 @@ class BatchJob:
         )
 
     def _load(self) -> "LLM":
-        """The model, whose chat template has the time of the job's first start."""
+        """Load the model; its chat template uses the time of the job's first start."""
         from jaxinfer.llm import LLM
 
         started = str(self._results.notes.get("started"))
@@ -180,7 +181,7 @@ class BatchJob:
         return llm
 
     def answers(self) -> list[tuple[str, str]]:
-        """Prompt and answer of the first lines that this process has served."""
+        """Prompts and answers of the first lines that this process has served."""
         return [self._answers[number] for number in sorted(self._answers)]
 
     @property
@@ -195,16 +196,16 @@ class BatchJob:
 
     @property
     def num_failed(self) -> int:
-        """Error lines among the results."""
+        """Number of error lines among the results."""
         return self._results.num_failed
 
     @property
     def num_missing(self) -> int:
-        """Lines without a result."""
+        """Number of lines without a result."""
         return self.num_lines - len(self._results.finished)
 
     def _requests(self, llm: "LLM") -> "Iterator[RequestState]":
-        """Yield the requests of lines without a result; each line is read when it is asked for."""
+        """Yield the requests of lines without a result; each line is read on demand."""
         for line in self._source.lines(self._results.finished):
             try:
                 match line.prompt:
@@ -258,19 +259,19 @@ class BatchJob:
 
 
 def _result_options(options: EngineOptions) -> dict[str, Any]:
-    """Return those of an instance's options that may change a result."""
+    """Return the options of an instance that can change a result."""
     found = {name: getattr(options, name) for name in RESULT_OPTIONS}
     for name in ("load_format", "weight_dtype", "generation_config"):
         if getattr(options, name) != "auto":
             found[name] = getattr(options, name)
     if options.kv_cache_dtype != "auto":
-        # A page shares its scales.
+        # The entries of a page share its scales.
         found |= {name: getattr(options, name) for name in ("kv_cache_dtype", "page_size")}
     return found
 
 
 def _fingerprint_of(job: Mapping[str, Any]) -> Fingerprint:
-    """The model's files as the job's first start noted them."""
+    """Return the fingerprint of the model's files recorded at the job's first start."""
     files, notes = job.get("model_files"), job.get("notes")
     if not isinstance(files, dict) or not isinstance(notes, dict):
         return Fingerprint()

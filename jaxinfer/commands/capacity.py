@@ -111,7 +111,7 @@ def capacity(
 
 
 def _found(best: "TriedRate") -> Iterator[str]:
-    """Say what the largest rate is, and whether the requests tell."""
+    """Yield lines on the largest rate, and on whether there were enough requests."""
     from jaxinfer.simulate.capacity import too_few
 
     if best.rate == 0:
@@ -128,7 +128,7 @@ def _found(best: "TriedRate") -> Iterator[str]:
 
 
 def _line(load: "TriedRate") -> str:
-    """A rate, and how far it keeps the targets."""
+    """Return a line on a rate, and how well it meets the targets."""
     share, figures = load.verdict.attainment, load.verdict.figures
     rate = f"{load.rate:9.3f} requests/s: "
     if share is None:

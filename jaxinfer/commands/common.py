@@ -85,7 +85,7 @@ def ray_settings(address: str | None) -> list[str]:
 
 
 def ledger_settings(ledger: bool) -> list[str]:
-    """Return the setting of the run file by which a ledger is kept, if one is to be."""
+    """Return the setting of the run file that keeps a ledger, if ``ledger``."""
     return ["ledger=true"] if ledger else []
 
 
@@ -101,7 +101,7 @@ def workload_settings(trace: str | None, limit: int | None) -> list[str]:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with the noun in its right form."""
+    """Return a number and the noun, in singular or plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -114,13 +114,13 @@ def refuse(why: str, options: dict[str, object]) -> None:
 
 @contextmanager
 def new_results(out: Path, is_kept: Callable[[Path], bool] = lambda _: False) -> Iterator[None]:
-    """A new folder, or an empty one, for results; any failure leaves it as it was.
+    """Make a folder for results, or use an empty one; a failure leaves it as it was.
 
     Args:
         is_kept: see ``left_as_found``.
 
     Raises:
-        JaxinferError: it cannot be made, or has something in it.
+        JaxinferError: it cannot be made, or is not empty.
     """
     from jaxinfer.report.comparison import new_folder
 
@@ -132,17 +132,17 @@ def new_results(out: Path, is_kept: Callable[[Path], bool] = lambda _: False) ->
 
 @contextmanager
 def left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> Iterator[None]:
-    """Leave the folder as it was found after a failure, for the command put right.
+    """Restore the folder after a failure, so that a corrected command can be run again.
 
     Args:
         existed: whether there was a folder, which was empty.
-        is_kept: whether what is in it now is of value, so that all of it stays.
+        is_kept: tells whether the folder's contents are valuable, so that all of it stays.
     """
     try:
         yield
     except BaseException:
         if not is_kept(out):
-            # What has failed counts, and not what cannot be removed.
+            # The original error counts, and not the failure to remove a file.
             for path in list(out.iterdir()) if existed else [out]:
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
@@ -152,7 +152,7 @@ def left_as_found(out: Path, existed: bool, is_kept: Callable[[Path], bool]) -> 
 
 
 def new_file(path: str, force: bool) -> Path:
-    """The path of a file that may be written; raises JaxinferError where it exists."""
+    """Return the path of a file that may be written; raise JaxinferError if it exists."""
     out = Path(path)
     if out.exists() and not force:
         raise JaxinferError(f"{out} exists; --force overwrites it")
@@ -162,13 +162,14 @@ def new_file(path: str, force: bool) -> Path:
 
 
 def own_folder(folder: Path, name: str, text: str) -> Path:
-    """A folder for results that come bit by bit: a new one, or one that was begun for the same.
+    """Return a folder for results that are added one by one: a new one, or one to continue.
 
     Args:
-        name: of the file that says what it is for; ``text``: what that has.
+        name: name of the file that says what the folder is for.
+        text: contents of that file.
 
     Raises:
-        JaxinferError: the folder has something else, or cannot be made.
+        JaxinferError: the folder has other contents, or cannot be made.
     """
     path = folder / name
     try:
@@ -193,14 +194,16 @@ def own_folder(folder: Path, name: str, text: str) -> Path:
 def kept_results(
     out: str, name: str, text: str, lines: str, version: str | None = None
 ) -> Iterator[tuple[Path, "EvaluationCache"]]:
-    """A folder for what is found bit by bit, and what is there of it.
+    """Open a folder for results that are added one by one, and read those already there.
 
-    In a new one, ``origin.json`` says by which command, code and machine it was begun. What fails
-    before anything has been found leaves no folder that it has made.
+    In a new folder, ``origin.json`` names the command, code and machine that began it. A new folder
+    is removed if a failure occurs before the first result.
 
     Args:
-        name, text: see ``own_folder``; ``lines``: of the file that keeps what is found;
-            ``version``: see ``EvaluationCache``.
+        name: see ``own_folder``.
+        text: see ``own_folder``.
+        lines: name of the file with the results.
+        version: see ``EvaluationCache``.
 
     Raises:
         JaxinferError: see ``own_folder``, or a file in it cannot be read or written.
@@ -234,6 +237,6 @@ def kept_results(
 
 
 def configure(run_file: str | None, settings: tuple[str, ...], model: str | None) -> RunFile:
-    """The run file with its settings, and the model where one is given beside it."""
+    """Return the run file with its settings, and with the model if one is given."""
     config = load_run_file(run_file, settings)
     return config.model_copy(update={"model": model}) if model else config

@@ -62,7 +62,7 @@ def copy(name: str, destination: str) -> None:
 
 
 def _listed() -> dict[str, str]:
-    """The line told of each file, by its name; tables of operators are told by their card."""
+    """Return a line on each file, by its name; tables of operators have a line per card."""
     listed: dict[str, str] = {}
     tables: dict[str, set[str]] = {}
     for name in shipped_files():
@@ -77,7 +77,7 @@ def _listed() -> dict[str, str]:
 
 
 def _about(path: Path) -> str:
-    """The first sentence that a file says of itself; of a table, its columns."""
+    """Return the first sentence of a file's comment; for a table, its columns."""
     text = path.read_text(encoding="utf-8")
     match path.suffix:
         case ".csv":

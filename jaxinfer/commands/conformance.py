@@ -1,4 +1,4 @@
-"""``jaxinfer conformance``: which unlike sides hand KV to each other, and what becomes of it."""
+"""``jaxinfer conformance``: checks KV hand-offs between differently configured instances."""
 
 import string
 import sys

@@ -1,4 +1,4 @@
-"""``jaxinfer convert``: a checkpoint as a folder that devices read shard by shard."""
+"""``jaxinfer convert``: converts a checkpoint to a folder that devices read shard by shard."""
 
 import click
 from rich.console import Console

@@ -1,4 +1,4 @@
-"""``jaxinfer explain``: how a model would lie on its devices."""
+"""``jaxinfer explain``: shows how a model would be placed on its devices."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``jaxinfer plan``: the best placement for a goal."""
+"""``jaxinfer plan``: searches for the best placement."""
 
 import json
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
     from jaxinfer.lab.plan.problem import Problem
 
-# Candidates in the table at the end; ``plan.csv`` has all.
+# Number of candidates in the printed table; ``plan.csv`` has all.
 SHOWN = 8
 
 
@@ -59,7 +59,7 @@ def plan(
     problem = load_problem(plan_file, settings)
     try:
         planner = make_planner(problem.planner)
-        assert problem.targets  # Read before there is a folder.
+        assert problem.targets  # It is read before the folder is made.
         if problem.replan:
             windows_of(problem)
             beside(problem)
@@ -92,7 +92,7 @@ def _search(
     kind: str,
     force: bool,
 ) -> list[Any]:
-    """A plan; what there is to say of it."""
+    """Search for a plan; return the lines and tables to print."""
     from jaxinfer.lab.plan.choose import choose
     from jaxinfer.lab.plan.pictures import draw_latencies, draw_rates
     from jaxinfer.lab.plan.result import (
@@ -139,7 +139,7 @@ def _follow(
     kind: str,
     force: bool,
 ) -> list[Any]:
-    """Plans as the load shifts; the table of all ways."""
+    """Plan again as the load shifts; return the table of all schedules."""
     from jaxinfer.lab.plan.replan.replan import follow
     from jaxinfer.lab.plan.replan.result import table, write
     from jaxinfer.lab.plan.search import DrivenSearch

@@ -1,4 +1,4 @@
-"""``jaxinfer profile``: what the steps of each instance take."""
+"""``jaxinfer profile``: measures the step times of each instance."""
 
 import sys
 from pathlib import Path
@@ -18,14 +18,14 @@ from jaxinfer.errors import JaxinferError
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers from 1 on, with commas between."""
+    """Whole numbers from 1 on, separated by commas."""
 
     name = "numbers"
 
     def convert(
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> list[int]:
-        """A list of them."""
+        """Return the numbers as a list."""
         parts = value.split(",")
         if not all(part.strip().isdecimal() and int(part) for part in parts):
             self.fail(f"{value!r} must be whole numbers from 1 on, such as 1,2", param, ctx)
@@ -102,7 +102,7 @@ def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
         checkpoint = open_checkpoint(model, groups.load_format)
         cluster = load_cluster(checkpoint, groups, bar.update)
         files = {name: profile_name(each, model) for name, each in cluster.engines.items()}
-        # Of instances that are alike, one is measured.
+        # Of equal instances, one is measured.
         one = {file: name for name, file in files.items()}
         engines = {name: (cluster.engines[name], model) for name in one.values()}
         measured = profile_engines(engines, bar.update)

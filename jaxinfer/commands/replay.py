@@ -1,4 +1,4 @@
-"""``jaxinfer replay``: a real run once more, in virtual time."""
+"""``jaxinfer replay``: repeats a real run in virtual time."""
 
 import sys
 from pathlib import Path

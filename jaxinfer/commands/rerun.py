@@ -1,4 +1,4 @@
-"""``jaxinfer rerun``: a run once more, from what its folder records."""
+"""``jaxinfer rerun``: repeats a run from its folder."""
 
 import sys
 from pathlib import Path
@@ -52,7 +52,7 @@ def rerun(folder: str, out: str | None) -> None:
 
 
 def _tell(names: list[str]) -> bool:
-    """Print which files differ; whether none does."""
+    """Print which files differ; return True if none does."""
     if names:
         click.echo(f"these files differ: {', '.join(names)}")
     else:
@@ -61,7 +61,7 @@ def _tell(names: list[str]) -> bool:
 
 
 def _run(recorded: Recorded, out: Path) -> bool:
-    """Run a real one; whether its answers are the same, as far as they are known."""
+    """Repeat a real run; return True if its recorded answers are the same."""
     with where_it_ran(recorded.run):
         config = recorded.config()
         if "sha256" in recorded.run["workload"]:
@@ -93,7 +93,7 @@ def _run(recorded: Recorded, out: Path) -> bool:
 
 
 def _tell_tokens(before: Path, parent: Path) -> bool:
-    """Print whether the newest run in a folder has another's tokens; true if that is not known."""
+    """Print whether the newest run in a folder has the same tokens; return True if unknown."""
     found = same_tokens(before, run_folders(parent)[-1])
     if found is None:
         click.echo(f"nothing was compared: {before} does not record its tokens")

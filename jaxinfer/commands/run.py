@@ -1,4 +1,4 @@
-"""``jaxinfer run``: a file of requests in, a file of results out."""
+"""``jaxinfer run``: answers a file of requests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``jaxinfer shard``: what layouts cost before anything runs."""
+"""``jaxinfer shard``: compares the costs of layouts before anything runs."""
 
 import math
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxinfer.models.layouts import Layout
     from jaxinfer.sharding.links import Link
 
-# Tokens of a prompt, or sequences, up to which layouts are compared.
+# Largest number of prompt tokens, or sequences, for which layouts are compared.
 MOST = 65536
 
 
@@ -205,7 +205,7 @@ def _report(
 
 
 def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment | PricedLayout]":
-    """The fastest assignment of each phase that has one, by the name that its layout gets."""
+    """Return the fastest assignment of each phase, by the name of its layout, if there is one."""
     from jaxinfer.lab.sharding.search import LayoutSearch
     from jaxinfer.report.progress import LoadProgress
 
@@ -228,11 +228,11 @@ def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment | PricedLay
 def run_file_parts(
     question: "LayoutQuestion", findings: "list[LayoutFinding]", out: Path | None
 ) -> dict[str, list[str]]:
-    """Lines of a run file with the fastest layout that fits, for each phase that has one.
+    """Return lines of a run file with the fastest layout that fits, for each phase.
 
     Args:
-        findings: of layouts that engines have.
-        out: the folder of files with layouts that were searched for.
+        findings: results of layouts that engines support.
+        out: folder of files with layouts that were found by a search.
     """
     from jaxinfer.lab.sharding.table import fits
 
@@ -290,7 +290,7 @@ def _gb_s(option: str, rate: str, example: str) -> float:
 
 
 def _with_network(kind: str, gpu: "Gpu", domain: int | None, network: str | None) -> "Gpu":
-    """The card with other domains, or another network between them."""
+    """Return the card with other domains, or with another network between them."""
     own: dict[str, object] = {} if domain is None else {"domain": domain}
     if network is not None:
         own["network_gb_s"] = _gb_s(f"--network {network}", network, "50")
@@ -309,7 +309,7 @@ def _in_domains(question: "LayoutQuestion") -> str:
 
 
 def _model(name: str) -> "ModelShape":
-    """A model by name, or in a folder, or by its config.json."""
+    """Return a model by its name, its folder, or its config.json."""
     from jaxinfer.checkpoints.modelled import model_shape
     from jaxinfer.hardware.catalogue import Catalogue
 
@@ -326,7 +326,7 @@ def _model(name: str) -> "ModelShape":
 
 
 def _card(name: str, option: str) -> "tuple[str, Gpu]":
-    """Find a card by its name, in any case, or the first whose name begins so."""
+    """Find a card by its name, in any case, or the first one whose name begins with it."""
     from jaxinfer.hardware.catalogue import find_gpu, gpu_names
 
     lower = name.lower()
@@ -345,7 +345,7 @@ def _layouts(text: str | None, model: "ModelShape") -> "dict[str, Layout]":
     from jaxinfer.sharding.shapes import check_layout
 
     found = {}
-    # Without experts, layouts that cut these are others once more.
+    # Without experts, layouts that cut experts equal other layouts.
     shipped = [
         name
         for name, layout in LAYOUTS.items()

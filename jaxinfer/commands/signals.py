@@ -1,6 +1,6 @@
-"""Ends of a command by Ctrl-C (SIGINT) and SIGTERM: by one line, and soon.
+"""Ends a command on Ctrl-C (SIGINT) and SIGTERM with one line, and quickly.
 
-This module is loaded before all that is slow to import, so it needs none of that.
+This module is loaded before all slow imports, so it needs none of them.
 """
 
 import os
@@ -12,13 +12,13 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-# For what a command clears away; then it ends, whatever it is at.
+# For commands that clean up; then the command ends, whatever it is doing.
 GRACE_S = 3.0
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
 
 class Interrupted(BaseException):
-    """A signal has come. ``code`` is the exit code that shells know it by."""
+    """A signal has arrived. ``code`` is the exit code that shells expect."""
 
     def __init__(self, number: int) -> None:
         super().__init__(_WORDS[signal.Signals(number)])
@@ -28,8 +28,8 @@ class Interrupted(BaseException):
 def end_on_signals() -> None:
     """Raise ``Interrupted`` in the main thread on a signal; after ``GRACE_S``, end the process.
 
-    The exception alone would not do: it waits for the end of a call into C++, such as a long
-    compilation, and is lost where C++ has called Python.
+    The exception alone is not enough: it waits until a call into C++ ends, such as a long
+    compilation, and it is lost if C++ has called Python.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -43,12 +43,12 @@ def end_on_signals() -> None:
 def leave(message: str, code: int) -> NoReturn:
     """End the process at once, with one line on stderr.
 
-    Not by ``sys.exit``: it would take the interpreter down under XLA's threads, which then abort.
+    ``sys.exit`` would shut down the interpreter under XLA's threads, which then abort.
     """
     if multiprocessing := sys.modules.get("multiprocessing"):
         for child in multiprocessing.active_children():
             child.kill()
-    with suppress(OSError):  # What it goes to is full or closed, and so may what follows.
+    with suppress(OSError):  # Its output is full or closed, and so may be the next one's.
         sys.stdout.flush()
     with suppress(OSError):
         print(f"jaxinfer: {' '.join(message.split())}", file=sys.stderr, flush=True)
@@ -57,7 +57,7 @@ def leave(message: str, code: int) -> NoReturn:
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     for other in _WORDS:
-        signal.signal(other, signal.SIG_IGN)  # A second one would stop the clearing away.
+        signal.signal(other, signal.SIG_IGN)  # A second signal would stop the clean-up.
     raise Interrupted(number)
 
 
@@ -69,9 +69,9 @@ def _report(lost: "sys.UnraisableHookArgs") -> None:
 
 def _end(reader: int) -> None:
     while (number := os.read(reader, 1)[0]) not in _WORDS:
-        pass  # Somebody else's.
+        pass  # It belongs to another handler.
     time.sleep(GRACE_S)
     if sys.stderr.isatty():
-        print("\x1b[?25h", file=sys.stderr)  # The cursor, which progress bars hide.
+        print("\x1b[?25h", file=sys.stderr)  # Show the cursor, which progress bars hide.
     ended = Interrupted(number)
     leave(str(ended), ended.code)

@@ -80,7 +80,7 @@ def simulate(
 
 
 def _print_figures(config: RunFile, found: "RunMetrics") -> None:
-    """Print those of a run of which nothing is kept."""
+    """Print the figures of a run that is not saved."""
     from jaxinfer.report.table import beyond_measured, metrics_table
 
     console = Console()
@@ -100,7 +100,7 @@ def _print_figures(config: RunFile, found: "RunMetrics") -> None:
 
 
 def _prices(found: "RunMetrics") -> Iterator[str]:
-    """Yield the lines of price and energy, as far as they are known."""
+    """Yield the lines on price and energy, as far as they are known."""
     if found.usd_per_request is not None:
         usd = found.usd_per_request * found.requests
         yield (

@@ -1,4 +1,4 @@
-"""``jaxinfer sweep``: a grid over run files, one table and its pictures."""
+"""``jaxinfer sweep``: simulates a grid of run files, with one table and pictures."""
 
 import json
 import os
@@ -26,7 +26,8 @@ from jaxinfer.errors import JaxinferError, one_line
 if TYPE_CHECKING:
     from jaxinfer.lab.plan.sweep.sweep import Sweep
 
-# Runs of which a sweep says how many they are before it begins: it looks at all of them first.
+# A sweep with more runs than this prints their number before it begins, because it checks all of
+# them first.
 MANY = 1000
 
 
@@ -93,7 +94,7 @@ def sweep(
 
 
 def _load(sweep_file: str, settings: tuple[str, ...], pictures: str | None, real: bool) -> "Sweep":
-    """Read a sweep file, some point of which can be."""
+    """Read a sweep file; refuse one without a valid point."""
     from jaxinfer.lab.plan.problem import load_options
     from jaxinfer.lab.plan.sweep.sweep import Sweep, check, x_axis
 
@@ -109,7 +110,7 @@ def _load(sweep_file: str, settings: tuple[str, ...], pictures: str | None, real
 
 
 def _doubts(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Say which points cannot be, and of which little is known."""
+    """Yield lines on points that are invalid, or that have few requests."""
     if refused := [one_line(row["refused"]) for row in rows if row.get("refused")]:
         yield f"{len(refused)} of {len(rows)} points are not valid; for example: {refused[0]}"
     if few := [row["enough_requests"] for row in rows if row.get("enough_requests")]:
@@ -127,7 +128,7 @@ def _doubts(rows: list[dict[str, Any]]) -> Iterator[str]:
 def _write(
     folder: Path, asked: "Sweep", rows: list[dict[str, Any]], pictures: str | None
 ) -> list[str]:
-    """Write the table and its pictures; say which were left out, and where they are."""
+    """Write the table and pictures; return lines on their places, and on pictures left out."""
     from jaxinfer.lab.plan.result import write_table
     from jaxinfer.lab.plan.sweep.pictures import draw
 

@@ -1,4 +1,4 @@
-"""Systems side by side, as ``compare`` and ``simulate`` have them: run, print and write."""
+"""Runs or simulates several systems for ``compare``, and prints and writes the results."""
 
 import shlex
 import sys
@@ -34,13 +34,13 @@ def run_systems(
 
 
 def _has_finished_run(out: Path) -> bool:
-    """Return whether ``out`` has a finished run, which has taken a device's time."""
+    """Tell whether ``out`` has a finished run, which has used a device for some time."""
     files = out.glob("runs/*/*/run.json")
     return any('"status": "finished"' in file.read_text(encoding="utf-8") for file in files)
 
 
 def print_systems(runs: Runs) -> None:
-    """Print the table of systems side by side, and those that exceeded the measured range."""
+    """Print a table of the systems, and those whose steps exceeded the measured range."""
     from jaxinfer.report.comparison import comparison_table
     from jaxinfer.report.table import beyond_measured
 
@@ -52,13 +52,13 @@ def print_systems(runs: Runs) -> None:
 
 
 def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
-    """Write tables, pictures and traces beside the runs, and print where they are.
+    """Write tables, pictures and traces next to the runs, and print their paths.
 
     Args:
-        pictures: their format; by default png.
+        pictures: format of pictures; by default png.
 
     Raises:
-        JaxinferError: not all of them could be made; what has run stays.
+        JaxinferError: some of them could not be made; finished runs stay.
     """
     from jaxinfer.report.comparison import write_comparison
 
@@ -66,7 +66,7 @@ def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
     try:
         written = write_comparison(runs, out, command, pictures or "png")
     except OSError:
-        raise  # A full disk, which says what it is of.
+        raise  # For example a full disk; the error names its file.
     except Exception as error:
         raise JaxinferError(
             f"{out}: all runs are there, under runs, but not all of their tables and pictures: "
@@ -76,7 +76,7 @@ def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
 
 
 def with_bound(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the option of the commands that ``print_share``."""
+    """Add the option ``--bound`` of commands that use ``print_share``."""
     return click.option(
         "--bound", is_flag=True, help="Also print an upper bound on the rate of any system."
     )(command)

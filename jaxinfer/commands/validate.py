@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxinfer.lab.validate.points import Point
     from jaxinfer.lab.validate.table import Compared
 
-# What keeps the figures of a folder.
+# The file that keeps the figures of a folder.
 FOUND = "found.jsonl"
 
 
@@ -148,7 +148,7 @@ def _validate_log(
     settings: Sequence[str],
     ending: str,
 ) -> None:
-    """Simulate the requests of a log, and write and print both sides."""
+    """Simulate the requests of a log; write and print both sides."""
     from jaxinfer.config.run_file import load_run_file
     from jaxinfer.files.contents import contents
     from jaxinfer.lab.plan.result import write_table
@@ -191,7 +191,7 @@ def _compare(
     kept: "Known",
     jobs: int | None,
 ) -> "list[Compared]":
-    """Simulate what is not known yet, the longest first."""
+    """Simulate points without known results, the longest first."""
     from jaxinfer.lab.plan.search_progress import Bar
     from jaxinfer.lab.validate.points import uses
     from jaxinfer.lab.validate.predict import predict
@@ -225,11 +225,12 @@ def _compare(
 
 
 class Known:
-    """Figures that are known, by run file and operators.
+    """Known results, by run file and operators.
 
     Args:
-        kept: of this folder; ``others``: of another one, if there is one.
-        files: digests of what the run files name.
+        kept: results of this folder.
+        others: results of another folder, if there is one.
+        files: digests of the files that run files name.
     """
 
     def __init__(
@@ -238,13 +239,13 @@ class Known:
         self._kept, self._others, self._files = kept, others, files
 
     def find(self, launch: "PointSetup") -> Any:
-        """A point's figures, or None."""
+        """Return a point's results, or None."""
         key = self._key(launch)
         found = self._kept.get(key)
         return self._others.get(key) if found is None and self._others else found
 
     def add(self, launch: "PointSetup", found: Any) -> None:
-        """Keep a point's figures."""
+        """Store a point's results."""
         self._kept.add(self._key(launch), found)
 
     def _key(self, launch: "PointSetup") -> str:
@@ -254,7 +255,7 @@ class Known:
 
 
 def _settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Dotted keys and their values."""
+    """Return a mapping of dotted keys to values."""
     found = {}
     for setting in settings:
         data: dict[str, Any] = {}
@@ -268,7 +269,7 @@ def _settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _left_out(compared: "Sequence[Compared]") -> "dict[str, list[Compared]]":
-    """The points without figures, or without a TTFT that counts, by the reason."""
+    """Return the points without results, or without a valid TTFT, by the reason."""
     found: dict[str, list[Compared]] = {}
     for each in compared:
         if each.why:
@@ -286,7 +287,7 @@ def _left_out_lines(compared: "Sequence[Compared]") -> Iterator[str]:
 def _notes(
     summary: Mapping[str, Any], columns: Mapping[str, str], compared: "Sequence[Compared]"
 ) -> Iterator[str]:
-    """Say what versions stand for the points', what was left out, and which columns have moved."""
+    """Yield notes on substituted versions, on points left out, and on renamed columns."""
     from jaxinfer.lab.validate.table import OURS
 
     for group, found in summary.items():
@@ -298,7 +299,7 @@ def _notes(
 
 
 def _tables_folder(operators: str | None) -> str:
-    """The folder of measured operators; raises JaxinferError where it has no cards."""
+    """Return the folder of measured operators; raise JaxinferError if it has no cards."""
     if operators is None:
         raise JaxinferError(
             f"--operators is missing, must be the folder of measured operators; {OPERATORS_NAME} "

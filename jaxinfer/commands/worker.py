@@ -1,4 +1,4 @@
-"""``jaxinfer worker``: device groups of this host for jobs of another."""
+"""``jaxinfer worker``: lends this host's devices to jobs on other hosts."""
 
 import click
 

@@ -1,1 +1,1 @@
-"""Run files as users write them, and their checks."""
+"""Checks and resolves the run files that users write."""

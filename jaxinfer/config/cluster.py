@@ -1,4 +1,4 @@
-"""The run file's cluster: device groups, the instances on them, and the links between."""
+"""The run file's cluster: device groups, their instances, and the links between groups."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.serving.instance import InstanceOptions
 
-# How KV goes from process to process, see ``RunFile``.
+# The transport of KV between processes; see ``RunFile``.
 TransportChoice = Literal["auto", "host", "transfer_server"]
 
 
 class InstanceConfig(EngineOptions):
-    """An instance: the engine's options, and where it stands.
+    """An instance: the engine's options, and its place in the cluster.
 
     Attributes:
         group: Group of an instance with one stage.
@@ -58,7 +58,7 @@ class InstanceConfig(EngineOptions):
             )
 
     def _check_spread(self) -> None:
-        """Refuse what takes it that all KV heads of a stage lie together."""
+        """Refuse options that require all KV heads of a stage to lie together."""
         if self.enable_prefix_caching:
             raise OptionError(
                 "enable_prefix_caching is True, must be false with attention groups: each request "
@@ -76,17 +76,17 @@ class InstanceConfig(EngineOptions):
 
     @property
     def is_spread(self) -> bool:
-        """True if KV heads may lie on groups besides the stages' own."""
+        """True if KV heads may lie on groups other than the stages' own."""
         return any(stage.attention for stage in self.stages)
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return len(self.places)
 
     @property
     def places(self) -> tuple[StageConfig, ...]:
-        """The instance's stages; the one where only a group is given."""
+        """The instance's stages; a single one if only a group is given."""
         return self.stages or (StageConfig(group=self.group or ""),)
 
 
@@ -111,7 +111,7 @@ class LinkConfig(Options):
         return tuple(value)
 
     def seconds(self, num_bytes: int) -> float:
-        """Seconds from the start of a transfer to its last byte."""
+        """Return the seconds from the start of a transfer to its last byte."""
         return self.latency_s + num_bytes / (self.gb_s * 1e9)
 
 
@@ -119,8 +119,9 @@ class ClusterConfig(Options):
     """Groups, instances and links that fit together.
 
     Attributes:
-        ray: address of the Ray cluster that finds hosts for groups; None where none asks for it.
-        lent: of a process's part, the devices of attention groups that other processes have.
+        ray: Address of the Ray cluster that finds hosts for groups; None if no group asks for it.
+        lent: In the part of one process, the number of devices of each attention group that is in
+            another process.
     """
 
     groups: Named[GroupConfig]
@@ -130,7 +131,7 @@ class ClusterConfig(Options):
     lent: Mapping[str, int] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse names that are not there and devices that are not enough."""
+        """Refuse unknown names and too few devices."""
         check_shared(self.groups)
         needed: Counter[str] = Counter()
         for name, instance in self.instances.items():
@@ -157,7 +158,7 @@ class ClusterConfig(Options):
                 self._check_group(f"links[{number}].between", group_name)
 
     def _check_attention(self, needed: Counter[str]) -> None:
-        """Count attention groups, which are there for one instance, without stages of their own."""
+        """Check attention groups: each serves one instance and has no stages of its own."""
         users: dict[str, str] = {}
         for name, instance in self.instances.items():
             for number, stage in enumerate(instance.places):
@@ -184,12 +185,14 @@ class ClusterConfig(Options):
     def load_format(self) -> str:
         """The ``load_format`` of all instances: see ``EngineOptions``.
 
-        A process that has attention groups alone takes no weights.
+        A process with only attention groups loads no weights.
         """
         return next((i.load_format for i in self.instances.values()), "dummy")
 
     def _check_processes(self) -> None:
-        """Refuse instances in several processes, but for those whose groups all have their own."""
+        """Refuse instances in several processes, unless all their groups have processes of their
+        own.
+        """
         for name, instance in self.instances.items():
             groups = {
                 g for place in instance.places for g in (place.group, *place.attention_groups)
@@ -210,7 +213,7 @@ class ClusterConfig(Options):
                     "process of its own"
                 )
             stages = {*runs}
-            # Attention groups may come back alone where one process has all the stages.
+            # Attention groups may return alone if one process has all the stages.
             alone = homes - stages if len(stages) == 1 else set()
             times = {group: self.groups[group].restart for group in sorted(homes - alone)}
             most = max(times, key=times.__getitem__)
@@ -222,9 +225,9 @@ class ClusterConfig(Options):
                     )
 
     def started_together(self) -> list[list[str]]:
-        """Groups that may be started again: each alone, or all that share an instance.
+        """Return groups that may be restarted: each alone, or all that share an instance.
 
-        Where its stages may, its attention groups are started again with them, too.
+        If an instance's stages may be restarted, its attention groups are restarted with them.
         """
         found = [[name] for name, group in self.groups.items() if group.restart]
         for name in self.instances:
@@ -239,30 +242,31 @@ class ClusterConfig(Options):
         return found
 
     def attention_of(self, instance: str) -> list[str]:
-        """The attention groups of an instance's stages."""
+        """Return the attention groups of an instance's stages."""
         places = self.instances[instance].places
         return [*dict.fromkeys(group for place in places for group in place.attention_groups)]
 
     def processes_of(self, instance: str) -> tuple[str | None, ...]:
-        """The groups whose own processes have the stages, in order; None for the loop's process."""
+        """Return the groups of the stages' processes, in order; None for the loop's process."""
         groups = [place.group for place in self.instances[instance].places]
         return tuple(group if self.groups[group].is_apart else None for group in groups)
 
     def process_of(self, instance: str) -> str | None:
-        """The group whose process has the first stage, and all where they are not divided."""
+        """Return the group whose process has the first stage."""
         return self.processes_of(instance)[0]
 
     def is_divided(self, instance: str) -> bool:
-        """True if an instance's stages and attention groups stand in several processes."""
-        # In the part of one process, those of others are not there.
+        """Tell whether an instance's stages and attention groups are in several processes."""
+        # The part of one process does not contain those of others.
         apart = [g for g in self.attention_of(instance) if g in self.groups]
         apart = [g for g in apart if self.groups[g].is_apart]
         return len({*self.processes_of(instance), *apart}) > 1
 
     def part(self, process: str | None) -> "ClusterConfig":
-        """Return one process's part, as if it were all: a group's own, or the loop's (None).
+        """Return one process's part as a cluster: that of a group's own process, or the loop's
+        (None).
 
-        An instance with stages in several processes has there those that are its own.
+        An instance with stages in several processes has only the stages of that process there.
         """
         here: dict[str, Any] = {"environment": {}, "restart": 0}
         groups = {
@@ -283,7 +287,7 @@ class ClusterConfig(Options):
         return self.model_copy(update=part)
 
     def _check_weights(self) -> None:
-        """Refuse instances whose weights differ: KV of one would mean nothing to another."""
+        """Refuse instances with different weights: their KV would be incompatible."""
         formats = {instance.load_format for instance in self.instances.values()}
         if len(formats) > 1:
             raise JaxinferError("load_format is auto and dummy, must be the same of all instances")
@@ -293,17 +297,17 @@ class ClusterConfig(Options):
             raise JaxinferError(f"{where}: no group {name!r}: {did_you_mean(name, self.groups)}")
 
     def home(self, group: str) -> str:
-        """The group that has the devices: itself, or the one that it shares them with."""
+        """Return the group that has the devices: itself, or the group whose devices it shares."""
         return self.groups[group].shares or group
 
     def link(self, source: str, dest: str) -> LinkConfig | None:
-        """The one between two groups, where it is emulated."""
+        """Return the emulated link between two groups, or None."""
         ends = {source, dest}
         return next((link for link in self.links if set(link.between) == ends), None)
 
     @property
     def emulated(self) -> list[str]:
-        """Parts that do not take the machine's own time, in words."""
+        """Return descriptions of all emulated parts."""
         groups = [
             f"group {name}"
             + (f" {group.slowdown:g} times slower" if group.emulate else "")
@@ -318,7 +322,7 @@ class ClusterConfig(Options):
 
 
 def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions:
-    """Return the options for an engine's scheduling, by its number of pipeline stages."""
+    """Return an engine's options for scheduling, given its number of pipeline stages."""
     ahead = options.launch_ahead and num_stages == 1
     return InstanceOptions(
         max_num_seqs=options.max_num_seqs,

@@ -1,4 +1,4 @@
-"""The run file's section ``simulate``: what the modelled cluster's numbers leave open."""
+"""The run file's section ``simulate``: costs that the modelled cluster's data sheets leave open."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +10,7 @@ from jaxinfer.config.step_costs import CurveCosts, LinearCosts, PhaseCosts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, shown
 
-# Kinds of costs that take the place of the roofline's, and what then has no use.
+# Kinds of costs that replace the roofline's, and the options that then have no effect.
 MEASURED = {
     "tables": ("flops", "bandwidth"),
     "linear": ("flops", "bandwidth", "step_s", "sequence_s", "skew"),
@@ -20,7 +20,7 @@ MEASURED = {
 
 
 def _as_tables(value: object) -> object:
-    """Check published tables by themselves, whose mistakes are then named; find those that ship."""
+    """Check published tables separately, so that errors name them; find shipped ones by name."""
     if isinstance(value, str) and value in shipped_tables() and not Path(value).exists():
         return shipped_tables()[value]
     if value is None or isinstance(value, str | PublishedTables):
@@ -39,22 +39,25 @@ Tables = Annotated[str | PublishedTables | None, BeforeValidator(_as_tables)]
 
 
 class GroupCosts(Options):
-    """Costs of one device group's steps, where they differ from the others'.
+    """Costs of one device group's steps, if they differ from the others'.
 
     Attributes:
-        flops, bandwidth: what a kernel reaches of the GPU's peaks.
-        step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence in it.
-        reserve_gb: memory of each GPU for activations and all else that is neither weights nor KV,
-            in 10^9 bytes; by default what the largest step's hidden states and logits take.
-        tables: a folder with measured operators (see ``tables.py``), or one of published ones (see
-            ``PublishedTables``), or the name of tables that ship, such as ``h100``; in place of
+        flops: fraction of the GPU's peak FLOPs that kernels reach.
+        bandwidth: fraction of the GPU's memory bandwidth that kernels reach.
+        step_s: seconds that the engine adds to each step.
+        sequence_s: seconds that the engine adds for each sequence of a step.
+        reserve_gb: memory of each GPU that is for neither weights nor KV (such as activations), in
+            10^9 bytes; by default what the largest step's hidden states and logits need.
+        tables: a folder with measured operators (see ``tables.py``), one with published operators
+            (see ``PublishedTables``), or the name of shipped tables, such as ``h100``; replaces
             ``flops`` and ``bandwidth``.
-        skew: whether decodes that see more than the mean of their step slow its attention down, as
-            ``skew_fit.csv`` of the tables has it; by default, if it is there.
-        linear: coefficients (see ``linear.py``), in place of ``flops``, ``bandwidth``, ``step_s``
-            and ``sequence_s``; ``phases``: others, by phase (see ``phases.py``), likewise;
-            ``curves``: of whole steps (see ``curves.py``), likewise.
-        node: of the hardware file, where the group's GPUs are.
+        skew: whether decodes with longer contexts than their step's mean slow its attention down,
+            by the tables' ``skew_fit.csv``; by default true if that file exists.
+        linear: coefficients (see ``linear.py``); replaces ``flops``, ``bandwidth``, ``step_s`` and
+            ``sequence_s``.
+        phases: coefficients by phase (see ``phases.py``); replaces the same options.
+        curves: curves of whole steps (see ``curves.py``); replaces the same options.
+        node: node of the hardware file that has the group's GPUs.
     """
 
     flops: float | None = Field(default=None, gt=0, le=1)
@@ -87,15 +90,14 @@ class SimulateOptions(Options):
     Attributes:
         flops, bandwidth, step_s, sequence_s, reserve_gb, tables, skew, linear, phases, curves: see
             ``GroupCosts``.
-        hop_s: seconds that a stage is busy with sending hidden states on, in addition to the link's
-            time.
-        fit: what of the Balancer's predictors (Cronus eqs. 2 and 3) has the least squares: their
-            ``relative`` error, as in our profiles, or the ``absolute`` one, as in the paper.
-        hardware: a file with the nodes that the groups stand on (see ``nodes.py``); links and GPUs
-            then follow from it.
+        hop_s: seconds for which a stage is busy with sending hidden states, in addition to the
+            link's time.
+        fit: error that the fits of Cronus' eqs. 2 and 3 minimise: ``relative``, as in our profiles,
+            or ``absolute``, as in the paper.
+        hardware: a file with the groups' nodes (see ``nodes.py``), which defines links and GPUs.
         shared_experts: instances that share the experts of each layer, as replicas of data-parallel
-            attention do: they step together (see ``costs/joint.py``).
-        groups: by group, what differs.
+            attention do; they step together (see ``costs/joint.py``).
+        groups: differing costs, by group.
     """
 
     flops: float = Field(default=0.6, gt=0, le=1)
@@ -116,7 +118,7 @@ class SimulateOptions(Options):
     groups: Named[GroupCosts] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse a node of no file, and two kinds of costs."""
+        """Refuse a node without a hardware file, and two kinds of costs."""
         _one_kind(self)
         kind = measured_kind(self)
         for name, group in self.groups.items():
@@ -129,11 +131,11 @@ class SimulateOptions(Options):
                 )
 
     def of(self, group: str) -> "SimulateOptions":
-        """Return the options that hold for one group."""
+        """Return the options of one group."""
         own = self.groups.get(group, GroupCosts())
         given = {name: value for name, value in own if value is not None and name != "node"}
         if _own_kind(own):
-            # A group's own kind of costs takes the place of the others'.
+            # A group's own kind of costs replaces the general one.
             given |= {kind: getattr(own, kind) for kind in MEASURED}
         found = self.model_copy(update=given)
         if measured_kind(own):
@@ -142,17 +144,17 @@ class SimulateOptions(Options):
 
     @property
     def measured(self) -> str | None:
-        """The kind of costs in place of the roofline's; None where that holds."""
+        """The kind of costs that replaces the roofline; None for the roofline."""
         return measured_kind(self)
 
     @property
     def where(self) -> str:
-        """Section of the file that the costs come from, with a colon; empty for the roofline's."""
+        """Section of the file that the costs come from, with a colon; empty for the roofline."""
         return f"simulate.{self._where}{self.measured}: " if self.measured else ""
 
 
 def measured_kind(costs: GroupCosts | SimulateOptions) -> str | None:
-    """The kind of costs in place of the roofline's; None where that holds."""
+    """Return the kind of costs that replaces the roofline; None for the roofline."""
     return next((kind for kind in MEASURED if getattr(costs, kind)), None)
 
 
@@ -161,7 +163,7 @@ def _own_kind(group: GroupCosts) -> bool:
 
 
 def _one_kind(costs: GroupCosts | SimulateOptions) -> None:
-    """Refuse what another kind of costs would leave without use."""
+    """Refuse options that another kind of costs makes useless."""
     given = [kind for kind in MEASURED if getattr(costs, kind)]
     if len(given) > 1:
         raise JaxinferError(f"both {given[0]} and {given[1]}: give one of them")

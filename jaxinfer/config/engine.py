@@ -1,4 +1,4 @@
-"""The options of one engine, for ``LLM``, run files and instances alike."""
+"""The options of one engine, for ``LLM``, run files and instances."""
 
 import warnings
 from typing import Annotated, Any, Literal, Self
@@ -10,17 +10,17 @@ from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
 from jaxinfer.serving.policies import PolicyOptions
 
-# Requests and tokens of a step on a GPU where none are given.
+# Default numbers of requests and of tokens in a step on a GPU.
 GPU_SEQS, GPU_TOKENS = 256, 8192
-# Share of a GPU's memory for weights and KV, if none is given.
+# Default share of a GPU's memory for weights and KV.
 GPU_SHARE = 0.9
 
 
 def engine_named(name: object) -> dict[str, Any]:
-    """The options of an engine that ships by name.
+    """Return the options of a shipped engine by its name.
 
     Raises:
-        OptionError: there is none.
+        OptionError: the name is unknown.
     """
     known = yaml.safe_load((SHIPPED / "engines.yaml").read_text(encoding="utf-8"))
     if not isinstance(name, str) or name not in known:
@@ -122,7 +122,7 @@ class EngineOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def _be_like(cls, data: Any) -> Any:
-        """Take the options of the engine that is named, but for those that are given."""
+        """Add the options of the engine named in ``like``, except those that are given."""
         if not isinstance(data, dict) or data.get("like") is None:
             return data
         theirs = engine_named(data["like"])
@@ -135,10 +135,10 @@ class EngineOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def _take_old_key(cls, data: Any) -> Any:
-        """Take ``sharding``, the former name of ``layout``, with a note."""
+        """Accept ``sharding``, the former name of ``layout``, with a warning."""
         if not isinstance(data, dict) or "sharding" not in data:
             return data
-        if data["sharding"] is None:  # The default, as records of runs have it.
+        if data["sharding"] is None:  # The default, as records of runs show it.
             return {key: data[key] for key in data if key != "sharding"}
         if "layout" in data:
             raise OptionError("sharding: layout is its name now, and is given, too; remove one")
@@ -167,7 +167,7 @@ class EngineOptions(Options):
         return value
 
     def check_real(self) -> None:
-        """Raise OptionError for what only a modelled instance can have."""
+        """Raise OptionError for options that only a modelled instance can have."""
         if self.launch_ahead and self.num_stages == 1 and (self.max_in_flight or 0) > 2:
             raise OptionError(
                 f"max_in_flight is {self.max_in_flight}, must be at most 2: a decode's input is "
@@ -176,23 +176,23 @@ class EngineOptions(Options):
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages: as many steps at once share the running requests."""
+        """Number of pipeline stages; as many steps at a time share the running requests."""
         return 1
 
     def sharing_gpu(self, users: int) -> Self:
-        """Return the same with an even part of a GPU's memory, if others use it and none is given.
+        """Return options with an even part of a GPU's memory, if it is shared and none is given.
 
         Args:
-            users: number of stages on the GPU, these included.
+            users: number of stages on the GPU, including this one.
         """
         if users < 2 or self.memory_fraction:
             return self
         return self.model_copy(update={"memory_fraction": GPU_SHARE / users})
 
     def on_gpu(self) -> Self:
-        """The same with a GPU's sizes of steps where none are given, as far as others allow them.
+        """Return options with a GPU's step sizes where none are given, as far as others allow.
 
-        A modelled GPU has the sizes that are given, or those of a CPU.
+        A modelled GPU has the given sizes, or those of a CPU.
         """
         given, buckets = self.model_fields_set, self.token_buckets
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs

@@ -11,7 +11,7 @@ from jaxinfer.options.validation import OptionError, Options, did_you_mean, spli
 
 
 class Emulate(Options):
-    """A slower device, played by the group's own.
+    """Emulation of slower devices on the group's own.
 
     Attributes:
         slowdown: Factor by which a step takes longer than in its profile.
@@ -21,12 +21,11 @@ class Emulate(Options):
 
 
 class RayDemands(Options):
-    """Resources that Ray looks for in a node, and gives a process there.
+    """Resources that Ray must find on a node, and reserves for a process there.
 
     Attributes:
         num_cpus: CPUs that a node must have free.
-        num_gpus: GPUs that a node must have free; by default the group's devices, where they are
-            GPUs.
+        num_gpus: GPUs that a node must have free; by default the group's devices if they are GPUs.
         resources: Other resources of a node, such as ``accelerator_type:A10``.
     """
 
@@ -96,7 +95,7 @@ class GroupConfig(Options):
             )
 
     def _check_sharing(self) -> None:
-        """Refuse what is the other group's to say."""
+        """Refuse options that the group whose devices are shared must set."""
         if self.is_apart:
             raise OptionError(
                 f"shares is {self.shares}: groups that share devices are in the loop's process: "
@@ -118,25 +117,25 @@ class GroupConfig(Options):
 
     @property
     def is_apart(self) -> bool:
-        """True if it has a process of its own, wherever that is."""
+        """True if the group has a process of its own, on any host."""
         return bool(self.process or self.host or self.ray)
 
     @property
     def slowdown(self) -> float:
-        """1 for a device as it is."""
+        """Slowdown of the emulated devices; 1 without emulation."""
         return self.emulate.slowdown if self.emulate else 1.0
 
     @property
     def stage_devices(self) -> int:
-        """Devices of one stage."""
+        """Number of devices of one stage."""
         return self.tensor_parallel_size or self.devices
 
 
 def check_shared(groups: Mapping[str, GroupConfig]) -> None:
-    """Refuse groups that share what is not there, or is not a group's own.
+    """Refuse groups that share unknown devices, or devices that are not a group's own.
 
     Raises:
-        JaxinferError: naming the group.
+        JaxinferError: it names the group.
     """
     for name, group in groups.items():
         if not group.shares:

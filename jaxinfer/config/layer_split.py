@@ -1,4 +1,4 @@
-"""Division of a model's layers among pipeline stages."""
+"""Divides a model's layers among pipeline stages."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -11,13 +11,13 @@ from jaxinfer.errors import JaxinferError
 def count_layers(
     total: int, stages: Sequence[StageConfig], speed: Callable[[int], float]
 ) -> list[int]:
-    """Layers of each stage: as stated, or by shares, stated or measured.
+    """Return the number of layers of each stage: as stated, or by stated or measured shares.
 
     Args:
-        speed: of a stage, by its number; asked where nothing is stated.
+        speed: returns a stage's speed by its number; called if nothing is stated.
 
     Raises:
-        JaxinferError: the stated numbers are not the model's, or a stage would have none.
+        JaxinferError: the stated numbers do not add up to the model's, or a stage would have none.
     """
     stated = [stage.layers for stage in stages if stage.layers]
     if stated:
@@ -31,9 +31,9 @@ def count_layers(
 
 
 def by_shares(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers, at least 1, that add up to ``total`` and are nearest to the shares."""
+    """Return whole numbers, at least 1, that add up to ``total`` and are nearest to the shares."""
     exact = [total * share / sum(shares) for share in shares]
-    # The whole parts, and what is left to the largest remainders.
+    # The whole parts; the rest goes to the largest remainders.
     counts = [int(value) for value in exact]
     order = sorted(range(len(shares)), key=lambda i: exact[i] - int(exact[i]), reverse=True)
     for i in order[: total - sum(counts)]:
@@ -44,12 +44,12 @@ def by_shares(total: int, shares: Sequence[float]) -> list[int]:
     return counts
 
 
-@lru_cache(maxsize=1024)  # Many pairs of instances are alike.
+@lru_cache(maxsize=1024)  # Many pairs of instances are equal.
 def shared_layers(source: tuple[int, ...], dest: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Find the stages of two instances that have layers in common, by how many each stage has.
+    """Find the stages of two instances that share layers, from their numbers of layers.
 
     Returns:
-        Of each such pair the source's stage, the destination's, and how many layers both have.
+        For each such pair: the source's stage, the destination's, and the number of shared layers.
     """
     return [
         (i, j, shared)

@@ -1,4 +1,4 @@
-"""Clusters made of nodes: which group stands on which, what lies between, price and power."""
+"""Clusters of nodes: which node each group is on, the paths between nodes, price and power."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,16 +18,20 @@ from jaxinfer.options.validation import Named, OptionError, Options, did_you_mea
 
 
 class NodeOptions(Options):
-    """A machine.
+    """A node: a machine with GPUs.
 
     Attributes:
-        gpu: a name in ``configs/gpus.yaml`` or a section ``gpus``; ``gpus``: how many.
-        nic_gb_s: to other nodes, all its GPUs together, in 10^9 bytes per second, each way.
-        link_gb_s: between its GPUs, in 10^9 bytes per second, each way; by default the GPU's own.
-        all_reduce_gb_s, all_reduce_s: as a GPU's, for this node's link.
-        usd_per_hour: of the whole node.
-        watts: of its GPUs together; by default the sum of their limits.
-        flops_scale: what a power cap leaves of the peak FLOPs.
+        gpu: name of the GPU in ``configs/gpus.yaml`` or a section ``gpus``.
+        gpus: number of GPUs.
+        nic_gb_s: bandwidth to other nodes, of all GPUs together, in 10^9 bytes per second in each
+            direction.
+        link_gb_s: bandwidth between its GPUs, in 10^9 bytes per second in each direction; by
+            default the GPU's own.
+        all_reduce_gb_s: bandwidth of all-reduces on this node's link, as for a GPU.
+        all_reduce_s: fixed seconds of all-reduces on this node's link, as for a GPU.
+        usd_per_hour: price of the whole node.
+        watts: power of all its GPUs; by default the sum of their limits.
+        flops_scale: fraction of the peak FLOPs that remains under a power cap.
     """
 
     gpu: str
@@ -41,10 +45,10 @@ class NodeOptions(Options):
     flops_scale: float = Field(default=1.0, gt=0, le=1)
 
     def as_gpu(self, known: Catalogue) -> Gpu:
-        """A GPU of the node, as it is here.
+        """Return the node's GPU, with the node's own numbers.
 
         Raises:
-            JaxinferError: there is none of that name.
+            JaxinferError: the GPU's name is unknown.
         """
         gpu = known.gpu(self.gpu)
         own: dict[str, object] = {
@@ -52,7 +56,7 @@ class NodeOptions(Options):
             "domain": None,  # A node's link joins all of its GPUs.
         }
         if self.link_gb_s is not None:
-            # What the GPU's own link gives a collective says nothing of this one.
+            # The collectives' rates of the GPU's own link do not apply to this one.
             own |= {"link_gb_s": self.link_gb_s, "all_reduce_gb_s": None}
         for name in ("all_reduce_gb_s", "all_reduce_s"):
             if (value := getattr(self, name)) is not None:
@@ -60,17 +64,17 @@ class NodeOptions(Options):
         return gpu.model_copy(update=own)
 
     def total_watts(self, known: Catalogue) -> float | None:
-        """Watts of its GPUs together; None where that is not known."""
+        """Return the watts of its GPUs together; None if unknown."""
         return self.watts or sum_known([known.gpu(self.gpu).watts] * self.gpus)
 
 
 class NodeLink(Options):
-    """A link between two nodes, in place of their network cards.
+    """A link between two nodes that replaces their network cards.
 
     Attributes:
         between: names of the two nodes.
-        gb_s: bandwidth in 10^9 bytes per second, each way.
-        latency_s: seconds until the first byte; by default those between all nodes.
+        gb_s: bandwidth in 10^9 bytes per second in each direction.
+        latency_s: seconds until the first byte; by default that of all nodes.
     """
 
     between: tuple[str, str] = Field(strict=False)
@@ -82,11 +86,12 @@ class Hardware(Options):
     """A hardware file.
 
     Attributes:
-        source: whence the numbers are, and what is assumed.
-        latency_s: between nodes, seconds until the first byte.
-        nodes: by name; one with ``replicas: 3`` and the name x is x0, x1 and x2.
-        links: of pairs of nodes that have one of their own.
-        gpus, models: by name, those that are not shipped.
+        source: where the numbers come from, and what is assumed.
+        latency_s: seconds until the first byte between nodes.
+        nodes: nodes by name; one named x with ``replicas: 3`` becomes x0, x1 and x2.
+        links: links of pairs of nodes that have their own.
+        gpus: GPUs that are not shipped, by name.
+        models: models that are not shipped, by name.
     """
 
     source: str
@@ -105,7 +110,7 @@ class Hardware(Options):
         return {**data, "nodes": nodes}
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse links of no nodes, and two of one pair."""
+        """Refuse links of unknown nodes, and two links of one pair."""
         pairs = set()
         for number, link in enumerate(self.links):
             where = f"links[{number}].between"
@@ -124,7 +129,7 @@ class Hardware(Options):
             pairs.add(pair)
 
     def link(self, here: str, there: str) -> NodeLink | None:
-        """The one of a pair of nodes, where they have one of their own."""
+        """Return the own link of a pair of nodes, or None."""
         ends = {here, there}
         return next((link for link in self.links if set(link.between) == ends), None)
 
@@ -134,7 +139,7 @@ class NetworkPath:
     """The path from one group to another.
 
     Attributes:
-        links: those on the way, with their bytes per second.
+        links: links of the path, with their bytes per second.
         latency_s: seconds until the first byte lands.
     """
 
@@ -143,7 +148,7 @@ class NetworkPath:
 
     @property
     def rate(self) -> float:
-        """Bytes per second of a flow that is alone."""
+        """Bytes per second of a flow that is alone on the path."""
         return min(self.links.values())
 
 
@@ -152,10 +157,10 @@ class Placement:
     """A run file's groups on the nodes of a hardware file.
 
     Attributes:
-        file: the hardware file's path.
-        cluster: the run file's, each group with its ``kind``.
-        node_of: by group, a node's name.
-        known: GPUs and models, those of both files included.
+        file: path of the hardware file.
+        cluster: cluster of the run file; each group has its ``kind``.
+        node_of: name of each group's node.
+        known: shipped GPUs and models and those of both files.
     """
 
     file: str
@@ -165,18 +170,19 @@ class Placement:
     known: Catalogue
 
     def node(self, group: str) -> NodeOptions:
-        """Return the node that a group stands on."""
+        """Return the node of a group."""
         return self.hardware.nodes[self.node_of[group]]
 
     def gpu(self, group: str) -> Gpu:
-        """Return the GPU that a group stands on one of, or several."""
+        """Return the GPU of a group."""
         return self.node(group).as_gpu(self.known)
 
     def path(self, source: str, dest: str, gpu_pairs: int = 1) -> NetworkPath:
-        """The path within a node from GPU to GPU, else over the nodes' own link or by their cards.
+        """Return the path between two GPUs of a node, or between nodes by their link or network
+        cards.
 
         Args:
-            gpu_pairs: how many send at once, within a node.
+            gpu_pairs: number of pairs of GPUs that send at the same time, within a node.
         """
         here, there = self.node_of[source], self.node_of[dest]
         if here == there:
@@ -193,22 +199,22 @@ class Placement:
 
     @property
     def used(self) -> Mapping[str, NodeOptions]:
-        """Nodes with a group."""
+        """Nodes that have a group."""
         names = set(self.node_of.values())
         return {name: node for name, node in self.hardware.nodes.items() if name in names}
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Dollars per hour for the nodes that are used; None where one has no price."""
+        """Dollars per hour for the used nodes; None if a price is unknown."""
         return sum_known(node.usd_per_hour for node in self.used.values())
 
     @property
     def watts(self) -> float | None:
-        """Watts of all GPUs of the nodes that are used; None where one's are not known."""
+        """Watts of all GPUs of the used nodes; None if one's is unknown."""
         return sum_known(node.total_watts(self.known) for node in self.used.values())
 
     def describe(self) -> dict[str, object]:
-        """The nodes that are used, and the sums of their prices and watts, as JSON values."""
+        """Return the used nodes and the sums of their prices and watts, as JSON values."""
         return {
             "file": self.file,
             "source": self.hardware.source,
@@ -227,13 +233,13 @@ class Placement:
 
 
 def read_hardware(file: str, known: Catalogue | None = None) -> Hardware:
-    """Read a YAML file, its path as seen from the working directory.
+    """Read a YAML file, whose path is relative to the working directory.
 
     Args:
         known: GPUs and models of the run file.
 
     Raises:
-        JaxinferError: it cannot be read, or is not what ``Hardware`` says.
+        JaxinferError: the file cannot be read, or is not valid.
     """
     try:
         data = read_yaml(Path(file))
@@ -273,7 +279,7 @@ def place_groups(
 
     Raises:
         JaxinferError: the file is wrong, a group has no node or is of another kind, a node has too
-            few GPUs, or links are given as well.
+            few GPUs, or the run file also has links.
     """
     file = options.hardware
     if file is None:

@@ -1,4 +1,4 @@
-"""Operators that others have measured and published, as a run file names them."""
+"""Measured operators published by others, as a run file names them."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -51,14 +51,14 @@ class PublishedTables(Options):
     small_operators: bool = True
     experts: Literal["w4a16_mxfp4", "int4_wo"] | None = None
     expert_parallel: int = Field(default=1, ge=1)
-    # As aiconfigurator's MOEModel has it; its DeepSeek models have 1.01.
+    # As in aiconfigurator's MOEModel; its DeepSeek models use 1.01.
     routing: str = "power_law_1.2"
     expert_blocks: bool = False
 
 
 @cache
 def shipped_tables() -> Mapping[str, PublishedTables]:
-    """Tables that ship, by the names that stand for them in run files, as ``h100``."""
+    """Return shipped tables by the names that run files use, such as ``h100``."""
     found = {}
     for path in sorted(OPERATORS.glob("*.yaml")):
         ships = yaml.safe_load(path.read_text(encoding="utf-8"))["ships_as"]

@@ -1,4 +1,4 @@
-"""Several of a kind: what has ``replicas: 3`` under the name x is x0, x1 and x2."""
+"""Replicas in run files: an entry x with ``replicas: 3`` becomes x0, x1 and x2."""
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations, product
@@ -6,17 +6,17 @@ from typing import Any
 
 from jaxinfer.options.validation import OptionError
 
-# More of one name would take minutes to refuse, where they have no place.
+# Refusing more replicas of one name, if they have no place, would take minutes.
 MOST = 10_000
-# By name of what has replicas, how many.
+# Number of replicas, by name.
 Counts = Mapping[str, int]
 
 
 def replicate(section: str, entries: Mapping[Any, Any]) -> tuple[dict[str, Any], Counts]:
-    """Entries by name, with each one's replicas in its place, and how many there are of which.
+    """Return entries with each one replaced by its replicas, and the numbers of replicas.
 
     Raises:
-        OptionError: a number of replicas is none, or a name is there already.
+        OptionError: a number of replicas is wrong, or a name is already taken.
     """
     found: dict[str, Any] = {}
     counts: dict[str, int] = {}
@@ -38,22 +38,22 @@ def replicate(section: str, entries: Mapping[Any, Any]) -> tuple[dict[str, Any],
 
 
 def names_of(name: str, counts: Counts) -> list[str]:
-    """Return the names of a name's replicas, or the name alone where it has none."""
+    """Return the names of a name's replicas, or the name itself if it has none."""
     return [f"{name}{number}" for number in range(counts[name])] if name in counts else [name]
 
 
 def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A run file with all replicas by name, and with what refers to them.
+    """Return a run file with all replicas by name, and with the references to them.
 
-    Instance i stands on group i where the group has replicas, too, and group i shares the devices
-    of group i; what ``simulate.groups`` has of
-    such a group holds for each, with its number for ``*`` in ``node``; a link is between all
-    replicas of its ends; and in lists and as a key of mappings of ``system``, the name of such an
-    instance, or group, is that of all, as in ``simulate.shared_experts``.
+    If an instance and its group both have replicas, instance i runs on group i; if groups share
+    devices, group i shares those of group i. Costs in ``simulate.groups`` apply to each replica,
+    whose number replaces ``*`` in ``node``. A link connects all replicas of its ends. In ``system``
+    and in ``simulate.shared_experts``, in lists and as a key of mappings, the name of a replicated
+    instance or group stands for all replicas.
 
     Raises:
-        OptionError: an instance has not as many replicas as its group, or a mapping has a replica
-            twice.
+        OptionError: an instance and its group have different numbers of replicas, or a mapping has
+            a replica twice.
     """
     found = dict(data)
     groups: Counts = {}
@@ -77,7 +77,7 @@ def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
             sharing = _of_option(costs["shared_experts"], instances, "simulate.shared_experts")
             found["simulate"] = {**costs, "shared_experts": sharing}
         if "system" in data:
-            # A group and an instance may have the same name: then the instance is meant.
+            # If a group and an instance have the same name, the instance is meant.
             own = {name: many for name, many in groups.items() if name not in found["instances"]}
             found["system"] = _of_system(data["system"], {**own, **instances})
     if groups:
@@ -88,7 +88,7 @@ def replicate_cluster(data: Mapping[str, Any]) -> dict[str, Any]:
 def _standing(
     where: str, instance: Mapping[str, Any], groups: Counts, count: int, number: int
 ) -> dict[str, Any]:
-    """An instance's replica, on the groups of its number."""
+    """Return an instance's replica, on the groups with its number."""
 
     def place(at: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(spread := at.get("attention"), list):
@@ -113,12 +113,12 @@ def _as_many(where: str, count: int, group: str, groups: Counts) -> None:
 
 
 def _as_mapping(attention: Any) -> Mapping[str, Any]:
-    """An attention group that may be given by its name."""
+    """Return an attention group, which may be given by its name only, as a mapping."""
     return attention if isinstance(attention, dict) else {"group": attention}
 
 
 def _of_groups(data: Mapping[str, Any], groups: Counts) -> dict[str, Any]:
-    """The sections ``links`` and ``simulate`` by groups' replicas."""
+    """Return the sections ``links`` and ``simulate`` with groups' replicas."""
     found: dict[str, Any] = {}
     if isinstance(links := data.get("links"), list):
         found["links"] = [each for link in links for each in _links(link, groups)]
@@ -149,7 +149,7 @@ def _numbered(costs: Any, number: int) -> Any:
 
 
 def _of_system(options: Any, names: Counts, where: str = "system") -> Any:
-    """A system's options, or those of a part of it, whose keys are not names."""
+    """Return a system's options, or a part of them whose keys are not names."""
     if not isinstance(options, dict):
         return options
     return {
@@ -158,7 +158,7 @@ def _of_system(options: Any, names: Counts, where: str = "system") -> Any:
 
 
 def _of_option(value: Any, names: Counts, where: str) -> Any:
-    """Return an option with all replicas for their name, as a key or in a list."""
+    """Return an option with replicas in place of their name, as keys or in a list."""
     if isinstance(value, list):
         return [part for each in value for part in _listed(each, names, where)]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A run file, resolved: its instances and its system, for both worlds (``site.py``: stages)."""
+"""A resolved run file: its instances and system, for both worlds (``site.py``: stages)."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from jaxinfer.systems.registry import make_system
 
 @dataclass(frozen=True)
 class Resolved:
-    """The facts that follow from a run file, found once.
+    """The facts that follow from a run file, computed once.
 
     Attributes:
-        pairs: instances from the first of which KV may go to the second.
+        pairs: pairs of instances (source, destination) between which KV may be sent.
         counts_transfer: whether a first token counts only once its KV has arrived.
-        needs_fits: whether the system has to know what steps take; ``needs_attention_fits``: and
-            attention, by shard.
+        needs_fits: whether the system needs step times.
+        needs_attention_fits: whether the system needs the times of attention in each shard.
     """
 
     run_file: RunFile
@@ -30,19 +30,20 @@ class Resolved:
 
     @property
     def instances(self) -> Mapping[str, InstanceConfig]:
-        """The instances, by name."""
+        """Instances by name."""
         return self.cluster.instances
 
     def new_system(self) -> System:
-        """The system, as it is before a run."""
+        """Return a new system, in its state before a run."""
         return make_system(self.run_file.system, self.instances)
 
 
 def resolve(run_file: RunFile) -> Resolved:
-    """Find out what follows from a run file; nothing is loaded.
+    """Compute what follows from a run file; nothing is loaded.
 
     Raises:
-        JaxinferError: its parts do not fit together, or its system is none or cannot work on them.
+        JaxinferError: parts of the file do not fit together, or its system is unknown or cannot
+            work with them.
     """
     cluster = run_file.cluster()
     system = make_system(run_file.system, cluster.instances)

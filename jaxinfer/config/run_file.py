@@ -1,4 +1,4 @@
-"""Options and run files: what a user may set, checked before anything is loaded."""
+"""Run files: everything that a user may set, checked before anything is loaded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ from jaxinfer.options.validation import (
 from jaxinfer.systems.registry import make_system
 from jaxinfer.workload.lengths import BenchRequest
 
-# What may stand for a group of options, and which of them it then is.
+# Groups of options that a single value may replace, and the option that it then sets.
 SHORT = {"system": "name", "workload.arrivals": "kind", "workload.synthetic": "lengths"}
 
 
@@ -95,13 +95,13 @@ class RunFile(Options):
     @model_validator(mode="before")
     @classmethod
     def _replicate(cls, data: Any) -> Any:
-        """Have each replica by its name."""
+        """Replace entries by their replicas."""
         return replicate_cluster(data) if isinstance(data, dict) else data
 
     @model_validator(mode="before")
     @classmethod
     def _share_engine(cls, data: Any) -> Any:
-        """Give instances the engine's options, but for those that they set themselves."""
+        """Give instances the engine's options, except those that they set themselves."""
         if not isinstance(data, dict) or not isinstance(data.get("instances"), dict):
             return data
         common = _given(data.get("engine", {}))
@@ -116,19 +116,19 @@ class RunFile(Options):
         }
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse names that are shipped."""
+        """Refuse names of GPUs and models that are shipped."""
         Catalogue(self.gpus, self.models)
 
     @property
     def own(self) -> Catalogue:
-        """The GPUs and models that the file adds to those that are shipped."""
+        """The GPUs and models that the file adds to the shipped ones."""
         return Catalogue(self.gpus, self.models)
 
     def require_model(self) -> str:
-        """The model.
+        """Return the model.
 
         Raises:
-            JaxinferError: none is named.
+            JaxinferError: the file names none.
         """
         if self.model is None:
             raise JaxinferError(
@@ -138,17 +138,17 @@ class RunFile(Options):
         return self.model
 
     def with_workload(self, **options: object) -> "RunFile":
-        """The same with other options of its workload."""
+        """Return a run file with other options of its workload."""
         return self.model_copy(update={"workload": self.workload.model_copy(update=options)})
 
     def requests(
         self, note: Callable[[str], None] = lambda text: None, searched: bool = False
     ) -> list[BenchRequest]:
-        """See ``Workload.requests``, of the file's model."""
+        """Return the requests for the file's model; see ``Workload.requests``."""
         return self.workload.requests(self.model, note, searched)
 
     def cluster(self) -> ClusterConfig:
-        """Groups, instances and links.
+        """Return groups, instances and links.
 
         Raises:
             JaxinferError: they do not fit together.
@@ -198,7 +198,7 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
     """Read a run file, or start from nothing, and apply settings such as ``engine.seed=1``.
 
     Raises:
-        JaxinferError: the file or a setting is not what it should be.
+        JaxinferError: the file or a setting is wrong.
     """
     data = read_run_file(Path(path)) if path else {}
     for setting in settings:
@@ -217,7 +217,7 @@ def as_run_file(data: Mapping[str, Any]) -> RunFile:
 
 
 def _given(options: object) -> Any:
-    """Return the options that have been set, as a mapping; anything else as it is."""
+    """Return the options that were set, as a mapping; return anything else unchanged."""
     if not isinstance(options, Options):
         return options
     return {name: getattr(options, name) for name in options.model_fields_set}
@@ -227,7 +227,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
     """Read a run file's mapping, unchecked.
 
     Raises:
-        JaxinferError: it cannot be read, or holds no mapping.
+        JaxinferError: the file cannot be read, or has no mapping.
     """
     try:
         data = read_yaml(path)
@@ -239,10 +239,10 @@ def read_run_file(path: Path) -> dict[str, Any]:
 
 
 def apply_setting(data: dict[str, Any], setting: str) -> None:
-    """Put a setting such as ``engine.seed=1`` into what a file holds.
+    """Add a setting such as ``engine.seed=1`` to a file's contents.
 
     Raises:
-        JaxinferError: it is none, or leads through something that has no options.
+        JaxinferError: the setting is malformed, or leads through a value without options.
     """
     key, equals, value = setting.partition("=")
     if not equals and "[" not in key:
@@ -258,13 +258,13 @@ def apply_setting(data: dict[str, Any], setting: str) -> None:
 
 
 def put_option(data: dict[str, Any], key: str, value: Any) -> None:
-    """Put a value at a dotted key, such as ``engine.seed`` or ``axes.engine.seed``.
+    """Store a value at a dotted key, such as ``engine.seed`` or ``axes.engine.seed``.
 
     Raises:
-        JaxinferError: the key is none, or leads through something that has no options.
+        JaxinferError: the key is malformed, or leads through a value without options.
     """
     *path, last = key.split(".")
-    if "axes" in path:  # Of plan and sweep files: their names are dotted keys.
+    if "axes" in path:  # Names in plan and sweep files are dotted keys.
         until = path.index("axes") + 1
         path, last = path[:until], ".".join([*path[until:], last])
     if "[" in key:
@@ -281,7 +281,7 @@ def put_option(data: dict[str, Any], key: str, value: Any) -> None:
             inner = {short: inner}
         if not isinstance(inner, dict):
             raise JaxinferError(f"{where} is {shown(inner)}, has no options")
-        # A copy: an alias in YAML is one mapping in several places.
+        # Copied, because an alias in YAML is one mapping in several places.
         at[name] = dict(inner)
         at = at[name]
     at[last] = value

@@ -1,6 +1,6 @@
-"""A modelled cluster as finished values: its groups, its instances' stages, and paths between.
+"""A modelled cluster in final values: its groups, its instances' stages, and their paths.
 
-``model_site`` works them out of a run file; what simulates a cluster reads them.
+``model_site`` computes them from a run file; the simulator reads them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,11 +35,13 @@ class SiteGroup:
     """A device group of equal GPUs.
 
     Attributes:
-        kind: the GPU's name; ``devices``: how many; ``stage_devices``: of one stage, or 1 of a
-            group for attention, each of whose devices has KV heads of its own.
-        mesh: axes of a stage's devices and their sizes, where they are given.
-        slowdown: how many times longer a step takes than on the GPU.
-        shares: the group whose devices these are; None where they are its own.
+        kind: name of the GPU.
+        devices: number of devices.
+        stage_devices: number of devices of one stage; 1 in a group for attention, where each device
+            has KV heads of its own.
+        mesh: axes of a stage's devices and their sizes, if given.
+        slowdown: factor by which a step takes longer than on the GPU.
+        shares: group whose devices these are; None if they are its own.
     """
 
     name: str
@@ -53,21 +55,21 @@ class SiteGroup:
 
     @property
     def own_devices(self) -> int:
-        """Devices that no other group has lent it."""
+        """Number of devices that are its own."""
         return 0 if self.shares else self.devices
 
 
-# The path from group to group of what is named, as in "KV".
+# The path from group to group, by the name of what it carries, such as "KV".
 _PathOf = Callable[[SiteGroup, SiteGroup, str], NetworkPath]
 
 
 @dataclass(frozen=True)
 class SiteAttention:
-    """A group besides a stage's own, for KV heads.
+    """A group other than a stage's own, for KV heads.
 
     Attributes:
-        num_pages: of its pool for this stage; None for what its memory has room for.
-        path: from the stage's own group.
+        num_pages: pages of its pool for this stage; None for as many as its memory holds.
+        path: path from the stage's own group.
     """
 
     group: SiteGroup
@@ -81,8 +83,8 @@ class SiteStage:
     """A pipeline stage of an instance.
 
     Attributes:
-        costs: those of its group.
-        hop: what hidden states go over to the next stage; None after the last one.
+        costs: costs of its group.
+        hop: path of hidden states to the next stage; None after the last one.
     """
 
     group: SiteGroup
@@ -93,7 +95,7 @@ class SiteStage:
 
     @property
     def groups(self) -> list[SiteGroup]:
-        """Groups where its KV heads may lie: its own, then the others, one for each device."""
+        """Return groups where its KV heads may lie: its own, then the others, once per device."""
         return [
             self.group,
             *(each.group for each in self.attention for _ in range(each.group.devices)),
@@ -102,14 +104,15 @@ class SiteStage:
 
 @dataclass(frozen=True)
 class ModelledSite:
-    """A cluster that is modelled.
+    """A modelled cluster.
 
     Attributes:
-        placement: of the groups on the nodes of a hardware file; None without one.
-        stages: of each instance, in the layers' order.
-        paths: from group to group, for KV; all those that it may take.
+        placement: groups on the nodes of a hardware file; None without such a file.
+        stages: stages of each instance, in the layers' order.
+        paths: all paths that KV may take, from group to group.
         sharing: instances that share the experts of each layer.
-        relative_fits: whether step times are fitted by relative error, and not in seconds.
+        relative_fits: whether fits of step times minimise the relative error; otherwise the error
+            in seconds.
     """
 
     resolved: Resolved
@@ -123,11 +126,10 @@ class ModelledSite:
 
 
 def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGroup]]:
-    """Find the nodes that groups stand on, where a hardware file has some, and the GPUs of each.
+    """Find the groups' nodes, if there is a hardware file, and their GPUs.
 
     Raises:
-        JaxinferError: a group names no GPU that is known, or is of another platform; see
-            ``place_groups``.
+        JaxinferError: a group names an unknown GPU, or has another platform; see ``place_groups``.
     """
     cluster, own = resolved.cluster, resolved.run_file.own
     placement = place_groups(cluster, resolved.run_file.simulate, own)
@@ -152,18 +154,18 @@ def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGr
 
 
 def total_watts(placement: Placement | None, groups: Iterable[SiteGroup]) -> float | None:
-    """Add up the watts of the GPUs, or of whole nodes if placed on nodes; None if not known."""
+    """Return the watts of the GPUs, or of whole nodes if there are any; None if unknown."""
     if placement:
         return placement.watts
     return sum_known(group.gpu.watts for group in groups for _ in range(group.own_devices))
 
 
 def model_site(resolved: Resolved) -> ModelledSite:
-    """Work out a cluster whose groups name GPUs, or nodes of a hardware file.
+    """Compute a cluster whose groups name GPUs, or nodes of a hardware file.
 
     Raises:
-        JaxinferError: a GPU, a model or a link is missing, or the model cannot be divided as the
-            instances have it; see ``model_groups``.
+        JaxinferError: a GPU, a model or a link is missing, or the instances cannot divide the model
+            in this way; see ``model_groups``.
     """
     run_file = resolved.run_file
     placement, groups = model_groups(resolved)
@@ -177,7 +179,7 @@ def model_site(resolved: Resolved) -> ModelledSite:
                 f"{model.max_position_embeddings}"
             )
     if max(length or inf for length in longest.values()) <= model.sliding_window:
-        # No request leaves the window.
+        # No sequence is longer than the window.
         model = model.model_copy(update={"sliding_window": 0, "windowed_layers": 0})
     path = partial(_path, resolved.cluster, placement)
     stages = {}
@@ -224,7 +226,7 @@ def _stages(
 
 
 def _expert_size(costs: SimulateOptions) -> float | None:
-    """Bytes of an expert's weight where tables have experts in a format of their own."""
+    """Return the bytes of an expert's weight if the tables have another format for experts."""
     tables = costs.tables
     published = tables if isinstance(tables, PublishedTables) else None
     return EXPERT_SIZES[published.experts] if published and published.experts else None
@@ -239,7 +241,7 @@ def _parts(
     """Return each stage's part of the model, by stated layers or the groups' peak FLOPs.
 
     Args:
-        groups: one for each stage.
+        groups: group of each stage.
     """
     flows = [
         _flow(instance, model, group, not (place.attention or _is_measured(options, group)))
@@ -281,17 +283,18 @@ def _parts(
 
 
 def _is_measured(options: SimulateOptions, group: SiteGroup) -> bool:
-    """True of a group whose steps go by what was measured, or which shares experts."""
+    """Tell whether a group's steps use measured times, or share experts."""
     return bool(options.shared_experts or options.of(group.name).measured)
 
 
 def _flow(
     instance: InstanceConfig, model: ModelShape, group: SiteGroup, is_free: bool
 ) -> LayoutFlow | None:
-    """The flow of a layer on a group's mesh; None where neither layout nor mesh is given.
+    """Return the flow of a layer on a group's mesh; None if neither layout nor mesh is given.
 
     Args:
-        is_free: devices may be more than KV heads, each of which several have, as in a real run.
+        is_free: whether there may be more devices than KV heads, so that several have the same
+            head, as in a real run.
     """
     kv_heads, devices = model.num_key_value_heads, group.stage_devices
     has_copies = (
@@ -312,7 +315,7 @@ def _flow(
 def _attention(
     place: StageConfig, groups: Mapping[str, SiteGroup], options: SimulateOptions, path: _PathOf
 ) -> list[SiteAttention]:
-    """Groups besides a stage's own, whose steps are those of the stage."""
+    """Return the groups for a stage's KV heads other than its own."""
     found = []
     for each in place.attention:
         own = options.groups.get(each.group, GroupCosts())
@@ -329,7 +332,7 @@ def _attention(
 
 
 def _roofline(options: SimulateOptions, group: str) -> SimulateOptions:
-    """Costs of a group that has to do with attention beside a stage: the roofline's, or none."""
+    """Return the costs of a group that takes part in attention; only the roofline is allowed."""
     costs = options.of(group)
     if kind := costs.measured:
         raise JaxinferError(
@@ -348,9 +351,8 @@ def _path(
 ) -> NetworkPath:
     """Return the path between two groups, or between the GPUs of one.
 
-    KV goes over as many pairs of GPUs as there are where both groups stand on one node: as many as
-    the group with fewer devices has; within a group, as one of its stages has, since the other end
-    is another of them.
+    If both groups are on one node, KV uses as many pairs of GPUs as the smaller group has devices.
+    Within a group, it uses as many as one of its stages has, since the other end is another stage.
     """
     source, dest, pairs = here.name, there.name, 1
     if what == "KV":
@@ -361,7 +363,7 @@ def _path(
         return NetworkPath({(source, dest): pairs * here.gpu.link_gb_s * 1e9}, 0.0)
     link = cluster.link(source, dest)
     if link is None and cluster.home(source) == cluster.home(dest):
-        # Out of pages into a slab, and out of that into pages: read twice, and written twice.
+        # From pages to a slab, and from the slab to pages: read twice and written twice.
         return NetworkPath({(source, dest): pairs * here.gpu.memory_gb_s * 1e9 / 4}, 0.0)
     if link is None:
         raise JaxinferError(f"links: none between {source} and {dest}, where {what} must go")
@@ -371,10 +373,11 @@ def _path(
 def _ends(
     stages: Mapping[str, Sequence[SiteStage]], pairs: Iterable[tuple[str, str]]
 ) -> dict[tuple[str, str], None]:
-    """Groups between which KV may go, each pair once, in a fixed order.
+    """Return pairs of groups between which KV may be sent, each once, in a fixed order.
 
-    Between instances, that is from each stage to those with layers in common; within one, between
-    all groups that KV heads of one stage may lie on. An instance with such groups hands nothing on.
+    Between instances, each stage sends to those that share layers with it. Within an instance, KV
+    heads of a stage move between all groups where they may lie. Such an instance hands nothing over
+    to others.
     """
     found: dict[tuple[str, str], None] = {}
     spread = [name for name, own in stages.items() if any(stage.attention for stage in own)]

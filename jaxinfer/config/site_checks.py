@@ -1,4 +1,4 @@
-"""Clusters that no modelled world can be made of."""
+"""Checks for clusters that cannot be simulated."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ def check_played(cluster: ClusterConfig) -> None:
     """Refuse groups on the same devices whose steps would take turns there.
 
     Raises:
-        JaxinferError: they play no devices of their own, at a speed of their own; or one of an
-            instance with attention groups does.
+        JaxinferError: groups share devices but do not emulate their own, or one of them belongs to
+            an instance with attention groups.
     """
     sharers = {name: cluster.home(name) for name, group in cluster.groups.items() if group.shares}
     spread = [name for name, instance in cluster.instances.items() if instance.is_spread]

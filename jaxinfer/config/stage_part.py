@@ -1,4 +1,4 @@
-"""A pipeline stage of a modelled cluster: its part of the model, and the GPUs that have it."""
+"""A pipeline stage of a modelled cluster: its part of the model, and its GPUs."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from jaxinfer.options.validation import OptionError
 from jaxinfer.sharding.costs import LayoutFlow
 from jaxinfer.steps.shapes import StepLimits
 
-# Bytes of a number that is stored, by its option's value.
+# Bytes of a stored number, by the value of its option.
 _SIZES = {"auto": 2, "int8": 1, "fp8": 1}
-# Of experts in formats of their own, as published tables name them: with a scale of 8 bits for each
-# 32 numbers, and of 16 bits for each 128.
+# Bytes of experts' numbers in the formats of published tables: with a scale of 8 bits for each 32
+# numbers, and of 16 bits for each 128.
 EXPERT_SIZES = {"w4a16_mxfp4": 17 / 32, "int4_wo": 33 / 64}
-# Of the embedding's and the head's numbers.
+# Bytes of the embedding's and the head's numbers.
 TABLE_SIZE = 2
 
 
 def stored_sizes(model: ModelShape, weight_dtype: str, kv_cache_dtype: str) -> tuple[int, int]:
-    """Bytes of a layer's weight, of those that do not keep 16 bits, and of a KV entry's number.
+    """Return the bytes of a layer's weight (if it may have 8 bits) and of a number of KV.
 
     Raises:
         JaxinferError: the model is stored in another format of 8 bits.
@@ -30,18 +30,22 @@ def stored_sizes(model: ModelShape, weight_dtype: str, kv_cache_dtype: str) -> t
 
 @dataclass(frozen=True)
 class StagePart:
-    """The part of a model that a pipeline stage has, and where it lies.
+    """A pipeline stage's part of a model, and its devices.
 
     Attributes:
-        kind: the GPU's name; ``devices``: how many share each layer.
-        layers: number of layers; ``share``: their share of the model's.
-        first, last: with the embedding, with the head.
-        weight_size, kv_size: see ``stored_sizes``.
-        limits: sizes to which an engine pads the instance's steps; None where not known.
-        flow: what each layer does under its layout; without one, the devices have equal parts of
-            all weights and of KV.
-        expert_size: bytes of an expert's weight, where it is not ``weight_size``.
-        sharers: how many instances share the experts of each layer, this one included.
+        kind: name of the GPU.
+        devices: number of devices that share each layer.
+        layers: number of layers.
+        share: share of the model's layers.
+        first: whether it has the embedding.
+        last: whether it has the head.
+        weight_size: see ``stored_sizes``.
+        kv_size: see ``stored_sizes``.
+        limits: sizes to which an engine pads the instance's steps; None if unknown.
+        flow: work of each layer under its layout; without one, the devices have equal parts of all
+            weights and of KV.
+        expert_size: bytes of an expert's weight, if it is not ``weight_size``.
+        sharers: number of instances that share the experts of each layer, including this one.
     """
 
     gpu: Gpu
@@ -61,12 +65,12 @@ class StagePart:
 
     @property
     def mean_weight_size(self) -> float:
-        """Bytes of a layer's weight in the mean, over all layers of the model."""
+        """Mean bytes of a layer's weight, over all layers of the model."""
         return self.model.weight_size(self.weight_size)
 
     @property
     def weight_bytes(self) -> float:
-        """Weights on one of the devices."""
+        """Bytes of weights on one of the devices."""
         of: LayoutFlow | ModelShape = self.flow or self.model
         layers = of.parameters(self.layers, False, False)
         tables = of.parameters(self.layers, self.first, self.last) - layers
@@ -79,7 +83,7 @@ class StagePart:
 
     @property
     def kv_ways(self) -> float:
-        """Number of times that a device's KV heads go into the stage's; some may be there twice."""
+        """Ratio of the stage's KV heads to those of a device; heads may be stored several times."""
         if not self.flow:
             return self.devices
         heads = self.flow.model.num_key_value_heads

@@ -1,4 +1,4 @@
-"""The run file's pipeline stages, and where the KV heads of each may lie."""
+"""The run file's pipeline stages, and the groups where the KV heads of each may lie."""
 
 from pydantic import Field, field_validator
 
@@ -7,13 +7,13 @@ from jaxinfer.options.validation import Options
 
 
 class AttentionConfig(Options):
-    """A group besides a stage's own, for KV heads of requests and the attention to them.
+    """A group, other than a stage's own, that stores KV heads and computes their attention.
 
     Attributes:
         group: Name of the group.
         num_pages: Pages of its pools for this stage, counted as if all the stage's KV heads lay in
-            them. By default as many as the stage's own group has or, in a simulation, what its
-            memory holds, which goes to the stages that have the fewest.
+            them. By default as many as the stage's own group has. In a simulation, by default as
+            many as its memory holds, with more for the stages that have the fewest.
     """
 
     group: str
@@ -28,10 +28,10 @@ class StageConfig(Options):
         layers: Number of layers; without ``layers`` and ``share``, they are split by the measured
             speeds of the groups.
         share: Share of the layers, relative to the shares of the other stages.
-        attention: Groups that may store the stage's KV heads, by name or as ``{group: x, num_pages:
-            n}``. They have no weights; attention is computed where the heads lie. A group may be
-            there for several stages of one instance. In the instance's KV, each stage's own group
-            is a shard, then each device of these, in this order; then comes the next stage.
+        attention: Groups that may store the stage's KV heads, by name or as
+            ``{group: x, num_pages: n}``. They have no weights; attention is computed where the
+            heads lie. A group may serve several stages of one instance. The instance's KV shards
+            are, for each stage in turn, its own group and then each device of these groups.
     """
 
     group: str
@@ -48,12 +48,12 @@ class StageConfig(Options):
 
     @property
     def attention_groups(self) -> tuple[str, ...]:
-        """Names of the groups besides its own."""
+        """Names of the groups other than its own."""
         return tuple(each.group for each in self.attention)
 
 
 def head_pages(group: str, num_pages: int, heads: int, devices: int = 1) -> int:
-    """Pages of one KV head in the pool of each device of a group, the padding page included.
+    """Return the pages of one KV head in each device's pool, including the padding page.
 
     Args:
         num_pages: pages of the group, counted as if all the KV heads lay there.

@@ -1,4 +1,4 @@
-"""Coefficients and curves of whole steps, as a run file has them: what ``simulate`` goes by."""
+"""Coefficients and curves of whole steps in a run file, which ``simulate`` uses."""
 
 from typing import Any, Literal
 
@@ -9,12 +9,14 @@ from jaxinfer.options.validation import OptionError, Options
 
 
 class LinearCosts(Options):
-    """Coefficients, in seconds; ``simulate/costs/linear.py`` has those of papers.
+    """Coefficients, in seconds; ``simulate/costs/linear.py`` relates them to papers.
 
     Attributes:
-        step_s: per step; ``token_s``: per token computed; ``sequence_s``: per sequence in it.
-        decode_context_s: per KV entry that a row of one token sees, its own included.
-        chunk_context_s: per KV entry before a chunk, however long the chunk.
+        step_s: Per step.
+        token_s: Per computed token.
+        sequence_s: Per sequence of a step.
+        decode_context_s: Per KV entry that a row of one token sees, including its own.
+        chunk_context_s: Per KV entry before a chunk, whatever the chunk's length.
 
     Raises:
         JaxinferError: steps would take no time.
@@ -36,8 +38,9 @@ class PrefillCosts(Options):
     """Costs of a step with chunks, in seconds.
 
     Attributes:
-        step_s: per step; ``token_s``: per token of a chunk.
-        pair_s: per pair of tokens in a prompt; a whole prompt has the square of its length in
+        step_s: Per step.
+        token_s: Per token of a chunk.
+        pair_s: Per pair of tokens in a prompt; a whole prompt has the square of its length in
             pairs.
 
     Raises:
@@ -58,9 +61,10 @@ class DecodeCosts(Options):
     """Costs of a step with rows of one token, in seconds.
 
     Attributes:
-        below: applies to batches of fewer rows than this; None means all larger batches.
-        step_s: per step; ``sequence_s``: per row.
-        context_s: per KV entry that the rows see, their own included.
+        below: These costs apply to batches of fewer rows than this; None means all larger batches.
+        step_s: Per step.
+        sequence_s: Per row.
+        context_s: Per KV entry that the rows see, including their own.
 
     Raises:
         JaxinferError: steps would take no time.
@@ -78,13 +82,13 @@ class DecodeCosts(Options):
 
 
 class ExtraCosts(Options):
-    """Costs that a stage has in full, however many stages share the layers, in seconds.
+    """Costs that stages have in full, however many share the layers, in seconds.
 
     Attributes:
-        step_s: seconds of the first stage, per step.
-        context_s: seconds of the first stage, per KV entry that the step's rows see, their own
-            included.
-        prefill_stage_s: seconds of each stage, per step with chunks.
+        step_s: Seconds of the first stage, per step.
+        context_s: Seconds of the first stage, per KV entry that the step's rows see, including
+            their own.
+        prefill_stage_s: Seconds of each stage, per step with chunks.
     """
 
     step_s: float = Field(default=0.0, ge=0)
@@ -93,16 +97,17 @@ class ExtraCosts(Options):
 
 
 class PhaseCosts(Options):
-    """Coefficients by phase; ``simulate/costs/phases.py`` has those of papers.
+    """Coefficients by phase; ``simulate/costs/phases.py`` relates them to papers.
 
     Attributes:
-        decode: by size of the batch, the smallest first; the last one is for all larger ones.
-        share_step: pipeline stages divide ``step_s`` in proportion to their layers, as they divide
-            all other costs; otherwise each stage takes the full ``step_s``.
+        decode: coefficients by size of the batch, the smallest first; the last ones are for all
+            larger sizes.
+        share_step: whether pipeline stages divide ``step_s`` in proportion to their layers, as they
+            divide all other costs; otherwise each stage takes the full ``step_s``.
         extra: costs that stages do not divide.
 
     Raises:
-        JaxinferError: the sizes of batches do not rise, or do not end with all larger ones.
+        JaxinferError: the sizes of batches do not increase, or do not end with all larger ones.
     """
 
     prefill: PrefillCosts
@@ -133,16 +138,16 @@ class PhaseCosts(Options):
 
 
 class CurveCosts(Options):
-    """Curves of whole steps; ``simulate/costs/curves.py`` has the file's columns.
+    """Curves of whole steps; ``simulate/costs/curves.py`` lists the file's columns.
 
     Attributes:
-        file: the points, as seen from the working directory.
-        decode: what a step of decodes goes by.
+        file: the file with the points, relative to the working directory.
+        decode: quantities that the time of a step of decodes depends on.
         mixed_factor: ratio of the time of a step with prompts and decodes to that of a prompt with
             all its tokens; by default, the step takes the sum of the times of its prompts and of
             its decodes alone.
-        share_weights: of that sum, what a single decode takes at the least context is left out:
-            prompts and decodes read the weights together.
+        share_weights: whether to subtract, from that sum, the time of a single decode at the
+            smallest context, because prompts and decodes read the weights together.
     """
 
     file: str
@@ -151,6 +156,6 @@ class CurveCosts(Options):
     share_weights: bool = False
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse two ways to reckon a step with both."""
+        """Refuse two ways to compute the time of a mixed step."""
         if self.mixed_factor is not None and self.share_weights:
             raise JaxinferError("both mixed_factor and share_weights: give one of them")

@@ -1,4 +1,4 @@
-"""A run file's workload: its requests, and when they come."""
+"""A run file's workload: its requests and their arrivals."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -37,8 +37,9 @@ class Workload(Options):
         arrivals: When requests arrive.
         max_tokens: Output limit that users give in a modelled run; by default the true length.
             Systems and policies see only this limit; the request ends earlier, at its true length.
-        predictor: Predictor of output tokens. It is ``my_module:MyPredictor``, or ``{name: ...,
-            ...options}``, or in a modelled run ``{granularity: 200, accuracy: 0.85, seed: 0}``.
+        predictor: Predictor of output tokens. It is ``my_module:MyPredictor``, or
+            ``{name: ..., ...options}``, or in a modelled run
+            ``{granularity: 200, accuracy: 0.85, seed: 0}``.
     """
 
     input: str | None = None
@@ -92,7 +93,7 @@ class Workload(Options):
 
     @property
     def drawn(self) -> dict[str, Arrivals | Buckets | Synthetic]:
-        """The parts that go by a seed, by their names."""
+        """The parts that have a seed, by their names."""
         return {
             name: part
             for name, part in self
@@ -100,7 +101,7 @@ class Workload(Options):
         }
 
     def check_real(self) -> None:
-        """Raise JaxinferError for what only a modelled run can have."""
+        """Raise JaxinferError for options that only a modelled run can have."""
         if self.max_tokens is not None:
             raise OptionError(
                 "workload.max_tokens: what users of a modelled run give; a real run has the "
@@ -113,15 +114,16 @@ class Workload(Options):
         note: Callable[[str], None] = lambda text: None,
         searched: bool = False,
     ) -> list[BenchRequest]:
-        """The requests with their times of arrival.
+        """Return the requests with their times of arrival.
 
         Args:
-            model: whose tokens a trace with texts is in, where no ``tokenizer`` is named.
-            note: told of what was left out, and of times that do not count.
-            searched: whether rates are searched for, regardless of the arrivals.
+            model: model whose tokenizer is used for traces with texts, if there is no
+                ``tokenizer``.
+            note: called with a text on requests that were left out, or times that are ignored.
+            searched: whether rates are searched for, so that arrivals do not matter.
 
         Raises:
-            JaxinferError: there is no trace, or it cannot be read, or nothing of the class.
+            JaxinferError: there is no trace, it cannot be read, or it has no request of the class.
         """
         if self.trace is None and self.synthetic is None:
             raise JaxinferError(
@@ -189,7 +191,7 @@ class Workload(Options):
         return kept
 
     def _of_times(self, trace: Trace, searched: bool) -> str | None:
-        """Say which times of a trace do not count, or count from another moment on."""
+        """Return a note on arrival times of a trace that are ignored or shifted, or None."""
         if not trace.has_times:
             return None
         if searched:
@@ -205,18 +207,18 @@ class Workload(Options):
 
 
 def _trace(path: str, limit: int | None, model: str | None) -> Trace:
-    """Read a trace; a file that is as it was is not read and tokenized again."""
+    """Read a trace; an unchanged file is not read and tokenized again."""
     try:
         found = data_path(path).stat()
     except OSError:
-        return read_trace(path, limit, encoder(model))  # Says why it cannot.
-    if not S_ISREG(found.st_mode):  # What a pipe gives is there once.
+        return read_trace(path, limit, encoder(model))  # This says why it cannot be read.
+    if not S_ISREG(found.st_mode):  # A pipe can be read only once.
         return read_trace(path, limit, encoder(model))
     stands = found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
     return _read_once(path, limit, model, stands)
 
 
-# Points and seeds of a sweep have one trace; more of them would hold memory for nothing.
+# Points and seeds of a sweep share one trace; keeping more would only use memory.
 @lru_cache(maxsize=2)
 def _read_once(path: str, limit: int | None, model: str | None, stands: tuple[int, ...]) -> Trace:
     return read_trace(path, limit, encoder(model))

@@ -1,1 +1,1 @@
-"""Files that come with the package, digests of those that runs name, and lines of JSON."""
+"""Files that come with the package, digests of files that runs name, and lines of JSON."""

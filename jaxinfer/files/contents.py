@@ -11,9 +11,10 @@ from pathlib import Path
 from jaxinfer.files.own_modules import with_imports
 from jaxinfer.files.shipped import OPERATORS_NAME, data_path
 
-# Options that may name a folder by a word alone: elsewhere a word is a system, a group, a planner.
+# Options that may name a folder by a single word; elsewhere, a word is a system, group or planner.
 _FOLDERS = ("model", "tokenizer", "tables", "folder")
-# What counts in a folder, beside its tables: a model's shape and tokenizer, or how it was measured.
+# Files of a folder that matter in addition to its tables: a model's shape and tokenizer, and how it
+# was measured.
 _INSIDE = (
     *("config.json", "generation_config.json", "meta.yaml"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
@@ -21,24 +22,24 @@ _INSIDE = (
 
 
 def contents(data: object, beside: bool = True) -> dict[str, str]:
-    """The SHA-256 of each file that run files name, and of modules of a user's own.
+    """Return the SHA-256 of each file that run files name, and of the user's own modules.
 
-    The same names may stand for other things when a search goes on, or a run is made again.
+    A name may refer to other contents when a search is continued, or a run is repeated.
 
     Args:
-        beside: with a module or a Python file, those in its folder and all that these import.
+        beside: for a module or a Python file, include those in its folder and all their imports.
     """
     found = {}
     for text, may_be_folder in _texts(data):
         for path in _files(text, may_be_folder, beside):
-            with suppress(OSError):  # Gone or closed by now: what needs it will say so.
+            with suppress(OSError):  # It is gone or closed by now; its user will report that.
                 status = path.stat()
                 found[str(path)] = _digest(path, status.st_mtime_ns, status.st_size)
     return found
 
 
 def _texts(value: object, of_folder: bool = True) -> Iterator[tuple[str, bool]]:
-    """Yield each text, and whether it may name a folder, as one under no key may."""
+    """Yield each text, and whether it may name a folder, as texts without a key may."""
     if isinstance(value, str):
         if value:
             yield value, of_folder or "/" in value
@@ -52,7 +53,9 @@ def _texts(value: object, of_folder: bool = True) -> Iterator[tuple[str, bool]]:
 
 
 def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
-    """The file of this name, those of a folder with measurements or a model, or a module's."""
+    """Yield the file of this name, the files of a folder with data or a model, or a
+    module's files.
+    """
     module, colon, _ = text.partition(":")
     try:
         path = data_path(Path(text).expanduser())
@@ -70,7 +73,7 @@ def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
                 module_file = Path(spec.origin)
                 yield from with_imports(module_file) if beside else [module_file]
     except (OSError, RuntimeError, ValueError, ImportError):
-        return  # Too long for a name, or otherwise none: what needs it will say so.
+        return  # It is too long or otherwise invalid as a name; its user will report that.
 
 
 @lru_cache(maxsize=4096)

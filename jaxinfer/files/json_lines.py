@@ -1,4 +1,4 @@
-"""Reading JSONL strictly: what a lenient reader would let pass, or crash on, is an error here."""
+"""Reads JSONL strictly: input that a lenient reader would accept, or crash on, is an error here."""
 
 import codecs
 import gzip
@@ -14,8 +14,8 @@ from jaxinfer.files.shipped import why_not
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """``value``'s ``repr``, its middle left out where it is longer than ``limit`` characters."""
-    text = repr(value).replace("\n", " ")  # Arrays have several lines.
+    """Return the ``repr`` of ``value``, without its middle if it exceeds ``limit`` characters."""
+    text = repr(value).replace("\n", " ")  # Arrays span several lines.
     if len(text) <= limit:
         return text
     half = (limit - 3) // 2
@@ -24,7 +24,7 @@ def shorten(value: object, limit: int = 60) -> str:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise JaxinferError where what is done inside cannot read ``path``."""
+    """Raise JaxinferError if the code inside cannot read ``path``."""
     try:
         yield
     except OSError as error:
@@ -34,12 +34,12 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """Open a file, and unpack it where its name ends in ``.gz``."""
+    """Open a file, decompressed if its name ends in ``.gz``."""
     return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
 def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield each line that is not blank with its number, which counts the blank ones, from 1."""
+    """Yield each non-blank line with its number, counting all lines from 1."""
     for number, raw in enumerate(file, 1):
         line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
         if line.strip():
@@ -47,10 +47,10 @@ def numbered(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The same of a file.
+    """Yield each non-blank line of a file with its number.
 
     Raises:
-        JaxinferError: the file is missing, a folder, or cannot be read.
+        JaxinferError: the file is missing, is a folder, or cannot be read.
     """
     with readable(path), open_bytes(path) as file:
         yield from numbered(file)
@@ -60,9 +60,9 @@ def parse_object(raw: bytes) -> dict[str, object]:
     """Parse one line that must be a JSON object.
 
     Raises:
-        JaxinferError: not UTF-8, not JSON, not an object, a key given twice, NaN or infinity
-            (Python's own reader takes them), half of a surrogate pair (which no tokenizer
-            takes).
+        JaxinferError: the line is not UTF-8, not JSON or not an object; a key is given twice; or it
+            has NaN or infinity (which Python's own reader accepts) or half of a surrogate pair
+            (which no tokenizer accepts).
     """
     try:
         value = json.loads(
@@ -91,17 +91,17 @@ def parse_object(raw: bytes) -> dict[str, object]:
 
 
 def as_token_ids(value: object, name: str) -> list[int]:
-    """``value`` as a non-empty list of token ids.
+    """Return ``value`` as a non-empty list of token ids.
 
     Raises:
-        JaxinferError: it is anything else; the message names ``name`` and the wrong element.
+        JaxinferError: it is something else; the message has ``name`` and the wrong element.
     """
     if not isinstance(value, list):
         raise JaxinferError(f"{name} is {shorten(value)}, must be a list of token ids")
     if not value:
         raise JaxinferError(f"{name} is empty, needs at least one token id")
     for index, token in enumerate(value):
-        if type(token) is not int or token < 0:  # True is an int to isinstance
+        if type(token) is not int or token < 0:  # isinstance accepts True as an int.
             raise JaxinferError(f"{name}[{index}] is {shorten(token)}, must be an integer >= 0")
     return value
 
@@ -111,7 +111,7 @@ class _ConstantFound(Exception):
 
 
 class _Constant(str):
-    """NaN or an infinity, until the key that has it is known."""
+    """NaN or an infinity, until its key is known."""
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Files of lines that are written while something goes on, such as a run's."""
+"""Files of lines that are written while a process, such as a run, goes on."""
 
 from pathlib import Path
 
@@ -20,14 +20,14 @@ class Lines:
             raise cannot_write(path, error) from None
 
     def write(self, text: str) -> None:
-        """Write one line or several, which end with a line break."""
+        """Write one or several lines, which end with a line break."""
         try:
             self._file.write(text)
         except OSError as error:
             raise cannot_write(self._path, error) from None
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining lines and close the file."""
         try:
             self._file.close()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Digests and names of all that results are made from besides what is asked."""
+"""Digests and names of everything that results depend on, other than their inputs."""
 
 import contextlib
 import hashlib
@@ -11,20 +11,20 @@ from pathlib import Path
 from jaxinfer.files.shipped import SHIPPED
 
 PACKAGE = Path(__file__).parents[1]
-# Of the package, what no simulation loads; a test looks.
+# Parts of the package that no simulation imports; a test checks this.
 _REAL_ALONE = ("pallas_kernels",)
 
 
 @cache
 def code_version() -> str:
-    """A digest of what simulations are made of: all Python files and tables of the package."""
+    """Return a digest of all Python files and tables of the package that simulations use."""
     return digest_of(PACKAGE, leave_out=_REAL_ALONE)
 
 
 def real_version() -> str:
-    """A digest of all that real runs depend on: the package, processor, devices, JAX and Numba.
+    """Return a digest for real runs: the package, processor, devices, JAX and Numba.
 
-    The host's name does not count, since each container has another. It initialises JAX.
+    The host's name is left out, since each container has another. This initialises JAX.
     """
     import jax
 
@@ -36,15 +36,15 @@ def real_version() -> str:
 
 
 def digest_of(folder: Path, leave_out: tuple[str, ...] = ()) -> str:
-    """SHA-256 of the ``.py`` and ``.yaml`` files of a folder, with their paths in it.
+    """Return the SHA-256 of a folder's ``.py`` and ``.yaml`` files, with their paths in it.
 
     Args:
-        leave_out: folders in it that do not count.
+        leave_out: folders in it to leave out.
     """
     found = hashlib.sha256()
     for at, folders, files in os.walk(folder, followlinks=True):
         if Path(at) == SHIPPED:
-            folders.clear()  # Run files: those that are asked for are known by their contents.
+            folders.clear()  # Requested run files count by their contents.
         folders[:] = sorted(name for name in folders if name not in (*leave_out, "__pycache__"))
         for name in sorted(files):
             if name.endswith((".py", ".yaml")):
@@ -55,7 +55,7 @@ def digest_of(folder: Path, leave_out: tuple[str, ...] = ()) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -63,7 +63,7 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """The model name of this machine's CPU, or its architecture if the name is not known."""
+    """Return the model name of this machine's CPU, or its architecture if unknown."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

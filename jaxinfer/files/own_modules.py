@@ -1,4 +1,4 @@
-"""Files of a user's own modules, by what the source of one of them imports."""
+"""Finds the files of a user's own modules from the imports in their source."""
 
 import ast
 import sys
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-# Installed packages, and this one, are known by their versions.
+# Installed packages, and this one, count by their versions.
 _INSTALLED = ("site-packages", "dist-packages")
 _OURS = "jaxinfer"
 
 
 def with_imports(path: Path) -> list[Path]:
-    """A Python file, those beside it, and what these import, and so on, as files.
+    """Return a Python file, those in its folder, and everything that these import, as files.
 
-    What an import finds on the module search path counts, but for the standard library, installed
-    packages and jaxinfer. Files beside one count whatever it imports, since names may be computed.
+    Imports from the module search path count, except the standard library, installed packages and
+    jaxinfer. All files in its folder count, since names of imports may be computed.
     """
     found = dict.fromkeys([path, *sorted(path.parent.glob("*.py"))])
     waiting = list(found)
@@ -49,7 +49,7 @@ def _imported(path: Path) -> Iterator[Path]:
 
 
 def _roots() -> list[Path]:
-    """Folders of the module search path that have a user's own modules."""
+    """Return the folders of the module search path that have a user's own modules."""
     standard = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     paths = [Path.cwd(), *(Path(entry or ".").absolute() for entry in sys.path)]
     return [
@@ -64,7 +64,7 @@ def _roots() -> list[Path]:
 
 @lru_cache(maxsize=4096)
 def _imports(path: Path, mtime_ns: int, size: int) -> list[tuple[int, str]]:
-    """Levels and names of all modules that a file may import; none where it is no Python."""
+    """Return levels and names of all modules that a file may import; empty if it is not Python."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Processes that work for this one, and end with it, however it ends."""
+"""Processes that work for this one, and always end with it."""
 
 import os
 import signal
@@ -9,17 +9,17 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 
-# How often a worker looks for its parent, in seconds.
+# Seconds after which a worker checks again that its parent exists.
 _LOOKS_S = 0.5
 
 
 @contextmanager
 def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
-    """A pool of some number of processes; by default one for each core.
+    """Yield a pool of processes; by default one for each core.
 
-    What fails inside ends them at once, and drops what they were at.
+    A failure inside ends them at once, and drops their work.
     """
-    # Not forked: who calls may have threads, as JAX has.
+    # Not forked, because the caller may have threads, as JAX does.
     pool = ProcessPoolExecutor(
         count or os.cpu_count() or 1, get_context("spawn"), _begin, (os.getpid(),)
     )

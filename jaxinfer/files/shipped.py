@@ -1,4 +1,4 @@
-"""Files that come with the package, found by their names: run files, clusters, prompts, traces."""
+"""Finds files that come with the package by their names: run files, clusters, prompts, traces."""
 
 import os
 from collections.abc import Iterator
@@ -6,16 +6,17 @@ from difflib import get_close_matches
 from pathlib import Path
 
 SHIPPED = Path(__file__).parents[1] / "configs"
-# Where tables of operators ship, by card, in aiconfigurator's order; and their name in run files.
+# Folder of the shipped tables of operators, by card, in aiconfigurator's order; and their name in
+# run files.
 OPERATORS = SHIPPED / "operators"
 OPERATORS_NAME = "configs/operators"
 
 
 def data_path(name: str | Path) -> Path:
-    """The path of a file or folder that a user names.
+    """Return the path of a file or folder that a user names.
 
-    What is there as given comes first; else what ships by this name, with or without ``configs/``
-    before it; else the name as it is.
+    An existing path as given comes first; then a shipped file of this name, with or without
+    ``configs/`` in front; otherwise the name unchanged.
     """
     path = Path(name)
     if os.path.lexists(path) or path.is_absolute() or ".." in path.parts:
@@ -26,7 +27,7 @@ def data_path(name: str | Path) -> Path:
 
 
 def why_not(path: str | Path, error: OSError) -> str:
-    """The reason why a user's path cannot be read, and what ships by nearly its name."""
+    """Return why a user's path cannot be read, and the nearest name that ships."""
     reason = error.strerror or str(error)
     path = Path(path)
     if not isinstance(error, FileNotFoundError) or path.is_absolute():
@@ -37,7 +38,7 @@ def why_not(path: str | Path, error: OSError) -> str:
 
 
 def shipped_files() -> Iterator[str]:
-    """Names of all files that ship."""
+    """Yield the names of all files that ship."""
     for path in sorted(SHIPPED.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
             yield path.relative_to(SHIPPED).as_posix()

@@ -1,4 +1,4 @@
-"""Faults by checksums of tokens, for engines that send real entries and sums of them."""
+"""Names faults by checksums of tokens, for engines that send real entries and their sums."""
 
 import numpy as np
 
@@ -6,23 +6,24 @@ import numpy as np
 def name_by_sums(
     sent_LT: np.ndarray, found_LT: np.ndarray, page_size: int, first_layer: int = 0, start: int = 0
 ) -> str:
-    """Name a fault by where in the data sent the wrong sums belong; "" unless most are known.
+    """Name a fault by the origin of wrong sums in the sent data; "" unless most are known.
 
     Every transfer carries sums at little cost; call this only if they differ. Sums identify layers
     and tokens, but neither heads nor the earlier contents of a page.
 
     Args:
-        sent_LT: sum of the keys and values sent, by layer and token; ``found_LT``: the sums of
-            those found at the destination.
+        sent_LT: sums of the keys and values sent, by layer and token.
+        found_LT: sums of those found at the destination.
         page_size: page size of the destination.
-        first_layer, start: numbers that messages give to the first of these layers and tokens.
+        first_layer: number of the first of these layers, for messages.
+        start: number of the first of these tokens, for messages.
     """
     T = sent_LT.shape[1]
     sums, first = np.unique(sent_LT, return_index=True)
     wrong = np.argwhere(found_LT != sent_LT)
     at = np.searchsorted(sums, found_LT[tuple(wrong.T)]).clip(max=len(sums) - 1)
     known = sums[at] == found_LT[tuple(wrong.T)]
-    # Sums of equal tokens are equal, and zeros are everywhere: most have to be somebody's.
+    # Sums of equal tokens are equal, and zeros occur everywhere, so most wrong sums must match.
     if 2 * known.sum() <= len(wrong):
         return ""
     here = wrong[known]

@@ -1,1 +1,1 @@
-"""GPUs, models and links as numbers, and the figures that runs are measured by."""
+"""GPUs, models and links as numbers, and the data behind efficiency figures."""

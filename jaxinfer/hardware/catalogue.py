@@ -1,4 +1,4 @@
-"""Parts of a modelled cluster: GPUs and models, by name, in numbers."""
+"""Parts of a modelled cluster in numbers: GPUs and models, by name."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,17 +12,20 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.options.validation import OptionError, Options, did_you_mean
 
-# Collectives over PCIe, where cards do not read each other's memory: the rate that LLMServingSim's
-# example clusters give two such cards (16 GiB/s). Public runs of nccl-tests on four RTX 4090 have
-# 12.8 GB/s, and 26 to 36 us from 128 KiB to 2 MiB beside it (tinygrad/open-gpu-kernel-modules#22).
+# Collectives over PCIe if cards do not read each other's memory. The rate is that of
+# LLMServingSim's example clusters for two such cards (16 GiB/s). Public runs of nccl-tests on four
+# RTX 4090 have 12.8 GB/s, plus 26 to 36 us from 128 KiB to 2 MiB
+# (tinygrad/open-gpu-kernel-modules#22).
 PCIE_GB_S, PCIE_S = 17.0, 30e-6
-# Over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's aiconfigurator.
+# Collectives over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's
+# aiconfigurator.
 NVLINK_SHARE, NVLINK_S = 0.5, 12e-6
-# Bytes of a number of 16 bits.
+# Bytes of a 16-bit number.
 WIDE_SIZE = 2
-# Between domains, where nothing else is said: an adapter of 400 Gbit/s for each GPU.
+# The default between domains: an adapter of 400 Gbit/s for each GPU.
 NETWORK_GB_S = 50.0
-# What connects GPUs: collectives over PCIe go through the host. Of a CPU, its memory; of one, none.
+# Connections between GPUs; collectives over PCIe go through the host. A CPU has its memory, and a
+# single GPU has none.
 LINKS = ("NVLink", "PCIe", "InfinityFabric", "ICI", "memory", "none")
 
 
@@ -30,19 +33,20 @@ class Gpu(Options):
     """A kind of GPU, by its maker's numbers.
 
     Attributes:
-        bf16_tflops: dense, in 10^12 operations per second.
-        memory_gb: all of it, as its maker's tool shows it, in 10^9 bytes (not GiB);
-            ``memory_gb_s``: its bandwidth per second.
-        link: what connects the GPUs of one node, one of ``LINKS``, or one with its generation, as
-            ``NVLink4``; ``link_gb_s``: 10^9 bytes per second, each way.
-        domain: GPUs that the link joins; None for any number of them. ``network_gb_s``: to GPUs of
-            other domains, as ``link_gb_s``.
-        watts: the limit of its power; None where it is not known.
-        device_kind: what JAX calls it.
-        checked: whether more than one source has the numbers.
-        all_reduce_gb_s: what an all-reduce of many bytes gets of the link, as nccl-tests' busbw,
-            in 10^9 bytes per second; ``all_reduce_s``: seconds that each takes besides. Without
-            them, see ``collective`` and ``stated_collective``.
+        bf16_tflops: dense bfloat16 rate, in 10^12 operations per second.
+        memory_gb: total memory, as its maker's tool shows it, in 10^9 bytes (not GiB).
+        memory_gb_s: memory bandwidth, in 10^9 bytes per second.
+        link: connection between the GPUs of one node: one of ``LINKS``, or one with its generation,
+            such as ``NVLink4``.
+        link_gb_s: bandwidth of the link in each direction, in 10^9 bytes per second.
+        domain: number of GPUs that the link connects; None for any number.
+        network_gb_s: bandwidth to GPUs of other domains, as for ``link_gb_s``.
+        watts: power limit; None if unknown.
+        device_kind: JAX's name for it.
+        checked: whether the numbers come from more than one source.
+        all_reduce_gb_s: bandwidth of large all-reduces, as nccl-tests' busbw, in 10^9 bytes per
+            second. By default, see ``collective`` and ``stated_collective``.
+        all_reduce_s: fixed seconds of each all-reduce.
     """
 
     bf16_tflops: float = Field(gt=0)
@@ -76,7 +80,7 @@ class Gpu(Options):
 
     @property
     def stated_collective(self) -> tuple[float, float]:
-        """An all-reduce's GB/s and seconds for a roofline; by default the link's rate alone.
+        """GB/s and fixed seconds of all-reduces for a roofline; by default only the link's rate.
 
         A roofline states fractions of peaks.
         """
@@ -84,10 +88,10 @@ class Gpu(Options):
 
     @property
     def collective(self) -> tuple[float, float]:
-        """The rate of collectives in 10^9 bytes per second, and the seconds of each besides.
+        """GB/s (10^9 bytes per second) and fixed seconds of collectives, for tables.
 
-        For tables, which are measured. By default, over PCIe no more than ``PCIE_GB_S``, of any
-        generation, since it goes through the host's memory; else ``NVLINK_SHARE`` of the link.
+        By default, PCIe of any generation has at most ``PCIE_GB_S``, since data goes through the
+        host's memory; other links have ``NVLINK_SHARE`` of their rate.
         """
         if self.link.lower().startswith("pcie"):
             gb_s, each_s = min(self.link_gb_s, PCIE_GB_S), PCIE_S
@@ -99,11 +103,11 @@ class Gpu(Options):
 
 
 class WideLayers(Options):
-    """Numbers of layers in which a linear weight keeps 16 bits, in a model of 8 bits.
+    """Number of layers in which a linear weight keeps 16 bits, in a model of 8 bits.
 
     Attributes:
-        q, k, v, o: of attention; ``gate``, ``up``, ``down``: of the feed-forward layer, or of all
-            its experts.
+        q, k, v, o: weights of attention.
+        gate, up, down: weights of the feed-forward layer, or of all its experts.
     """
 
     q: int = Field(default=0, ge=0)
@@ -116,19 +120,21 @@ class WideLayers(Options):
 
 
 class ModelShape(Options):
-    """The numbers of a decoder-only transformer that decide its cost, as Hugging Face names them.
+    """The numbers of a decoder-only transformer that decide its cost, with Hugging Face's names.
 
     Attributes:
         head_dim: by default ``hidden_size / num_attention_heads``.
-        gated: the feed-forward layer has three matrices, not two.
-        qk_norm: queries and keys of each head are normalised.
-        num_experts, num_experts_per_tok: 0 is one dense feed-forward layer; ``intermediate_size``
-            is one expert's.
-        sliding_window: entries that a token sees in ``windowed_layers`` of the layers. Published
-            tables alone have times of them.
-        stored_bits: format of 8 bits that its linear weights are stored in, which
-            ``weight_dtype: auto`` keeps; ``wide_layers``: those that are not.
-        max_position_embeddings: tokens of the longest sequence; None where any will do.
+        gated: whether the feed-forward layer has three matrices instead of two.
+        qk_norm: whether queries and keys of each head are normalised.
+        num_experts: number of experts; 0 is one dense feed-forward layer. ``intermediate_size`` is
+            that of one expert.
+        num_experts_per_tok: number of experts per token; 0 without experts.
+        sliding_window: number of entries that a token sees in ``windowed_layers`` of the layers.
+            Only published tables have such times.
+        stored_bits: format of 8 bits in which its linear weights are stored, which
+            ``weight_dtype: auto`` keeps.
+        wide_layers: linear weights that are not stored in 8 bits.
+        max_position_embeddings: number of tokens of the longest sequence; None for no limit.
     """
 
     hidden_size: int = Field(ge=1)
@@ -150,7 +156,7 @@ class ModelShape(Options):
     max_position_embeddings: int | None = Field(default=None, ge=1)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse heads that do not share evenly, and experts of whom none is asked."""
+        """Refuse KV heads that do not divide the query heads, and experts without use."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise OptionError(
                 f"num_key_value_heads is {self.num_key_value_heads}, must divide "
@@ -180,40 +186,41 @@ class ModelShape(Options):
 
     @property
     def head_size(self) -> int:
-        """H."""
+        """Head size H."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention: queries, keys, values, output."""
+        """Number of parameters of one layer's attention: queries, keys, values, output."""
         N, K = self.num_attention_heads, self.num_key_value_heads
         return self.hidden_size * self.head_size * (2 * N + 2 * K)
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one expert of one layer, or of its dense feed-forward layer."""
+        """Number of parameters of one expert of a layer, or of its dense feed-forward layer."""
         return (2 + self.gated) * self.hidden_size * self.intermediate_size
 
     def experts_read(self, tokens: float) -> float:
-        """The mean number of a layer's experts that ``tokens`` tokens are sent to.
+        """Return the mean number of a layer's experts that ``tokens`` tokens are sent to.
 
-        E (1 - (1 - k / E)^tokens), if each token draws its k of E uniformly and independently.
+        It is E (1 - (1 - k / E)^tokens), if each token draws its k of E uniformly and
+        independently.
         """
         E = self.num_experts
         return E * (1 - (1 - self.num_experts_per_tok / E) ** tokens) if E else 1.0
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer, those of all experts and their router included."""
+        """Number of parameters of one layer, including all experts and their router."""
         experts = max(self.num_experts, 1) * self.expert_parameters
         return self.attention_parameters + experts + self.num_experts * self.hidden_size
 
     def weight_size(self, narrow: float, kinds: Collection[str] = ()) -> float:
-        """Mean bytes of a number of the layers' linear weights.
+        """Return the mean bytes per number of the layers' linear weights.
 
         Args:
-            narrow: bytes of those that are not among ``wide_layers``.
-            kinds: names of some of the weights, as there; by default all.
+            narrow: bytes of weights that are not among ``wide_layers``.
+            kinds: names of some of the weights, as in ``WideLayers``; by default all.
         """
         N, K = self.num_attention_heads, self.num_key_value_heads
         sizes = {"q": N, "k": K, "v": K, "o": N}
@@ -228,7 +235,7 @@ class ModelShape(Options):
         return narrow + share * (WIDE_SIZE - narrow)
 
     def parameters(self, layers: int, first: bool, last: bool) -> int:
-        """Parameters of a stage."""
+        """Return the number of parameters of a stage."""
         table = self.vocab_size * self.hidden_size
         tables = first + last
         if first and last and self.tie_word_embeddings:
@@ -236,19 +243,20 @@ class ModelShape(Options):
         return layers * self.layer_parameters + tables * table
 
     def kv_bytes(self, layers: int, itemsize: int) -> int:
-        """Bytes of one token's keys and values."""
+        """Return the bytes of one token's keys and values."""
         return 2 * layers * self.num_key_value_heads * self.head_size * itemsize
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """GPUs and models by name: those that are shipped, and one's own.
+    """GPUs and models by name: shipped ones, and the user's own.
 
     Attributes:
-        gpus, models: one's own.
+        gpus: the user's own GPUs.
+        models: the user's own models.
 
     Raises:
-        JaxinferError: one's own has the name of one that is shipped.
+        JaxinferError: a name is already that of a shipped one.
     """
 
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
@@ -263,10 +271,10 @@ class Catalogue:
                     )
 
     def and_those_of(self, file: str, more: "Catalogue") -> "Catalogue":
-        """The catalogue with a file's entries added.
+        """Return the catalogue with a file's entries added.
 
         Raises:
-            JaxinferError: both have one name.
+            JaxinferError: a name occurs in both.
         """
         for section in ("gpus", "models"):
             for name in getattr(more, section):
@@ -278,7 +286,7 @@ class Catalogue:
         """Find a GPU by its name.
 
         Raises:
-            JaxinferError: there is none of that name.
+            JaxinferError: the name is unknown.
         """
         if kind is not None and kind in self.gpus:
             return self.gpus[kind]
@@ -291,11 +299,11 @@ class Catalogue:
         return Gpu.model_validate(shipped[kind])
 
     def has_model(self, name: str) -> bool:
-        """True of the name of a model."""
+        """Tell whether a model has this name."""
         return name in self.models or name in _read("models.yaml")
 
     def model(self, name: str) -> ModelShape:
-        """Find a model by its name; ``checkpoints/modelled.py`` finds those of folders, too.
+        """Find a model by its name; ``checkpoints/modelled.py`` also finds those of folders.
 
         Raises:
             JaxinferError: there is no such model.
@@ -312,7 +320,7 @@ class Catalogue:
 
 
 def sum_known(amounts: Iterable[float | None]) -> float | None:
-    """Return the sum of all amounts; None where one is not known."""
+    """Return the sum of all amounts; None if one is unknown."""
     total = 0.0
     for amount in amounts:
         if amount is None:
@@ -327,17 +335,17 @@ def find_gpu(kind: str | None) -> Gpu:
 
 
 def gpu_names() -> list[str]:
-    """Names in ``configs/gpus.yaml``."""
+    """Return the names in ``configs/gpus.yaml``."""
     return list(_read("gpus.yaml"))
 
 
 def gpu_of_device(device_kind: str) -> Gpu | None:
-    """The one in ``configs/gpus.yaml`` that JAX calls so; None where there is none."""
+    """Return the GPU in ``configs/gpus.yaml`` with this JAX name; None if there is none."""
     return name_of_device(device_kind)[1]
 
 
 def name_of_device(device_kind: str) -> tuple[str, Gpu | None]:
-    """Return its name and numbers in ``configs/gpus.yaml``, or its own kind and None."""
+    """Return its name and numbers in ``configs/gpus.yaml``, or its kind and None."""
     for name, facts in _read("gpus.yaml").items():
         if facts.get("device_kind") == device_kind:
             return name, Gpu.model_validate(facts)

@@ -1,4 +1,4 @@
-"""Yardsticks of a run's figures: the model's FLOPs, the GPUs' peak, prices and power."""
+"""Data for efficiency figures: the model's FLOPs, the GPUs' peak, prices and power."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from jaxinfer.hardware.catalogue import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """FLOPs of one forward pass, a multiplication and an addition being two.
+    """FLOPs of one forward pass; a multiplication and an addition count as two.
 
     Attributes:
-        token: of one token through all layers, without attention over the context.
-        pair: of one token's attention to one KV entry, in all layers.
-        sampled: of the logits of one token.
+        token: FLOPs of one token through all layers, without attention over the context.
+        pair: FLOPs of one token's attention to one KV entry, in all layers.
+        sampled: FLOPs of the logits of one token.
     """
 
     token: float
@@ -22,11 +22,12 @@ class ModelFlops:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Yardsticks of a run, each None where it is not known.
+    """Data for efficiency figures of a run, each None if unknown.
 
     Attributes:
-        peak_flops: of all GPUs together, per second.
-        usd_per_hour: of all machines; ``watts``: of their GPUs, at most.
+        peak_flops: peak FLOPs per second of all GPUs together.
+        usd_per_hour: price of all machines.
+        watts: largest power of their GPUs.
     """
 
     model: ModelFlops | None = None
@@ -35,7 +36,7 @@ class Efficiency:
     watts: float | None = None
 
     def mfu(self, tokens: int, pairs: float, sampled: int, seconds: float) -> float | None:
-        """Model FLOPs utilisation of a number of tokens in a number of seconds."""
+        """Return the model FLOPs utilisation for this work in this time."""
         if self.model is None or self.peak_flops is None:
             return None
         model = self.model
@@ -43,19 +44,19 @@ class Efficiency:
         return flops / (self.peak_flops * seconds)
 
     def usd(self, seconds: float) -> float | None:
-        """Dollars that the machines cost for ``seconds`` seconds."""
+        """Return the dollars that the machines cost for ``seconds`` seconds."""
         return None if self.usd_per_hour is None else self.usd_per_hour * seconds / 3600
 
     def watt_hours(self, seconds: float) -> float | None:
-        """Largest number of watt-hours that their GPUs use in ``seconds`` seconds."""
+        """Return the largest number of watt-hours that their GPUs use in ``seconds`` seconds."""
         return None if self.watts is None else self.watts * seconds / 3600
 
 
 def model_flops(model: ModelShape) -> ModelFlops:
     """Return the FLOPs of the matrix products and attention.
 
-    They are 2 per parameter that a token meets, and 4 per head and its dimension for each KV entry
-    that it sees.
+    There are 2 per parameter that a token uses, and 4 per head and dimension for each KV entry that
+    it sees.
     """
     layers, experts = model.num_hidden_layers, model.num_experts_per_tok or 1
     parameters = model.attention_parameters + experts * model.expert_parameters

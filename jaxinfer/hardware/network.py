@@ -1,4 +1,4 @@
-"""Flows of bytes that share links: each gets its fair share (max-min) of the fullest on its way."""
+"""Flows of bytes that share links: each gets its max-min fair share of its fullest link."""
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -13,11 +13,12 @@ Link = Hashable
 
 @dataclass(eq=False)
 class _Way(Generic[Tag]):
-    """The flows over one path: all of them are equally fast at any time.
+    """The flows over one path, which are always equally fast.
 
     Attributes:
-        flows: by number, in the order of their start.
-        left: bytes that each has left, the least first; ``numbers`` are of the same order.
+        flows: flows by number, in the order of their start.
+        left: remaining bytes of each flow, the smallest first.
+        numbers: numbers of the flows, in the same order.
     """
 
     path: tuple[Link, ...]
@@ -28,12 +29,12 @@ class _Way(Generic[Tag]):
 
     @property
     def oldest(self) -> int:
-        """Number of the flow that was started first."""
+        """Number of the flow that started first."""
         return next(iter(self.flows))
 
 
 class Network(Generic[Tag]):
-    """Links with capacities in bytes per second, and what is on them."""
+    """Links with capacities in bytes per second, and the flows on them."""
 
     def __init__(self, capacities: Mapping[Link, float]) -> None:
         self._capacities = capacities
@@ -41,7 +42,7 @@ class Network(Generic[Tag]):
         self._numbers = count()
         self._now = 0.0
         self._next_end: float | None = None
-        # Whether rates are to be found anew: flows have come or gone since they were.
+        # Whether rates must be computed again, because flows have started or ended.
         self._changed = False
 
     def start(self, tag: Tag, path: Sequence[Link], num_bytes: float, now: float) -> None:
@@ -56,7 +57,9 @@ class Network(Generic[Tag]):
         self._changed = True
 
     def least_seconds(self, flows: Iterable[tuple[Sequence[Link], float]]) -> float:
-        """Seconds that the busiest link needs for flows of given bytes over given links."""
+        """Return the seconds that the busiest link needs for flows of given bytes over
+        given links.
+        """
         through: dict[Link, float] = {}
         for path, num_bytes in flows:
             for link in path:
@@ -71,12 +74,12 @@ class Network(Generic[Tag]):
         return self._next_end
 
     def take_ended(self, now: float) -> list[Tag]:
-        """Tags of the flows that have ended by now, in the order of their start."""
+        """Return the tags of the flows that have ended by now, in the order of their start."""
         if not self._ways or (end := self.next_end) is None or end > now:
             return []
         ended: list[tuple[int, Tag]] = []
         for way in self._ways.values():
-            # Rates are those of this time: nothing has come or gone since.
+            # Rates are those of this time: no flow has started or ended since.
             num = bisect_right(way.left, now, key=lambda left: self._now + left / way.rate)
             ended += [(number, way.flows.pop(number)) for number in way.numbers[:num]]
             del way.left[:num], way.numbers[:num]
@@ -96,7 +99,7 @@ class Network(Generic[Tag]):
         self._now = now
 
     def _share(self) -> None:
-        """Progressive filling: the link with the least per flow decides its flows' rates."""
+        """Share by progressive filling: the link with the least per flow sets its flows' rates."""
         self._changed = False
         ways = sorted(self._ways.values(), key=attrgetter("oldest"))
         through: dict[Link, list[_Way[Tag]]] = {}
@@ -116,7 +119,8 @@ class Network(Generic[Tag]):
                 for link in way.path:
                     counts[link] -= len(way.flows)
                     if counts[link]:
-                        for _ in way.flows:  # The sum's last bits are those of one by one.
+                        # One sum differs from single additions in its last bits.
+                        for _ in way.flows:
                             spare[link] -= rate
             counts = {link: left for link, left in counts.items() if left}
         ends = (self._now + way.left[0] / way.rate for way in ways)

@@ -1,1 +1,1 @@
-"""Studies on top of the core: plans, shardings, validation, hand-off checks, predictors."""
+"""Studies on top of the core: plans, shardings, validation, checks of hand-offs, predictors."""

@@ -1,4 +1,4 @@
-"""Several systems on one workload, side by side: what ``jaxinfer compare`` runs."""
+"""Runs or simulates several systems on one workload, for ``jaxinfer compare``."""
 
 import gc
 import re
@@ -26,14 +26,15 @@ def _refuse_missing(paths: Sequence[Path]) -> None:
 def load_systems(
     run_files: Sequence[str], systems: Sequence[str], settings: Sequence[str] = ()
 ) -> dict[str, RunFile]:
-    """The run files to compare, by the names of their files, all with the first one's workload.
+    """Load the run files to compare, by the names of their files, all with the first one's
+    workload.
 
-    One whose system ``settings`` replace goes by the new system's name instead.
+    If ``settings`` replace a file's system, the new system's name is used instead.
 
     Args:
-        systems: names of more run files in the first one's folder. It comes first, or where its
-            own name is among them.
-        settings: as of ``load_run_file``, applied to each.
+        systems: names of more run files in the first one's folder. The first one stays first, or is
+            placed where its own name occurs in the list.
+        settings: as in ``load_run_file``, applied to each.
 
     Raises:
         JaxinferError: a file cannot be read, or two have one name.
@@ -64,7 +65,7 @@ def load_systems(
 
 
 def _label(path: Path, config: RunFile) -> str:
-    """The file's name, or the system's where it is not the file's."""
+    """Return the file's name, or the system's if it was replaced."""
     system = str(config.system["name"])
     own = read_run_file(path).get("system", "single")
     own = own.get("name") if isinstance(own, dict) else own
@@ -74,13 +75,13 @@ def _label(path: Path, config: RunFile) -> str:
 def _all_serving(
     configs: Mapping[str, RunFile], workload: Workload | None = None
 ) -> dict[str, RunFile]:
-    """Systems with one workload for all, by default the first one's."""
+    """Return systems with one workload for all, by default the first one's."""
     each = workload or next((config.workload for config in configs.values()), Workload())
     return {name: _serving(config, each) for name, config in configs.items()}
 
 
 def _serving(config: RunFile, workload: Workload) -> RunFile:
-    """The run file with another's requests; what is told of them beforehand stays its own."""
+    """Return the run file with another's requests, but its own ``max_tokens`` and ``predictor``."""
     own = {name: getattr(config.workload, name) for name in ("max_tokens", "predictor")}
     changed = {name: value for name, value in own.items() if value != getattr(workload, name)}
     return config.model_copy(update={"workload": workload.model_copy(update=changed)})
@@ -94,13 +95,13 @@ def compare_systems(
     progress: bool = True,
     one_by_one: bool = False,
 ) -> dict[str, list[RunRecord]]:
-    """Run each system on the same work, in turns.
+    """Run each system on the same work, in turn.
 
     Args:
-        configs: by what to call the system; the work is of the first one's workload.
+        configs: run files by name of the system; the work comes from the first one's workload.
         folder: gets ``runs/NAME/N`` with each run's files.
-        one_by_one: a system has all its rounds before the next one is loaded, which takes the
-            memory of one. Otherwise all are loaded at once, and rounds interleave.
+        one_by_one: run all rounds of a system before the next one is loaded, so that only one is in
+            memory. Otherwise all are loaded at once, and rounds interleave.
 
     Returns:
         Each system's runs, in the order of the rounds.
@@ -108,7 +109,7 @@ def compare_systems(
     Raises:
         JaxinferError: a system cannot be loaded, or a request cannot be run.
     """
-    # A comparison of modelled clusters does without JAX.
+    # A comparison of modelled clusters does not need JAX.
     from jaxinfer.lab.measure import measure
     from jaxinfer.llm import LLM
     from jaxinfer.runtime.stage.devices import count_cpu_devices
@@ -125,21 +126,21 @@ def compare_systems(
                 measure(loaded[name], work, name, str(run_dir))
                 runs[name].append(read_run(run_dir / str(number), name))
         del loaded
-        gc.collect()  # What a system had of the devices is free only now.
+        gc.collect()  # The memory that a system had on the devices is free only now.
     return runs
 
 
 def simulate_systems(
     configs: Mapping[str, RunFile], work: Sequence[BenchRequest], folder: str | Path
 ) -> dict[str, list[RunRecord]]:
-    """The same on modelled clusters, once each.
+    """Simulate each system once on the same work.
 
     Args:
         configs: see ``compare_systems``; their groups name GPUs.
         folder: gets ``runs/NAME/1`` with each run's files.
 
     Raises:
-        JaxinferError: a cluster cannot be what its run file says, or a request cannot be run.
+        JaxinferError: a run file does not describe a valid cluster, or a request cannot be run.
     """
     runs = {}
     for name, config in _all_serving(configs).items():

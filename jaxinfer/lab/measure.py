@@ -1,4 +1,4 @@
-"""Measuring runs: a model on a workload, or several layouts side by side."""
+"""Measures runs: a model on a workload, or several layouts in turn."""
 
 import json
 import statistics
@@ -34,16 +34,16 @@ def measure(
     sampling: SamplingParams = GREEDY,
     on_output: Callable[[RequestOutput], None] = lambda output: None,
 ) -> RunMetrics:
-    """A run: EOS ignored, nothing in the prefix cache.
+    """Run a workload and measure it; EOS is ignored, and the prefix cache is empty at the start.
 
     Args:
-        source: the file that the work comes from, for errors.
-        on_step: called with each step as it ends.
-        sampling: of all requests; lengths are those of ``work``.
+        source: file that the work comes from, for errors.
+        on_step: called with each step when it ends.
+        sampling: parameters of all requests; lengths come from ``work``.
         on_output: called with each answer.
 
     Raises:
-        JaxinferError: a request cannot be run, named by its index.
+        JaxinferError: a request cannot be run; the message gives its index.
     """
     requests: list[RequestState] = []
     firsts: list[RequestState] = []
@@ -88,11 +88,12 @@ def compare_layouts(
     run_dir: str,
     rounds: int,
 ) -> list[Record]:
-    """Measure each layout on the same workload, in turns.
+    """Measure each layout on the same workload, in turn.
 
     Args:
         layouts: names of layouts and Python files; ``default`` is ``megatron``.
-        run_dir: each layout's runs get a numbered folder below a numbered folder in it.
+        run_dir: folder for the runs; each layout's runs get a numbered folder in a new numbered
+            folder.
 
     Returns:
         One record per layout. Times are medians: of the rounds, and over the steps of all rounds.
@@ -106,7 +107,7 @@ def compare_layouts(
                 f"groups.{name} has a process of its own: layouts are compared in one"
             )
     for layout in layouts:
-        load_layout(_named(layout))  # Before a model is loaded, which takes its time.
+        load_layout(_named(layout))  # This comes before a model is loaded, which takes time.
     engines = [_load(config, layout) for layout in layouts]
     runs: list[list[RunMetrics]] = [[] for _ in layouts]
     for _ in range(rounds):

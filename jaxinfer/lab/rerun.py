@@ -1,4 +1,4 @@
-"""A run once more, from what its ``run.json`` records: what ``jaxinfer rerun`` does."""
+"""Repeats a run from its ``run.json``, for ``jaxinfer rerun``."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from jaxinfer.report.run_folder import run_folders
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 
-# Of run.json, what no two runs have in common: when and where they ran, and how long that took.
+# Parts of run.json that differ between any two runs: time, place and duration.
 OF_THE_MOMENT = (
     "started",
     "folder",
@@ -40,10 +40,11 @@ _OF_THE_HOST = ("loop_s", "launching_s", "peak_rss_mib")
 
 @dataclass(frozen=True)
 class Recorded:
-    """A finished run that can be run again.
+    """A finished run that can be repeated.
 
     Attributes:
-        folder: has ``run.json``; ``run``: what that holds.
+        folder: folder with ``run.json``.
+        run: contents of ``run.json``.
     """
 
     folder: Path
@@ -51,10 +52,10 @@ class Recorded:
 
     @classmethod
     def read(cls, folder: Path) -> "Recorded":
-        """Read what a run's folder records.
+        """Read the record in a run's folder.
 
         Raises:
-            JaxinferError: it did not finish, or does not say what it was asked for.
+            JaxinferError: the run did not finish, or its command is not recorded.
         """
         run = read_run_json(folder)
         if run.get("status") != "finished":
@@ -68,14 +69,14 @@ class Recorded:
 
     @property
     def is_simulated(self) -> bool:
-        """True if it was in virtual time."""
+        """True if the run was simulated."""
         return "simulate" in self.run
 
     def config(self) -> RunFile:
-        """The run file as it was resolved.
+        """Return the resolved run file.
 
         Raises:
-            JaxinferError: this version does not take it, or a file that it names has changed.
+            JaxinferError: this version does not accept it, or a file that it names has changed.
         """
         for name, sha256 in self.run["files"].items():
             path = recorded_path(name)
@@ -91,10 +92,10 @@ class Recorded:
             raise JaxinferError(f"{self.folder / 'run.json'}: run_file: {error}") from None
 
     def work(self, config: RunFile) -> list[BenchRequest]:
-        """The requests.
+        """Return the requests.
 
         Raises:
-            JaxinferError: those of the run were others.
+            JaxinferError: the run had other requests.
         """
         try:
             work = config.requests()
@@ -111,13 +112,13 @@ class Recorded:
 
 @contextmanager
 def where_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
-    """Be in the folder of the command that made a run, if it is still there."""
+    """Change to the folder in which a run was started, if it still exists."""
     here, there = os.getcwd(), str(run.get("folder"))
     if not os.path.isdir(there):
         yield
         return
     os.chdir(there)
-    sys.path.append(there)  # A system of the user's own, which shadows no other module.
+    sys.path.append(there)  # A system of the user's own, which hides no other module.
     try:
         yield
     finally:
@@ -126,10 +127,10 @@ def where_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
 
 
 def simulate_again(folder: Path, out: Path) -> None:
-    """Simulate a run, or all of a comparison, once more.
+    """Simulate a run, or all runs of a comparison, again.
 
     Args:
-        folder: a run's, or that of ``simulate --out`` or ``compare --simulate``.
+        folder: folder of a run, of ``simulate --out`` or of ``compare --simulate``.
         out: a new folder; gets the same files.
 
     Raises:
@@ -163,10 +164,10 @@ def _simulate(recorded: Recorded, out: Path) -> None:
 
 
 def same_tokens(before: Path, after: Path) -> tuple[int, int] | None:
-    """The number of answers with the same tokens in two real runs, and of all answers.
+    """Return the number of answers with the same tokens in two real runs, and of all answers.
 
     Returns:
-        None where the first one, an older version's, did not record them.
+        None if the first run, from an older version, did not record its tokens.
     """
     then, now = (
         {line["id"]: line.get("tokens_sha256") for line in read_lines(folder).requests}
@@ -178,10 +179,10 @@ def same_tokens(before: Path, after: Path) -> tuple[int, int] | None:
 
 
 def differing(before: Path, after: Path) -> list[str]:
-    """Names of the files of a run made again that differ from those before, or lack one of them.
+    """Return the names of a repeated run's files that differ from the original's.
 
-    Others that lie in the folder, such as a user's notes or a run made again in it, do not count.
-    Of ``run.json``, what no two runs have in common does not, either: see ``OF_THE_MOMENT``.
+    Other files in the folder, such as a user's notes or a repeated run, are ignored. Of
+    ``run.json``, entries that always differ are ignored, too: see ``OF_THE_MOMENT``.
     """
     made = {str(path.relative_to(after)) for path in after.rglob("*") if path.is_file()}
     names = made | {name for name in OWN_FILES if (before / name).is_file()}

@@ -1,1 +1,1 @@
-"""A ledger of what the loop decided, kept by one observer in both worlds; docs/proof.md."""
+"""A ledger of the loop's decisions, kept by one observer in both worlds; see docs/proof.md."""

@@ -1,4 +1,4 @@
-"""The first difference of two ledgers, in words."""
+"""Describes the first difference between two ledgers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from jaxinfer.errors import JaxinferError
 from jaxinfer.ledger.ledger_file import Entry
 
-# Of an entry's decided values, those that its kind names.
+# The values of an entry that were decided, by its kind.
 _WORDS = {
     "start": "the run starts",
     "round": "a round begins",
@@ -51,7 +51,7 @@ def _fits(given: Any, *checks: Callable[[Any], bool]) -> bool:
     )
 
 
-# What each kind has measured; of those that are not here, nothing or a text.
+# The measured values of each kind; kinds that are missing here have none, or a text.
 _MEASURED: dict[str, Callable[[Any], bool]] = {
     "start": lambda g: _fits(g, _is_time, lambda x: type(x) is bool, _is_count,
                              lambda x: isinstance(x, dict)),
@@ -82,7 +82,7 @@ def check_entries(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def first_difference(real: Sequence[Entry], simulated: Sequence[Entry]) -> str | None:
-    """Say where two ledgers part: event, instance, request, both sides; None if they are equal."""
+    """Describe where two ledgers diverge: event, instance, request, both sides; None if equal."""
     time = 0.0
     event = "the start"
     for number, (one, two) in enumerate(zip_longest(real, simulated), 1):
@@ -98,7 +98,7 @@ def first_difference(real: Sequence[Entry], simulated: Sequence[Entry]) -> str |
 
 
 def describe(entry: Entry | None) -> str:
-    """An entry in words."""
+    """Describe an entry in words."""
     if entry is None:
         return "nothing more"
     kind, decided, _ = entry
@@ -117,7 +117,7 @@ def describe(entry: Entry | None) -> str:
 
 
 def _parts(decided: list[Any]) -> tuple[int, list[Any], list[Any], list[Any]]:
-    """Grouped decodes, rows, the pages that each writes, and what is sent along."""
+    """Return grouped decodes, rows, the pages that each row writes, and transfers."""
     rows, pages, transfers = [*decided[4:7], [], [], []][:3]
     return decided[2], rows, pages, transfers
 
@@ -134,7 +134,7 @@ def _rows(decided: list[Any]) -> str:
 
 
 def _where(one: Entry | None, two: Entry | None) -> str:
-    """Say which rows of two steps of one instance differ first."""
+    """Describe which rows of two steps of one instance differ first."""
     if not (one and two) or one[0] != two[0] or one[0] != "batch" or one[1][0] != two[1][0]:
         return ""
     (_, mine, here, _), (_, theirs, there, _) = _parts(one[1]), _parts(two[1])

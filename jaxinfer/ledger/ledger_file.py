@@ -1,8 +1,8 @@
-"""A ledger as a file, and one hash over it.
+"""A ledger as a file, with one hash over its decisions.
 
-A line has up to 512 entries, apart by what they are of: ``{"decided": [[kind, ...], ...],
-"measured": [...]}``. The hash is over the former, in order: two runs that decide the same have the
-same.
+A line has up to 512 entries, divided into decisions and measurements:
+``{"decided": [[kind, ...], ...], "measured": [...]}``. The hash covers the decisions, in order: two
+runs with the same decisions have the same hash.
 """
 
 import json
@@ -15,19 +15,19 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.files.lines import Lines
 
 NAME = "ledger.jsonl"
-# Entries of a line.
+# Number of entries in a line.
 LINE = 512
 Entry = tuple[str, list[Any], Any]
 as_text = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class Entries:
-    """Entries as they come, in memory.
+    """Entries in memory.
 
     Attributes:
-        decided: of each, ``[kind, [...]]`` as JSON without blanks, to which whoever observes
-            appends: of what a collector of garbage looks at, a simulation would make much.
-        count: those that ``decided`` has no more.
+        decided: ``[kind, [...]]`` of each entry, as compact JSON. The observer appends texts,
+            because a simulation would otherwise make many objects for the garbage collector.
+        count: number of entries that are no longer in ``decided``.
     """
 
     def __init__(self) -> None:
@@ -36,14 +36,14 @@ class Entries:
         self._measured: dict[int, str] = {}
 
     def measure(self, value: Any) -> None:
-        """Keep what was measured of the latest entry, a JSON value."""
+        """Store the measurement of the latest entry, a JSON value."""
         self._measured[self.count + len(self.decided) - 1] = as_text(value)
 
     def write(self) -> None:
-        """Take full lines out of memory: from a file's entries."""
+        """Write full lines, if there is a file."""
 
     def take(self, count: int) -> tuple[str, str]:
-        """Take out the first entries: what was decided, and what was measured, as JSON arrays."""
+        """Remove the first entries; return their decisions and measurements as JSON arrays."""
         texts = ",".join(self.decided[:count])
         del self.decided[:count]
         measured = ["null"] * count
@@ -53,7 +53,7 @@ class Entries:
         return f"[{texts}]", f"[{','.join(measured)}]"
 
     def parsed(self) -> list[Entry]:
-        """Take all that are left."""
+        """Remove and return all remaining entries."""
         return list(_paired(*map(json.loads, self.take(len(self.decided)))))
 
 
@@ -76,14 +76,16 @@ class LedgerFile(Entries):
         self._lines.write(f'{{"decided":{decided},"measured":{measured}}}\n')
 
     def finish(self) -> dict[str, Any]:
-        """Write what is left; return the hash, and the number of entries, as JSON values."""
+        """Write the remaining entries; return the hash and the number of entries, as
+        JSON values.
+        """
         self.write()
         if self.decided:
             self._write(len(self.decided))
         return {"hash": self._hash.hexdigest(), "entries": self.count}
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining entries, and close the file."""
         try:
             self.finish()
         finally:
@@ -94,7 +96,7 @@ def read_ledger(path: Path) -> list[Entry]:
     """Read a ledger.
 
     Raises:
-        JaxinferError: there is none, or it is damaged.
+        JaxinferError: the ledger does not exist, or is damaged.
     """
     if not path.is_file():
         raise JaxinferError(f"{path}: no ledger; a run keeps one with --ledger")
@@ -117,7 +119,7 @@ def _paired(decided: Iterable[Any], measured: Iterable[Any]) -> Iterator[Entry]:
 
 
 def ledger_hash(entries: list[Entry]) -> str:
-    """Return the hash of what was decided."""
+    """Return the hash of the decisions."""
     found = blake2b(digest_size=16)
     for start in range(0, len(entries), LINE):
         chunk = [(kind, decided) for kind, decided, _ in entries[start : start + LINE]]

@@ -1,4 +1,4 @@
-"""The one observer of the loop: it stands between loop and world, real or simulated alike."""
+"""The observer of the loop, which stands between the loop and a real or simulated world."""
 
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as quoted
@@ -26,21 +26,20 @@ _BOOL = "false", "true"
 
 
 class Ledger:
-    """Notes what a loop hears and decides, in order.
+    """Records a loop's events and decisions, in order.
 
-    A round has one time: what the clock says when its events have come. Systems that go by the
-    time then decide alike wherever the events are the same.
+    A round has one time: that of the clock when its events have arrived. Systems that use the time
+    therefore decide equally if the events are equal.
 
     Args:
-        entries: get each entry: its kind, what was decided or heard, and what was measured.
-        hears: whether what the loop hears is kept, too; a simulation's follows from what it has
-            decided.
+        entries: receives each entry: its kind, the decision or event, and the measurement.
+        hears: whether to record events, too; those of a simulation follow from its decisions.
     """
 
     def __init__(self, entries: Entries, hears: bool = True) -> None:
         self.entries, self.hears = entries, hears
         self.add = entries.decided.append
-        # Page digests are of tokens: where a prefix cache is, they are part of what was heard.
+        # Page digests depend on tokens; with a prefix cache, they are part of the input.
         self.keeps_tokens = False
 
     def keep(self, kind: str, decided: Sequence[Any], measured: Any = None) -> None:
@@ -49,16 +48,16 @@ class Ledger:
         self.measure(measured)
 
     def measure(self, value: Any) -> None:
-        """Add what was measured of the latest entry, a JSON value or None."""
+        """Add the measurement of the latest entry, a JSON value or None."""
         if self.hears and value is not None:
             self.entries.measure(value)
 
     def around(self, world: World) -> World:
-        """The world as a loop is to see it."""
+        """Return the world as the loop should see it."""
         return ObservedWorld(world, self) if self.hears else DecidedWorld(world, self)
 
     def watch(self, loop: ServingLoop) -> None:
-        """Hear of a loop's decisions that do not reach its world."""
+        """Record a loop's decisions that do not reach its world."""
         assignments = loop.assignments
         instances = assignments.instances.values()
         self.keeps_tokens = any(each.kv.cache is not None for each in instances)
@@ -70,7 +69,7 @@ class Ledger:
         assignments.on_role = lambda name, role: self.keep("role", [name, role])
 
     def ended(self, request: RequestState) -> None:
-        """Note the end of a request."""
+        """Record the end of a request."""
         reason = request.finish_reason and quoted(request.finish_reason)
         tokens = len(request.output_token_ids)
         self.add(f'["end",[{quoted(request.id)},{reason or "null"},{tokens}]]')
@@ -88,10 +87,10 @@ class Ledger:
 
 
 class DecidedWorld:
-    """Implements ``jaxinfer.serving.world.World`` by another one, and notes what is decided."""
+    """Implements ``jaxinfer.serving.world.World`` by another world, and records decisions."""
 
     def __init__(self, world: World, ledger: Ledger) -> None:
-        # A simulation's steps are many: what they call is looked up once.
+        # A simulation has many steps, so functions are looked up only once.
         self._add, self._launch, self._start_transfer = (
             ledger.add,
             world.launch,
@@ -101,7 +100,7 @@ class DecidedWorld:
         self.arrivals_left, self.wake_at = world.arrivals_left, world.wake_at
 
     def launch(self, batch: Batch) -> None:
-        """Note a step, and start it."""
+        """Record a step, and start it."""
         rest = _rows(batch) if batch.rows else ""
         self._add(
             f'["batch",[{quoted(batch.instance)},{batch.pages_in_use},{batch.grouped},'
@@ -110,13 +109,13 @@ class DecidedWorld:
         self._launch(batch)
 
     def start_transfer(self, transfer: Transfer) -> None:
-        """Note a transfer, and start it."""
+        """Record a transfer, and start it."""
         self._add(f'["send",{box_of(transfer)}]')
         self._start_transfer(transfer)
 
 
 class ObservedWorld(DecidedWorld):
-    """Notes what is heard, too."""
+    """Records events, too."""
 
     def __init__(self, world: World, ledger: Ledger) -> None:
         super().__init__(world, ledger)
@@ -130,7 +129,7 @@ class ObservedWorld(DecidedWorld):
         return self._time
 
     def _due_events(self) -> Sequence[Event]:
-        """Return the next round's events, and note them."""
+        """Return the next round's events, and record them."""
         self._ledger.entries.write()
         events = self._world.due_events()
         self._time = self._world.now()
@@ -140,7 +139,7 @@ class ObservedWorld(DecidedWorld):
         return events
 
     def _way_s(self, source: str, dest: str) -> float:
-        """See ``World.kv_token_s``. What it says once is noted, and holds for the run."""
+        """See ``World.kv_token_s``. Its first answer is recorded, and holds for the run."""
         way = source, dest
         if way not in self._kv_token_s:
             self._kv_token_s[way] = self._world.kv_token_s(source, dest)
@@ -149,14 +148,14 @@ class ObservedWorld(DecidedWorld):
 
 
 def _closed(kv: KVShards) -> list[int]:
-    """Numbers of the shards that are lost."""
+    """Return the numbers of the lost shards."""
     return [number for number, shard in enumerate(kv.shards) if shard.pool.is_closed]
 
 
 def _rows(batch: Batch) -> str:
-    """The rest of a step of rows: these, their pages, and transfers.
+    """Return the rest of a step's entry: rows, their pages, and transfers.
 
-    Where it is computed as two halves, numbers of the rows of the first one follow.
+    If the step is computed as two halves, the numbers of the first half's rows follow.
     """
     rows = [
         f"[{quoted(row.request.id)},{row.start},{row.count},{_BOOL[row.samples]}]"
@@ -173,9 +172,9 @@ def _rows(batch: Batch) -> str:
 
 
 def _pages(hold: HeldPages, start: int, stop: int) -> str:
-    """Pages of some tokens: of each slice of each shard or, where there is one, of that.
+    """Return the pages of some tokens, for each slice of each shard if there are several.
 
-    Where pages have no numbers, and lie in one place, their count.
+    If pages have no numbers and lie in one place, returns their count.
     """
     size = hold.kv.page_size
     first, last = start // size, -(-stop // size)
@@ -189,7 +188,7 @@ def _pages(hold: HeldPages, start: int, stop: int) -> str:
         found = [
             [[piece, pages[first:last]] for piece, pages in table.items()] for table in hold.tables
         ]
-    return str(found).replace(" ", "")  # Integers alone, of which JSON is the same.
+    return str(found).replace(" ", "")  # Integers alone, whose JSON is the same.
 
 
 def box_of(transfer: Transfer) -> str:
@@ -201,7 +200,7 @@ def box_of(transfer: Transfer) -> str:
 
 
 def way_of(transfer: Transfer) -> str:
-    """Describe it without its pages: request, ends, tokens, and the slices that move."""
+    """Describe a transfer without its pages: request, ends, tokens, and the slices that move."""
     return f"[{_way(transfer)}{_moves(transfer)}]"
 
 

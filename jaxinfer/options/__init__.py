@@ -1,1 +1,1 @@
-"""Sets of options that a user writes, their checks, and classes chosen by name."""
+"""Option sets that users write, their checks, and classes chosen by name."""

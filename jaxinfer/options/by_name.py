@@ -1,4 +1,4 @@
-"""Choices by name: one that comes with jaxinfer, or a class of a user's own."""
+"""Choices by name: a class of jaxinfer, or one of the user's own."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -23,17 +23,17 @@ def make_by_name(
     refusal: Callable[[Any], str | None],
     check: Callable[[T], None] = lambda made: None,
 ) -> T:
-    """An object of a class, made of validated ``Options`` of that class.
+    """Return an object of a named class, made with validated ``Options`` of that class.
 
     Args:
-        what: it is, in messages.
+        what: kind of the object, for messages.
         config: its ``name``, or ``my_module:MyClass``, and its options.
-        known: by name, where it is: ``module:Class``.
-        refusal: why what was found is no such class, if it is none.
-        check: raises JaxinferError for one that has been made, and will not do.
+        known: the location of each known class, ``module:Class``, by name.
+        refusal: returns why an imported object is not a suitable class, or None.
+        check: raises JaxinferError for an object that is not suitable.
 
     Raises:
-        JaxinferError: there is none of that name, or its options do not fit it.
+        JaxinferError: the name is unknown, or the options do not fit the class.
     """
     options = dict(config)
     name = options.pop("name", None)

@@ -1,4 +1,4 @@
-"""Checks of options: errors are one line, with the nearest name for an unknown one."""
+"""Checks options; errors are one line, with the nearest name for an unknown one."""
 
 import difflib
 import importlib
@@ -25,23 +25,23 @@ from jaxinfer.files.shipped import data_path, why_not
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``name``'s nearest neighbour in ``known`` as a clause, else the list of what is known."""
+    """Return a clause with the name in ``known`` nearest to ``name``, or a list of all."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
 
 
 def shown(value: object) -> str:
-    """A value as part of a message: its start will do."""
+    """Return a value as part of a message, shortened to its start."""
     text = repr(value).replace("\n", " ")
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in the JSON file ``path``.
+    """Read the object in the JSON file ``path``.
 
     Raises:
-        JaxinferError: the file cannot be read, or holds no JSON object.
+        JaxinferError: the file cannot be read, or has no JSON object.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +60,8 @@ def import_own(name: str) -> Any:
     """Import the thing that ``my_module:thing`` names.
 
     Raises:
-        JaxinferError: there is no such module, nothing of that name in it, or it raises something.
+        JaxinferError: there is no such module, it has nothing of that name, or importing it raises
+            an exception.
     """
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), attribute]):
@@ -70,15 +71,15 @@ def import_own(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise JaxinferError(f"{name!r}: {one_line(error)}") from error
     except FAILURES as error:
-        # Whatever else stands in a user's file.
+        # Any other type in a user's file.
         raise JaxinferError(f"{name!r}: importing {module} raises {raised(error)}") from error
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``.
+    """Return host and port of ``HOST:PORT``.
 
     Raises:
-        JaxinferError: it is none.
+        JaxinferError: the text has another form.
     """
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
@@ -89,11 +90,11 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class OptionError(JaxinferError):
-    """A mistake in one option: the message begins with its path, as ``stages[0].group``."""
+    """A mistake in one option; the message begins with its path, such as ``stages[0].group``."""
 
 
 def within(name: str, error: JaxinferError) -> OptionError:
-    """The error of an option, or of a group of them, with the name of what has it before."""
+    """Return the error of an option with the name of its parent in front."""
     return OptionError(f"{name}{'.' if isinstance(error, OptionError) else ': '}{error}")
 
 
@@ -112,12 +113,12 @@ class Options(BaseModel):
         except ValidationError as error:
             raise _explain(type(self), error) from None
 
-    # Options within others are not made by __init__: the whole reports, which knows their path.
+    # __init__ does not make nested options; the outermost ones report errors, with the path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def model_validate(cls, obj: Any, **how: Any) -> Self:
-        """Check what a file or a caller gives."""
+        """Check the options of a file or a caller."""
         try:
             return super().model_validate(obj, **how)
         except ValidationError as error:
@@ -126,7 +127,7 @@ class Options(BaseModel):
     @_model_validator(mode="wrap")
     @classmethod
     def _place_refusals(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Let pydantic note where the options are that ``model_post_init`` refuses."""
+        """Let pydantic record the paths of options that ``model_post_init`` refuses."""
         try:
             return handler(data)
         except JaxinferError as error:
@@ -134,10 +135,10 @@ class Options(BaseModel):
 
 
 def make_with_options(kind: Any, options: Mapping[str, Any]) -> Callable[..., Any]:
-    """An object of a class that may have a class ``Options``; it can be called.
+    """Return an object of a class that may have a class ``Options``; the object is callable.
 
     Raises:
-        JaxinferError: the options are wrong, or making one raises something.
+        JaxinferError: the options are wrong, or making the object raises an exception.
     """
     wanted, name = getattr(kind, "Options", None), kind.__name__
     if wanted is not None and not (isinstance(wanted, type) and issubclass(wanted, Options)):
@@ -166,7 +167,7 @@ def _text_keys(value: object) -> object:
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
-# By names of the user's choice, which in YAML may look like numbers.
+# Names of the user's choice, which may look like numbers in YAML.
 Named = Annotated[dict[str, T], BeforeValidator(_text_keys)]
 
 
@@ -178,10 +179,10 @@ def _by_name(value: object) -> object:
     return value
 
 
-# A ``name`` and options; the name alone stands for one without.
+# A ``name`` and options; a name alone means one without options.
 ByName = Annotated[dict[str, Any], BeforeValidator(_by_name)]
 
-# What pydantic's kinds of errors ask for, where its own words are not a user's.
+# Our words for pydantic's kinds of errors, where its own are not for users.
 _WANTED = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
@@ -199,7 +200,7 @@ _WANTED = {
 
 
 def _explain(kind: type[Options], error: ValidationError) -> JaxinferError:
-    # A mistyped option that is needed is missing, too: its own name says more.
+    # If a required option is mistyped, it is also missing; the mistyped name says more.
     first = min(error.errors(include_url=False), key=lambda each: each["type"] == "missing")
     path, options = _follow(kind, first["loc"])
     value = shown(first["input"])
@@ -227,7 +228,7 @@ def _explain(kind: type[Options], error: ValidationError) -> JaxinferError:
 
 
 def _follow(kind: type[Options], loc: Sequence[int | str]) -> tuple[str, type[Options]]:
-    """The path to what pydantic locates, as a user would write it, and the options it is in."""
+    """Return the path that pydantic reports, as a user would write it, and its options class."""
     path, options = "", kind
     annotation: Any = kind
     for key in map(_as_name, loc):
@@ -240,7 +241,7 @@ def _follow(kind: type[Options], loc: Sequence[int | str]) -> tuple[str, type[Op
         elif get_origin(at) is tuple:
             path, annotation = f"{path}[{key}]", get_args(at)[0]
         else:
-            break  # The rest tells which member of a union was tried.
+            break  # The rest of the path says which member of a union was tried.
     return path.removeprefix("."), options
 
 
@@ -254,7 +255,7 @@ def _entries(annotation: Any) -> str:
 
 
 def _as_name(key: int | str) -> str:
-    """Return a key as it is where it can be nothing but a name, else as ``shown``."""
+    """Return a key unchanged if it can only be a name, otherwise as ``shown``."""
     text = str(key)
     return text if re.fullmatch(r"[\w.-]{1,60}", text) else shown(text)
 
@@ -268,7 +269,7 @@ def _without_none(annotation: Any) -> Any:
 
 
 def _hint(value: object, kind: str) -> str:
-    """Suggest how to write a number that YAML 1.1 takes for text, since it has no dot."""
+    """Suggest how to write a number that YAML 1.1 reads as text because it has no dot."""
     if not isinstance(value, str) or not re.fullmatch(r"[0-9]+[eE][-+]?[0-9]+", value):
         return ""
     number = float(value)
@@ -279,16 +280,16 @@ def _hint(value: object, kind: str) -> str:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a mapping with the same key twice, of which the first would be lost."""
+    """Refuses a mapping with the same key twice, since the first value would be lost."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Look before keys are merged (``<<``): those may be overridden."""
+        """Check keys before merging (``<<``), since merged keys may be overridden."""
         node = super().compose_mapping_node(anchor)
         assert isinstance(node, yaml.MappingNode)
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         merge = "tag:yaml.org,2002:merge"
         names = [key.value if key.tag == merge else self.construct_object(key) for key in keys]
-        # As names 1 and "1" are one; as keys 1 and 1.0 are.
+        # As names, 1 and "1" are equal; as keys, 1 and 1.0 are.
         for name, count in [*Counter(map(str, names)).items(), *Counter(names).items()]:
             if count > 1:
                 line = node.start_mark.line + 1
@@ -309,15 +310,15 @@ def parse_yaml(text: str) -> Any:
     except RecursionError:
         raise JaxinferError("nested too deeply") from None
     except (ValueError, LookupError, AttributeError) as error:
-        # How yaml answers 2024-13-45, numbers of thousands of digits, and !!bool x.
+        # Errors of yaml for 2024-13-45, for numbers with thousands of digits, and for !!bool x.
         raise JaxinferError(f"not a YAML value: {one_line(error)}") from None
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file, which may be one that ships.
+    """Read a YAML file, which may be a shipped one.
 
     Raises:
-        JaxinferError: the file cannot be read, or ``parse_yaml`` refuses what is in it.
+        JaxinferError: the file cannot be read, or ``parse_yaml`` refuses its contents.
     """
     try:
         return parse_yaml(data_path(path).read_text(encoding="utf-8"))

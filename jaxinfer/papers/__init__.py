@@ -1,1 +1,1 @@
-"""Rooms of papers: each has its system, its planner if it has one, and their parts."""
+"""Papers: each folder has a paper's system, its planner if it has one, and their parts."""

@@ -1,4 +1,4 @@
-"""Batches and placement on Ray, the extra ``ray``; imported only where a run file asks for it."""
+"""Batches and placement on Ray (the extra ``ray``); imported only if a run file asks for it."""
 
 from jaxinfer.ray.generator import Generator
 

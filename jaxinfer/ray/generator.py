@@ -1,4 +1,4 @@
-"""Batches of a Ray Data dataset, answered: ``ds.map_batches(jaxinfer.ray.Generator, ...)``."""
+"""Answers batches of a Ray Data dataset: ``ds.map_batches(jaxinfer.ray.Generator, ...)``."""
 
 from collections.abc import Iterable, Mapping
 from itertools import count
@@ -16,9 +16,9 @@ from jaxinfer.workload.conversation import read_conversation
 if TYPE_CHECKING:
     from jaxinfer.serving.request_state import RequestState
 
-# What a row is asked by; each has one of them.
+# Columns that a row may ask with; each row has one of them.
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
-# What a row gets, by the names that Ray Data's LLM processors have.
+# Columns of a result, by the names of Ray Data's LLM processors.
 ANSWER = (
     "generated_text",
     "generated_tokens",
@@ -35,19 +35,19 @@ class Generator:
     """An LLM in each of Ray Data's actors.
 
     A row has ``prompt`` (text), ``prompt_token_ids`` or ``messages``, and may have
-    ``sampling_params``, a mapping that goes before the constructor's. It keeps its columns and gets
-    ``generated_text``, ``generated_tokens``, ``num_input_tokens``, ``num_generated_tokens``,
-    ``finish_reason`` and ``error``: why it was not answered, or None. Rows without a seed draw from
-    their actor's own sequence.
+    ``sampling_params``, a mapping that takes precedence over the constructor's. It keeps its
+    columns and gets ``generated_text``, ``generated_tokens``, ``num_input_tokens``,
+    ``num_generated_tokens``, ``finish_reason`` and ``error`` (why it was not answered, or None).
+    Rows without a seed use their actor's own sequence.
 
     Args:
-        run_file: a path, or what it would hold; it must be there on each of Ray's hosts.
-        sampling_params: of rows, by the names of ``SamplingParams``; where neither they nor a row
-            give one, it is the model's default.
-        **options: without a run file, those of ``LLM``: ``model`` and the engine's.
+        run_file: a path, which must exist on each of Ray's hosts, or the contents of a run file.
+        sampling_params: options of rows, by the names of ``SamplingParams``; options that neither
+            they nor a row set have the model's default.
+        **options: without a run file, the options of ``LLM``: ``model`` and the engine's.
 
     Raises:
-        JaxinferError: as ``LLM`` or ``LLM.from_config``.
+        JaxinferError: see ``LLM`` and ``LLM.from_config``.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Generator:
         sampling_params: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        # Not above: the driver is to plan its datasets without JAX.
+        # Imported here, so that the driver can plan its datasets without JAX.
         from jaxinfer.config.run_file import as_run_file
         from jaxinfer.llm import LLM
 
@@ -76,8 +76,9 @@ class Generator:
         """Answer the rows of a batch, a mapping from columns to arrays of equal length.
 
         Raises:
-            JaxinferError: it is in another format, has no column to ask by, or one that the answers
-                are to have; or an instance was lost, and this one can do no more.
+            JaxinferError: the batch has another format, no column with prompts, or a column that
+                the answers would overwrite; or an instance was lost, so that this actor cannot
+                continue.
         """
         if not isinstance(batch, dict):
             raise JaxinferError(f"batch is a {type(batch).__name__}: leave batch_format out")
@@ -120,7 +121,7 @@ class Generator:
         own = row.get("sampling_params") or {}
         if not isinstance(own, Mapping):
             raise JaxinferError(f"sampling_params is {shorten(own)}, must be a mapping")
-        # Arrow gives each row the fields of all, null where it has none.
+        # Arrow gives each row the fields of all rows, with null for missing ones.
         own = {name: value for name, value in own.items() if value is not None}
         sampling = SamplingParams.model_validate(self._sampling | own)
         requests = self._llm.requests_of_line(id, tokens, sampling)
@@ -135,7 +136,7 @@ def _plain_row(batch: RayBatch, index: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own in place of arrays and their numbers."""
+    """Convert arrays and their numbers to Python's own types."""
     if isinstance(value, np.ndarray | np.generic):
         return _plain(value.tolist())
     if isinstance(value, list):
@@ -159,9 +160,10 @@ def _answer(output: RequestOutput) -> dict[str, Any]:
 
 
 def _column(values: Iterable[Any]) -> np.ndarray:
-    """Objects, None among them: numbers and texts of an array's own kind have none."""
+    """Return an array of objects that may include None, unlike arrays of numbers or texts."""
     cells = list(values)
     column = np.empty(len(cells), object)
-    for index, cell in enumerate(cells):  # At once, lists of one length would be rows of a matrix.
+    # All at once, lists of one length would become rows of a matrix.
+    for index, cell in enumerate(cells):
         column[index] = cell
     return column

@@ -1,4 +1,4 @@
-"""Simulations over the cores of a Ray cluster."""
+"""Runs simulations on the cores of a Ray cluster."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,13 +12,13 @@ R = TypeVar("R")
 
 
 class RayMap:
-    """``map`` whose calls run as Ray's tasks, a core each; what a lost node had runs elsewhere.
+    """``map`` whose calls run as Ray tasks, one per core; those of a lost node run again elsewhere.
 
     Args:
         address: see ``connect``.
 
     Attributes:
-        cores: of the whole cluster.
+        cores: number of cores of the whole cluster.
 
     Raises:
         JaxinferError: there is no such cluster, or it has no cores.
@@ -33,14 +33,14 @@ class RayMap:
         self._sent: tuple[object, Any] = None, None
 
     def __call__(self, call: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
-        """Start all at once; results in their order. What is not asked for is given up."""
-        if self._sent[0] is not call:  # A search calls the same again and again.
+        """Start all calls at once; yield results in order. Results not asked for are abandoned."""
+        if self._sent[0] is not call:  # A search calls the same function again and again.
             self._sent = call, self._ray.put(call)
         left = deque(self._task.remote(self._sent[1], item) for item in items)
         try:
             while left:
                 found, mistake = self._ray.get(left[0])
-                # Ray 2.60 aborts where a task is cancelled whose end it has not noted yet.
+                # Ray 2.60 aborts if a task is cancelled whose end it has not noticed yet.
                 left.popleft()
                 if mistake:
                     raise JaxinferError(mistake)
@@ -51,7 +51,7 @@ class RayMap:
 
 
 def _call(call: Callable[[T], R], item: T) -> tuple[R | None, str | None]:
-    """The result, or the user's mistake: Ray's own errors have many lines."""
+    """Return the result, or the user's mistake, because Ray's own errors have many lines."""
     try:
         return call(item), None
     except JaxinferError as error:

@@ -1,4 +1,4 @@
-"""Serving systems on one workload, side by side: figures, a table, and a folder with it all.
+"""Compares serving systems on one workload: figures, a table, and a folder with all of it.
 
 ``runs`` is always display name -> that system's runs, one per round.
 """
@@ -42,7 +42,7 @@ LATENCY_WORDS = {
     "normalised": "end-to-end by output tokens",
     "delay": "scheduling delay",
 }
-# Fields of figures -> heading, and what a value is multiplied by for it.
+# For each field, its heading and the factor of its values.
 EXTRA_WORDS = {
     "steady_requests_s": ("requests/s without ramp and drain", 1),
     "steady_output_tok_s": ("output tokens/s without ramp and drain", 1),
@@ -55,7 +55,7 @@ EXTRA_WORDS = {
 
 
 def comparison_table(runs: Runs) -> Table:
-    """A row of medians per system; the caption says what was emulated, and what failed."""
+    """Return a row of medians per system; the caption says what was emulated and what failed."""
     columns, rows = _cells(runs)
     table = Table(
         title=_title(runs),
@@ -76,10 +76,10 @@ def new_folder(folder: Path, besides: str | None = None) -> None:
     """Make the folder for ``write_comparison``; best called before the runs, too.
 
     Args:
-        besides: name of what may be in it already.
+        besides: name of an entry that it may already contain.
 
     Raises:
-        JaxinferError: it cannot be made, or has something in it.
+        JaxinferError: it cannot be made, or has other contents.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,15 +94,15 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
     """Write the comparison, its pictures and its traces; returns the files.
 
     ``compare.md`` is for readers, ``compare.csv`` has the figures of each round, ``compare.json``
-    these and the medians. Runs whose times are beyond all pictures have neither those nor traces,
-    which ``compare.md`` says.
+    these and the medians. If times are too large for pictures, there are no pictures or traces, and
+    ``compare.md`` says so.
 
     Args:
         command: the command line that made the runs.
-        pictures: their format, ``png``, ``svg`` or ``pdf``.
+        pictures: format of the pictures, ``png``, ``svg`` or ``pdf``.
 
     Raises:
-        JaxinferError: the folder has more in it than ``runs``, or cannot be made.
+        JaxinferError: the folder has contents other than ``runs``, or cannot be made.
     """
     new_folder(folder, besides="runs")
     texts = [folder / f"compare.{suffix}" for suffix in ("md", "csv", "json")]
@@ -111,7 +111,7 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
     texts[0].write_text(_markdown(runs, command, pictures), encoding="utf-8")
     if _undrawn(runs):
         return texts
-    # matplotlib takes a second to load.
+    # Imported here, because matplotlib takes a second to load.
     from jaxinfer.report.plots import latency_cdfs, throughput_bars, timeline
 
     bars, cdfs = folder / f"throughput.{pictures}", folder / f"latency.{pictures}"
@@ -128,7 +128,7 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
 
 
 def _undrawn(runs: Runs) -> list[str]:
-    """The reason why there are no pictures, as a list that is empty where there are."""
+    """Return a list with the reason why there are no pictures, or an empty list."""
     times = [run.wall_s for rounds in runs.values() for run in rounds]
     beyond = [time for time in times if not can_be_drawn(time)]
     return [f"no pictures or traces: a run took {time:.3g} s" for time in beyond[:1]]
@@ -168,7 +168,7 @@ def _cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
 
 
 def _latency_cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
-    """Means and percentiles of all latencies."""
+    """Return the cells of means and percentiles of all latencies."""
     columns = ["system", "latency", "mean", "p50", "p90", "p99"]
     rows = [
         [name, words, *(_seconds(getattr(f, f"{metric}_{column}")) for column in columns[2:])]
@@ -179,7 +179,7 @@ def _latency_cells(runs: Runs) -> tuple[list[str], list[list[str]]]:
 
 
 def _extra_lines(runs: Runs) -> list[str]:
-    """A table of what is known of some system besides."""
+    """Return the lines of a table of further figures that some system has."""
     found = medians(runs)
     known = {
         field: (words, factor)
@@ -232,7 +232,7 @@ def _bytes(value: float) -> str:
 
 
 def _slugs(names: Iterable[str]) -> dict[str, str]:
-    """Names -> parts of file names, such that no two are one."""
+    """Return parts of file names for these names, all different."""
     slugs: dict[str, str] = {}
     for name in names:
         plain = re.sub(r"[^a-z0-9_.]+", "-", name.lower()).strip("-.") or "system"

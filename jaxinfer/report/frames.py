@@ -11,7 +11,7 @@ from jaxinfer.report.records import read_lines, reporting_damage
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Columns and what they hold. Of missing floats, NaN.
+# Columns and their content; missing floats are NaN.
 REQUESTS = {
     "id": "object", "parent": "object", "arrival": "float64", "first_scheduled": "float64",
     "prompt_len": "int64", "output_tokens": "int64", "cut": "int64", "cached_tokens": "int64",
@@ -41,20 +41,21 @@ class RunFrames:
     """A run. All times are in seconds since its start, all durations in seconds.
 
     Attributes:
-        requests: one row per continuation, in the order of their ends. ``id``; ``parent``: the
-            prompt's, the same for all of its continuations; ``arrival``, ``first_scheduled``
-            (start of the first step), ``prompt_len``, ``output_tokens``; ``cut``: tokens of the
-            prompt whose KV the first instance handed on; ``cached_tokens``: of the prompt, from
-            the prefix cache; ``preemptions``; ``delay``: from arrival to the first step; ``ttft``,
-            ``tpot`` (mean time between tokens) and ``e2e`` as in ``Latencies``; ``token_times``: a
-            tuple; ``error``: None where there was none. Floats are NaN where there is no value.
-        steps: one row each, in the order of their ends. ``instance``, ``start``, ``end``,
-            ``rows`` (requests), ``prefill_tokens``, ``decode_tokens``, ``sampled`` (tokens), and
-            at launch ``waiting`` and ``running`` (requests) and ``pages_in_use``; ``stages``:
-            start and end of each pipeline stage's part, as a tuple of pairs.
+        requests: one row per continuation, in the order of their ends. ``id``; ``parent``: id of
+            the prompt, the same for all of its continuations; ``arrival``; ``first_scheduled``:
+            start of the first step; ``prompt_len``; ``output_tokens``; ``cut``: number of prompt
+            tokens whose KV the first instance handed over; ``cached_tokens``: number of prompt
+            tokens from the prefix cache; ``preemptions``; ``delay``: from arrival to the first
+            step; ``ttft``, ``tpot`` (mean time between tokens) and ``e2e``, as in ``Latencies``;
+            ``token_times``: a tuple; ``error``: None without an error. Floats are NaN if there is
+            no value.
+        steps: one row per step, in the order of their ends. ``instance``, ``start``, ``end``,
+            ``rows`` (requests), ``prefill_tokens``, ``decode_tokens``, ``sampled`` (tokens); at
+            launch ``waiting`` and ``running`` (requests) and ``pages_in_use``; ``stages``: start
+            and end of each pipeline stage's part, as a tuple of pairs.
         transfers: one row per transfer of KV. ``request``, ``source``, ``dest`` (instances),
-            ``tokens``, ``bytes``, ``requested``, ``start``, ``end``, and ``hidden_s``: how much of
-            its time the destination was computing, or the source the same prompt.
+            ``tokens``, ``bytes``, ``requested``, ``start``, ``end``; ``hidden_s``: how much of its
+            time the destination was computing, or the source was computing the same prompt.
         run: all of ``run.json``.
     """
 
@@ -65,7 +66,7 @@ class RunFrames:
 
 
 def load_run(folder: str | Path) -> RunFrames:
-    """Read the folder of a finished run, real or simulated: the one that has ``run.json`` in it.
+    """Read the folder of a finished run, real or simulated, which must have ``run.json``.
 
     Raises:
         JaxinferError: pandas is not installed, a file is missing or damaged, or the run did not
@@ -89,7 +90,7 @@ def load_run(folder: str | Path) -> RunFrames:
 
 
 def _frame(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> "DataFrame":
-    """Make a frame of these columns, whose kinds do not depend on the rows."""
+    """Return a frame with these columns, whose types do not depend on the rows."""
     from pandas import DataFrame, Series
 
     return DataFrame(

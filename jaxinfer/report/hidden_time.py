@@ -1,4 +1,4 @@
-"""Share of a transfer's time that was hidden behind steps."""
+"""Finds the part of each transfer's time that was hidden behind steps."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,21 +8,21 @@ from typing import Protocol
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.world import StepDone, TransferDone
 
-# A transfer that has landed, and its hidden seconds.
+# A landed transfer, and its hidden seconds.
 Settled = tuple[TransferDone, float]
 
 
 class HasSteps(Protocol):
-    """An instance, as far as it matters here."""
+    """The parts of an instance that are used here."""
 
     @property
     def in_flight(self) -> int:
-        """Steps launched and not yet ended."""
+        """Number of steps launched and not yet ended."""
 
 
 @dataclass(slots=True)
 class _EndedStep:
-    """A step that has ended, and the requests of whose prompts it computed a part."""
+    """A step that has ended, and the requests whose prompts it computed in part."""
 
     start: float
     end: float
@@ -31,18 +31,18 @@ class _EndedStep:
 
 @dataclass(slots=True)
 class _Landed:
-    """A transfer, and by instance the steps that may have run beside it and have not ended."""
+    """A transfer, and by instance the unfinished steps that may have overlapped with it."""
 
     done: TransferDone
     steps: dict[str, int]
 
 
 class HiddenTime:
-    """Finds the hidden seconds of each transfer, and keeps what transfers under way need for it.
+    """Finds the hidden seconds of each transfer, with the data that unfinished transfers need.
 
-    Any step of the destination's hides a transfer that goes on meanwhile; of the source's, those
-    that compute the same prompt. Which steps these are is known once all that were in flight at
-    either end have ended: later ones start after the transfer's last byte.
+    A transfer is hidden by any step of the destination, and by steps of the source that compute the
+    same prompt. These are known once all steps that were in flight at either end have ended; later
+    steps start after the transfer's last byte.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ class HiddenTime:
         self._landed: list[_Landed] = []
 
     def add_step(self, done: StepDone, moving: Sequence[Transfer]) -> list[Settled]:
-        """A step has ended.
+        """Record a step that has ended.
 
         Args:
             moving: transfers that have not landed.
 
         Returns:
-            The transfers of which all is known with this step.
+            The transfers that are completely known after this step.
         """
         steps = self._steps[done.instance]
         if moving or self._landed:
@@ -65,7 +65,7 @@ class HiddenTime:
                 row.request.id for row in done.rows if row.start < row.request.prompt_len
             )
             steps.append(_EndedStep(done.start, done.end, prompts))
-            # Bytes that are yet to land left no earlier.
+            # Bytes that have not landed yet did not leave earlier.
             oldest = min(
                 [transfer.requested for transfer in moving]
                 + [landed.done.start for landed in self._landed]
@@ -80,20 +80,22 @@ class HiddenTime:
         return self._take_settled()
 
     def add_transfer(self, done: TransferDone, instances: Mapping[str, HasSteps]) -> list[Settled]:
-        """A transfer has landed.
+        """Record a transfer that has landed.
 
         Args:
-            instances: all but those that were lost.
+            instances: all instances that are not lost.
 
         Returns:
-            As of ``add_step``.
+            See ``add_step``.
         """
         ends = {done.transfer.source, done.transfer.dest} & instances.keys()
         self._landed.append(_Landed(done, {name: instances[name].in_flight for name in ends}))
         return self._take_settled()
 
     def lose(self, instance: str) -> list[Settled]:
-        """An instance was lost: its steps in flight never end. Returns as ``add_step`` does."""
+        """Record the loss of an instance, whose steps in flight never end. Returns: see
+        ``add_step``.
+        """
         for landed in self._landed:
             landed.steps.pop(instance, None)
         return self._take_settled()
@@ -116,7 +118,10 @@ class HiddenTime:
 
 
 def _overlap(start: float, end: float, busy: Iterable[tuple[float, float]]) -> float:
-    """Seconds from ``start`` to ``end`` in which an instance was busy; its steps may overlap."""
+    """Return the seconds from ``start`` to ``end`` in which an instance was busy.
+
+    Its steps may overlap.
+    """
     covered, at = 0.0, start
     for a, b in sorted(busy):
         if b > at and a < end:

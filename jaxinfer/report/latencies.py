@@ -10,17 +10,18 @@ from jaxinfer.report.percentiles import StreamPercentiles
 
 @dataclass(kw_only=True)
 class Latencies:
-    """Means and percentiles in seconds, over requests that have not failed; None of nothing.
+    """Means and percentiles in seconds, over requests that have not failed; None without any.
 
     Each continuation of a prompt counts separately, unless one of them has failed.
 
     Attributes:
-        ttft_*: time to first token since arrival.
-        tpot_*: a request's mean time between tokens, of those with two or more.
+        ttft_*: time from arrival to the first token.
+        tpot_*: mean time between a request's tokens, for requests with two or more.
         tbt_*: time between tokens, over all pairs of neighbouring tokens.
-        e2e_*: time to the last token since arrival.
-        normalised_*: that by the number of output tokens (as in vLLM's and Vidur's papers).
-        delay_*: from arrival to the start of the request's first step.
+        e2e_*: time from arrival to the last token.
+        normalised_*: that time divided by the number of output tokens (as in vLLM's and Vidur's
+            papers).
+        delay_*: time from arrival to the start of the request's first step.
     """
 
     ttft_mean: float | None = None
@@ -51,7 +52,7 @@ class Latencies:
 
 @dataclass
 class LatencyTotals:
-    """The values of the requests so far, each as in ``Latencies``."""
+    """The values of the requests so far, with the names of ``Latencies``."""
 
     ttft: StreamPercentiles = field(default_factory=StreamPercentiles)
     tpot: StreamPercentiles = field(default_factory=StreamPercentiles)
@@ -61,7 +62,7 @@ class LatencyTotals:
     delay: StreamPercentiles = field(default_factory=StreamPercentiles)
 
     def add(self, arrival: float, first_scheduled: float | None, times: Sequence[float]) -> None:
-        """Count a request, whose tokens, one or more, came at these times."""
+        """Count a request, whose one or more tokens came at these times."""
         first, last, count = times[0], times[-1], len(times)
         self.ttft.append(first - arrival)
         self.e2e.append(last - arrival)
@@ -74,7 +75,7 @@ class LatencyTotals:
             self.tbt.add(array[1:] - array[:-1])
 
     def figures(self) -> dict[str, float | None]:
-        """The fields of ``Latencies``."""
+        """Return the fields of ``Latencies``."""
         found: dict[str, float | None] = {}
         for name, values in vars(self).items():
             p50, p90, p99 = values.percentiles([50, 90, 99])

@@ -1,4 +1,4 @@
-"""The figures of a run, from its requests and its steps."""
+"""Figures of a run, from its requests and its steps."""
 
 import resource
 import sys
@@ -18,9 +18,10 @@ class InstanceTotals:
     """An instance's steps so far. Times in seconds since the run began.
 
     Attributes:
-        first_step, last_step: start of the first one, and end of the last.
+        first_step: start of the first step.
+        last_step: end of the last step.
         busy_s: time in which some step ran.
-        pages_in_use: when the last step was launched.
+        pages_in_use: number of pages in use when the last step was launched.
     """
 
     first_step: float
@@ -34,13 +35,15 @@ class RunTotals:
     """Sums over the steps and the prompts that have ended so far, in bounded memory.
 
     Attributes:
-        slice_bytes: KV moved between shards of one instance.
-        prefill_tokens, decode_tokens: computed, recomputed ones included.
-        pairs: of a computed token and a KV entry that it sees.
-        instances: those that have had a step.
-        pages_in_use: of all instances, each when its last step was launched; peak_pages: at most.
-        prompt_tokens, cached_tokens, output_tokens, latencies: of prompts that have not failed; see
-            ``RunMetrics``.
+        slice_bytes: bytes of KV moved between shards of one instance.
+        prefill_tokens: number of computed prompt tokens, including recomputed ones.
+        decode_tokens: number of computed decode tokens, including recomputed ones.
+        pairs: number of pairs of a computed token and a KV entry that it sees.
+        instances: instances that have had a step.
+        pages_in_use: pages in use of all instances, each when its last step was launched.
+        peak_pages: largest value of ``pages_in_use``.
+        prompt_tokens, cached_tokens, output_tokens, latencies: values of prompts that have not
+            failed; see ``RunMetrics``.
     """
 
     steps: int = 0
@@ -59,7 +62,7 @@ class RunTotals:
 
     def add_step(self, done: StepDone) -> None:
         """Count one step."""
-        # Done at each of a simulation's steps: what is cheap to write is not always cheap.
+        # Runs in each of a simulation's steps, so it is written for speed.
         batch, start, end = done.batch, done.start, done.end
         work = batch.work
         decodes = work.decodes
@@ -72,7 +75,7 @@ class RunTotals:
         totals = self.instances.get(batch.instance)
         if totals is None:
             totals = self.instances[batch.instance] = InstanceTotals(start, start)
-        # Steps of one instance end in the order of their starts; stages work on several at once.
+        # Steps of one instance end in the order of their starts; stages compute several at once.
         last = totals.last_step
         totals.busy_s += end - (start if start > last else last)
         totals.last_step = end
@@ -83,13 +86,13 @@ class RunTotals:
                 self.peak_pages = self.pages_in_use
 
     def lose_instance(self, name: str) -> None:
-        """Count no page of an instance that is lost any more."""
+        """Stop counting the pages of a lost instance."""
         if totals := self.instances.get(name):
             self.pages_in_use -= totals.pages_in_use
             totals.pages_in_use = 0
 
     def add_prompt(self, ended: Sequence[tuple[RequestState, Sequence[float]]]) -> None:
-        """Count one prompt by its continuations: all of them, and when the tokens of each came."""
+        """Count one prompt with all its continuations and the times of their tokens."""
         if any(request.error is not None for request, _ in ended):
             return
         outputs, end = 0, None
@@ -111,7 +114,8 @@ class InstanceUse:
     """The use of one instance's time, in seconds since the run began.
 
     Attributes:
-        first_step, last_step: start of the first one, and end of the last; None without steps.
+        first_step: start of the first step; None without steps.
+        last_step: end of the last step; None without steps.
         busy_s: time in which some step ran.
         role_s: role -> time in it; time without a role is left out.
     """
@@ -127,9 +131,10 @@ class SliceMoveCounts:
     """Moves of KV heads of running requests from one device group to others.
 
     Attributes:
-        begun: that had room to; ``num_bytes``: of those that have landed.
-        without_room, at_once: left out, since a shard had no room, or since another move of the
-            request was under way.
+        begun: number of moves for which there was room.
+        num_bytes: bytes of the moves that have landed.
+        without_room: number of moves left out because a shard had no room.
+        at_once: number of moves left out because another one of the request was under way.
     """
 
     begun: int
@@ -140,33 +145,37 @@ class SliceMoveCounts:
 
 @dataclass(kw_only=True)
 class RunMetrics(Latencies):
-    """A run in figures. Times in seconds, without loading and compiling ahead.
+    """The figures of a run. Times are in seconds, without loading and compiling ahead.
 
     A request is a prompt with all its ``n`` continuations. It has failed if one of them has, and
     ends with the last of them. Latencies are those of each continuation.
 
     Attributes:
-        requests, failed: how many there were, and how many of them have failed.
-        prompt_tokens: once for each of the ``n`` continuations of a prompt.
-        cached_tokens: those of them whose KV the prefix cache had when their request started.
+        requests: number of requests.
+        failed: number of requests that failed.
+        prompt_tokens: number of prompt tokens, counted for each of a prompt's ``n`` continuations.
+        cached_tokens: number of these whose KV the prefix cache had when their request started.
         prompt_tok_s, output_tok_s: tokens of finished requests per second of the whole run.
-        steady_requests_s, steady_output_tok_s: the same of requests and output tokens without the
-            run's beginning and end: see ``SteadyRate.steady``; None of runs that are too short.
-        instances: by name.
-        mfu: FLOPs that the model takes for all tokens that were computed, by what the GPUs could
-            have done in the whole run at their peak (Chowdhery et al., PaLM, 2022, appendix B; but
-            recomputed tokens count); None where that is not known.
-        usd_per_request, usd_per_million_output_tokens: of the machines, for the whole run; None
-            where they have no price.
-        wh_per_request, wh_per_million_output_tokens: watt-hours, on the same basis, at the limit of
-            the GPUs' power: an upper bound.
-        slice_moves: of KV heads; None where no instance has them on several groups.
-        peak_pages: KV pages in use at most; num_pages: the pool without its padding page.
-        compiles, compile_s: before and during the run; late_compiles: during the run.
-        beyond: of a modelled run, by instance and what steps hold, the most that one held and the
-            most that was measured, where times were extrapolated.
-        loop_s: the serving loop's own Python time, launching_s: that of building and launching
-            steps, both within wall_s.
+        steady_requests_s, steady_output_tok_s: finished requests and their output tokens per
+            second, without the run's beginning and end (see ``SteadyRate.steady``); None for short
+            runs.
+        instances: use of each instance, by name.
+        mfu: FLOPs of the model for all computed tokens, divided by what the GPUs could do in the
+            whole run at their peak (Chowdhery et al., PaLM, 2022, appendix B; but recomputed tokens
+            count); None if unknown.
+        usd_per_request, usd_per_million_output_tokens: price of the machines for the whole run;
+            None if a price is unknown.
+        wh_per_request, wh_per_million_output_tokens: watt-hours for the whole run at the GPUs'
+            power limit: an upper bound.
+        slice_moves: moves of KV heads; None if no instance has them on several groups.
+        peak_pages: largest number of KV pages in use.
+        num_pages: size of the pool without its padding page.
+        compiles, compile_s: number and seconds of compiles, before and during the run.
+        late_compiles: number of compiles during the run.
+        beyond: for a modelled run with extrapolated times: by instance and quantity, the largest
+            value of a step and the largest measured value.
+        loop_s: time of the serving loop's own Python code, within ``wall_s``.
+        launching_s: time of building and launching steps, within ``wall_s``.
         peak_rss_mib: peak memory of the process on the host.
     """
 
@@ -209,10 +218,11 @@ def run_metrics(
     efficiency: Efficiency | None = None,
     **given: Any,
 ) -> RunMetrics:
-    """The figures of a run that has ended.
+    """Return the figures of a run that has ended.
 
     Args:
-        requests, failed: see ``RunMetrics``.
+        requests: see ``RunMetrics``.
+        failed: see ``RunMetrics``.
         role_s: seconds that each instance spent in each role.
         efficiency: known figures of the model and the GPUs.
         given: fields of ``RunMetrics`` that do not follow from requests and steps.
@@ -262,6 +272,6 @@ def _uses(totals: RunTotals, role_s: Mapping[str, Mapping[str, float]]) -> dict[
 
 
 def peak_rss_mib() -> float:
-    """Peak resident memory of this process, in MiB."""
+    """Return the peak resident memory of this process, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10

@@ -1,4 +1,4 @@
-"""Records a run's origin: what was asked for, by which code, on which machine and when."""
+"""Records a run's origin: its inputs, code, machine and time."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ from jaxinfer.files.shipped import SHIPPED, data_path
 from jaxinfer.workload.lengths import BenchRequest
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "numba", "transformers", "tokenizers")
-# What a simulation and draws of lengths go by, beside the run file: no file of a user's.
+# Files that simulations and drawn lengths use besides the run file; none belongs to a user.
 FACTS = (SHIPPED / "gpus.yaml", SHIPPED / "models.yaml")
 _LENGTHS = SHIPPED / "lengths.yaml"
 
@@ -28,11 +28,11 @@ _LENGTHS = SHIPPED / "lengths.yaml"
 def asked_for(
     config: RunFile, work: Iterable[BenchRequest] | None = None, facts: Iterable[Path] = ()
 ) -> dict[str, Any]:
-    """The request for a run, as JSON values of ``run.json``, from which it can be run again.
+    """Return a run's inputs as JSON values of ``run.json``, from which it can be repeated.
 
     Args:
-        work: the requests, as far as they come from ``config``'s workload, a trace or draws.
-        facts: files that ship, besides those that ``config`` names, that matter.
+        work: the requests, if they come from ``config``'s workload (a trace or random lengths).
+        facts: shipped files that matter in addition to those that ``config`` names.
     """
     data = config.model_dump(mode="json", exclude_unset=True)
     workload = config.workload.model_dump(mode="json", exclude_none=True)
@@ -44,7 +44,7 @@ def asked_for(
 
 
 def digest(work: Iterable[BenchRequest]) -> tuple[int, str]:
-    """The number of requests, and the SHA-256 of all that they are."""
+    """Return the number of requests, and the SHA-256 of their contents."""
     count, found = 0, hashlib.sha256()
     for item in work:
         found.update(repr(item).encode())
@@ -53,10 +53,11 @@ def digest(work: Iterable[BenchRequest]) -> tuple[int, str]:
 
 
 def files_of(run_file: dict[str, Any], facts: Iterable[Path] = ()) -> dict[str, str]:
-    """The SHA-256 of each file that a run file names, but for a batch's and one of weights.
+    """Return the SHA-256 of each file that a run file names, except batches and weights.
 
     Args:
-        run_file: what it holds; ``facts``: more files.
+        run_file: contents of the run file.
+        facts: more files.
     """
     if str(run_file.get("model")).endswith(".gguf"):
         run_file = run_file | {"model": None}
@@ -67,19 +68,22 @@ def files_of(run_file: dict[str, Any], facts: Iterable[Path] = ()) -> dict[str, 
 
 
 def recorded_path(name: str) -> Path:
-    """The file that ``files_of`` calls so; of facts, that which ships, whatever else is there."""
+    """Return the file that ``files_of`` names; of ``facts``, always the shipped one."""
     facts = {_shown(str(fact)): fact for fact in (*FACTS, _LENGTHS)}
     return facts.get(name) or data_path(name)
 
 
 def _shown(path: str) -> str:
-    """A path for the record: the name alone of what ships, since its place differs by machine."""
+    """Return a path for the record.
+
+    Shipped files have a name that does not depend on the machine.
+    """
     inside = Path(path).is_relative_to(SHIPPED)
     return f"configs/{Path(path).relative_to(SHIPPED).as_posix()}" if inside else path
 
 
 def origin() -> dict[str, object]:
-    """Command, versions, machine and time, as JSON values of ``run.json``."""
+    """Return command, versions, machine and time, as JSON values of ``run.json``."""
     commit, dirty = checkout()
     return {
         "command": command_line(),
@@ -94,7 +98,7 @@ def origin() -> dict[str, object]:
 
 
 def command_line() -> str:
-    """The command that this process was started by, to be pasted into a shell."""
+    """Return the command that started this process, ready to paste into a shell."""
     program, *arguments = sys.argv or [""]
     path = Path(program)
     name = path.parent.name if path.name == "__main__.py" else path.name
@@ -103,13 +107,13 @@ def command_line() -> str:
 
 @lru_cache(1)
 def versions() -> dict[str, str | None]:
-    """Versions of this package and of others that matter; None for one that is not installed."""
+    """Return versions of this package and of relevant others; None if not installed."""
     return {"jaxinfer": jaxinfer.__version__} | {name: version_of(name) for name in PACKAGES}
 
 
 @lru_cache(1)
 def checkout() -> tuple[str | None, bool | None]:
-    """The commit that this code is of, and whether it was changed since; None of a wheel's."""
+    """Return the commit of this code, and whether it was changed; None for an installed wheel."""
     root = Path(jaxinfer.__file__).parents[1]
     if not (root / ".git").exists():
         return None, None
@@ -123,7 +127,7 @@ def checkout() -> tuple[str | None, bool | None]:
 
 
 def made_by_another(run: Mapping[str, Any]) -> str:
-    """Say which version or commit made a run, by its ``run.json``, if it is not this one."""
+    """Return which other version or commit made a run, by its ``run.json``; empty if this one."""
     version = (run.get("versions") or {}).get("jaxinfer")
     if version != jaxinfer.__version__:
         return f"the run was made by version {version}, this is {jaxinfer.__version__}"

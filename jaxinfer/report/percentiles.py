@@ -1,26 +1,26 @@
-"""Percentiles of more values than are worth keeping."""
+"""Percentiles of streams that are too long to store."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-# Values kept as they are: 64 MB.
+# Number of values kept as they are: 64 MB.
 EXACT = 2**23
-# Beyond, values are counted in bins that are so much wider than the one before.
+# Further values are counted in bins; each bin is wider than the previous one by this factor.
 _RATIO = 1.001
 _LEAST, _MOST = 1e-9, 1e9
-# Values counted at a time: their logarithms take room, too.
+# Number of values counted at a time, because their logarithms need memory, too.
 _BLOCK = 2**16
-# Single values that make it worth it to call numpy.
+# Number of single values from which calling numpy is faster.
 _SINGLE = 1024
 
 
 class StreamPercentiles:
     """Percentiles of a stream of positive values, in bounded memory.
 
-    Of up to ``exact`` values they are exact; of more, within 0.05 % of the value, for values from
-    1e-9 to 1e9. The mean is exact.
+    They are exact for up to ``exact`` values; for more, within 0.05 % of the value, for values from
+    1e-9 to 1e9. The mean is always exact.
     """
 
     def __init__(self, exact: int = EXACT) -> None:
@@ -28,7 +28,7 @@ class StreamPercentiles:
         self._values = np.empty(min(1024, exact))
         self._used = 0
         self._bins: np.ndarray | None = None
-        # Of the values in bins.
+        # Counts of the values in bins.
         self._sum = 0.0
         self._single: list[float] = []
 
@@ -67,7 +67,7 @@ class StreamPercentiles:
 
     @property
     def mean(self) -> float | None:
-        """The mean; None of nothing."""
+        """Return the mean; None without values."""
         self._count_single()
         if self._bins is not None:
             return self._sum / int(self._bins.sum())
@@ -78,7 +78,7 @@ class StreamPercentiles:
         return self.percentiles([percent])[0]
 
     def percentiles(self, percents: Sequence[float]) -> list[float | None]:
-        """Several; cheaper than one by one."""
+        """Return several percentiles, faster than one by one."""
         self._count_single()
         if self._bins is not None:
             until = np.cumsum(self._bins)
@@ -102,5 +102,5 @@ def _bin(values: np.ndarray) -> np.ndarray:
 
 
 def percentile(values: Sequence[float] | np.ndarray, percent: float) -> float | None:
-    """The percentile with linear interpolation; None of nothing."""
+    """Return the percentile with linear interpolation; None without values."""
     return float(np.percentile(values, percent)) if len(values) else None

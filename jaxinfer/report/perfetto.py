@@ -1,4 +1,4 @@
-"""A run as a Chrome trace, for ui.perfetto.dev."""
+"""Writes a run as a Chrome trace, for ui.perfetto.dev."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def step_kind(step: StepRecord) -> str:
 
 
 def transfer_lanes(run: RunRecord) -> dict[tuple[str, str], list[list[TransferRecord]]]:
-    """Source and destination -> lanes of transfers that do not overlap, as few as can be."""
+    """Return, by source and destination, as few lanes as possible of non-overlapping transfers."""
     routes: dict[tuple[str, str], list[list[TransferRecord]]] = {}
     for transfer in sorted(run.transfers, key=lambda t: (t.start, t.end, t.request)):
         lanes = routes.setdefault((transfer.source, transfer.dest), [])
@@ -32,9 +32,9 @@ def transfer_lanes(run: RunRecord) -> dict[tuple[str, str], list[list[TransferRe
 def write_trace(run: RunRecord, path: str | Path) -> None:
     """Write the trace.
 
-    A process per instance has a thread per stage with its steps and, where a stage's KV heads lie
-    on several groups, a counter of those of each step's requests, group by group; the process
-    ``transfers`` has a thread per route (several where its transfers overlap); the process
+    Each instance is a process with a thread per stage, which shows its steps. If a stage's KV heads
+    lie on several groups, counters show the numbers on each group for each step's requests. The
+    process ``transfers`` has a thread per route (several if its transfers overlap). The process
     ``requests`` has a row per request, from its arrival over its first token to its last. Times are
     in microseconds.
     """
@@ -48,10 +48,11 @@ def write_trace(run: RunRecord, path: str | Path) -> None:
         names.append({"pid": pid} | _label("process_name", 0, name=name))
         names.append({"pid": pid} | _label("process_sort_index", 0, sort_index=pid))
         for event in events:
-            # No thread's id is another's, or a process's, which would make it the main thread.
+            # Each thread's id differs from those of other threads and of processes, because a
+            # process's id would make it the main thread.
             event |= {"pid": pid, "tid": event["tid"] + pid * 1000}
             (names if event["ph"] == "M" else timed).append(event)
-    # Stable, so that what begins and ends at one time stays nested.
+    # The sort is stable, so that slices with equal times stay nested.
     timed.sort(key=lambda event: event["ts"])
     trace = {
         "displayTimeUnit": "ms",
@@ -62,7 +63,10 @@ def write_trace(run: RunRecord, path: str | Path) -> None:
 
 
 def part_names(run: RunRecord, name: str) -> list[str]:
-    """Words for an instance's stages or, in a real run, their segments; the only one needs none."""
+    """Return names of an instance's stages or, in a real run, segments.
+
+    A single one has no name.
+    """
     parts = len(run.groups[name])
     described = run.run.get("run_file", {}).get("instances", {}).get(name)
     stages = parts if described is None else len(described.get("stages") or [name])
@@ -122,9 +126,9 @@ def _requests(run: RunRecord) -> Iterator[Event]:
 
 
 def _request(number: int, request: RequestRecord) -> Iterator[Event]:
-    """A slice for all of it, and within it one up to the first token and one for the rest.
+    """Yield a slice for the whole request, and inside it slices before and after the first token.
 
-    The viewer puts rows of one name together, so all outer slices have the same.
+    The viewer groups rows by name, so all outer slices have the same name.
     """
     times = request.token_times
     arrival, end = _us(request.arrival), _us(max(times, default=request.arrival))
@@ -160,8 +164,8 @@ def _request(number: int, request: RequestRecord) -> Iterator[Event]:
 
 
 def _slice(name: str, tid: int, start: float, end: float, args: Event) -> Event:
-    # Both ends are rounded: a rounded duration could reach into the next slice, which the
-    # viewer would then drop.
+    # Both ends are rounded, because a rounded duration could reach into the next slice, which the
+    # viewer would drop.
     ts = _us(start)
     return {"ph": "X", "name": name, "tid": tid, "ts": ts, "dur": _us(end) - ts, "args": args}
 

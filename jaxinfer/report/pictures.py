@@ -1,4 +1,4 @@
-"""Pictures as files: in which formats, and how."""
+"""Saves pictures as files, in several formats."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from jaxinfer.errors import JaxinferError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# By the ending of the file; what each needs so that the same picture is the same file.
+# Metadata by the file's suffix, so that the same picture always gives the same file.
 FORMATS: dict[str, dict[str, Any]] = {
     "png": {},
     "svg": {"Date": None},
@@ -21,7 +21,7 @@ def save_picture(figure: "Figure", path: str | Path) -> None:
     """Write a figure in the format that the file's ending names: .png, .svg or .pdf.
 
     Raises:
-        JaxinferError: it has another ending.
+        JaxinferError: the file has another ending.
     """
     from matplotlib import rc_context
 
@@ -29,8 +29,8 @@ def save_picture(figure: "Figure", path: str | Path) -> None:
     if kind not in FORMATS:
         endings = ", ".join(f".{name}" for name in FORMATS)
         raise JaxinferError(f"picture {path}: must end in one of {endings}")
-    # Text stays text: letters in an SVG, TrueType in a PDF, where matplotlib's default is outlines
-    # that publishers refuse.
+    # Text stays text: letters in an SVG, and TrueType in a PDF. By default, matplotlib writes
+    # outlines, which publishers refuse.
     with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "jaxinfer"}):
         figure.savefig(path, dpi=DPI, format=kind, metadata=FORMATS[kind])
 
@@ -41,5 +41,5 @@ def picture_link(words: str, file: str) -> str:
 
 
 def can_be_drawn(*values: float) -> bool:
-    """True if a picture can show numbers: none is endless, or beyond what anything measures."""
+    """Tell whether a picture can show these numbers: none is infinite or extreme."""
     return all(value == 0 or 1e-15 < abs(value) < 1e15 for value in values)

@@ -1,4 +1,4 @@
-"""A user's report as JSON can hold it: a long run is not lost to one odd value."""
+"""Converts a user's report to JSON, so that one odd value does not lose a long run."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,13 +8,13 @@ from jaxinfer.options.validation import shown
 
 
 def reported(name: str, report: Callable[[], object]) -> tuple[dict[str, Any], str | None]:
-    """Call ``report``; its values as JSON has them, and what was wrong with it, in one line.
+    """Call ``report``; return its values for JSON, and a line on problems or None.
 
-    Sets become lists and numpy's numbers and arrays Python's; anything else that JSON does not know
-    becomes its ``repr``. What fails, or returns no mapping, reports nothing.
+    Sets become lists, and numpy's numbers and arrays Python's; other values that JSON does not
+    support become their ``repr``. A report that fails, or returns no mapping, is empty.
 
     Args:
-        name: of ``report``, for the message.
+        name: name of ``report``, for the message.
     """
     odd: list[str] = []
     try:
@@ -28,7 +28,7 @@ def reported(name: str, report: Callable[[], object]) -> tuple[dict[str, Any], s
 
 
 def _plain(value: Any, where: str, odd: list[str]) -> Any:
-    """The value, and in ``odd`` what only its ``repr`` is kept of."""
+    """Convert a value; add places to ``odd`` where only the ``repr`` is kept."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -37,7 +37,7 @@ def _plain(value: Any, where: str, odd: list[str]) -> Any:
         return [_plain(item, where, odd) for item in value]
     if isinstance(value, set | frozenset):
         return [_plain(item, where, odd) for item in sorted(value, key=repr)]
-    if hasattr(value, "tolist"):  # numpy's, and JAX's.
+    if hasattr(value, "tolist"):  # Scalars of numpy and JAX.
         return _plain(value.tolist(), where, odd)
     odd.append(f"{where} is {shown(value)}")
     return repr(value)

@@ -1,6 +1,6 @@
-"""Pictures of runs: what ran when, how latencies are spread, throughput.
+"""Pictures of runs: timelines, distributions of latencies, and throughput.
 
-Colours are those of Okabe and Ito, which colour-blind readers can tell apart, and a brown.
+Colours are those of Okabe and Ito, which colour-blind readers can distinguish, and a brown.
 """
 
 import math
@@ -23,7 +23,7 @@ from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.records import RunRecord
 from jaxinfer.report.summary import Runs, emulation, figures, finished, median_round, number_text
 
-WIDTH = 11.0  # Inches.
+WIDTH = 11.0  # In inches.
 COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -36,7 +36,7 @@ COLOURS = (
     "#000000",
 )
 DASHES = ("solid", (0, (5, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.5, 1)))
-# What a block of the timeline is, in words, and its colour.
+# Description and colour of each kind of block of the timeline.
 KINDS = {
     "prefill": ("prefill", "#0072B2"),
     "mixed": ("prefill chunk and decodes", "#E69F00"),
@@ -44,9 +44,9 @@ KINDS = {
     "transfer": ("KV transfer", "#CC79A7"),
 }
 DEFAULT_WINDOW_S = 12.0
-# So many blocks side by side can still be told apart.
+# Up to this many neighbouring blocks can be told apart.
 MAX_BLOCKS = 160
-# Ratio of the largest to the smallest value from which on an axis is logarithmic.
+# An axis is logarithmic if the ratio of its largest to its smallest value is at least this.
 LOG_FROM = 30.0
 
 DOT: dict[str, Any] = {
@@ -62,7 +62,7 @@ Block = tuple[str, float, float]  # Kind, start and end in seconds.
 
 @dataclass(frozen=True)
 class _Lane:
-    """A row of the timeline; blocks that overlap lie in several tracks."""
+    """A row of the timeline; overlapping blocks are on several tracks."""
 
     label: str
     tracks: list[list[Block]]
@@ -73,11 +73,11 @@ def timeline(
 ) -> Figure:
     """Draw what each stage and each route did when, in a row each.
 
-    A route's row lies above the instance that it goes to, whose steps hide it.
+    A route's row is above its destination, whose steps hide the transfers.
 
     Args:
-        start, stop: seconds of the run to show. By default from the first step on, up to 12 s,
-            and less where steps are so short that they would run together.
+        start, stop: seconds of the run to show. By default from the first step on, up to 12 s, or
+            less if steps are so short that they would merge.
 
     Raises:
         JaxinferError: the window is empty, or the file's ending is not .png, .svg or .pdf.
@@ -106,7 +106,9 @@ def timeline(
 
 
 def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
-    """Draw how TTFT and TBT are spread, of each system's round with the median requests/s."""
+    """Draw the distributions of TTFT and TBT, for each system's round with the
+    median requests/s.
+    """
     chosen = {name: median_round(rounds) for name, rounds in runs.items()}
     done = {name: finished(run) for name, run in chosen.items()}
     ttft = {n: [t for r in requests if (t := r.ttft) is not None] for n, requests in done.items()}
@@ -125,14 +127,14 @@ def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
 def throughput_bars(runs: Runs, path: str | Path) -> Figure:
     """Draw each system's requests/s: a bar up to the median, and a dot for each of several rounds.
 
-    The median's number stands in a column of its own: beside a dot, it would read as the dot's.
+    The median's number is in a separate column, since next to a dot it would look like the dot's.
     """
     several = any(len(rounds) > 1 for rounds in runs.values())
     names = [fill(name, 30) for name in runs]
     lines = max(name.count("\n") + 1 for name in names)
     figure = _figure(1.3 + max(0.5, 0.2 * lines) * len(runs), runs)
     axes = figure.subplots()
-    # Across, a share of the axes; down, their rows.
+    # Horizontally a share of the axes, vertically their rows.
     beside = axes.get_yaxis_transform()
     most = 0.0
     for row, rounds in enumerate(runs.values()):
@@ -159,7 +161,7 @@ def throughput_bars(runs: Runs, path: str | Path) -> Figure:
 
 
 def _lanes(run: RunRecord) -> list[_Lane]:
-    """Group by group, and instance by instance within a group."""
+    """Return the lanes of each group, and within a group those of each instance."""
     blocks: dict[tuple[str, int], list[Block]] = {}
     for step in run.steps:
         for number, (start, end) in enumerate(step.stages):
@@ -200,13 +202,13 @@ def _window(
 
 
 def _draw_lane(axes: Axes, row: int, lane: _Lane, start: float, stop: float) -> set[str]:
-    """Draw what is inside the window; returns the kinds of blocks that are."""
+    """Draw the blocks inside the window; return their kinds."""
     inside = [[b for b in track if b[1] < stop and b[2] > start] for track in lane.tracks]
     inside = [track for track in inside if track]
     for number, track in enumerate(inside):
         height = 0.76 / len(inside)
-        # Edges keep neighbours apart, but would cover blocks of a pixel or two: transfers, which
-        # may be as short beside steps, get edges of their own colour.
+        # Edges separate neighbours, but would cover blocks of one or two pixels. Transfers may be
+        # that short, so their edges have their own colour.
         edge = 0.5 if len(track) <= 1.5 * MAX_BLOCKS else 0.0
         moves = track[0][0] == "transfer"
         axes.broken_barh(
@@ -220,7 +222,7 @@ def _draw_lane(axes: Axes, row: int, lane: _Lane, start: float, stop: float) -> 
 
 
 def _draw_cdfs(axes: Axes, values: Mapping[str, Sequence[float]], xlabel: str, ylabel: str) -> None:
-    """A line per system that has values."""
+    """Draw a line per system that has values."""
     for number, found in enumerate(values.values()):
         if found:
             axes.ecdf(found, **_line(number))
@@ -252,12 +254,12 @@ def _legend_columns(names: Collection[str]) -> int:
 
 
 def _line(number: int) -> dict[str, Any]:
-    """Return the line style of the system of this number, in all plots: no two of 36 are alike."""
+    """Return the line style of a system by its number, in all plots; up to 36 are different."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": DASHES[number % len(DASHES)],
         "linewidth": 2.0,
-        # What has gaps lies over what has none.
+        # Lines with gaps are drawn over lines without.
         "zorder": 2.0 + 0.1 * (number % len(DASHES)),
     }
 
@@ -269,7 +271,7 @@ def _bare(axes: Axes) -> None:
 
 
 def _figure(height: float, runs: Runs) -> Figure:
-    """A figure of this height in inches, and of what a footnote on emulation needs below."""
+    """Return a figure of this height in inches, plus space for a footnote on emulation."""
     lines = [line for said in emulation(runs) for line in wrap(said, 150)]
     figure = Figure(figsize=(WIDTH, height + 0.17 * len(lines)), layout="constrained")
     if lines:

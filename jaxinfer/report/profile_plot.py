@@ -1,4 +1,4 @@
-"""A profile as a table, and as the picture of Cronus' Figure 3 for this machine."""
+"""A profile as a table, and as Cronus' Figure 3 for this machine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +13,10 @@ from jaxinfer.steps.profile import Profile
 
 
 def profile_table(profiles: Mapping[str, tuple[Profile, list[float]]]) -> Table:
-    """A line per instance and equation.
+    """Return a table with a line per instance and equation.
 
     Args:
-        profiles: instance -> profile, and how many times slower each stage is emulated to be.
+        profiles: instance -> profile, and the emulated slowdown of each stage.
     """
     table = Table(title="Profile", title_justify="left", box=None, pad_edge=False)
     for column in ("instance", "equation", "coefficients", "R^2", "MAPE"):
@@ -43,7 +43,7 @@ def profile_table(profiles: Mapping[str, tuple[Profile, list[float]]]) -> Table:
 
 
 def attention_table(profiles: Mapping[str, AttentionProfile]) -> Table:
-    """Hetis' eqs. 3 and 4, of one layer: one line per device group and equation."""
+    """Return a table of Hetis' eqs. 3 and 4 for one layer: a line per device group and equation."""
     table = Table(title="Attention of one layer", title_justify="left", box=None, pad_edge=False)
     for column in ("instance", "group", "equation", "coefficients", "MAPE"):
         table.add_column(column, justify="right" if column == "MAPE" else "left")
@@ -72,7 +72,7 @@ def attention_table(profiles: Mapping[str, AttentionProfile]) -> Table:
 
 
 def draw_profile(name: str, profile: Profile, slowdowns: list[float], path: Path) -> Figure:
-    """Measured times and the fitted lines: prefills over length, iterations over context."""
+    """Draw measured times and the fitted lines: prefills over length, iterations over context."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     fit = profile.fit(slowdowns)

@@ -11,16 +11,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from jaxinfer.report.metrics import RunTotals
 
-# Between lines about one part; each has one at its beginning and one at its end.
+# Seconds between lines about one part; each part also has a line at its start and at its end.
 LINES_EVERY_S = 30.0
 
 
 class _Shown:
-    """Shows parts of the work, and how much of each is done, while in use."""
+    """Shows parts of the work and how much of each is done, while in use."""
 
     def __init__(self, enabled: bool) -> None:
         console = Console(file=sys.stderr)
-        # Bars would come in a file when all is over.
+        # In a file, bars would only appear at the end.
         self._writes_lines = enabled and not console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -32,20 +32,20 @@ class _Shown:
             disable=not enabled or self._writes_lines,
         )
         self._tasks: dict[str, TaskID] = {}
-        # Of each part, how much there is, and how much of it is left.
+        # For each part, its size, and how much of it is left.
         self._parts: dict[str, tuple[int, int]] = {}
-        # Of each part, when it began and when it was last written about.
+        # For each part, its start, and the time of the last line about it.
         self._times: dict[str, tuple[float, float]] = {}
 
     def update(self, part: str, left: int) -> None:
-        """Say how much is left of a part; more than before is more that there is to do."""
+        """Set how much of a part is left; an increase means that there is more to do."""
         total, before = self._parts.get(part, (0, 0))
         total += max(left - before, 0)
         self._parts[part] = total, left
         self._show(part, total - left, total)
 
     def _rates(self) -> str:
-        """The text of a part's speed; asked only when it is shown."""
+        """Return the text of a part's speed; called only when it is shown."""
         return ""
 
     def _show(self, part: str, done: int, total: int) -> None:
@@ -81,27 +81,27 @@ class _Shown:
 
 
 class LoadProgress(_Shown):
-    """The parts of an engine's start."""
+    """Progress of an engine's start."""
 
     def update_of(self, name: str, part: str, left: int) -> None:
-        """The same for one of several engines."""
+        """Set how much of a part of one of several engines is left."""
         self.update(f"{name}: {part}", left)
 
 
 class RunProgress(_Shown):
-    """Finished requests, and the speed of prefill and decode since it was last said.
+    """Number of finished requests, and the recent speeds of prefill and decode.
 
-    That is over the last second on a terminal, and since the last line in a file. At the end it is
-    not said: a table may follow, whose speeds are those of the whole run.
+    Speeds are over the last second on a terminal, and since the last line in a file. They are not
+    shown at the end, since a table with the speeds of the whole run may follow.
 
     Args:
-        num_requests: as many as are known to come.
+        num_requests: number of requests known to come.
     """
 
     def __init__(self, enabled: bool, num_requests: int) -> None:
         super().__init__(enabled)
         self._done, self._num_requests, self._said = 0, num_requests, ""
-        # When the speeds were last said, and the tokens then and now.
+        # When speeds were last printed, and the tokens then and now.
         self._since, self._tokens = (time.perf_counter(), 0, 0), (0, 0)
 
     def __enter__(self) -> Self:
@@ -115,11 +115,11 @@ class RunProgress(_Shown):
         self._show_requests()
 
     def requests_known(self, num_requests: int) -> None:
-        """So many requests have come; there may be more."""
+        """Set the number of known requests; there may be more."""
         self._num_requests = max(self._num_requests, num_requests)
 
     def step_done(self, totals: RunTotals) -> None:
-        """Count its tokens, and refresh what is shown, once a second."""
+        """Count a step's tokens, and update the display once a second."""
         self._tokens = totals.prefill_tokens, totals.decode_tokens
         if time.perf_counter() - self._since[0] >= 1:
             self._show_requests()

@@ -1,4 +1,4 @@
-"""Records of a run while it goes on, in either world: sums, and files if wanted."""
+"""Records a run in either world: sums, and files if requested."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +31,8 @@ class Recorder:
         describe: description of the instances and their devices, as JSON values.
         counts_transfer: whether a first token counts only once its KV has arrived.
         on_step: called with each step, once it is counted.
-        keeps_ledger: whether to write a ledger of the loop's decisions, too; ``hears``: whether to
-            record the events that the loop received as well.
+        keeps_ledger: whether to write a ledger of the loop's decisions, too.
+        hears: whether the ledger also has the events that the loop received.
 
     Attributes:
         ledger: observer that writes the ledger, if the run keeps one.
@@ -68,22 +68,22 @@ class Recorder:
     def add_request(
         self, request: RequestState, parent: str, tokens: Sequence[int] | None = None
     ) -> None:
-        """Note a request that has ended: the only continuation, or one, of a prompt of this id.
+        """Record a continuation, which has ended, of the prompt with id ``parent``.
 
         Args:
-            tokens: its answer's, where they are real ones.
+            tokens: its output tokens, if they are real.
         """
         if self._folder:
             self._folder.add_request(request, parent, self._counts_transfer, tokens)
 
     def add_prompt(self, continuations: Sequence[RequestState]) -> Sequence[Sequence[float]]:
-        """Count a prompt, all of whose continuations have ended; returns when their tokens came."""
+        """Count a prompt whose continuations have all ended; return the times of their tokens."""
         times = [each.metrics.delivered(self._counts_transfer) for each in continuations]
         self.totals.add_prompt(list(zip(continuations, times, strict=True)))
         return times
 
     def add_event(self, event: Event, loop: ServingLoop) -> None:
-        """Note what the loop has committed."""
+        """Record an event that the loop has committed."""
         if isinstance(event, StepDone):
             self.totals.add_step(event)
             if self._on_step:
@@ -111,13 +111,14 @@ class Recorder:
         restarts: Sequence[Mapping[str, object]] = (),
         **given: Any,
     ) -> RunMetrics:
-        """The figures of a run that has ended; its files are complete.
+        """Return the figures of a run that has ended; its files are complete.
 
         Args:
-            requests, failed: see ``RunMetrics``.
+            requests: see ``RunMetrics``.
+            failed: see ``RunMetrics``.
             overruns: instance -> seconds by which its emulated steps were late.
-            lost: instances that have failed, and why.
-            restarts: of lost processes, as JSON values.
+            lost: reason for each failed instance.
+            restarts: restarts of lost processes, as JSON values.
             given: see ``run_metrics``.
         """
         metrics = run_metrics(
@@ -140,8 +141,10 @@ class Recorder:
         return metrics
 
     def _slice_moves(self, loop: ServingLoop) -> SliceMoveCounts | None:
-        """Return the counts of moves of KV heads; None where the heads all lie together."""
-        left = loop.assignments.instances.values()  # Those that were lost may have had moves, too.
+        """Return the counts of moves of KV heads; None if no instance has heads on
+        several groups.
+        """
+        left = loop.assignments.instances.values()  # Lost instances may have had moves, too.
         if not self.totals.slice_bytes and not any(each.kv.is_spread for each in left):
             return None
         hand_offs = loop.assignments.hand_offs
@@ -166,7 +169,7 @@ class Recorder:
 
 
 def _new_folder(parent: Path, description: Mapping[str, object]) -> "RunFolder":
-    # A simulation that keeps nothing starts sooner without.
+    # Without it, a simulation that keeps nothing starts sooner.
     from jaxinfer.report.run_folder import RunFolder
 
     return RunFolder(parent, description)

@@ -1,4 +1,4 @@
-"""A finished run as its folder tells it: ``run.json``, ``steps.jsonl`` and ``requests.jsonl``."""
+"""Reads a finished run's folder: ``run.json``, ``steps.jsonl`` and ``requests.jsonl``."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,8 @@ class StepRecord:
 
     Attributes:
         stages: start and end of each pipeline stage's part, in seconds.
-        heads: KV heads of its requests in each shard of the instance; empty where each stage has
-            one. A stage's own group comes first, then its attention groups.
+        heads: number of its requests' KV heads in each shard of the instance; empty if each stage
+            has one shard. A stage's own group comes first, then its attention groups.
     """
 
     instance: str
@@ -33,7 +33,8 @@ class TransferRecord:
     """A transfer of KV. Times are in seconds.
 
     Attributes:
-        requested: time of the request for the transfer; ``start``: time when the first byte left.
+        requested: time of the request for the transfer.
+        start: time when the first byte left.
         hidden_s: seconds of the transfer during which the destination was computing, or the source
             was computing the prompt.
     """
@@ -75,12 +76,12 @@ class RequestRecord:
 
     @property
     def prompt(self) -> str:
-        """The id that all continuations of one prompt have in common."""
+        """The common id of all continuations of one prompt."""
         return self.parent or self.id
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first token since arrival; None where there was none."""
+        """Time from arrival to the first token; None without one."""
         return self.token_times[0] - self.arrival if self.token_times else None
 
     @property
@@ -94,10 +95,10 @@ class RunRecord:
     """A run.
 
     Attributes:
-        name: of the system, or what the reader calls the run.
+        name: name of the system, or the reader's name for the run.
         wall_s: seconds from the start to the last request's end.
         groups: instance -> the device group of each of its stages.
-        emulated: what of the run was emulated, in words; empty for a real one.
+        emulated: descriptions of what was emulated; empty for a real run.
         run: all of ``run.json``.
     """
 
@@ -112,13 +113,13 @@ class RunRecord:
 
     @property
     def rate(self) -> float:
-        """Requests per second, from the start to the last one's end."""
+        """Requests per second, from the start to the end of the last one."""
         return len(self.requests) / self.wall_s
 
 
 @dataclass(frozen=True)
 class RunLines:
-    """A finished run's files as they are: lines of ``steps.jsonl`` apart by what they tell of."""
+    """A finished run's files; lines of ``steps.jsonl`` are divided into steps and transfers."""
 
     run: dict[str, Any]
     steps: list[dict[str, Any]]
@@ -132,7 +133,7 @@ def read_lines(folder: str | Path) -> RunLines:
     See ``run_folder.py``, which writes it.
 
     Raises:
-        JaxinferError: a file is missing or is no JSON, or the run did not finish.
+        JaxinferError: a file is missing or is not JSON, or the run did not finish.
     """
     folder = Path(folder)
     run = read_run_json(folder)
@@ -157,7 +158,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
     """Read ``run.json`` in a run's folder.
 
     Raises:
-        JaxinferError: it cannot be read. Where runs lie in folders below, the message names one.
+        JaxinferError: it cannot be read. If there are runs in folders below, the message names one.
     """
     path = folder / "run.json"
     if not path.exists():
@@ -175,7 +176,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def reporting_damage(folder: str | Path) -> Iterator[None]:
-    """Raise JaxinferError where a run's lines lack what they should have."""
+    """Raise JaxinferError if a run's lines lack required entries."""
     try:
         yield
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -186,7 +187,7 @@ def read_run(folder: str | Path, name: str | None = None) -> RunRecord:
     """Read a run's folder.
 
     Args:
-        name: what to call the run; by default its system's name.
+        name: name for the run; by default its system's name.
 
     Raises:
         JaxinferError: a file is missing or damaged, or the run did not finish.
@@ -244,6 +245,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     except json.JSONDecodeError as error:
         at = f"line {len(found) + 1}, column {error.colno}"
         raise JaxinferError(f"{path}: not JSON lines: {error.msg} at {at}") from None
-    except ValueError as error:  # No UTF-8.
+    except ValueError as error:  # It is no UTF-8.
         raise JaxinferError(f"{path}: not JSON lines: line {len(found) + 1}: {error}") from None
     return found

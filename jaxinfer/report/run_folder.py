@@ -1,5 +1,7 @@
-"""A run's files: ``run.json`` with what was run and how it went, ``steps.jsonl`` with each step and
-transfer, ``requests.jsonl`` with each continuation of a prompt.
+"""Writes a run's files.
+
+``run.json`` has the run's inputs and results, ``steps.jsonl`` each step and transfer, and
+``requests.jsonl`` each continuation of a prompt.
 """
 
 import hashlib
@@ -20,7 +22,7 @@ from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone, TransferDone
 
-# Of a description, the files that a run goes by and a replay of it needs: they are copied.
+# Parts of a description that name files which a replay needs; these files are copied.
 PROFILE_FILES = "profile_files"
 
 
@@ -30,8 +32,8 @@ class RunFolder:
     ``run.json`` says ``running`` until the run ends; a run that was killed still says so.
 
     Args:
-        parent: made if it does not exist.
-        description: configuration and devices, as JSON values; it wins over ``origin``'s.
+        parent: created if it does not exist.
+        description: configuration and devices, as JSON values; takes precedence over ``origin``'s.
 
     Raises:
         JaxinferError: the folder cannot be made.
@@ -74,7 +76,7 @@ class RunFolder:
         }
         if len(done.stages) > 1:
             line["stages"] = [[round(start, 6), round(end, 6)] for start, end in done.stages]
-        if work.shards:  # Of the step's requests, KV heads in each shard of the instance.
+        if work.shards:  # KV heads of the step's requests, in each shard of the instance.
             line["heads"] = [shard.heads for shard in work.shards]
         if work.halves:  # The rows of each of two halves that were computed in turn.
             line["halves"] = [half.sequences for half in work.halves]
@@ -82,15 +84,15 @@ class RunFolder:
         self._write_transfers(self._hidden.add_step(done, moving))
 
     def add_transfer(self, done: TransferDone, instances: Mapping[str, HasSteps]) -> None:
-        """Write a line of ``steps.jsonl``, once it is known what went on meanwhile.
+        """Write a line of ``steps.jsonl``, once it is known which steps overlapped.
 
         Args:
-            instances: all but those that were lost.
+            instances: all instances that are not lost.
         """
         self._write_transfers(self._hidden.add_transfer(done, instances))
 
     def lose_instance(self, name: str) -> None:
-        """Notes that no step of this instance ends any more."""
+        """Record that steps in flight on this instance never end."""
         self._write_transfers(self._hidden.lose(name))
 
     def add_request(
@@ -104,7 +106,7 @@ class RunFolder:
 
         Args:
             parent: id of the prompt that it continues.
-            tokens: of a real run, the answer's, by whose digest another run is compared.
+            tokens: output tokens of a real run, whose digest is compared with another run's.
         """
         metrics, first = request.metrics, request.metrics.first_scheduled
         line = {
@@ -124,7 +126,7 @@ class RunFolder:
         self._requests.write(json.dumps(line) + "\n")
 
     def note(self, key: str, value: object) -> None:
-        """Have ``run.json`` say one more thing, a JSON value, once the run has ended."""
+        """Add an entry, a JSON value, to ``run.json`` at the run's end."""
         self._run[key] = value
 
     def finish(
@@ -136,13 +138,14 @@ class RunFolder:
         wrong: str | None = None,
         restarts: Sequence[Mapping[str, object]] = (),
     ) -> Path:
-        """Complete all files; returns ``run.json``.
+        """Complete all files; return ``run.json``.
 
         Args:
             overruns: instance -> seconds by which its emulated steps were late.
-            lost: instances that have failed, and why.
-            system: what the system reports; ``wrong``: with its report, see ``reported``.
-            restarts: of lost processes, as JSON values.
+            lost: reason for each failed instance.
+            system: report of the system.
+            wrong: problem with that report, see ``reported``.
+            restarts: restarts of lost processes, as JSON values.
         """
         self._run["overruns"] = {
             name: {"steps": len(late), "seconds": round(sum(late), 3)}
@@ -170,7 +173,7 @@ class RunFolder:
                 "end": round(done.end, 6),
                 "hidden_s": round(hidden_s, 6),
             }
-            if t.slice_move:  # From shard to shard of the instance, which KV heads.
+            if t.slice_move:  # The KV heads, from shard to shard of the instance.
                 line["moves"] = t.slice_move.moves
             self._steps.write(json.dumps(line) + "\n")
 
@@ -203,7 +206,7 @@ class RunFolder:
 
 
 def run_folders(parent: Path) -> list[Path]:
-    """Return the folders of all runs so far, the newest last."""
+    """Return the folders of all runs so far, newest last."""
     found = [path for path in parent.iterdir() if path.name.isdecimal()]
     return sorted(found, key=lambda path: int(path.name))
 
@@ -214,7 +217,7 @@ def _next_folder(parent: Path) -> Path:
         path = parent / str(max(used, default=0) + 1)
         try:
             path.mkdir()
-        except FileExistsError:  # Of a run that begins at once, or a broken link of this name.
+        except FileExistsError:  # Another run made it just now, or a broken link.
             if path.is_dir():
                 continue
             raise

@@ -2,9 +2,9 @@
 
 from bisect import bisect_left
 
-# Points kept at most; then every second one goes.
+# Largest number of points; above it, every second one is dropped.
 _POINTS = 2**16
-# Percents of the requests that have ended when the window begins and ends.
+# Percentages of the requests that have ended when the window starts and ends.
 _BEGIN, _END = 10, 90
 
 
@@ -17,7 +17,7 @@ class SteadyRate:
         self._points: list[tuple[int, int, float]] = [(0, 0, 0.0)]
 
     def add(self, time: float, tokens: int) -> None:
-        """Note the end of a request with ``tokens`` output tokens; times must rise."""
+        """Record the end of a request with ``tokens`` output tokens; times must increase."""
         self._requests += 1
         self._tokens += tokens
         if self._requests % self._stride:
@@ -28,12 +28,12 @@ class SteadyRate:
             self._stride *= 2
 
     def steady(self) -> tuple[float, float] | None:
-        """Requests and output tokens per second of the window, or None where it has no length.
+        """Return requests and output tokens per second of the window, or None if it has no length.
 
-        The window is from the time when 10 % of all requests have ended to that when 90 % have, and
-        its requests are those that end in it, the first moment left out: what is left of a run
-        without its ramp, while first requests are served, and its drain, when none comes any more.
-        Of more than 65,536 requests, its ends are those of the nearest of 32,768 or more.
+        The window begins when 10 % of all requests have ended, and ends when 90 % have. Its
+        requests are those that end in it, without the first moment. This leaves out the run's ramp,
+        while the first requests are served, and its drain, when no more arrive. With more than
+        65,536 requests, the ends are rounded to the nearest of at least 32,768.
         """
         begin, end = (self._point(percent) for percent in (_BEGIN, _END))
         seconds = end[2] - begin[2]
@@ -42,7 +42,7 @@ class SteadyRate:
         return (end[0] - begin[0]) / seconds, (end[1] - begin[1]) / seconds
 
     def _point(self, percent: int) -> tuple[int, int, float]:
-        """The first point at which ``percent`` of the requests have ended, or the last."""
+        """Return the first point at which ``percent`` of the requests have ended, or the last."""
         wanted = percent * self._requests
         found = bisect_left(self._points, wanted, key=lambda point: 100 * point[0])
         return self._points[min(found, len(self._points) - 1)]

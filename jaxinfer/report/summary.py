@@ -1,4 +1,4 @@
-"""Figures of runs: of one run, and the medians of several rounds."""
+"""Figures of runs: of one run, or the medians of several rounds."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,11 +8,11 @@ from typing import Any
 from jaxinfer.report.latencies import Latencies, LatencyTotals
 from jaxinfer.report.records import RequestRecord, RunRecord
 
-# A system's name -> its runs, one per round.
+# The runs of each system, one per round.
 Runs = Mapping[str, Sequence[RunRecord]]
 
 
-# Figures of a run that its metrics have and its requests and steps do not tell.
+# Figures of a run that its metrics have, but that its requests and steps do not give.
 _GIVEN = (
     "steady_requests_s",
     "steady_output_tok_s",
@@ -39,8 +39,8 @@ class Figures(Latencies):
         usd_per_million_output_tokens, wh_per_million_output_tokens: as in ``RunMetrics``.
         utilisation: device group -> share of the run, 0 to 1, in which a stage on it was busy.
         num_bytes: KV bytes moved between instances.
-        hidden_s: seconds of transfers in which their destination was computing, or their source
-            the same prompt.
+        hidden_s: seconds of transfers in which their destination was computing, or their source was
+            computing the same prompt.
         visible_s: the other seconds of transfers.
         mean_cut: mean of cut / prompt length over finished requests, 0 to 1; None if none was cut.
         preemptions: number of preemptions of all requests.
@@ -67,7 +67,7 @@ class Figures(Latencies):
 
 
 def figures(run: RunRecord) -> Figures:
-    """The figures of one run."""
+    """Return the figures of one run."""
     done = finished(run)
     cuts = [request.cut / request.prompt_len for request in done]
     hidden_s = sum(t.hidden_s for t in run.transfers)
@@ -79,7 +79,7 @@ def figures(run: RunRecord) -> Figures:
         utilisation=_utilisation(run),
         num_bytes=sum(t.num_bytes for t in run.transfers),
         hidden_s=hidden_s,
-        # Files have rounded times, whose sum may be less by some microseconds.
+        # Times in files are rounded, so their sum may be lower by some microseconds.
         visible_s=max(transfer_s - hidden_s, 0.0),
         mean_cut=statistics.fmean(cuts) if any(cuts) else None,
         preemptions=sum(request.preemptions for request in run.requests),
@@ -98,17 +98,19 @@ def _latencies(requests: Iterable[RequestRecord]) -> dict[str, Any]:
 
 
 def medians(runs: Runs) -> dict[str, Figures]:
-    """Figures of each system, each the median over the rounds that have it."""
+    """Return the figures of each system, each the median over the rounds that have it."""
     return {name: _median([figures(run) for run in rounds]) for name, rounds in runs.items()}
 
 
 def median_round(rounds: Sequence[RunRecord]) -> RunRecord:
-    """The run with the median requests/s; of an even number, the slower of the middle two."""
+    """Return the run with the median requests/s; of an even number, the slower of the
+    middle two.
+    """
     return rounds[median_index(rounds)]
 
 
 def emulation(runs: Runs) -> list[str]:
-    """Lines that say what was emulated or simulated: one for all systems that are alike in it."""
+    """Return lines on what was emulated or simulated, one for all systems with the same."""
     words = {
         name: "; ".join(dict.fromkeys(word for run in rounds for word in run.emulated))
         for name, rounds in runs.items()
@@ -126,18 +128,18 @@ def _emulated(said: str) -> str:
 
 
 def number_text(value: float) -> str:
-    """Three digits that count, and all before the point."""
+    """Return three significant digits, and all digits before the decimal point."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def finished(run: RunRecord) -> list[RequestRecord]:
-    """The continuations of prompts none of whose continuations has failed."""
+    """Return the continuations of prompts none of whose continuations has failed."""
     failed = {request.prompt for request in run.requests if request.error is not None}
     return [request for request in run.requests if request.prompt not in failed]
 
 
 def requests_per_s(run: RunRecord) -> float:
-    """Finished requests per second of the run."""
+    """Return the finished requests per second of the run."""
     return _num_prompts(finished(run)) / run.wall_s
 
 
@@ -162,7 +164,7 @@ def _utilisation(run: RunRecord) -> dict[str, float]:
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union; instances that share a group overlap."""
+    """Return the length of the union; intervals of instances that share a group may overlap."""
     covered, at = 0.0, float("-inf")
     for start, end in sorted(intervals):
         covered += max(end - max(start, at), 0.0)

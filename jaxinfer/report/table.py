@@ -8,7 +8,7 @@ from jaxinfer.report.metrics import RunMetrics
 
 
 def metrics_table(m: RunMetrics) -> Table:
-    """A line per figure."""
+    """Return a table with a line per figure."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -18,7 +18,7 @@ def metrics_table(m: RunMetrics) -> Table:
 
 
 def beyond_measured(beyond: Mapping[str, Mapping[str, Sequence[float]]]) -> str | None:
-    """Say how far a modelled run went beyond what was measured; None where it did not.
+    """Describe how far a modelled run exceeded the measured range; None if it did not.
 
     Args:
         beyond: see ``RunMetrics``.

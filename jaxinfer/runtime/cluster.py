@@ -1,4 +1,4 @@
-"""The way from a checkpoint and a cluster to instances that can be run."""
+"""Turns a checkpoint and a cluster configuration into instances that can run."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,14 +36,15 @@ from jaxinfer.serving.step_fit import AttentionFit, StepFit
 
 @dataclass(frozen=True)
 class Engine:
-    """An instance's model on its devices, ready to step.
+    """An instance's model on its devices, ready to run steps.
 
     Attributes:
-        plans: of its stages, or where it has segments, of those; ``groups``: names of those that
-            they stand on.
-        role: at the start of a run.
-        attention: how long attention takes in each shard, where that has been profiled; ``dense``:
-            and a layer without it, where steps may be computed as two halves.
+        plans: plans of its stages, or of its segments if it has any.
+        groups: names of the device groups of these stages.
+        role: role at the start of a run.
+        attention: fitted attention times of each shard, if profiled.
+        dense: for each stage, the time of a layer without attention; empty if steps are never
+            computed as two halves.
     """
 
     name: str
@@ -56,18 +57,19 @@ class Engine:
 
     @property
     def plan(self) -> StageFacts:
-        """The first stage's; what is the instance's own is the same in all."""
+        """Plan of the first stage; facts of the whole instance are the same in all plans."""
         return self.plans[0]
 
     @property
     def stages(self) -> list[Stage | RemoteStage]:
-        """Stages of each plan."""
+        """Stages, one per plan."""
         return [*self.worker.stages]
 
     def new_kv(self) -> KVShards:
-        """The page pools, all pages free and none cached.
+        """Return the page pools with all pages free and none cached.
 
-        A stage's own comes first, with all its KV heads; then those of its attention groups.
+        For each stage, its own pool with all KV heads comes first, then those of its attention
+        groups.
         """
         shards: list[Shard] = []
         for number, (plan, group) in enumerate(zip(self.plans, self.groups, strict=True)):
@@ -88,7 +90,7 @@ class Engine:
         return KVShards(shards, self.plan.options.enable_prefix_caching)
 
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
-        """The scheduling side of the engine."""
+        """Return the scheduler's instance of the engine."""
         options = instance_options(self.plan.options, len(self.worker.parts))
         policies = make_policies(self.plan.options.policies)
         instance = Instance(self.name, kv, options, policies, self.role, fit)
@@ -98,11 +100,11 @@ class Engine:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All instances, by name, and the ways between them, by source and destination.
+    """All instances by name, and the channels between them by source and destination.
 
     Attributes:
-        measured_gb_s: of each way, by ``"source -> destination"``, what a probe has shown.
-        restarts: starts lost processes again, where some may be.
+        measured_gb_s: rate that a probe measured, by ``"source -> destination"``.
+        restarts: restarts lost processes; None if none may be restarted.
     """
 
     config: ClusterConfig
@@ -113,26 +115,26 @@ class Cluster:
 
     @property
     def stages(self) -> list[Stage | RemoteStage]:
-        """The stages of all instances."""
+        """Stages of all instances."""
         return [stage for engine in self.engines.values() for stage in engine.stages]
 
     @property
     def read_ahead(self) -> int:
-        """Unfinished requests up to which a run reads on: all instances full, and as many waiting.
+        """Number of unfinished requests up to which a run reads more: twice what instances can run.
 
-        A few more, so that small instances do not wait for each request.
+        A few are added so that small instances do not wait for each request.
         """
         engines = self.engines.values()
         return 2 * sum(engine.plan.options.max_num_seqs for engine in engines) + 16
 
     @property
     def late_compiles(self) -> int:
-        """Steps compiled during runs."""
+        """Number of steps compiled during runs."""
         return sum(stage.step.late_compiles for stage in self.stages)
 
     @property
     def cached_page_size(self) -> int | None:
-        """The largest page that the prefix cache of some instance shares, or None."""
+        """Largest page size shared through a prefix cache, or None."""
         plans = [engine.plan for engine in self.engines.values()]
         sizes = [p.limits.page_size for p in plans if p.options.enable_prefix_caching]
         return max(sizes, default=None)
@@ -154,7 +156,7 @@ class Cluster:
 
     @property
     def transports(self) -> dict[str, str]:
-        """The ways in which KV goes between processes, by ``"source -> destination"``."""
+        """How KV is sent between processes, by ``"source -> destination"``."""
         return {
             " -> ".join(pair): "; ".join(
                 [channel.transport, *(f"not {name}: {why}" for name, why in channel.failed.items())]
@@ -164,13 +166,13 @@ class Cluster:
         }
 
     def _process(self, name: str) -> str | None:
-        """The groups whose own processes have an instance."""
+        """Return the groups whose own processes run an instance."""
         stages = filter(None, self.config.processes_of(name))
         lenders = self.config.attention_of(name) if self.config.is_divided(name) else []
         return " and ".join(dict.fromkeys([*stages, *lenders])) or None
 
     def describe(self) -> dict[str, dict[str, object]]:
-        """Describe what runs where, as JSON values."""
+        """Describe the placement of all instances, as JSON values."""
         return {
             name: {
                 "engine": engine.plan.options.model_dump(),
@@ -198,7 +200,7 @@ class Cluster:
 
 
 def describe_attention(plan: StageFacts) -> list[dict[str, object]]:
-    """A stage's attention groups, as JSON values."""
+    """Describe a stage's attention groups, as JSON values."""
     return [
         {
             "group": place.group,
@@ -225,16 +227,16 @@ def load_cluster(
     transport: TransportChoice = "auto",
     layers: Mapping[str, Sequence[Layers]] | None = None,
 ) -> Cluster:
-    """Load weights, allocate KV pools, compile every step and transfer, and probe the latter.
+    """Load weights, allocate KV pools, compile every step and transfer, and probe the transfers.
 
     Args:
-        pairs: instances from the first of which KV goes to the second.
+        pairs: pairs of instances (source, destination) between which KV is sent.
         verify: check each transfer.
         transport: see ``RunFile``.
-        layers: of each stage, for instances that have others in other processes.
+        layers: layers of each stage, for instances with stages in other processes.
 
     Raises:
-        JaxinferError: the options ask for more than the model or the devices can give, or the
+        JaxinferError: the options ask for more than the model or the devices allow, or the
             checkpoint's tensors do not fit the architecture.
     """
     _check_pairs(config, pairs)
@@ -242,7 +244,7 @@ def load_cluster(
     stages: dict[str, Sequence[Stage]] = {}
     channels: dict[tuple[str, str], Channel] = {}
     speeds = {}
-    # Threads would keep weights and pages of a cluster that fails to load.
+    # If the cluster fails to load, its threads would keep weights and pages.
     with ExitStack() as opened:
         divided = divided_layers(config, checkpoint.config.num_hidden_layers)
         others = OtherProcesses.start(config, checkpoint.source, divided)
@@ -281,8 +283,8 @@ def load_cluster(
         cluster = Cluster(
             config, {name: engines[name] for name in config.instances}, channels, speeds, restarts
         )
-        # The threads know the workers, not the cluster: once that is gone, all of it can go.
-        # At the interpreter's end, threads that wake up would crash it.
+        # The threads refer to the workers, not to the cluster. Once the cluster is no longer used,
+        # everything can be freed. Threads that wake up at the interpreter's end would crash it.
         weakref.finalize(cluster, opened.pop_all().close).atexit = False
     return cluster
 
@@ -332,14 +334,14 @@ def _engine(
 
 
 def stage_groups(instance: InstanceConfig) -> list[str]:
-    """Return the groups that an instance's stages stand on, or its segments where it has some."""
+    """Return the group of each stage of an instance, or of each segment if it has any."""
     return [place.group for place in instance.places for _ in range(instance.segments)]
 
 
 def _transports(
     config: ClusterConfig, source: Engine, dest: Engine, choice: TransportChoice
 ) -> list[TransportName]:
-    """Transports that a probe is to choose from."""
+    """Return the transports that a probe may choose from."""
     ends = source, dest
     if not any(config.process_of(end.name) for end in ends):
         return ["device"]
@@ -359,7 +361,7 @@ def connect(
     """Open a channel from one instance to another, not yet probed.
 
     Args:
-        sides: the processes that have them.
+        sides: the processes of the two instances.
         transports: see Channel.
     """
     source, dest = ends

@@ -1,4 +1,4 @@
-"""Yardsticks of a real run's figures, where its GPUs are known."""
+"""Peak FLOPs and power of a real run's GPUs, if they are known."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 
 def real_efficiency(plans: Sequence[StageFacts]) -> Efficiency:
-    """FLOPs and power of all stages' GPUs, if ``configs/gpus.yaml`` has all of them.
+    """Return FLOPs and power of all stages' GPUs, if ``configs/gpus.yaml`` has all of them.
 
-    The peak is that of 16-bit floats: there is no MFU with others. Nor is there one of models with
-    windows, which see less than counted, or with heads that are padded.
+    The peak is that of 16-bit floats: there is no MFU for other formats. There is also none for
+    models with windows, which see less than is counted, or with padded heads.
     """
     devices = {(device.platform, device.id): device for plan in plans for device in plan.devices}
     gpus = [gpu for device in devices.values() if (gpu := gpu_of_device(device.device_kind))]

@@ -1,4 +1,4 @@
-"""Costs of a plan, from shapes and one compiled step, before anything is loaded."""
+"""Costs of a plan, from shapes and compiled steps, before any weights are loaded."""
 
 import math
 import re
@@ -24,7 +24,7 @@ _ARRAY = re.compile(r"(pred|[a-z]+)(\d*)\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that differ in their layer alone. Bytes are of all of them together."""
+    """Parameters that differ only in their layer; sizes in bytes are those of all together."""
 
     path: str
     count: int
@@ -37,13 +37,13 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class StepCost:
-    """A compiled step, its sampler included.
+    """A compiled step, including its sampler.
 
     Attributes:
-        temporary_bytes: activations, per device.
-        collectives: kind -> (how many, bytes of their results per device); those in a loop
+        temporary_bytes: bytes of activations, per device.
+        collectives: kind -> (number, bytes of their results per device); collectives in a loop
             count once.
-        compile_s: seconds; few where the persistent cache has the step.
+        compile_s: seconds to compile; short if the persistent cache has the step.
     """
 
     shape: StepShape
@@ -53,7 +53,7 @@ class StepCost:
 
 
 def parameter_groups(plan: StagePlan) -> list[ParameterGroup]:
-    """The parameters, layers folded together, in the model's order."""
+    """Return the parameters in the model's order, grouped over layers."""
     groups: dict[tuple[str, str], list[str]] = {}
     for path, array in plan.parameters.items():
         folded = re.sub(r"\.\d+\.", ".*.", path)
@@ -78,12 +78,12 @@ def parameter_groups(plan: StagePlan) -> list[ParameterGroup]:
 
 
 def _axes(place: str | tuple[str, ...] | None) -> str:
-    """Axes of the mesh in words."""
+    """Return the names of mesh axes, joined by ``+``."""
     return "+".join(place) if isinstance(place, tuple) else place or "-"
 
 
 def step_costs(plan: StagePlan) -> list[StepCost]:
-    """The largest step with prefill, and the largest of decodes alone."""
+    """Compile the largest step with prefill and the largest step of only decodes."""
     step = SpreadStep(plan, head_pools(plan)) if plan.attention else CompiledStep(plan)
     shapes = plan.limits.shapes()
     chosen = dict.fromkeys([shapes[0], next(s for s in shapes if not s.chunks)])
@@ -101,7 +101,7 @@ def _cost(step: CompiledStep, shape: StepShape) -> StepCost:
 
 
 def collectives(hlo: str) -> dict[str, tuple[int, int]]:
-    """Kind -> how many there are in a compiled module's text, and the bytes of their results."""
+    """Return kind -> (number, bytes of results) of the collectives in a compiled module's text."""
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
     for result, kind in _COLLECTIVE.findall(hlo):
@@ -116,7 +116,7 @@ def _array_bytes(array: tuple[str, str, str]) -> int:
 
 
 def longest_request(plan: StagePlan) -> int:
-    """Tokens of prompt and output that one request alone can have."""
+    """Return the largest number of prompt and output tokens of one request."""
     pages = plan.num_pages - 1
     if plan.attention:
         pages = most_pages([count - 1 for count in plan.pool_pages], plan.num_kv_heads)
@@ -125,5 +125,5 @@ def longest_request(plan: StagePlan) -> int:
 
 
 def weight_bytes_per_device(plan: StagePlan) -> int:
-    """Bytes of parameters that one device holds, without other users of its memory."""
+    """Return the bytes of parameters on one device, without other uses of its memory."""
     return sum(map(shard_bytes, plan.parameters.values()))

@@ -1,4 +1,4 @@
-"""A plan as tables for the terminal."""
+"""Tables of a plan for the terminal."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from jaxinfer.runtime.stage.stage_plan import StagePlan
 
 
 def plan_tables(plan: StagePlan, costs: list[StepCost]) -> Iterator[Table]:
-    """Parameters, memory, and what steps cost."""
+    """Yield tables of parameters, memory and the costs of steps."""
     yield _parameters(plan)
     yield _memory(plan)
     yield _steps(plan, costs)
@@ -59,7 +59,7 @@ def _memory(plan: StagePlan) -> Table:
     table.add_row("KV pages", f"{pages:,} of {size} tokens, {pages * size:,} tokens")
     for place in plan.attention:
         if place.number:
-            continue  # As on the group's first device.
+            continue  # The same as on the group's first device.
         pages = place.num_pages - 1
         all_bytes = place.devices * place.kv_bytes
         what = f"{pages:,} of {size} tokens, {pages * size:,} tokens, {mib(all_bytes)}"
@@ -94,7 +94,7 @@ def _steps(plan: StagePlan, costs: list[StepCost]) -> Table:
 
 
 def layouts_table(records: list[dict[str, Any]]) -> Table:
-    """Return a table of the records that ``measure.compare_layouts`` returns."""
+    """Return a table of the records from ``measure.compare_layouts``."""
     table = _table(
         "Layouts on one workload: medians",
         "layout",
@@ -129,5 +129,5 @@ def _ms(seconds: float | None) -> str:
 
 
 def mib(size: int) -> str:
-    """Bytes in MiB."""
+    """Return bytes as a text in MiB."""
     return f"{size / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""Instances that are lost, and what returns of them, as the real world tells a run."""
+"""Losses and returns of instances, as the real world reports them to a run."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -12,17 +12,17 @@ ALL: tuple[Sequence[int], bool] = (), False
 
 
 class Losses:
-    """Events of losses and returns, and what has come of them so far.
+    """Makes the events of losses and returns, and keeps their results.
 
     Args:
-        restarts: starts lost processes again; None where nothing is.
-        names: of all instances.
-        forget: called with the name of each that is lost.
+        restarts: restarts lost processes; None if none is restarted.
+        names: names of all instances.
+        forget: called with the name of each lost instance.
 
     Attributes:
-        lost: instances that have failed, and why; ``returning``: those of them that are being
-            started again.
-        restarted: what has come of that so far.
+        lost: reason for each instance that has failed.
+        returning: failed instances that are being restarted.
+        restarted: results of the restarts so far.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Losses:
         self.returning: set[str] = set()
         self.restarted: list[RestartResult] = []
         self._restarts, self._forget = restarts, forget
-        # Of each instance, the shards of its KV that it was said to go without, and whether some
-        # are to return.
+        # For each instance, the shards of its KV that it continues without, and whether some will
+        # return.
         self._without = dict.fromkeys(names, ALL)
         if restarts:
             self._without = {name: (restarts.goes_without(name)[0], False) for name in names}
@@ -48,11 +48,11 @@ class Losses:
 
     @property
     def awaits(self) -> bool:
-        """True if an instance, or a shard, is to return."""
+        """True if an instance or a shard is expected to return."""
         return bool(self.returning) or any(returns for _, returns in self._without.values())
 
     def lose(self, instance: str, reason: str) -> InstanceLost:
-        """Note that an instance has failed."""
+        """Record that an instance has failed."""
         returns = self._restarts is not None and self._restarts.expect(instance, reason)
         return self._note(instance, reason, returns)
 
@@ -67,7 +67,7 @@ class Losses:
         return InstanceLost(instance, reason, returns)
 
     def learn(self, group: str) -> Iterator[Event]:
-        """Return the events that come of starting a group's process again.
+        """Return the events that follow from restarting a group's process.
 
         Raises:
             JaxinferError: the only instance cannot be started.
@@ -89,7 +89,7 @@ class Losses:
         if outcome.error:
             yield self._note(name, outcome.error, False)
             return
-        if name not in self.lost:  # Nobody had anything for it to do.
+        if name not in self.lost:  # It had no work to do.
             yield self._note(name, outcome.why, True)
         del self.lost[name]
         self.returning.discard(name)

@@ -1,4 +1,4 @@
-"""Several continuations of one prompt: which wait for another, and when all are done."""
+"""Several continuations of one prompt: which of them wait, and when all are done."""
 
 import math
 from collections.abc import Iterable, Iterator, Sized
@@ -9,21 +9,21 @@ from jaxinfer.serving.request_state import RequestState
 
 
 class Continuations:
-    """The requests of one run, grouped by the request that they were made from.
+    """The requests of one run, grouped by the user's request that they belong to.
 
-    With prefix caching, the others wait until the first has computed a prompt of at least one
-    full page, and then go to the head of the queue, before its pages are evicted.
+    With prefix caching, the other continuations wait until the first has computed a prompt of at
+    least one full page. They then go to the head of the queue, before its pages are evicted.
 
     Args:
-        requests: as ``LLM.make_requests`` makes them, all continuations of one prompt in a row.
-            What has a length is read at once, anything else as there is room.
-        page_size: of the prefix cache, or None without one.
-        most: there is room while fewer requests are unfinished.
+        requests: requests from ``LLM.make_requests``; all continuations of one prompt follow one
+            another. A sequence is read at once, an iterator as there is room.
+        page_size: page size of the prefix cache, or None without one.
+        most: number of unfinished requests from which on there is no room for more.
 
     Attributes:
         more_to_come: whether ``requests`` may have some that have not been read.
-        num_parents: requests as the user counts them, of those that have been read.
-        held_back: those that wait for another, by the request that they were made from.
+        num_parents: number of the user's requests that have been read.
+        held_back: requests that wait for their first continuation, by the user's request.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Continuations:
         self._parents: set[str] = set()
 
     def read(self, at_least_one: bool) -> list[RequestState]:
-        """Requests for which there is room; those of ``held_back`` are among them.
+        """Read requests for which there is room, including those that are then held back.
 
         Args:
-            at_least_one: whether there is room or not, if any are left.
+            at_least_one: read a request even without room, if any are left.
 
         Raises:
-            JaxinferError: two requests have one id, one has been in a run, or continuations of one
+            JaxinferError: two requests have one id, one has already run, or continuations of one
                 prompt do not follow one another.
         """
         found: list[RequestState] = []
@@ -83,11 +83,11 @@ class Continuations:
                 request.goes_first = True
 
     def released_by(self, request: RequestState) -> list[RequestState]:
-        """Release those that waited for this request's prompt, which was computed or given up."""
+        """Release requests that waited for this request's prompt, now computed or given up."""
         return self.held_back.pop(sampling_of(request).parent, [])
 
     def done_with(self, request: RequestState) -> list[RequestState] | None:
-        """Continuations of the prompt, if this finished one was the last."""
+        """Return all continuations of the prompt, if this finished one was the last."""
         self._num_unfinished -= 1
         parent = sampling_of(request).parent
         if all(sibling.finish_reason for sibling in self._unfinished[parent]):
@@ -96,7 +96,7 @@ class Continuations:
 
 
 def _groups(requests: Iterable[RequestState]) -> Iterator[list[RequestState]]:
-    """Group requests by parent; no group waits for the next one's first to be known as complete."""
+    """Group requests by parent; a complete group is yielded without reading the next one."""
     group: list[RequestState] = []
     for request in requests:
         if not isinstance(request, RequestState):

@@ -1,4 +1,4 @@
-"""Requests that come into a run: read as there is room, and compiled for where that is needed."""
+"""Feeds requests into a run: reads them as there is room, and compiles steps that they need."""
 
 from collections.abc import Iterable
 from contextlib import closing, suppress
@@ -17,14 +17,14 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 
 class RequestFeed:
-    """The requests of one run on their way in.
+    """The requests of one run that have not ended.
 
     Args:
         requests: see ``Continuations``.
 
     Attributes:
         groups: groups that have been read and have not ended.
-        answers: their texts.
+        answers: makes the texts of their outputs.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class RequestFeed:
         self._releases: Releases[RequestState] = Releases()
 
     def read(self, progress: Progress, at_least_one: bool = False) -> list[RequestState]:
-        """More requests if there is room, those that wait for others left out.
+        """Read more requests if there is room, without those that wait for others.
 
-        Steps launched from here on have a sampler for them; what is new of it is compiled first.
+        If the requests need a new sampler, it is compiled first; all later steps use it.
 
         Args:
             progress: told of compiling.
-            at_least_one: whether there is room or not, if any are left.
+            at_least_one: read a request even without room, if any are left.
 
         Raises:
             JaxinferError: see ``Continuations.read``.
@@ -66,7 +66,7 @@ class RequestFeed:
         return ready
 
     def due(self, now: float) -> list[RequestState]:
-        """Requests whose wait for others' ends is over.
+        """Return the requests that no longer wait for others to end.
 
         Args:
             now: seconds on the world's clock.
@@ -74,7 +74,7 @@ class RequestFeed:
         return self._come(self._releases.due(), now)
 
     def one_ended(self, request: RequestState, now: float) -> list[RequestState]:
-        """Count a prompt all of whose continuations have ended; those that have waited for it.
+        """Count a prompt whose continuations have all ended; return requests that waited for it.
 
         Args:
             request: the continuation that ended last.
@@ -93,7 +93,7 @@ class RequestFeed:
         return requests
 
     def check_all_came(self) -> None:
-        """Raise JaxinferError where a request has waited for more ends than there were."""
+        """Raise JaxinferError if a request waited for more ends than there were."""
         if self._releases:
             raise JaxinferError(
                 "a request waits for the ends of more requests than there are: its after_ends must "
@@ -104,12 +104,13 @@ class RequestFeed:
         if self._sampler is not None:
             wanted = self._sampler.widened(wanted)
         if wanted != self._sampler:
-            # Before a run there is nothing to hold up; within one, steps wait for what they need.
+            # Before a run, nothing waits for this; during a run, steps wait for what they need.
             wait, self._sampler = self._sampler is None, wanted
             for engine in self._cluster.engines.values():
-                # Closed, since whoever is interrupted here may be kept with all that it has.
+                # Closed, because an interrupted thread may be kept with everything that it refers
+                # to.
                 with (
-                    suppress(NobodyThere),  # The first step for it will show it.
+                    suppress(NobodyThere),  # The first step for it will notice it.
                     closing(engine.worker.prepare(wanted, wait)) as left,
                 ):
                     if total := next(left):

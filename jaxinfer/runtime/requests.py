@@ -1,4 +1,4 @@
-"""The way from a prompt and its sampling parameters to the requests that the loop serves."""
+"""Turns prompts and sampling parameters into the requests that the loop serves."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -11,7 +11,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.text.prompts import Params, check_params, paired, token_ids
 from jaxinfer.text.tokenizer import Tokenizer
 
-# From what a user hands in to its text, where it is one, and its tokens.
+# Converts a user's input to its text, if it has any, and its tokens.
 Encode = Callable[[Any], tuple[str | None, list[int]]]
 Make = Callable[[str, Sequence[int], SamplingParams], list[RequestState]]
 
@@ -21,8 +21,8 @@ class RequestMaker:
     """Makes requests for one model.
 
     Attributes:
-        max_model_len: prompt and output tokens, at most, on each of its instances.
-        seed: seed of draws whose parameters give none.
+        max_model_len: largest number of prompt and output tokens on each of its instances.
+        seed: seed for sampling parameters without one.
     """
 
     tokenizer: Tokenizer
@@ -33,11 +33,11 @@ class RequestMaker:
     def make(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> list[RequestState]:
-        """``params.n`` requests, their seeds and their longest output decided.
+        """Make ``params.n`` requests, and choose their seeds and largest outputs.
 
         Raises:
-            JaxinferError: no tokens, tokens outside the vocabulary, or too many of them; or
-                ``params`` are no ``SamplingParams``.
+            JaxinferError: there are no tokens, too many, or some outside the vocabulary; or
+                ``params`` is not a ``SamplingParams``.
         """
         check_params(params)
         prompt = token_ids(prompt_token_ids)
@@ -49,7 +49,7 @@ class RequestMaker:
         ends += params.stop_token_ids
         requests = []
         for index in range(params.n):
-            # Such that no two requests with different ids get the same.
+            # Requests with different ids never get the same key.
             suffixed = params.n > 1 or request_id.endswith(")")
             request = RequestState(
                 id=f"{request_id} ({index + 1} of {params.n})" if suffixed else request_id,
@@ -60,7 +60,7 @@ class RequestMaker:
             )
             request.takes_cached = params.prompt_logprobs is None
             requests.append(request)
-            # The other continuations: seeds of their own, and the prompt reported on once.
+            # Further continuations have their own seeds, and their prompt is reported once.
             params = params.model_copy(update={"prompt_logprobs": None})
             seed = _hash63(f"{seed}#{index}")
         return requests
@@ -79,7 +79,7 @@ class RequestMaker:
                 f"token id {wrong[0]} is not in the vocabulary of {self.vocab_size}"
             )
         if params.stop:
-            self.tokenizer.open_stream()  # Refuses where there is no tokenizer.
+            self.tokenizer.open_stream()  # This fails without a tokenizer.
 
 
 def _hash63(text: str) -> int:
@@ -94,7 +94,7 @@ class AskedPrompts:
         make: see ``RequestMaker.make``.
 
     Attributes:
-        num_known: how many there are, as far as that is known.
+        num_known: number of prompts, if known.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class AskedPrompts:
         """Yield the requests of each prompt in turn.
 
         Raises:
-            JaxinferError: a prompt that cannot be run, named by its index.
+            JaxinferError: a prompt cannot be run; the message gives its index.
         """
         for index, (prompt, params) in enumerate(self._pairs):
             request_id = next(self._ids)
@@ -122,6 +122,6 @@ class AskedPrompts:
             yield from requests
 
     def answered(self, output: RequestOutput) -> RequestOutput:
-        """The output of one of them, with what it was asked with."""
+        """Add its prompt and index to an output."""
         output.prompt_index, output.prompt = self._unanswered.pop(output.request_id)
         return output

@@ -23,7 +23,7 @@ from jaxinfer.workload.predictor import Predict
 
 
 class Run:
-    """Serves what a feed has, on all instances of a cluster. Its clock starts at once.
+    """Serves the requests of a feed on all instances of a cluster. Its clock starts at once.
 
     Args:
         system: system in its state before a run.
@@ -31,10 +31,10 @@ class Run:
         fits: fits of step times by instance, for the system's predictions.
         watchdog_s: see ``RealWorld``.
         requests: requests that the feed has already read.
-        on_output: called with each output as soon as its last token is there.
+        on_output: called with each output once its last token exists.
 
     Attributes:
-        lost: instances that have failed and are not being started again, and why.
+        lost: reasons for instances that have failed and are not being restarted.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Run:
         self._recorder, self._bar, self._on_output = recorder, bar, on_output
         self._late = cluster.late_compiles
         self._num_failed = 0
-        cluster.take_overruns()  # Those of runs that nobody recorded.
+        cluster.take_overruns()  # Runs that were not recorded.
         engines = cluster.engines.items()
         self._fits = fits
         self._instances = {name: e.new_instance(kv[name], fits.get(name)) for name, e in engines}
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def kv(self) -> dict[str, KVShards]:
-        """The KV shards of each instance as they are now."""
+        """Current KV shards of each instance."""
         return {name: instance.kv for name, instance in self._instances.items()}
 
     def _renew(self, name: str) -> Instance:
@@ -99,9 +99,9 @@ class Run:
         return instance
 
     def rounds(self) -> Iterator[None]:
-        """Serve until all requests have been read and have ended, with a stop after each round.
+        """Serve until all requests have been read and have ended, and yield after each round.
 
-        A caller that gives up at such a stop leaves no step and no transfer under way.
+        A caller that stops at such a point leaves no step and no transfer in flight.
 
         Raises:
             Exception: the error that ended reading or serving requests.
@@ -119,7 +119,7 @@ class Run:
             self._feed.check_all_came()
         finally:
             for instance in self._instances.values():
-                instance.kv.on_free = lambda: None  # The loop is not to outlive the run.
+                instance.kv.on_free = lambda: None  # The loop must not outlive the run.
 
     def _on_finish(self, request: RequestState) -> None:
         self._world.add(self._groups.released_by(request))
@@ -143,7 +143,7 @@ class Run:
             self._bar.step_done(self._recorder.totals)
 
     def finish(self) -> RunMetrics:
-        """The figures, once there are no rounds any more."""
+        """Return the metrics, once all rounds are over."""
         world, stages = self._world, self._cluster.stages
         return self._recorder.finish(
             self._loop,

@@ -1,4 +1,4 @@
-"""The runs of one loaded model, one after the other."""
+"""Successive runs of one loaded model."""
 
 import threading
 import traceback
@@ -25,27 +25,27 @@ from jaxinfer.workload.predictor import Predict
 
 OnOutput = Callable[[RequestOutput], None]
 OnStep = Callable[[StepDone], None]
-# What runs where, as JSON values.
+# The placement of instances, as JSON values.
 Describe = Callable[[], Mapping[str, object]]
 
 
 class Session:
-    """Runs, one at a time: the next one has the same devices and KV.
+    """Runs requests, one run at a time, on the same devices and KV.
 
     Args:
         watchdog_s: see ``RealWorld``.
-        new_predictor: makes each run's ``predict``, see ``ServingLoop``: as a system, it may keep
-            something of the requests, and no run is to know of those before.
+        new_predictor: makes each run's ``predict``, see ``ServingLoop``. Like a system, a predictor
+            may remember requests, and a run must not know those of earlier runs.
 
     Attributes:
         fits: fits of step times by instance, for the system's predictions.
-        kv: KV shards that the last run left, by instance; empty during a run, and after one that
+        kv: KV shards that the last run left, by instance; empty during a run, and after a run that
             failed or was abandoned, which has pages in use.
     """
 
-    # A run that has failed, or was interrupted at any moment, leaves steps and transfers under way,
-    # and what was launched or told in part. The next one begins with ``_recover``, which decides of
-    # each instance: it is whole again, is started again, or is lost.
+    # A run that has failed or was interrupted leaves steps and transfers in flight, and work that
+    # was launched or sent only in part. The next run begins with ``_recover``. It decides for each
+    # instance whether it is whole again, is restarted, or is lost.
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class Session:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no other thread is in here.
+        """Wait until no other thread uses the session.
 
         Raises:
-            JaxinferError: this one is.
+            JaxinferError: this thread already uses it.
         """
         if self._thread == threading.get_ident():
             raise JaxinferError(
                 "this LLM is in the middle of a run: wait until it has ended, or close its iterator"
             )
-        # Not one that belongs to a thread: an iterator may be closed in another.
+        # Not a lock that belongs to a thread, because an iterator may be closed in another thread.
         with self._lock:
             try:
                 self.resume()
@@ -85,7 +85,7 @@ class Session:
                 self._thread = None
 
     def resume(self) -> None:
-        """Say, within ``alone``, that this thread goes on with it."""
+        """Within ``alone``, make this thread the one that continues."""
         self._thread = threading.get_ident()
 
     def run(
@@ -98,7 +98,7 @@ class Session:
         on_step: OnStep = lambda done: None,
         num_requests: int = 0,
     ) -> RunMetrics:
-        """See ``LLM.run``; within ``alone``."""
+        """Run requests as ``LLM.run`` does; call it within ``alone``."""
         rounds = self.rounds(
             requests, on_output, describe, progress, run_dir, on_step, num_requests
         )
@@ -119,7 +119,9 @@ class Session:
         on_step: OnStep = lambda done: None,
         num_requests: int = 0,
     ) -> Generator[None, None, RunMetrics]:
-        """The same with a stop after each round of the loop, at which it may be closed."""
+        """Do the same as ``run``, but yield after each round of the loop, where it may
+        be closed.
+        """
         if not self._is_whole:
             self._recover()
         for name, reason in self._lost.items():
@@ -132,21 +134,22 @@ class Session:
         except Exception:
             raise
         except BaseException as interrupt:
-            # It may be kept, with pages that a step was about to return: the next run needs room.
+            # It may still exist and keep pages that a step was about to return; the next run needs
+            # them.
             traceback.clear_frames(interrupt.__traceback__)
             raise
         self._is_whole = True
         return metrics
 
     def _recover(self) -> None:
-        self.kv = {}  # Of pages that may not be there any more.
+        self.kv = {}  # Some pages may no longer exist.
         restarts = self._cluster.restarts
         for name, engine in self._cluster.engines.items():
             if name in self._lost:
                 continue
             try:
                 engine.worker.recover(self._watchdog_s)
-            # Anything else, as an interrupt that has become an error in C++, is raised, and the
+            # Any other error, such as an interrupt that C++ turned into an error, is raised; the
             # next run tries again.
             except (JaxinferError, ProcessLost) as error:
                 why = one_line(error)
@@ -183,13 +186,13 @@ class Session:
                 self._cluster, self.site.new_system(), kv, self.fits, self._watchdog_s,
                 feed, first, recorder, bar, on_output, predict,
             )  # fmt: skip
-            del first  # Those that end are to be forgotten.
+            del first  # The requests that end must be forgotten.
             try:
                 yield from run.rounds()
             finally:
                 if (
                     len(engines) > 1
-                ):  # A failure of the only one is raised, and may be a passing one.
+                ):  # A failure of the only instance is raised; it may be temporary.
                     self._lost |= run.lost
             self.kv = run.kv
             return run.finish()

@@ -1,4 +1,4 @@
-"""An instance's devices: launches steps, and reports each when its tokens are on the host."""
+"""An instance's devices: launches steps, and reports each one when its tokens are on the host."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ from jaxinfer.serving.world import StepDone, TransferDone
 
 @dataclass
 class _Step:
-    """A step under way. Times are those of ``time.perf_counter``."""
+    """A step in flight. Times are those of ``time.perf_counter``."""
 
     number: int
     batch: Batch
@@ -52,18 +52,17 @@ class _Step:
 class Worker:
     """The stages of one instance, or those of them that this process has.
 
-    Each mesh has a thread that waits for it, so that launching never does, unless hidden states
-    have to come from another process.
+    A thread per mesh waits for results, so that launching never waits, unless hidden states come
+    from another process.
 
     Args:
-        groups: names of those that the stages stand on, where several may share a mesh.
+        groups: names of the stages' groups, if several may share a mesh.
 
     Attributes:
-        parts: numbers of the stages, those that follow one another on one mesh of one group
-            together.
-        hidden: the ways to and from the processes that have the stages before and after these.
-        moves: copies KV heads between the stages' pools, where these are several.
-        without: numbers of the shards of KV that are lost: none, but see ``PipelineWorker``.
+        parts: numbers of the stages; consecutive stages on one mesh of one group are together.
+        hidden: connections to the processes that have the previous and the next stages.
+        moves: copies KV heads between the stages' pools, if there are several.
+        without: numbers of the lost KV shards: none, except in ``PipelineWorker``.
     """
 
     without: Sequence[int] = ()
@@ -71,7 +70,7 @@ class Worker:
     def __init__(self, stages: Sequence[Stage], groups: Sequence[str] = ()) -> None:
         self.stages = stages
         self.hidden: HiddenStates | None = None
-        # Of each stage, the number of its first shard.
+        # For each stage, the number of its first shard.
         self._shards = [0, *accumulate(len(stage.plan.pool_pages) for stage in stages)]
         self._sampler = PLAIN_SAMPLER
         self._sample_slots: dict[str, int] = {}
@@ -93,12 +92,12 @@ class Worker:
     def prepare(
         self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True
     ) -> Generator[int, None, None]:
-        """Compile all steps with this sampler, which those launched from now on have.
+        """Compile all steps with this sampler; later launches use it.
 
-        Yields how many are left, their number first.
+        Yields the number of steps left, beginning with their total number.
 
         Args:
-            wait: see ``RemoteWorker``; in this process, it is done here in any case.
+            wait: see ``RemoteWorker``; in this process, compiling is always done before returning.
         """
         self._sampler = sampler
         parts = [stage.compile_ahead(sampler) for stage in self.stages]
@@ -120,10 +119,10 @@ class Worker:
     ) -> None:
         """Start a step and return. ``post`` gets its StepDone, with times since ``origin``.
 
-        Where the last stage is in another process, that has no tokens.
+        If the last stage is in another process, the StepDone has no tokens.
 
         Args:
-            number: the one by which other processes know the step.
+            number: number by which other processes know the step.
         """
         ended = self._ended = [Future() for _ in self.stages]
         try:
@@ -168,7 +167,7 @@ class Worker:
     def _sample(
         self, batch: Batch, key: Key, hidden: tuple[jax.Array, jax.Array]
     ) -> tuple[Samples, Samples | None]:
-        """Launch the head of the model on what its last layers return."""
+        """Launch the head of the model on the result of its last layers."""
         sampling = build_sampling(batch, key.shape.rows, key.sampler, self._sample_slots)
         next_token_T = None
         if key.sampler.prompt_top and any(map(prompt_positions, batch.rows)):
@@ -178,7 +177,7 @@ class Worker:
     def move(
         self, transfer: Transfer, origin: float, post: Callable[[TransferDone | Failed], None]
     ) -> None:
-        """Start moving KV heads between the instance's devices, and return.
+        """Start to move KV heads between the instance's devices, and return.
 
         ``post`` gets its TransferDone, with times since ``origin``.
         """
@@ -195,12 +194,12 @@ class Worker:
         moves.start(copies, done)
 
     def recover(self, patience: float | None = None) -> None:
-        """Be whole for steps of other requests, wherever those before have been broken off.
+        """Become ready for steps of other requests, wherever earlier steps were interrupted.
 
-        What was launched is waited for; by then, its failures are posted.
+        Waits for everything that was launched; failures have been posted by then.
 
         Raises:
-            JaxinferError: it has not ended within ``patience``, in seconds.
+            JaxinferError: it has not ended within ``patience`` seconds.
         """
         steps, moves = threading.Event(), threading.Event()
         self._queues[0].put(steps)
@@ -219,7 +218,7 @@ class Worker:
         self._sample_slots = {}
 
     def close(self) -> None:
-        """End the threads, which would keep parameters and executables for ever."""
+        """End the threads, which would otherwise keep parameters and executables alive."""
         for queue in self._queues:
             queue.put(None)
         if self.moves:
@@ -228,7 +227,7 @@ class Worker:
         join(self._threads)
 
     def _collect(self, part: int) -> None:
-        """Wait for what each step does on one mesh, and pass the step on."""
+        """Wait for each step's work on one mesh, and pass the step on."""
         end = 0.0
         while True:
             step = self._queues[part].get()
@@ -240,7 +239,7 @@ class Worker:
                 else:
                     step.set()
                 continue
-            # Whatever fails here would otherwise leave the loop waiting for ever.
+            # Without this, any failure would leave the loop waiting forever.
             try:
                 for number in self.parts[part]:
                     end = self._wait(step, number, end)
@@ -249,16 +248,16 @@ class Worker:
             except Exception as error:
                 step.post(Failed(step.batch.instance, error))
                 _fail(step.ended, error)
-            del step  # Its requests are not to wait here for the next one.
+            del step  # Do not keep its requests here while waiting for the next one.
 
     def _wait(self, step: _Step, number: int, end: float) -> float:
-        """Wait until one stage's part is done; the one before it on its mesh ended at ``end``."""
+        """Wait until one stage's part is done; the previous part on its mesh ended at ``end``."""
         stage, ready = self.stages[number], step.time
         if number:
             ready = stage.start_of(step.stages[-1][1], step.hidden[number - 1])
         elif self.hidden and self.hidden.before:
-            ready = stage.start_of(ready, step.hidden[0])  # What has come is as large.
-        # A part launched ahead starts when the one before it has ended.
+            ready = stage.start_of(ready, step.hidden[0])  # The received array is as large.
+        # A part that was launched ahead starts when the previous one has ended.
         start = max(ready, end)
         last = number == len(self.stages) - 1
         samples = found = None
@@ -273,15 +272,15 @@ class Worker:
             if self.hidden and not samples:
                 self.hidden.give(step.number, step.hidden[number])
             step.post(_step_done(step, samples, found))
-        # After the post: transfers of what the step has computed end later than it does.
+        # After the post, because transfers of the step's KV end later than the step.
         step.ended[number].set_result(None)
         return end
 
 
 def on_host(samples: Samples) -> Samples:
     """Wait for a step's results, and copy them to the host."""
-    # A list: a tuple that grows while the device is waited for (other threads run) breaks off in a
-    # SystemError when one of them calls gc.get_objects, as profilers of memory do.
+    # A list, not a tuple: other threads run while this waits for the device. If one of them calls
+    # gc.get_objects, as memory profilers do, a growing tuple raises SystemError.
     return Samples(*[np.asarray(array) for array in samples])
 
 
@@ -316,7 +315,7 @@ def _sample_logprobs(request: RequestState, i: int, samples: Samples) -> dict[in
 
 
 def _prompt_logprobs(batch: Batch, found: Samples) -> dict[str, dict[int, object]]:
-    """Request id -> position in the prompt -> what the model says of the token there."""
+    """Return request id -> position in the prompt -> the model's probability of the token there."""
     reported: dict[str, dict[int, object]] = {}
     for at, row in zip(row_starts(batch), batch.rows, strict=True):
         count = sampling_of(row.request).params.prompt_logprobs or 0
@@ -327,7 +326,7 @@ def _prompt_logprobs(batch: Batch, found: Samples) -> dict[str, dict[int, object
 
 
 def _logprobs(samples: Samples, i: int, count: int) -> dict[int, Logprob]:
-    """Row i's token, then the ``count`` likeliest ones."""
+    """Return the log probabilities of row i's token and of the ``count`` likeliest ones."""
     own = Logprob(round(float(samples.logprob_S[i]), 6), int(samples.rank_S[i]))
     found = {int(samples.token_S[i]): own}
     for rank in range(1, min(count, samples.top_token_SN.shape[1]) + 1):

@@ -1,8 +1,8 @@
-"""The process of a device group: today's workers behind a loop over messages.
+"""The process of a device group: the usual workers behind a loop over messages.
 
-Started as ``python -m jaxinfer.runtime.worker_process FD PID``; the file descriptor is one end of a
-socket whose other end the loop's process has, the number that of whoever has started it: the same,
-or a worker that listens. This one ends with either.
+Started as ``python -m jaxinfer.runtime.worker_process FD PID``. The file descriptor is one end of a
+socket whose other end is in the loop's process. PID is the number of the process that started this
+one: the loop's or a listening worker. This process ends with either.
 """
 
 import os
@@ -67,21 +67,22 @@ from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.world import StepDone
 
 ALIVE_S = 1.0
-# A process that lends in the place of a lost one is called until the loop has ended it, as it does
-# with those that are silent: nobody else is to be taken for the cause. Steps wait, nothing else.
+# A process that lends a pool in place of a lost one is called until the loop has ended it, as for
+# silent processes, so that no other is blamed. Only steps wait for it.
 LENDER_S = 60.0
-# A step's ends are known for so many steps more: an offer that follows it waits for one of them.
+# The ends of a step are kept for this many further steps, because a later offer waits for one of
+# them.
 STEPS_KEPT = 16
 
 
 class WorkerProcess:
-    """Does what it is told, in order.
+    """Carries out messages, in order.
 
-    An instance with stages in other processes has a thread of its own, which waits for its hidden
-    states, and then does what comes after: a step, or slabs out of its pages and into them.
+    An instance with stages in other processes has a thread of its own. It waits for its hidden
+    states and then does what depends on them: a step, or slabs out of its pages and into them.
 
     Args:
-        connection: to the loop's process.
+        connection: connection to the loop's process.
         parent: number of the process that has started this one.
     """
 
@@ -93,7 +94,7 @@ class WorkerProcess:
         self._endpoint: KVEndpoint
         self._lent: list[LentPool] = []
         self._decoders: dict[str, BatchDecoder] = {}
-        # By instance, the ends of the last steps, by their numbers.
+        # For each instance, the ends of the last steps, by their numbers.
         self._ends: defaultdict[str, dict[int, list[Future[None]]]] = defaultdict(dict)
         self._lanes: dict[str, queue.SimpleQueue[Any]] = {}
         self._instances: dict[int, str] = {}
@@ -117,12 +118,14 @@ class WorkerProcess:
             except Exception as error:
                 self._say(self._failure(message, error))
         except BaseException:
-            # A thread that ends alone would leave this undone, or all that is to be done after it.
+            # If the thread ended alone, this job and all later ones would never be done.
             traceback.print_exc()
             os._exit(1)
 
     def _lane_of(self, message: Any) -> "queue.SimpleQueue[Any] | None":
-        """Find the queue of a message that has its place among such an instance's steps."""
+        """Return the queue of a message that must be done in order with such an
+        instance's steps.
+        """
         match message:
             case Launch() | Prepare() | Measure() | Move() | Forget():
                 return self._lanes.get(message.instance)
@@ -141,7 +144,7 @@ class WorkerProcess:
         except (EOFError, OSError):
             os._exit(0)  # Threads of JAX may hang at the interpreter's end.
         except Exception:
-            traceback.print_exc()  # Of a message that cannot be read: nothing can be done in order.
+            traceback.print_exc()  # After an unreadable message, nothing can be done in order.
             os._exit(1)
 
     def _say(self, answer: Any) -> None:
@@ -155,14 +158,14 @@ class WorkerProcess:
         while True:
             time.sleep(ALIVE_S)
             if os.getppid() != self._parent:
-                os._exit(0)  # What it has forked may still have its end of the connection.
+                os._exit(0)  # Its child processes may still have its end of the connection.
             self._say(Heartbeat())
 
     def _failure(
         self, message: Any, error: Exception
     ) -> WorkerFailed | SlabFailed | Forgot | Refused:
         mistake, line = _told(error)
-        # Refused is for what somebody waits for.
+        # Refused answers a message whose sender waits.
         match message:
             case Launch() | Move() | EmulateSteps() | Prepare(wait=False):
                 return WorkerFailed(message.instance, mistake, line)
@@ -219,7 +222,7 @@ class WorkerProcess:
                     if left and wait:
                         self._say(Left("samplers", left))
                 if wait:
-                    self._say(Left("samplers", 0))  # After the last one, there is some to do.
+                    self._say(Left("samplers", 0))  # After the last one, some work is left.
             case EmulateSteps(instance, stage, seconds):
                 self._worker(instance).stages[stage].emulate = seconds
 
@@ -241,7 +244,7 @@ class WorkerProcess:
         self._say(Loaded(plans, parts, addresses))
 
     def _lend(self, message: Lend) -> None:
-        """Take a pool's memory, for a stage in another process."""
+        """Allocate a pool's memory for a stage in another process."""
         plan, number = message.plan, message.number
         asked = plan.attention[number]
         device = open_groups(self._groups)[asked.group][asked.number]
@@ -253,7 +256,7 @@ class WorkerProcess:
         self._say(Lent(replace(pool, device=known), lent.address))
 
     def _forget(self, message: Forget) -> None:
-        """Begin again, without pools of processes that are lost."""
+        """Start again, without pools of lost processes."""
         worker = self._worker(message.instance)
         worker.recover()
         self._ends[message.instance].clear()
@@ -263,9 +266,9 @@ class WorkerProcess:
         self._say(Forgot(message.number))
 
     def _borrowed(self, message: BreakOff | Forget) -> Iterator[tuple[SpreadStage, int]]:
-        """The pools of a message: each one's stage, and its number there.
+        """Yield the pools of a message: each one's stage, and its number in the stage.
 
-        One in the place of a lost one may have been lost before it was reached.
+        A pool that replaces a lost one may have been lost before it was reached.
         """
         for stage, number in message.pools:
             spread = self._worker(message.instance).stages[stage]
@@ -288,7 +291,7 @@ class WorkerProcess:
         moves.start(copies, done)
 
     def _open_lane(self, instance: str, host: str) -> Address:
-        """Get ready for stages in other processes; the address of the hidden states from here."""
+        """Prepare for stages in other processes; return the address of hidden states from here."""
         hidden = self._worker(instance).hidden = HiddenStates(host)
         lane = self._lanes[instance] = queue.SimpleQueue()
         threading.Thread(target=self._follow_lane, args=(lane,), daemon=True).start()
@@ -344,14 +347,14 @@ def _decoder(stages: Sequence[Stage]) -> BatchDecoder:
 
 
 def _told(error: Exception) -> tuple[bool, str]:
-    """Return whether an error is the user's mistake, and its line."""
+    """Return whether an error is the user's mistake, and its message."""
     if isinstance(error, JaxinferError):
         return True, str(error)
     return False, f"{type(error).__name__}: {one_line(error)}"
 
 
 def main() -> None:
-    """Signals are for the loop's process, which ends this one when it has ended its work."""
+    """Run the process. Signals are left to the loop's process, which ends this one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.path.append(os.getcwd())  # See ``commands.app.main``.

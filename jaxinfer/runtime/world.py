@@ -31,7 +31,7 @@ from jaxinfer.serving.world import (
 
 @dataclass(frozen=True)
 class _Quiet:
-    """An instance that is waited for has reported nothing for too long."""
+    """An instance that the run waits for has reported nothing for too long."""
 
     instance: str
 
@@ -41,21 +41,23 @@ Posted = StepDone | TransferDone | Landed | News
 
 
 class RealWorld:
-    """Time by the clock, steps by workers. One run long; the workers outlive it.
+    """Wall-clock time, and steps by workers. It lasts for one run; the workers outlive it.
 
     Args:
         workers: workers by instance name.
         channels: channels by names of source and destination.
-        watchdog_s: an instance whose steps or transfers are waited for, and which reports nothing
-            for so long, is given up; None waits for ever.
+        watchdog_s: seconds after which an instance is given up if the run waits for its steps or
+            transfers and it reports nothing; None waits for ever.
         requests: each arrives at its ``arrival``, in seconds from the world's creation.
         more_to_come: whether more requests will be added with ``add``.
-        restarts: starts lost processes again.
+        restarts: restarts lost processes.
 
     Attributes:
         waited_s: seconds spent waiting for devices and arrivals.
         launching_s: seconds spent on building and launching steps.
-        lost, returning, restarted: see Losses.
+        lost: see Losses.
+        returning: see Losses.
+        restarted: see Losses.
     """
 
     def __init__(
@@ -81,15 +83,16 @@ class RealWorld:
         self._ticks: list[float] = []
         self._watchdog_s = watchdog_s
         self._posted: queue.SimpleQueue[Posted] = queue.SimpleQueue()
-        # What has been taken from there and is still to be told.
+        # Events that were taken from the queue and are not reported yet.
         self._heard: deque[Posted] = deque()
-        # Instances that have not taken something, of which the loop has not heard.
+        # Instances that have not taken a message, of which the loop has not heard.
         self._refused: set[str] = set()
-        # Of each transfer under way, the slabs still to land and when the first one left.
+        # For each transfer in flight, the slabs that have not landed, and the time at which the
+        # first one left.
         self._slabs_left: dict[Transfer, int] = {}
         self._left_at: dict[Transfer, float] = {}
-        # Of each instance, the steps and moves of its KV heads that are under way, and when it was
-        # given the first or reported one.
+        # For each instance, its steps and moves of KV heads in flight, and the time at which it
+        # received the first or reported one.
         self._steps: dict[str, int] = {}
         self._heard_at: dict[str, float] = {}
         self._losses = losses = Losses(restarts, workers, self._forget)
@@ -97,26 +100,26 @@ class RealWorld:
         losses.listen(self._posted.put)
 
     def now(self) -> float:
-        """Seconds since the world's creation."""
+        """Return the seconds since the world's creation."""
         return time.perf_counter() - self._origin
 
     def add(self, requests: Iterable[RequestState]) -> None:
-        """Let more requests arrive, each at its time or, where that is past, at once."""
+        """Let more requests arrive, each at its time, or at once if that has passed."""
         if requests := list(requests):
-            # Stable: of those that arrive together, the first comes first.
+            # The sort is stable: of requests with equal arrivals, the first stays first.
             self._arrivals = deque(sorted([*self._arrivals, *requests], key=lambda r: r.arrival))
 
     def arrivals_left(self) -> bool:
-        """True if a request is still to arrive."""
+        """Tell whether a request is still to arrive."""
         return bool(self._arrivals) or self._more_to_come()
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is under way, nothing is to return and no request known is to arrive."""
+        """True if nothing is in flight, nothing will return, and no known request is to arrive."""
         return not (self._steps or self._slabs_left or self._losses.awaits or self._arrivals)
 
     def drain(self) -> None:
-        """Wait for steps and transfers to end, with no more arrivals or ticks.
+        """Wait for steps and transfers to end, without further arrivals or ticks.
 
         Raises:
             Exception: see ``due_events``.
@@ -127,14 +130,14 @@ class RealWorld:
             self.due_events()
 
     def kv_token_s(self, source: str, dest: str) -> float:
-        """Seconds of one KV token by what is emulated of its way; 0 where nothing is."""
+        """Return the seconds of one KV token over emulated links; 0 without any."""
         channel = self._channels.get((source, dest))
         return self._links.least_seconds(channel.pairs) if channel else 0.0
 
     def launch(self, batch: Batch) -> None:
-        """Start a step on the instance's worker, unless it has failed to start another."""
+        """Start a step on the instance's worker, unless it has failed to start another one."""
         if batch.instance in self._refused:
-            return  # What is missing of the other would have this one fail for another reason.
+            return  # A part that the other lacks would make this one fail for another reason.
         start = time.perf_counter()
         self._begin(batch.instance, start)
         try:
@@ -146,7 +149,7 @@ class RealWorld:
 
             self._workers[batch.instance].launch(batch, self._origin, self._posted.put, launched)
             if self._steps[batch.instance] == 1:
-                # Launching may have compiled for long.
+                # Launching may have compiled for a long time.
                 self._heard_at[batch.instance] = time.perf_counter()
         except JaxinferError:
             raise
@@ -155,23 +158,23 @@ class RealWorld:
         self.launching_s += time.perf_counter() - start
 
     def _refuse(self, instance: str, error: Exception) -> None:
-        """Note that an instance has not taken something.
+        """Record that an instance has not accepted something.
 
-        This comes before all news: of them, one may have another process take the instance's place.
-        Of several, the first one is the cause of the others.
+        This comes before all news, since news may let another process take the instance's place. If
+        there are several failures, the first one causes the others.
         """
         if instance not in self._refused:
             self._refused.add(instance)
             self._heard.appendleft(Failed(instance, error))
 
     def _begin(self, instance: str, now: float) -> None:
-        """Count one more step, or move of KV heads, that is to be reported."""
+        """Count one more step, or move of KV heads, that must be reported."""
         self._steps[instance] = self._steps.get(instance, 0) + 1
         if self._steps[instance] == 1:
             self._heard_at[instance] = now
 
     def _end(self, instance: str) -> bool:
-        """Count one that has been reported, unless its instance is lost."""
+        """Count one that was reported, unless its instance is lost."""
         if instance in self.lost:
             return False
         self._heard_at[instance] = time.perf_counter()
@@ -181,7 +184,7 @@ class RealWorld:
         return True
 
     def start_transfer(self, transfer: Transfer) -> None:
-        """Start moving KV entries between two instances, or between the devices of one."""
+        """Start to move KV entries between two instances, or between the devices of one."""
         start = time.perf_counter()
         if transfer.slice_move:
             self._move_slices(transfer)
@@ -195,7 +198,7 @@ class RealWorld:
         self.launching_s += time.perf_counter() - start
 
     def _prepare(self, transfer: Transfer) -> Channel:
-        """Count what will land."""
+        """Count the slabs that will land, and return the channel."""
         channel = self._channels.get((transfer.source, transfer.dest))
         if channel is None:
             raise JaxinferError(
@@ -221,11 +224,11 @@ class RealWorld:
     def due_events(self) -> Sequence[Event]:
         """Return the events since the last call; wait for the first one.
 
-        Losses and returns come first, those that follow something else in the next call: what the
-        loop begins on an instance until it hears of the loss is given up with that.
+        Losses and returns come first, and other events in the next call. If the loop starts work on
+        an instance before it learns that the instance is lost, that work is also given up.
 
         Raises:
-            Exception: a step has failed with it, where there is but one instance.
+            Exception: the error of a failed step, if there is only one instance.
         """
         start = time.perf_counter()
         events = self._due_now()
@@ -252,18 +255,20 @@ class RealWorld:
         return events
 
     def _patience(self) -> float | None:
-        """Seconds until the clock has something, or an instance has been quiet for too long."""
+        """Return the seconds until the next timed event, or until an instance is quiet for too
+        long.
+        """
         ends = [] if (lands := self._links.next_time) is None else [lands]
         if (due := self._next_by_clock()) is not None:
             ends.append(self._origin + due)
         if self._watchdog_s:
-            # A channel that waits for nobody as yet may come to.
+            # A channel that nothing waits for yet may come to be waited for.
             quiet_since = [time.perf_counter(), *self._quiet_since().values()]
             ends.append(min(quiet_since) + self._watchdog_s)
         return max(min(ends) - time.perf_counter(), 0) if ends else None
 
     def _quiet_since(self) -> dict[str, float]:
-        """Instances that are waited for, and since when they have reported nothing."""
+        """Return the instances that the run waits for, and since when they have been quiet."""
         found = {name: self._heard_at[name] for name in self._steps}
         for name, start in [
             waited for side in self._sides for waited in [*side.waits_for.values()]
@@ -274,14 +279,14 @@ class RealWorld:
         return found
 
     def _quiet(self) -> list[_Quiet]:
-        """Instances that have been quiet for too long."""
+        """Return the instances that have been quiet for too long."""
         if not self._watchdog_s:
             return []
         before = time.perf_counter() - self._watchdog_s
         return [_Quiet(name) for name, since in self._quiet_since().items() if since <= before]
 
     def _forget(self, instance: str) -> None:
-        """Expect nothing any more of an instance that is lost."""
+        """Expect nothing more of a lost instance."""
         self._steps.pop(instance, None)
         for transfer in list(self._slabs_left):
             if instance in (transfer.source, transfer.dest):
@@ -338,11 +343,11 @@ class RealWorld:
         return [lost]
 
     def _place(self, landed: Landed) -> list[Event]:
-        """Write a slab to its pages; steps launched from here on read them."""
+        """Write a slab to its pages; steps launched later read them."""
         transfer = landed.slab.transfer
         channel = self._channels[transfer.source, transfer.dest]
         if transfer not in self._slabs_left:
-            channel.drop(landed)  # Given up with one of its instances.
+            channel.drop(landed)  # It was given up with one of its instances.
             return []
         try:
             channel.place(landed)

@@ -1,9 +1,8 @@
-"""Policies of order and admission of one instance.
+"""Rules that order and admit the waiting requests of one instance.
 
-A request is admitted with pages for the tokens that are known; what it grows by later is not kept
-for it. The rules here differ in how much of that growth they wait for. Where a rule goes by how
-long an answer will be, that is the request's predicted length, where there is one, else its limit
-(``max_tokens``).
+A request is admitted with pages for the tokens known so far; no pages are kept for its growth. The
+rules differ in how much of that growth they wait for. Rules that depend on the length of an answer
+use the predicted length, or the limit (``max_tokens``) if there is no prediction.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,12 +24,12 @@ def first_come_first_served(waiting: Sequence[RequestState]) -> RequestState:
 
 
 def shortest_prompt_first(waiting: Sequence[RequestState]) -> RequestState:
-    """Shortest prompt first; of equal prompts, the one nearest to the head of the queue."""
+    """Choose the shortest prompt; among equal ones, the one nearest to the head of the queue."""
     return min(waiting, key=lambda request: request.prompt_len)
 
 
 def longest_prompt_first(waiting: Sequence[RequestState]) -> RequestState:
-    """Longest prompt first; of equal prompts, the one nearest to the head of the queue."""
+    """Choose the longest prompt; among equal ones, the one nearest to the head of the queue."""
     return max(waiting, key=lambda request: request.prompt_len)
 
 
@@ -42,8 +41,8 @@ def latest(candidates: Sequence[RequestState]) -> RequestState:
 def greedy(instance: Instance, request: RequestState, leg: Leg) -> bool:
     """Admit if the tokens known so far fit and the watermark stays free.
 
-    Without a watermark, the growth of the running requests would evict what has just come in,
-    for ever. An instance that runs nothing ignores it.
+    Without a watermark, growing requests would keep evicting requests that were just admitted. An
+    idle instance ignores the watermark.
     """
     free = instance.kv.num_free - instance.pages_to_take(request, leg)
     return free >= (0 if instance.is_idle else instance.watermark_pages)
@@ -76,7 +75,7 @@ def _is_being_computed(instance: Instance, request: RequestState, leg: Leg) -> b
 
 
 def whole_request(instance: Instance, request: RequestState, leg: Leg) -> bool:
-    """Admit if the request fits at its largest, together with all others at their largest.
+    """Admit if this request and all others fit even at their largest possible sizes.
 
     Sizes are limits, not predictions, so no request is ever preempted.
     """
@@ -88,7 +87,7 @@ class ReserveLongestOptions(Options):
     """Options of ``ReserveLongest``.
 
     Attributes:
-        tokens: Prompt and output tokens of the longest request that can come.
+        tokens: Prompt and output tokens of the longest possible request.
     """
 
     tokens: int = Field(ge=2)
@@ -103,7 +102,7 @@ class ReserveLongest:
         self._tokens = options.tokens
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
-        """Tell whether one more fits; an instance that runs nothing takes any."""
+        """Tell whether one more request fits; an idle instance admits any request."""
         count = sum(1 for _ in _admitted(instance)) + 1
         return instance.is_idle or _fits(instance, [self._tokens] * count)
 
@@ -112,7 +111,7 @@ class PredictedOptions(Options):
     """Options of admissions by predicted lengths.
 
     Attributes:
-        bound: which end of a predicted range counts.
+        bound: End of the predicted range that counts.
     """
 
     bound: Bound = "high"
@@ -121,7 +120,7 @@ class PredictedOptions(Options):
 class ReserveStatic:
     """Admit if the predicted memory of all requests fits at once: TetriInfer's reserve-static.
 
-    A request that has outgrown its prediction counts with what it has.
+    A request that has outgrown its prediction counts with its current size.
     """
 
     Options = PredictedOptions
@@ -149,7 +148,7 @@ class ReserveDynamic:
         self._bound = options.bound
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
-        """Tell whether all fit when each has grown by what the shortest one has left."""
+        """Tell whether all requests still fit when the shortest one has ended."""
         found = [(_held(other), other, other.legs[0]) for other in _admitted(instance)]
         found.append((request.known_until(leg), request, leg))
         left = [
@@ -164,8 +163,8 @@ class ReserveDynamic:
 class Peak:
     """Admit if the predicted memory fits in every future step, as requests grow and end.
 
-    LightLLM's rule, and Aladdin's (its constraint e). The sum is of requests that go on in step;
-    where prompts are cut, or steps launched ahead of the end of others, it may be exceeded.
+    This is LightLLM's rule, and Aladdin's constraint e. The rule assumes that all requests advance
+    together. The pool can still overflow if prompts are cut or steps are launched ahead.
     """
 
     Options = PredictedOptions
@@ -174,13 +173,13 @@ class Peak:
         self._bound = options.bound
 
     def __call__(self, instance: Instance, request: RequestState, leg: Leg) -> bool:
-        """Tell whether the largest sum over the steps to come fits; one alone always does."""
+        """Tell whether the largest future sum fits; a request that is alone always does."""
         if instance.is_idle:
             return True
         size = instance.page_size
         found = [(_held(other), other, other.legs[0]) for other in _admitted(instance)]
         found.append((request.known_until(leg), request, leg))
-        # A page is held from its first entry on: up to size - 1 entries that are not there yet.
+        # A page is held from its first entry on, so up to size - 1 entries may be empty.
         entries = peak_entries(
             (held + size - 1, max(predicted_end(other, its_leg, self._bound) - held, 0))
             for held, other, its_leg in found
@@ -189,36 +188,37 @@ class Peak:
 
 
 def peak_entries(requests: Iterable[tuple[int, int]]) -> int:
-    """The most KV entries at once of requests that each gain one a step and then end.
+    """Return the peak of KV entries of requests that each gain one per step and then end.
 
     Args:
-        requests: entries now, and those to come, of each. In its last step a request has both.
+        requests: current entries and entries still to come, per request. In its last step, a
+            request holds both.
     """
     held = most = 0
     for count, (now, left) in enumerate(sorted(requests, key=lambda pair: -pair[1]), 1):
-        # When this one ends, all with more to come are there, and have grown by as much.
+        # When this request ends, all longer ones are still there, and have grown by as much.
         held += now
         most = max(most, held + count * left)
     return most
 
 
 def predicted_end(request: RequestState, leg: Leg, bound: Bound) -> int:
-    """KV entries at the end of the leg, by the predicted length of the answer."""
+    """Return the KV entries at the end of the leg, by the predicted length of the answer."""
     if request.predicted is None:
         return _end(request, leg)
     output = request.predicted[bound == "high"]
-    # The last token needs no entry.
+    # The last token needs no KV entry.
     end = request.prompt_len + max(min(output, request.max_tokens), 1) - 1
     return end if leg.until is None else min(end, leg.until)
 
 
 def _end(request: RequestState, leg: Leg) -> int:
-    """KV entries at the end of the leg, at the most."""
+    """Return the largest possible number of KV entries at the end of the leg."""
     return request.peak_tokens if leg.until is None else min(request.peak_tokens, leg.until)
 
 
 def _held(request: RequestState) -> int:
-    """KV entries that a request has, or will have before it samples again."""
+    """Return the KV entries that a request has, or will have before it samples again."""
     return request.known_until(request.legs[0])
 
 

@@ -1,4 +1,4 @@
-"""Assignment of requests to instances: routes and actions of the system, carried out."""
+"""Carries out the system's routes and actions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -28,23 +28,24 @@ from jaxinfer.serving.world import GoesWithout, InstanceBack, InstanceLost, Worl
 
 
 class Assignments:
-    """The instances and the requests that have come in, each with the legs it still has to go.
+    """All live requests with their remaining legs, and the instances that serve them.
 
     Args:
         hooks: the system's hooks.
         on_leg_end: called with each request whose leg has ended, and that leg.
         on_finish: called once per request that has ended.
-        renew: makes a fresh instance of the name of one that is back.
+        renew: makes a fresh instance to replace a returning one, from its name.
 
     Attributes:
         instances: instances that are not lost.
-        losses: lost instances, and those of them that will return.
-        live: requests that have come in and not ended, by id, in the order of arrival.
+        losses: lost instances, including those that will return.
+        live: unfinished requests that have arrived, by id, in the order of arrival.
         unrouted: requests that the system has yet to route.
         changed: instances whose state has changed since they were last asked for a batch.
-        sends_along: whether a leg has asked for its KV to be sent as it is computed.
-        on_legs, on_preempt, on_role: called with a request that has new legs; with an instance's
-            name and a request that is to lose its pages there; with a name, and its new role.
+        sends_along: whether a leg has asked for its KV to be sent while it is computed.
+        on_legs: called with a request that has new legs.
+        on_preempt: called with an instance's name and a request that will lose its pages there.
+        on_role: called with an instance's name and its new role.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class Assignments:
         self._hooks, self._system = hooks, hooks.name
         self._on_leg_end, self._on_finish = on_leg_end, on_finish
         self._draining: dict[str, None] = {}
-        # What systems see of the instances, until one is lost or back, or shards of it.
+        # The systems' view of the instances; it is renewed when an instance or shard is lost or
+        # returns.
         self._there: AliveInstances | None = None
         self._view: ClusterView | None = None
         for instance in self.instances.values():
@@ -85,7 +87,7 @@ class Assignments:
             instance.make_room = partial(self._make_room, instance)
 
     def _make_room(self, instance: Instance, request: RequestState, shard: int) -> None:
-        """Have slices move out of a shard, as the system wants it, while a batch is formed."""
+        """Let the system move slices out of a shard while a batch is formed."""
         self.act(lambda: self._hooks.make_room(request, shard, instance))
 
     def _mark_changed(self, name: str) -> None:
@@ -106,7 +108,7 @@ class Assignments:
         return self._view
 
     def add(self, request: RequestState) -> None:
-        """Take in a request that has arrived."""
+        """Register a request that has arrived."""
         if request.id in self.live:
             raise ValueError(f"two requests at once have the id {request.id!r}")
         self.live[request.id] = request
@@ -121,7 +123,7 @@ class Assignments:
         return bool(legs) and request in self.instances[legs[0].instance].taking_part
 
     def end_leg(self, request: RequestState) -> None:
-        """Take the request to its next leg, or back to the system where it has none."""
+        """Move the request on to its next leg, or back to the system if none is left."""
         leg = request.legs[0]
         self.hand_offs.end_leg(request)
         if request.legs:
@@ -131,7 +133,7 @@ class Assignments:
         self._on_leg_end(request, leg)
 
     def finish(self, request: RequestState, reason: FinishReason, detail: int | str | None) -> None:
-        """End the request and release all that instances hold of it."""
+        """End the request and release everything that instances hold of it."""
         if request.legs:
             self.instances[request.legs[0].instance].remove(request)
         request.finish_reason, request.stop_reason = reason, detail
@@ -149,10 +151,10 @@ class Assignments:
         self._on_finish(request)
 
     def apply_loss(self, event: Loss) -> int:
-        """Apply a loss or a return; what a lost instance had is routed again, before all else.
+        """Apply a loss or a return; requests of a lost instance are routed again before all others.
 
         Returns:
-            How many steps in flight are lost.
+            The number of steps in flight that are lost.
         """
         steps, name = 0, event.instance
         self._there = None
@@ -175,9 +177,10 @@ class Assignments:
         return steps
 
     def route(self, ask: Callable[[], Iterable[Assignment]]) -> None:
-        """Ask the system where to go with what is unrouted, and send it there.
+        """Ask the system where to send unrouted requests, and send them there.
 
-        A request for which the system wants a lost instance fails, or waits while one returns.
+        If the system chooses a lost instance, the request fails, or waits while an instance
+        returns.
         """
         losses, lost = self.losses, self.losses.lost
         if not self.instances:
@@ -208,7 +211,7 @@ class Assignments:
             )
         if refusal := self._refusal(request, legs):
             if self.losses.regaining & {leg.instance for leg in legs}:
-                return  # There may be room again.
+                return  # There may be room now.
             request.error = refusal
             self.finish(request, "error", None)
             return
@@ -227,7 +230,7 @@ class Assignments:
         return self.instances[name]
 
     def _legs_beyond(self, reached: int, legs: Sequence[Leg]) -> list[Leg]:
-        """``legs`` less the empty ones, where ``reached`` KV entries are there already."""
+        """Return ``legs`` without those that end within the ``reached`` existing KV entries."""
         left: list[Leg] = []
         for leg in legs:
             self._instance(leg.instance)
@@ -245,8 +248,8 @@ class Assignments:
         return next((reason for reason in reasons if reason), None)
 
     def act(self, ask: Callable[[], Iterable[Action]]) -> None:
-        """Do what the system wants done, but what it has in mind for an instance that is lost."""
-        with suppress(LostInstance):  # It has asked for one while it decided.
+        """Carry out the system's actions, except those for a lost instance."""
+        with suppress(LostInstance):  # The system asked for one while it decided.
             for action in ask() if self.instances else ():
                 with suppress(LostInstance):
                     self._do(action)
@@ -263,7 +266,7 @@ class Assignments:
             return
         request = self.live.get(action.request)
         if request is None:
-            return  # It ended in the step that the system answers.
+            return  # It ended in the step that the system reacts to.
         if request.legs:
             self.instances[request.legs[0].instance].taking_part.leave_group(request)
         match action:
@@ -296,7 +299,7 @@ class Assignments:
             self._assign(Assignment(request.id, tuple(action.legs)))
 
     def _revise_legs(self, request: RequestState, here: Instance, action: Reassign) -> None:
-        """Give other legs to a request that runs or is being imported."""
+        """Replace the legs of a request that runs or is being imported."""
         self.sends_along |= action.hand_off == "per_segment"
         following = self._legs_beyond(request.launched, action.legs)
         if refusal := self._refusal(request, following):
@@ -304,7 +307,7 @@ class Assignments:
             self.finish(request, "error", None)
             return
         if not following or following[0].instance != here.name:
-            # KV entries in flight are still computed here; the rest is the next leg's.
+            # KV entries in flight are computed by this leg; the next leg computes the rest.
             following.insert(0, Leg(here.name, request.launched, action.hand_off))
         request.legs = following
         self.on_legs(request)
@@ -316,7 +319,7 @@ class Assignments:
             self.end_leg(request)
 
     def take_roles(self) -> bool:
-        """Give drained instances their next role; returns whether there was one."""
+        """Give drained instances their next role; return True if there was one."""
         if not self._draining:
             return False
         now, instances = self._world.now(), self.instances

@@ -1,4 +1,4 @@
-"""Batches to launch: rows of a step and its work in numbers, and transfers."""
+"""Batches to launch: the rows of a step, counts of its work, and transfers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ class Row:
     """A request's part of a batch: KV entries ``start`` to ``start + count``.
 
     Attributes:
-        samples: the row's last position yields a token.
-        input_pending: the row's input token is still on the device (``count`` is 1 then).
-        epoch: the request's epoch at launch; a row of an older one is void.
-        hold: the pages it reads and writes, in use until the step ends.
+        samples: whether the row's last position yields a token.
+        input_pending: whether the row's input token is still on the device (``count`` is 1 then).
+        epoch: the request's epoch at launch; a row of an older epoch is void.
+        hold: pages that the row reads and writes; they stay in use until the step ends.
     """
 
     request: RequestState
@@ -30,12 +30,13 @@ class Row:
 
 @dataclass(slots=True)
 class ShardWork:
-    """Counts of a step's attention in one shard, where a stage's KV heads lie in several.
+    """Work of a step's attention in one shard, if a stage's KV heads lie in several shards.
 
     Attributes:
-        pairs: slices of KV heads of rows of one token; ``entries``: that they see together.
-        chunks: of the other rows, KV entries before the chunk, its tokens, and slices that lie
-            here.
+        pairs: number of (row, slice of KV heads) pairs here, for rows of one token.
+        entries: KV entries that these pairs see together.
+        chunks: for each other row: KV entries before the chunk, tokens of the chunk, and number of
+            slices here.
     """
 
     pairs: int = 0
@@ -44,31 +45,32 @@ class ShardWork:
 
     @property
     def heads(self) -> int:
-        """Slices that lie here, over all rows."""
+        """Number of slices here, over all rows."""
         return self.pairs + sum(slices for _, _, slices in self.chunks)
 
     @property
     def tokens(self) -> int:
-        """Tokens over all slices, of those whose queries come here."""
+        """Number of tokens whose queries come here, summed over all slices."""
         return self.pairs + sum(count * slices for _, count, slices in self.chunks)
 
 
 @dataclass(slots=True)
 class Work:
-    """Counts over a step's rows.
+    """Counts over the rows of a step.
 
     Attributes:
-        tokens: number of tokens in all; ``singles``: number of rows with one token.
-        sequences: rows.
-        sampled: rows that yield a token.
-        single_context: KV entries that the rows of one token see, their own included.
-        chunks: for each other row, KV entries before the chunk and its tokens.
-        decodes: rows that feed back a sampled token; a prompt's last token may be a single, too.
-        shards: for each shard of the instance, what its attention has to do; empty where each stage
-            has one.
+        tokens: number of tokens in total.
+        singles: number of rows with one token.
+        sequences: number of rows.
+        sampled: number of rows that yield a token.
+        single_context: KV entries that the rows of one token see, including their own.
+        chunks: KV entries before the chunk and number of its tokens, for each other row.
+        decodes: number of rows that feed back a sampled token (a prompt's last token may be a
+            single row, too).
+        shards: work of attention in each shard of the instance; empty if each stage has one shard.
         halves: work of each half, if the step is computed as two halves of its rows in turn.
-        single_span: least and most KV entries that a row of one token sees; None if not asked for,
-            or if no row has one token.
+        single_span: smallest and largest number of KV entries that a row of one token sees; None if
+            not requested, or if no row has one token.
     """
 
     tokens: int
@@ -84,7 +86,7 @@ class Work:
 
     @property
     def pairs(self) -> float:
-        """Pairs of a chunk's token and an entry that it sees."""
+        """Number of pairs of a chunk's token and a KV entry that it sees."""
         return sum(count * (start + (count + 1) / 2) for start, count in self.chunks)
 
 
@@ -94,12 +96,12 @@ def work_of(
     grouped_context: int = 0,
     spans: Sequence[tuple[int, int]] | None = None,
 ) -> Work:
-    """Count a step's work once, for its costs, reports and look-ups.
+    """Count the work of a step, for its costs, reports and look-ups.
 
     Args:
-        grouped: decodes besides, which see ``grouped_context`` KV entries.
-        spans: least and most KV entries that one of these sees, if there are any; None if not asked
-            for.
+        grouped: number of additional decodes, which see ``grouped_context`` KV entries.
+        spans: smallest and largest number of KV entries that one of these sees, if there are any;
+            None if not requested.
     """
     singles = sampled = decodes = sequences = grouped
     context, tokens = grouped_context, 0
@@ -142,12 +144,13 @@ class Transfer:
     """KV entries ``start`` to ``stop`` of one request on their way between two holds.
 
     Attributes:
-        epoch: the request's epoch at the start; a transfer of an older one is void.
-        source, dest: instances of ``source_hold`` and of ``dest_hold``.
-        requested: when the data was there to be sent, or the step was launched that computes it,
-            in seconds.
-        slice_move: set where only some slices of KV heads move, between shards of one
-            instance; otherwise all layers and heads move.
+        epoch: the request's epoch at the start; a transfer of an older epoch is void.
+        source: name of the instance of ``source_hold``.
+        dest: name of the instance of ``dest_hold``.
+        requested: time in seconds at which the data was ready to be sent, or at which the step that
+            computes it was launched.
+        slice_move: set if only some slices of KV heads move between shards of one instance;
+            otherwise all layers and heads move.
     """
 
     request: RequestState
@@ -166,15 +169,22 @@ class Transfer:
 class Batch:
     """The rows of one step, decodes first.
 
-    ``num_waiting``, ``num_running`` and ``pages_in_use`` describe the instance at launch.
-    ``grouped`` decodes besides, which see ``grouped_context`` KV entries, have no rows: in a world
-    that looks at none. They stand ``among`` the rows of one index to another, all of which are in
-    the order of admission.
-    ``transfers`` are of what the step computes: each piece of the model leaves as it is done.
-    ``halves`` has the rows of two halves that stages compute in turn where they have KV heads on
-    several devices; empty where they compute all rows at once.
-    ``spans`` has the least and most that one of the grouped sees, where the world asks.
-    ``work`` counts what the rows hold.
+    In some simulations, decodes are grouped and have no rows of their own. ``work`` counts the rows
+    and the grouped decodes.
+
+    Attributes:
+        num_waiting: number of waiting requests of the instance at launch.
+        num_running: number of its running requests at launch.
+        pages_in_use: number of its pages in use at launch.
+        grouped: number of grouped decodes.
+        grouped_context: KV entries that the grouped decodes see.
+        transfers: transfers of KV that this step computes; each piece of the model is sent as soon
+            as it is done.
+        halves: rows of the two halves, if stages with KV heads on several devices compute the step
+            in two halves; empty if they compute all rows at once.
+        spans: smallest and largest number of KV entries that a grouped decode sees, if requested.
+        among: range of the rows (first, end) between which the grouped decodes were admitted; all
+            rows are in the order of admission.
     """
 
     instance: str
@@ -191,5 +201,5 @@ class Batch:
     work: Work = field(init=False)
 
     def __post_init__(self) -> None:
-        """Count once."""
+        """Count the work."""
         self.work = work_of(self.rows, self.grouped, self.grouped_context, self.spans)

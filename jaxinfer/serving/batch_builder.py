@@ -1,4 +1,4 @@
-"""A batch while the policy of its instance forms it."""
+"""The batch that a policy is forming."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,13 +10,14 @@ from jaxinfer.serving.request_state import RequestState
 
 
 class BatchBuilder:
-    """The next step of one instance. What is taken in is launched.
+    """The next step of one instance. Requests that are added are marked as launched.
 
     Attributes:
-        instance: whose step it is.
-        budget: tokens that it may still compute; ``prompt_budget``: how many of these may be tokens
-            of prompts or tokens computed again.
-        rows: rows so far; ``grouped``: additional decodes that advance together.
+        instance: instance that will run the step.
+        budget: tokens that the step may still compute.
+        prompt_budget: how many of these may be tokens of prompts or recomputed tokens.
+        rows: rows so far.
+        grouped: number of additional decodes that advance together.
     """
 
     __slots__ = (
@@ -64,10 +65,10 @@ class BatchBuilder:
         return batch
 
     def add_group(self, most: int | None = None) -> None:
-        """Take in all decodes that go together, or of these the ``most`` that were admitted first.
+        """Add all decodes of the ready group, or the ``most`` of them that were admitted first.
 
-        Where there is not room and budget for all of them, and for all other decodes, none is
-        taken: it is the policy then that decides who waits or leaves.
+        If room or budget does not suffice for all of them and for all other decodes, none is added;
+        the policy then decides which requests wait or leave.
         """
         instance = self.instance
         running = instance.taking_part
@@ -77,7 +78,7 @@ class BatchBuilder:
         others, decodes, planned = 0, 0, {row.request.id for row in self.rows}
         for request in running.ungrouped():
             if request.id in planned:
-                continue  # It goes on in this step.
+                continue  # It continues in this step.
             waits = request.pending and not instance.options.launch_ahead
             if group.takes(request) and not waits and not self._follows_a_chunk(request):
                 running.join(group, request)
@@ -103,7 +104,7 @@ class BatchBuilder:
         self.budget -= self.grouped
 
     def _end_of_decodes(self) -> int:
-        """Return the index of the first row behind the group that leaves tokens to be computed."""
+        """Return the index of the first row after the group that leaves tokens to be computed."""
         for index in range(self._before, len(self.rows)):
             row = self.rows[index]
             ends_leg = row.request.legs[0].until == row.start + 1
@@ -116,15 +117,15 @@ class BatchBuilder:
         return self.instance.taking_part.ungrouped()
 
     def add(self, request: RequestState, count: int) -> bool:
-        """Take in a row of ``count`` tokens, within the budget; False where it has to wait.
+        """Add a row of ``count`` tokens within the budget; return False if it has to wait.
 
-        Where pages run out, requests are preempted that are not in this batch; the last one is
-        ``request`` itself.
+        If pages run out, requests outside this batch are preempted; the last candidate is
+        ``request``.
         """
         instance = self.instance
         hold = request.hold
         if hold is None or request.paused or request.slice_move:
-            return False  # Without pages: preempted for another row of this batch.
+            return False  # It was preempted for another row of this batch.
         pending = request.pending
         if pending and not instance.options.launch_ahead:
             return False
@@ -147,7 +148,7 @@ class BatchBuilder:
         return True
 
     def add_chunk(self, request: RequestState) -> bool:
-        """Take in as much of what the request has to catch up with as the budgets allow."""
+        """Add as many of the request's uncomputed tokens as the budgets allow."""
         count = min(request.leg_goal - request.launched, self.budget, self.prompt_budget)
         if count <= 0 or not self.add(request, count):
             return False
@@ -155,12 +156,13 @@ class BatchBuilder:
         return True
 
     def admit(self, limit: int | None = None) -> RequestState | None:
-        """Have the next waiting request run here, with its pages, and return it.
+        """Admit the next waiting request with its pages, and return it.
 
-        Requests whose KV lies elsewhere are admitted on the way, and fetched.
+        Requests whose KV is on another instance are admitted, too, and their KV is fetched; the
+        next request is then tried.
 
         Args:
-            limit: tokens that it has to compute at first, at most.
+            limit: largest number of tokens that it may have to compute at first.
         """
         instance = self.instance
         if instance.keeps_pages:
@@ -180,7 +182,7 @@ class BatchBuilder:
         return None
 
     def _follows_a_chunk(self, request: RequestState) -> bool:
-        """Tell whether a request's next row waits for the end of a step that samples nothing."""
+        """Tell whether a request must wait for a step of its own prompt that samples nothing."""
         if self.instance.options.chunks_in_flight != 1:
             return False
         return request.launched > request.computed and not request.pending
@@ -189,7 +191,7 @@ class BatchBuilder:
         instance, hold = self.instance, request.hold
         assert hold
         if num_tokens > request.leg_goal:
-            # No pool may ever hold it: this would preempt for ever.
+            # No pool can hold it, so preemptions would never end.
             raise ValueError(
                 f"add: request {request.id!r} up to {num_tokens} KV entries, may have "
                 f"{request.leg_goal} in this step"
@@ -198,11 +200,11 @@ class BatchBuilder:
         asked: set[int] = set()
         while not hold.grow(num_tokens):
             if instance.kv.num_pinned:
-                return False  # Pages come back without anyone losing work.
+                return False  # This frees pages without a preemption.
             if instance.kv.take_back_reserved():
                 continue
             if instance.num_exported or instance.taking_part.any_moves:
-                return False  # Here, too.
+                return False  # The same here.
             if planned is None:
                 planned = self._planned()
             victims, newest = instance.taking_part.others_than(planned), None
@@ -215,11 +217,11 @@ class BatchBuilder:
                 newest = [each for each in everyone if _lies_in(each, lacking)][-1]
             victim = instance.policies.victim(victims)
             if victim is request and newest and request.launched > request.computed:
-                return False  # Alone there, it would lose the token on its way, time and again.
+                return False  # Alone here, it would lose its token in flight again and again.
             if victim is request and instance.importing:
-                return False  # What is on its way came later; it can be preempted on arrival.
+                return False  # Requests on their way came later; they can be preempted on arrival.
             if len(victims) == 1 and request is not (newest or instance.taking_part.newest):
-                return False  # Those that came later are in this batch: their turn comes first.
+                return False  # Later requests are in this batch; they are preempted first.
             instance.preempt(victim)
             if victim is request:
                 return False
@@ -228,10 +230,11 @@ class BatchBuilder:
     def _moves_make_room(
         self, request: RequestState, lacking: Sequence[int], asked: set[int]
     ) -> bool:
-        """Tell whether slices are on their way out of a full shard, now that it was asked.
+        """Ask the system to clear full shards; tell whether slices are now being moved out.
 
         Args:
-            asked: shards for which the system has been asked; those of ``lacking`` come in.
+            asked: shards that the system has already been asked about; those of ``lacking`` are
+                added.
         """
         for shard in lacking:
             if shard not in asked:
@@ -246,5 +249,5 @@ class BatchBuilder:
 
 
 def _lies_in(request: RequestState, shards: Collection[int]) -> bool:
-    """Tell whether slices of a request lie in one of some shards."""
+    """Tell whether slices of a request lie in one of these shards."""
     return request.hold is not None and any(request.hold.tables[shard] for shard in shards)

@@ -1,4 +1,4 @@
-"""Policies by which one instance forms its batches."""
+"""Policies that form the batches of one instance."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from jaxinfer.serving.request_state import RequestState
 
 
 def mixed(batch: BatchBuilder) -> None:
-    """Decodes first, then chunks of running prompts, then of newly admitted ones.
+    """Add decodes first, then chunks of running prompts, then newly admitted prompts.
 
-    All under the instance's token budget: chunked prefill as in Sarathi-Serve.
+    The instance's token budget limits the sum: chunked prefill as in Sarathi-Serve.
     """
     _run_on(batch)
     while batch.budget and (admitted := batch.admit()):
@@ -23,12 +23,13 @@ class MixedOptions(Options):
     """Options of ``Mixed``.
 
     Attributes:
-        enough_tokens: Tokens of a step, decodes included, from which no further prompt is taken in;
-            the one that reaches them is not cut there. By default the token budget ends the step.
-        whole_prompts: Whether prompts are computed whole: one that the budget has no room for
-            waits. One above the whole budget runs alone, cut.
+        enough_tokens: Once a step has this many tokens, decodes included, it takes no further
+            prompt; the prompt that reaches the number is not cut there. By default the token budget
+            ends the step.
+        whole_prompts: Whether prompts are computed whole: a prompt that does not fit into the rest
+            of the budget waits. One that is larger than the whole budget runs alone, in chunks.
         wait_steps: Largest number of decode steps for which prompts wait for other prompts.
-        wait_share: Share of the token budget that ends such a wait.
+        wait_share: Share of the token budget at which waiting prompts stop waiting.
     """
 
     enough_tokens: int | None = Field(default=None, ge=1)
@@ -43,11 +44,11 @@ class MixedOptions(Options):
 
 
 class Mixed:
-    """Decodes first, then chunks of running prompts, then of newly admitted ones.
+    """Add decodes first, then chunks of running prompts, then newly admitted prompts.
 
-    All under the instance's token budget: chunked prefill as in Sarathi-Serve and vLLM. With
-    ``whole_prompts`` as TensorRT-LLM forms batches without chunks, with ``enough_tokens`` as SGLang
-    mixes chunks with decodes.
+    The instance's token budget limits the sum: chunked prefill as in Sarathi-Serve and vLLM. With
+    ``whole_prompts``, batches are those of TensorRT-LLM without chunking; with ``enough_tokens``,
+    those of SGLang with mixed chunks.
     """
 
     Options = MixedOptions
@@ -72,13 +73,13 @@ class Mixed:
             self._add(batch, admitted)
 
     def _goes_on(self, batch: BatchBuilder) -> bool:
-        """Tell whether a further prompt may be taken in."""
+        """Tell whether a further prompt may be added."""
         taken = batch.instance.options.max_num_batched_tokens - batch.budget
         enough = self._options.enough_tokens
         return batch.budget > 0 and (enough is None or taken < enough)
 
     def _add(self, batch: BatchBuilder, request: RequestState) -> bool:
-        """Take in a prompt; False where the next ones have to wait with it."""
+        """Add a prompt; return False if it and the following ones have to wait."""
         whole = batch.instance.options.max_num_batched_tokens
         todo = request.leg_goal - request.launched
         if self._options.whole_prompts and todo > batch.budget < whole:
@@ -87,7 +88,7 @@ class Mixed:
         return True
 
     def _waits(self, batch: BatchBuilder, prefills: Sequence[RequestState]) -> bool:
-        """Tell whether prompts wait for others while decodes run, within the limit of steps."""
+        """Tell whether prompts should wait for other prompts while decodes run."""
         instance, options = batch.instance, self._options
         whole = instance.options.max_num_batched_tokens
         decodes = whole - batch.budget
@@ -107,10 +108,10 @@ class Mixed:
 
 
 def even_decodes(batch: BatchBuilder) -> None:
-    """Like ``mixed``, but no step of a pipeline takes more than its share of the requests.
+    """Do as ``mixed`` does, but limit each pipeline step to its share of the requests.
 
-    Otherwise the steps in flight drift apart: if two are formed at once, the first one takes all
-    requests that are ready, and a pipeline is as slow as its largest step.
+    Otherwise the steps in flight become uneven: if two are formed at once, the first one takes all
+    ready requests, and a pipeline is as slow as its largest step.
     """
     instance = batch.instance
     steps = 1 if instance.options.launch_ahead else instance.options.max_in_flight
@@ -122,7 +123,7 @@ def even_decodes(batch: BatchBuilder) -> None:
 def one_batch(batch: BatchBuilder) -> None:
     """Admit requests only when none runs: a batch stays together until all its requests have ended.
 
-    FasterTransformer serves this way, but here each request frees its pages when it ends.
+    FasterTransformer serves this way; here, each request also frees its pages when it ends.
     """
     if batch.instance.is_idle:
         while batch.admit():
@@ -134,8 +135,8 @@ class PrefillFirstOptions(Options):
     """Options of ``PrefillFirst``.
 
     Attributes:
-        prefill_tokens: Tokens of one step's prompts, at most; by default the token budget.
-        cut_last: Whether the last prompt of a step is cut where its tokens end, or waits.
+        prefill_tokens: Largest number of prompt tokens per step; by default the token budget.
+        cut_last: Whether the last prompt of a step may be cut to fit; otherwise it waits.
     """
 
     prefill_tokens: int | None = Field(default=None, ge=1)
@@ -143,11 +144,11 @@ class PrefillFirstOptions(Options):
 
 
 class PrefillFirst:
-    """Whole prompts if there are any to compute, else all decodes; never both in one step.
+    """Compute whole prompts if there are any, else all decodes; never both in one step.
 
-    As in vLLM before it chunked prompts, and with ``cut_last`` in SGLang. A prompt above the limit
-    runs alone, cut by the token budget. A preempted request catches up like a prompt. While a
-    decode waits for pages, prompts wait, or they would take them.
+    This is how vLLM worked before chunked prefill, and how SGLang works with ``cut_last``. A prompt
+    above the limit runs alone, cut by the token budget. A preempted request is recomputed like a
+    prompt. While a decode waits for pages, prompts wait, since they would take those pages.
     """
 
     Options = PrefillFirstOptions
@@ -161,7 +162,7 @@ class PrefillFirst:
         if self._lacks_pages:
             self._lacks_pages = bool(_decode(batch))
             if self._lacks_pages or batch.rows or batch.grouped:
-                return  # Else who has waited for pages is paused, or has left.
+                return  # Otherwise, the request that waited for pages is paused or has left.
         self._add_prompts(batch)
         if not batch.rows:
             self._lacks_pages = bool(_decode(batch))
@@ -178,7 +179,7 @@ class PrefillFirst:
                 left -= batch.rows[-1].count
 
     def _takes(self, batch: BatchBuilder, request: RequestState, left: int) -> bool:
-        """Take in a prompt, whole unless it is the first or may be cut."""
+        """Add a prompt, whole unless it is the first one or may be cut."""
         todo = request.leg_goal - request.launched
         if self._cuts:
             return left > 0 and batch.add(request, min(todo, left))
@@ -191,8 +192,8 @@ class WholePromptsOptions(Options):
     """Options of ``WholePrompts``. The defaults are Splitwise's.
 
     Attributes:
-        step_tokens: Tokens of one step, prompts and decodes together, at most.
-        max_skips: Steps in a row that may leave a decode out.
+        step_tokens: Largest number of tokens of one step, prompts and decodes together.
+        max_skips: Largest number of steps in a row that may leave out a decode.
     """
 
     step_tokens: int = Field(default=2048, ge=1)
@@ -200,9 +201,9 @@ class WholePromptsOptions(Options):
 
 
 class WholePrompts:
-    """Whole prompts first, as many as fit into a step; decodes fill the rest.
+    """Add as many whole prompts as fit into a step, and fill the rest with decodes.
 
-    A longer prompt runs alone. A decode that was left out too often goes before all. Splitwise's
+    A longer prompt runs alone. A decode that was left out too often goes first. This is Splitwise's
     machine-level scheduler (section IV-B).
     """
 
@@ -234,11 +235,11 @@ class WholePrompts:
             batch.add_chunk(request)
         elif not batch.rows:
             within, batch.budget = batch.budget, budget
-            # Alone, and whole where the instance's steps allow it.
+            # The prompt is alone, and whole if the instance's limits allow that.
             batch.budget = 0 if batch.add_chunk(request) else within
 
     def _fill(self, batch: BatchBuilder) -> None:
-        # Without room for all of them, each is a row that can be left out.
+        # If there is no room for all of them, each becomes a row, which can be left out.
         batch.add_group()
         rows = {row.request.id for row in batch.rows}
         skipped = {}
@@ -251,7 +252,7 @@ class WholePrompts:
 
 
 def catches_up(request: RequestState) -> bool:
-    """Tell whether a request computes its prompt, or what it has lost, before it decodes again."""
+    """Tell whether a request has prompt tokens, or lost tokens, to compute before it decodes."""
     launched = request.launched
     return launched < request.prompt_len or launched + 1 < request.num_known + request.pending
 
@@ -264,13 +265,13 @@ def _run_on(batch: BatchBuilder, most: int | None = None) -> None:
 
 
 def _add_decodes(batch: BatchBuilder, most: int | None = None) -> list[RequestState]:
-    """Add at most ``most`` running decodes; return requests with more than a token to compute."""
+    """Add at most ``most`` running decodes; return requests with several tokens to compute."""
     batch.add_group(most)
     left = batch.budget if most is None else most - batch.grouped
     prefills: list[RequestState] = []
     for request in batch.ungrouped():
         todo, launched = 1, request.launched
-        # Most are decodes of a last leg, with one token to go: asking costs more than the rest.
+        # Most rows are decodes of a last leg with one token; asking would cost more than the rest.
         if (
             launched + 1 != request.prompt_len + len(request.output_token_ids)
             or launched >= request.peak_tokens
@@ -285,7 +286,7 @@ def _add_decodes(batch: BatchBuilder, most: int | None = None) -> list[RequestSt
 
 
 def _decode(batch: BatchBuilder) -> list[RequestState]:
-    """Add all decodes of what runs; returns those that are ready, and got no pages."""
+    """Add all running decodes; return those that were ready but got no pages."""
     batch.add_group()
     ready = [
         request

@@ -1,4 +1,4 @@
-"""Calls of a system, its author's mistakes told in one line."""
+"""Calls a system's hooks, and reports invalid answers in one line."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Integral
@@ -33,11 +33,15 @@ _WANTED: dict[str, tuple[str, Any]] = {
 
 
 class Hooks:
-    """Calls those hooks that a system defines; the others cost nothing.
+    """Calls those hooks that a system defines; undefined hooks cost nothing.
 
     Attributes:
         name: name of the system.
-        steps, leg_ends, finishes, places, makes_room: whether the system has a hook for them.
+        steps: whether the system defines ``on_step``.
+        leg_ends: whether it defines ``on_leg_end``.
+        finishes: whether it defines ``on_finish``.
+        places: whether it defines ``place``.
+        makes_room: whether it defines ``make_room``.
     """
 
     def __init__(self, system: System) -> None:
@@ -50,11 +54,11 @@ class Hooks:
         self.finishes = kind.on_finish is not System.on_finish
 
     def route(self, unrouted: Collection[RequestState], view: ClusterView) -> Iterable[Assignment]:
-        """Ask where requests are to go."""
+        """Ask where to send requests."""
         return self._asked("route", lambda: self._system.route(unrouted, view))
 
     def place(self, request: RequestState, instance: Instance) -> Placement | None:
-        """Ask where a request's slices are to lie."""
+        """Ask where to place a request's slices."""
         return self._call("place", lambda: self._place(request, instance))
 
     def _place(self, request: RequestState, instance: Instance) -> Placement | None:
@@ -73,29 +77,29 @@ class Hooks:
         return self._asked("make_room", lambda: self._system.make_room(request, shard, instance))
 
     def step_ended(self, done: StepDone, view: ClusterView) -> Iterable[Action]:
-        """Ask what is to be done after a step."""
+        """Ask for actions after a step."""
         return self._asked("on_step", lambda: self._system.on_step(done, view))
 
     def ticked(self, view: ClusterView) -> Iterable[Action]:
-        """Ask what is to be done at a tick."""
+        """Ask for actions at a tick."""
         return self._asked("on_tick", lambda: self._system.on_tick(view))
 
     def _asked(self, hook: str, ask: Callable[[], Iterable[T]]) -> Iterable[T]:
         answer = self._call(hook, ask)
-        if isinstance(answer, tuple | list) and not answer:  # Mostly it is nothing.
+        if isinstance(answer, tuple | list) and not answer:  # Usually, it is nothing.
             return ()
         return listed(self._system, hook, answer)
 
     def leg_ended(self, request: RequestState, leg: Leg, view: ClusterView) -> None:
-        """Tell of a leg that has ended."""
+        """Report that a leg has ended."""
         self._tell("on_leg_end", lambda: self._system.on_leg_end(request, leg, view))
 
     def finished(self, request: RequestState, view: ClusterView) -> None:
-        """Tell of a request's end."""
+        """Report that a request has ended."""
         self._tell("on_finish", lambda: self._system.on_finish(request, view))
 
     def _call(self, hook: str, call: Callable[[], T]) -> T:
-        """Call a hook; what it raises is one line that names it."""
+        """Call a hook; an exception becomes one line that names the hook."""
         try:
             return call()
         except (JaxinferError, LostInstance):
@@ -107,7 +111,7 @@ class Hooks:
         try:
             answer = self._call(hook, call)
         except LostInstance:
-            return  # The system has looked for an instance that is no more.
+            return  # The system has looked for an instance that no longer exists.
         if answer is not None:
             raise JaxinferError(
                 f"{self.name}.{hook} returns {shown(answer)}, must return "
@@ -116,10 +120,10 @@ class Hooks:
 
 
 def listed(system: System, hook: str, answer: Iterable[Any]) -> list[Any]:
-    """The answer of a system's hook as a list.
+    """Return the answer of a system's hook as a list.
 
     Raises:
-        JaxinferError: it is nothing that has items, or an item is of another kind.
+        JaxinferError: the answer is not iterable, or an item has another type.
     """
     what, kind = _WANTED[hook]
     items = list(answer) if isinstance(answer, Iterable) else None
@@ -132,7 +136,7 @@ def listed(system: System, hook: str, answer: Iterable[Any]) -> list[Any]:
 
 
 def check_budget(system: str, action: Budget) -> None:
-    """Raise JaxinferError for a limit with which no prompt would go on."""
+    """Raise JaxinferError for a limit with which no prompt could continue."""
     limit = action.prompt_tokens
     if limit is not None and (not isinstance(limit, Integral) or limit < 1):
         raise JaxinferError(
@@ -142,7 +146,7 @@ def check_budget(system: str, action: Budget) -> None:
 
 
 def check_hand_off(system: str, request: str, rule: str) -> None:
-    """Raise JaxinferError for what is no rule of a hand-off."""
+    """Raise JaxinferError for an unknown hand-off rule."""
     if rule not in _RULES:
         raise JaxinferError(
             f"{system} gives {request!r} a leg with hand_off {rule!r}, must be one of "
@@ -151,7 +155,7 @@ def check_hand_off(system: str, request: str, rule: str) -> None:
 
 
 def check_legs(system: str, request: str, legs: Sequence[Leg]) -> None:
-    """Raise JaxinferError for what are no legs."""
+    """Raise JaxinferError for invalid legs."""
     if not isinstance(legs, tuple | list) or not all(isinstance(leg, Leg) for leg in legs):
         raise JaxinferError(f"{system} gives {request!r} the legs {legs!r}, must be a tuple of Leg")
     for leg in legs:

@@ -24,14 +24,14 @@ class InstanceOptions:
     """Limits of one instance.
 
     Attributes:
-        max_num_seqs: largest number of requests that run or are being imported.
+        max_num_seqs: largest number of requests that run or are imported at a time.
         max_num_batched_tokens: largest number of tokens computed in one step.
-        max_in_flight: largest number of batches launched and not yet committed: one per pipeline
-            stage, and one more to launch ahead.
-        launch_ahead: a decode may be launched while its input token is still on the device.
-        chunks_in_flight: 1 if a prompt's chunk waits until the step of its previous chunk has
-            ended.
-        max_transfers_in_flight: largest number of requests being imported.
+        max_in_flight: largest number of launched, uncommitted batches: one per pipeline stage, and
+            one more to launch ahead.
+        launch_ahead: whether a decode may be launched while its input token is still on the device.
+        chunks_in_flight: 1 makes each chunk of a prompt wait until the step of its previous chunk
+            has ended.
+        max_transfers_in_flight: largest number of requests that are imported at a time.
         watermark: fraction of the pages that admission leaves free.
     """
 
@@ -45,48 +45,51 @@ class InstanceOptions:
 
 
 class InstancePolicies(Protocol):
-    """The decisions made for an instance; ``serving/policies.py`` has those that there are."""
+    """The decisions made for an instance; ``serving/policies.py`` lists the available policies."""
 
     def order(self, waiting: Sequence[RequestState]) -> RequestState:
-        """Choose the waiting request that is to be admitted next."""
+        """Choose the waiting request to admit next."""
 
     def admit(self, instance: "Instance", request: RequestState, leg: Leg) -> bool:
         """Tell whether there is room for a request that starts a leg."""
 
     def next_batch(self, instance: "Instance") -> Batch | None:
-        """The next step, whose rows have been launched; None if nothing can take part in one."""
+        """Return the next step, with its rows marked as launched; None if there is none."""
 
     def victim(self, candidates: Sequence[RequestState]) -> RequestState:
-        """Choose the request that loses its pages where one more is needed."""
+        """Choose the request that loses its pages when another one needs a page."""
 
 
 class Instance:
     """Queue, running requests and pages of one full copy of the weights.
 
     Args:
-        groups_decodes: advance decodes together, where the world looks at no token and the system
-            at no step; not where their slices lie in several places.
-        num_output: output tokens that end a request, where the world knows better than
-            ``max_tokens``; only for decodes that are advanced together.
+        groups_decodes: advance decodes together. Possible if the world reads no tokens, the system
+            reads no steps, and slices do not lie in several places.
+        num_output: returns the number of output tokens that end a request, if the world knows it
+            better than ``max_tokens``; only for decodes that are advanced together.
 
     Attributes:
         waiting: requests whose leg runs here and that have no pages here yet.
         importing: requests whose KV is on its way here; they have their pages.
         taking_part: requests that take part in steps.
-        num_exported: requests whose pages wait here to be fetched by their next leg's instance.
+        num_exported: number of requests whose pages wait here to be fetched by their next leg's
+            instance.
         in_flight: batches launched and not yet committed.
-        place: asks where a request's slices are to lie; ``make_room``, before a preemption, for
-            moves that take the place of it, where a shard (the second argument) lacks pages. Both
-            only where a stage has several shards.
-        halves_pay: asks whether a step is to be computed as two halves of its rows in turn; None
-            where none is.
-        asks_spans: whether batches say the least and most KV entries that a decode sees.
-        fit: how long steps take here, where that has been profiled.
-        on_preempt: called with each request that is to lose its pages.
-        lacks_pages: requests that could not continue for want of pages, if a stage has several
+        place: asks where to place a request's slices; used only if a stage has several shards.
+        make_room: asks for moves that avoid a preemption when a shard (its second argument) lacks
+            pages; used only if a stage has several shards.
+        halves_pay: tells whether to compute a step as two halves of its rows in turn; None if no
+            step is split.
+        asks_spans: whether batches state the smallest and largest number of KV entries that a
+            decode sees.
+        fit: fitted step times of this instance, if profiled.
+        on_preempt: called with each request that will lose its pages.
+        lacks_pages: the request that could not continue for lack of pages, if a stage has several
             shards.
-        prompt_budget: prompt tokens of one step, at most; None for no limit of their own.
-        role: a name for the system's use; ``next_role`` replaces it once all requests have left.
+        prompt_budget: largest number of prompt tokens of one step; None for no separate limit.
+        role: a name that only the system uses.
+        next_role: name that replaces ``role`` once all requests have left.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class Instance:
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
 
     def go_without(self, shards: Sequence[int]) -> None:
-        """Have all shards of the KV but these, by their numbers; those that are back are empty."""
+        """Close these shards of the KV, by number; reopen all others, those that return empty."""
         for number, shard in enumerate(self.kv.shards):
             if number in shards:
                 shard.pool.close()
@@ -143,50 +146,53 @@ class Instance:
 
     @property
     def num_running(self) -> int:
-        """Requests that take part in steps."""
+        """Number of requests that take part in steps."""
         return len(self.taking_part)
 
     @property
     def kv_entries(self) -> int:
-        """KV entries that exist of the requests that take part in steps."""
+        """Number of existing KV entries of the requests that take part in steps."""
         return self.taking_part.counts().kv_entries
 
     @property
     def prompt_tokens_left(self) -> int:
-        """Prompt tokens that requests waiting, importing or running here have still to compute."""
+        """Number of prompt tokens that waiting, importing and running requests still have to
+        compute.
+        """
         return self.counts.prompt_tokens_left
 
     @property
     def counts(self) -> Counts:
-        """Counts of what is here, taken in one pass."""
+        """Counts of the requests here, taken in one pass."""
         to_come = self.waiting.prompt_tokens_left
         for request in self.importing.values() if self.importing else ():
-            if request.computed < request.prompt_len:  # Mostly its prompt is all there.
+            # Usually, the whole prompt has been computed.
+            if request.computed < request.prompt_len:
                 to_come += request.prompt_tokens_left
         return self.taking_part.counts(to_come)
 
     def longest_decodes(self, count: int, but: Container[str] = ()) -> Sequence[tuple[str, int]]:
-        """Ids and KV entries of the ``count`` decodes that have the most, the longest first."""
+        """Return ids and KV entries of the ``count`` longest decodes, the longest first."""
         return self.taking_part.longest_decodes(count, but)
 
     @property
     def num_pages(self) -> int:
-        """Pages per slice of KV heads of the largest request that it can hold."""
+        """Pages per slice of KV heads of the largest request that the instance can hold."""
         return self.kv.num_pages
 
     @property
     def num_free_pages(self) -> int:
-        """Pages per slice of KV heads of the largest request for which there is room."""
+        """Pages per slice of KV heads of the largest request that fits now."""
         return self.kv.num_free
 
     @property
     def num_awaited_pages(self) -> int:
-        """Pages of those that wait here, but for those whose KV lies here already."""
+        """Pages that waiting requests will need, without those whose KV is already here."""
         return self.waiting.pages
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """The pieces of its KV."""
+        """Shards of its KV."""
         return self.kv.shards
 
     @property
@@ -196,31 +202,31 @@ class Instance:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Tokens computed in one step, at most."""
+        """Largest number of tokens computed in one step."""
         return self.options.max_num_batched_tokens
 
     @property
     def max_num_seqs(self) -> int:
-        """Largest number of requests that run or are being imported."""
+        """Largest number of requests that run or are being imported at a time."""
         return self.options.max_num_seqs
 
     @property
     def num_requests(self) -> int:
-        """Requests waiting, importing or running here."""
+        """Number of requests waiting, importing or running here."""
         return len(self.waiting) + len(self.importing) + len(self.taking_part)
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing runs here or is on its way."""
+        """True if nothing runs here or is being imported."""
         return not self.taking_part and not self.importing
 
     @property
     def draining(self) -> bool:
-        """True if a new role waits for the last request to leave."""
+        """True if a new role takes effect once the last request has left."""
         return self.next_role is not None
 
     def take_role_when_drained(self, now: float) -> bool:
-        """Change the role if one is due and nothing is left of the old one."""
+        """Change the role if a change is due and no request of the old role is left."""
         if self.next_role is None or self.num_requests or self.num_exported:
             return False
         self._role_s, self._role_since = self.role_seconds(now), now
@@ -228,17 +234,17 @@ class Instance:
         return True
 
     def role_seconds(self, now: float) -> dict[str, float]:
-        """Return the seconds for which it has had each role, ``""`` being none."""
+        """Return the seconds spent in each role; ``""`` means no role."""
         before = self._role_s.get(self.role, 0.0)
         return self._role_s | {self.role: before + now - self._role_since}
 
     def follow(self, lost: "Instance", now: float) -> None:
-        """Go on with the figures of the one whose place it takes."""
+        """Continue the statistics of the lost instance that this one replaces."""
         self.num_preemptions = lost.num_preemptions
         self._role_s, self._role_since = lost.role_seconds(now), now
 
     def next_batch(self) -> Batch | None:
-        """The next step by this instance's policy, whose rows have been launched."""
+        """Return the next step by this instance's policy, whose rows are marked as launched."""
         if self.in_flight >= self.options.max_in_flight:
             return None
         for request in list(self.waiting.pushed.values()):
@@ -249,14 +255,14 @@ class Instance:
         return batch
 
     def remove(self, request: RequestState) -> None:
-        """Take a request out of wherever it is here; its pages are the caller's to free."""
+        """Remove a request from wherever it is here; the caller must free its pages."""
         if request in self.taking_part:
             self.taking_part.remove(request)
         elif not self.importing.pop(request.id, None) and request in self.waiting:
             self.waiting.remove(request)
 
     def preempt(self, request: RequestState) -> None:
-        """Drop a running request's KV; it is recomputed here, from the head of the queue."""
+        """Drop a running request's KV; it goes to the head of the queue to be recomputed."""
         self.on_preempt(request)
         self.taking_part.remove(request)
         assert request.hold
@@ -268,9 +274,9 @@ class Instance:
         self.waiting.appendleft(request)
 
     def admit(self, request: RequestState) -> bool:
-        """Have a waiting request run, or import its KV, where there are pages for it.
+        """Let a waiting request run, or import its KV, if there are pages for it.
 
-        Those whose KV is to be imported are left for ``take_admitted_imports``.
+        Requests whose KV must be imported are left for ``take_admitted_imports``.
         """
         if request.exported and request.exported[0] == self.name:
             _, request.hold = request.exported
@@ -295,7 +301,7 @@ class Instance:
         return True
 
     def never_holds(self, request: RequestState, leg: Leg) -> str | None:
-        """Say why not even an empty pool has room for the leg, with the numbers; None if it has."""
+        """Return why even an empty pool cannot hold the leg, with the numbers; None if it can."""
         kv = self.kv
         need = kv.pages_for(min(request.peak_tokens, leg.until or request.peak_tokens))
         if need <= kv.num_pages:
@@ -307,7 +313,7 @@ class Instance:
         )
 
     def reserve(self, request: RequestState, leg: Leg) -> HeldPages | None:
-        """Pages for the tokens that ``leg`` starts with, if the admission policy agrees."""
+        """Reserve pages for the tokens that ``leg`` starts with, if the admission policy agrees."""
         if not self.policies.admit(self, request, leg):
             return None
         placement = self.place(request) if self.kv.is_spread else None
@@ -315,14 +321,14 @@ class Instance:
         return self.kv.reserve(request.known_until(leg), cached, placement)
 
     def pages_to_take(self, request: RequestState, leg: Leg) -> int:
-        """Free pages per slice that ``reserve`` would use up."""
+        """Return the number of free pages per slice that ``reserve`` would use."""
         cached = self.cached_prefix(request, leg)
         return self.kv.pages_to_take(request.known_until(leg), cached)
 
     def cached_prefix(self, request: RequestState, leg: Leg) -> list[CachedPage]:
-        """Cached pages with which a request can start here, or that need not be sent here.
+        """Return the cached pages that a request can start with, or that need not be sent here.
 
-        Its last known token is left to compute: it yields the next.
+        The last known token is left to be computed, because it yields the next one.
         """
         if not (self.kv.cache and request.prompt_token_ids):
             return []
@@ -345,7 +351,7 @@ class Instance:
             hold.keep(request.page_digests(self.page_size, full))
 
     def forget_prefix(self, request: RequestState) -> None:
-        """Have the prefix cache give the request's pages to no other request."""
+        """Make the prefix cache forget the request's pages."""
         if self.kv.cache and request.prompt_token_ids:
             full = request.num_known // self.page_size
             self.kv.cache.forget(request.page_digests(self.page_size, full))
@@ -353,12 +359,12 @@ class Instance:
     def reserve_ahead(
         self, request: RequestState, leg: Leg, past_others: bool = False
     ) -> HeldPages | None:
-        """Reserve pages for a request that is still elsewhere, if no request here waits for room.
+        """Reserve pages for a request that is still on another instance, if no request waits here.
 
-        They are taken back when a running request needs them.
+        The pages are taken back when a running request needs them.
 
         Args:
-            past_others: whether to reserve even if requests wait here.
+            past_others: reserve even if requests wait here.
         """
         if (self.waiting and not past_others) or not self.can_import:
             return None
@@ -369,16 +375,17 @@ class Instance:
         return hold
 
     def take_admitted_imports(self) -> list[RequestState]:
-        """Requests admitted since the last call whose transfer is to be started."""
+        """Return the requests admitted since the last call whose transfers must be started."""
         admitted, self._admitted_imports = self._admitted_imports, []
         return admitted
 
     @property
     def keeps_pages(self) -> bool:
-        """True if the next free pages are for one that runs.
+        """True if the next free pages are kept for a running request.
 
-        A request with more slices in a shard than others needs more pages there to go on than they
-        do to come in: they would take what was freed for it, for ever.
+        A request with more slices in a shard than others needs more pages there to continue than
+        others need to be admitted. Without this rule they could take its freed pages again and
+        again.
         """
         last = self.lacks_pages
         return last is not None and last in self.taking_part and not last.paused
@@ -390,5 +397,5 @@ class Instance:
 
     @property
     def can_import(self) -> bool:
-        """True if one more request may be fetched."""
+        """True if one more request may be imported."""
         return self.has_seat and len(self.importing) < self.options.max_transfers_in_flight

@@ -1,4 +1,4 @@
-"""Holders of the pages of KV cache in all shards of an instance."""
+"""The pages that requests hold in all shards of an instance."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,13 +12,12 @@ class HeldPages(HeldSlices):
 
     Attributes:
         kv: shards that hold the pages.
-        num_pages: pages per slice, the same for all.
-        capacity: KV entries that they hold.
-        cached: those of the pages, by their index, that the prefix cache has, and others may
-            share.
-        num_hashed: pages that the prefix cache has been offered.
-        users: unfinished steps and transfers that read or write these pages.
-        released: the request has given them up; they come free with the last user.
+        num_pages: number of pages per slice, the same for all slices.
+        capacity: number of KV entries that the pages can hold.
+        cached: pages that the prefix cache also has, by their index; other requests may share them.
+        num_hashed: number of pages that have been offered to the prefix cache.
+        users: number of unfinished steps and transfers that read or write these pages.
+        released: whether the request has given the pages up; they are freed with the last user.
     """
 
     __slots__ = ("cached", "capacity", "num_hashed", "users")
@@ -46,12 +45,15 @@ class HeldPages(HeldSlices):
         return len(self.cached) * self.kv.page_size
 
     def grow(self, num_tokens: int) -> bool:
-        """Extend to ``num_tokens`` KV entries; False, and no change, where a shard lacks room."""
+        """Extend to ``num_tokens`` KV entries; return False, without a change, if a shard lacks
+        room.
+        """
         if num_tokens <= self.capacity:
             return True
         kv = self.kv
         extra = -(-num_tokens // kv.page_size) - self.num_pages
-        # Not zip: most have one shard, and a simulation grows at each page of each request.
+        # This avoids zip, because most instances have one shard, and simulations grow requests at
+        # each page.
         for number, shard in enumerate(kv.shards):
             slices = self._num_slices(number) if self.copies else len(self.tables[number])
             if shard.pool.num_free < extra * slices:
@@ -79,23 +81,23 @@ class HeldPages(HeldSlices):
         return here + len(self.copies[number]) if self.copies else here
 
     def pin(self) -> None:
-        """Count one more user: a step or a transfer that starts."""
+        """Add a user: a step or a transfer that starts."""
         self.users += 1
 
     def unpin(self) -> None:
-        """Count one user fewer; the last one frees pages that were given up meanwhile."""
+        """Remove a user; the last one frees pages that were given up."""
         self.users -= 1
         if self.released:
             self.free_if_unused()
 
     def free_if_unused(self) -> None:
-        """Free pages that were given up, unless a user is left."""
+        """Free pages that were given up, unless they are still in use."""
         if self.users == 0:
             self._count_pinned(-1)
             self._free()
 
     def release(self) -> None:
-        """Give the pages up: free now, or when their last user is done."""
+        """Give up the pages: they are freed now, or when their last user is done."""
         assert not self.released, "pages released twice"
         self.released = True
         self.kv.reserved.pop(self, None)
@@ -114,14 +116,14 @@ class HeldPages(HeldSlices):
             shard.num_pairs -= len(table)
             for pages in table.values():
                 shard.pool.give([p for i, p in enumerate(pages) if i not in self.cached])
-        # The last pages first: without those before them they would not be found.
+        # The last pages are dropped first; without those before them, they could not be found.
         for index in sorted(self.cached, reverse=True):
             assert self.kv.cache
             self.kv.cache.drop(self.cached[index])
         self.kv.on_free()
 
     def keep(self, digests: Sequence[bytes]) -> None:
-        """Offer the first pages, whose entries exist by now, to the prefix cache."""
+        """Offer the first pages to the prefix cache; their KV entries exist by now."""
         assert self.kv.cache
         for index in range(self.num_hashed, len(digests)):
             pages = [{s: p[index] for s, p in table.items()} for table in self.tables]
@@ -134,12 +136,13 @@ class KVShards(PlacedSlices):
     """The shards of one instance; a request needs room in every one of them.
 
     Args:
-        caching: keep full pages after their request's end, for requests that begin alike.
+        caching: keep full pages after their request has ended, for requests with the same prefix.
 
     Attributes:
-        cache: the pages kept, or None.
-        on_free: called when pages have come free.
-        reserved: holds of requests that are still elsewhere -> how to have one given back.
+        cache: the kept pages, or None.
+        on_free: called when pages have been freed.
+        reserved: holds of requests that are still on other instances -> a function that gives the
+            hold back.
     """
 
     def __init__(self, shards: list[Shard], caching: bool = False) -> None:
@@ -154,11 +157,11 @@ class KVShards(PlacedSlices):
             raise ValueError("requests share pages only where all slices of a stage lie together")
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages per slice that ``num_tokens`` KV entries take."""
+        """Return the pages per slice that ``num_tokens`` KV entries need."""
         return -(-num_tokens // self.page_size)
 
     def pages_to_take(self, num_tokens: int, cached: Sequence[CachedPage] = ()) -> int:
-        """Free pages per slice that go into a hold whose first pages are cached."""
+        """Return the free pages per slice that a hold needs if its first pages are cached."""
         in_use = sum(page.holds > 0 for page in cached)
         return self.pages_for(num_tokens) - in_use
 
@@ -168,12 +171,12 @@ class KVShards(PlacedSlices):
         cached: Sequence[CachedPage] = (),
         placement: Placement | None = None,
     ) -> HeldPages | None:
-        """Pages for ``num_tokens`` KV entries, or None where some shard lacks them.
+        """Reserve pages for ``num_tokens`` KV entries; return None if a shard lacks room.
 
         Args:
             cached: pages that the prefix cache has for the first of these entries.
-            placement: shard of each slice; by default the shard that it belongs to or, without room
-                there, the next shard of its stage that has some.
+            placement: shard of each slice; by default a slice's own shard or, if that is full, the
+                next shard of its stage with room.
         """
         extra = self.pages_to_take(num_tokens, cached)
         if placement is None:
@@ -190,9 +193,9 @@ class KVShards(PlacedSlices):
         return hold
 
     def clear(self) -> None:
-        """Have all pages free and none cached, as at the start; no hold is to be used any more.
+        """Free all pages and empty the cache, as at the start; existing holds become invalid.
 
-        What its steps in flight have pinned would never come free: they never end.
+        Pages pinned by steps in flight must be freed this way, because those steps never end.
         """
         self.reserved.clear()
         for shard in self.shards:
@@ -202,7 +205,7 @@ class KVShards(PlacedSlices):
             self.cache = PrefixCache(self.shards)
 
     def take_back_reserved(self) -> bool:
-        """Have the latest reservation given back, if there is one."""
+        """Take back the latest reservation; return False if there is none."""
         if self.reserved:
             next(reversed(self.reserved.values()))()
             return True
@@ -210,26 +213,28 @@ class KVShards(PlacedSlices):
 
     @property
     def num_pages(self) -> int:
-        """Pages per slice of the largest request that can be held."""
-        if len(self.shards) == 1:  # Asked for each leg.
+        """Pages per slice of the largest request that the shards can hold."""
+        if len(self.shards) == 1:  # It is asked for each leg.
             shard = self.shards[0]
             return shard.pool.num_usable // len(shard.slices)
         return self.most_pages([shard.pool.num_usable for shard in self.shards])
 
     @property
     def num_free(self) -> int:
-        """Pages per slice of the largest request for which there is room now."""
-        if len(self.shards) == 1:  # Asked at each step.
+        """Pages per slice of the largest request that fits now."""
+        if len(self.shards) == 1:  # It is asked in each step.
             shard = self.shards[0]
             return shard.pool.num_free // len(shard.slices)
         return self.most_pages([shard.pool.num_free for shard in self.shards])
 
     @property
     def num_pinned(self) -> int:
-        """Pages given up, over all shards, that a step or transfer still uses."""
+        """Number of pages, over all shards, that were given up but are still used by a step or
+        transfer.
+        """
         return sum(shard.pool.num_pinned for shard in self.shards)
 
     @property
     def num_in_use(self) -> int:
-        """Pages that are not free, over all shards."""
+        """Number of pages that are not free, over all shards."""
         return sum(s.pool.num_usable - s.pool.num_free for s in self.shards)

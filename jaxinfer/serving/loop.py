@@ -23,9 +23,9 @@ from jaxinfer.serving.world import (
 )
 
 Stop = tuple[FinishReason, int | str | None]
-# After so many ticks in a row that change nothing, a system has stalled.
+# A system has stalled after this many successive ticks that change nothing.
 MAX_IDLE_TICKS = 100_000
-# After a loss a system has so many to open another instance; then its requests fail.
+# After a loss, a system has this many ticks to open another instance; then its requests fail.
 MAX_IDLE_TICKS_AFTER_LOSS = 10
 
 
@@ -34,15 +34,15 @@ class ServingLoop:
 
     Args:
         world: supplies time and execution.
-        instances: all of them, with unique names.
+        instances: all instances, with unique names.
         system: decides where each request runs.
-        check_stop: called with each token that has reached the host; a reason ends the request.
-            Without, only ``max_tokens`` does.
-        on_finish: called once per request: ``finish_reason`` is set, and ``error`` for one that
-            could never fit, or that a lost instance had and no other takes.
-        on_event: called with each event but Arrival and Tick once it is committed.
-        predict: called with each request that comes in: its ``predicted``.
-        renew: makes a fresh instance of the name of one that is back.
+        check_stop: called with each token that has reached the host; if it returns a reason, the
+            request ends. Without it, requests end at ``max_tokens``.
+        on_finish: called once per request. ``finish_reason`` is set, and ``error`` for a request
+            that can never fit, or that was lost with an instance and that no other one takes.
+        on_event: called with each committed event except Arrival and Tick.
+        predict: called with each arriving request; sets its ``predicted``.
+        renew: makes a fresh instance to replace a returning one, from its name.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class ServingLoop:
         self._steps_in_flight = 0
 
     def run(self) -> None:
-        """Serve until all requests have come in and ended, and nothing is in flight."""
+        """Serve until all requests have arrived and ended, and nothing is in flight."""
         for _ in self.rounds():
             pass
 
     def rounds(self) -> Iterator[None]:
-        """Serve as ``run`` does, with a stop after each round of events and their launches."""
+        """Serve as ``run`` does, but yield after each round of events and launches."""
         self._ask_for_tick()
         idle_ticks = 0
         while True:
@@ -83,9 +83,9 @@ class ServingLoop:
             for event in events:
                 self._apply(event)
             if self.system.tick_interval is not None and any(isinstance(e, Tick) for e in events):
-                self._ask_for_tick()  # Only now is it known whether anything is left.
+                self._ask_for_tick()  # Only now is it known whether requests are left.
             self._decide()
-            # With nothing in flight, nothing changes by itself.
+            # With nothing in flight, nothing will change on its own.
             while not self._in_flight and (self.assignments.take_roles() or self._drop_unfetched()):
                 self._decide()
             if not self._in_flight and not self._more_to_come:
@@ -104,7 +104,7 @@ class ServingLoop:
                 idle_ticks = 0
             yield
             if not (self.assignments.live or self._in_flight or self.world.arrivals_left()):
-                return  # What was to come has turned out to be nothing.
+                return  # The expected requests did not come.
 
     def _ask_for_tick(self) -> None:
         interval = self.system.tick_interval
@@ -112,7 +112,7 @@ class ServingLoop:
             self.world.wake_at(self.world.now() + interval)
 
     def _decide(self) -> None:
-        self.assignments.take_roles()  # Before routing, which may go by role.
+        self.assignments.take_roles()  # This comes before routing, which may depend on roles.
         if self.assignments.unrouted:
             self.assignments.route(self._ask_route)
         self._launch()
@@ -135,12 +135,12 @@ class ServingLoop:
 
     @property
     def _more_to_come(self) -> bool:
-        """True if something is to come that nothing in flight brings."""
+        """True if an arrival or a returning instance is still expected."""
         losses = self.assignments.losses
         waits_for = losses.returning | losses.regaining
         return self.world.arrivals_left() or bool(waits_for)
 
-    # Events: the only places where time moves a request on.
+    # Events are the only places where time advances a request.
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -169,7 +169,7 @@ class ServingLoop:
         instance.in_flight -= 1
         self._steps_in_flight -= 1
         self.assignments.changed[instance.name] = None
-        # Names for what is the same for all rows: this loop is most of a simulation's time.
+        # These names avoid repeated look-ups: this loop takes most of a simulation's time.
         caches, check_stop = instance.kv.cache is not None, self._check_stop
         logprobs, details, prompt_details = done.logprobs, done.details, done.prompt_details
         end, sample = done.end, -1
@@ -184,7 +184,7 @@ class ServingLoop:
                 hold.free_if_unused()
             sample += row.samples
             if row.epoch != request.epoch:
-                continue  # Preempted, or stopped before this row's input was known.
+                continue  # It was preempted, or stopped before this row's input was known.
             request.computed = row.start + row.count
             if caches:
                 instance.keep_prefix(request)
@@ -210,7 +210,7 @@ class ServingLoop:
                     continue
             if request.slice_move or request.legs[0].until is not None:
                 over.append((row, None))
-        # Hooks see all requests as they are after the step.
+        # Hooks see all requests in their state after the step.
         for row, stop in over:
             if row.epoch != row.request.epoch:
                 continue
@@ -233,10 +233,10 @@ class ServingLoop:
         self.assignments.hand_offs.done(transfer, done.end)
         self.assignments.changed[transfer.source] = self.assignments.changed[transfer.dest] = None
         if self.assignments.runs(request) and request.leg_is_over and not request.slice_move:
-            self.assignments.end_leg(request)  # Cut short while its KV was on the way.
+            self.assignments.end_leg(request)  # It was cut while its KV was on its way.
 
     def _give_up(self) -> None:
-        """Fail what the system does not route, or else all: it has stalled after a loss."""
+        """Fail unrouted requests; if nothing is in flight then, fail all: the loop has stalled."""
         assignments = self.assignments
         assignments.losses.fail(assignments.unrouted.values())
         self._decide()
@@ -259,9 +259,10 @@ class ServingLoop:
                         assignments.changed[name] = None
 
     def _drop_unfetched(self) -> bool:
-        """Drop the KV of the latest request that waits for room elsewhere, if there is one.
+        """Drop the KV of the latest request that waits for room elsewhere; return False if none
+        does.
 
-        It is recomputed by the instance that was to fetch it.
+        The instance that would have fetched the KV recomputes it.
         """
         system_speaks_again = self.system.tick_interval is not None or self._more_to_come
         if system_speaks_again and any(

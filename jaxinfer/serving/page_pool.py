@@ -1,4 +1,4 @@
-"""Pages of KV cache: which are free."""
+"""Free pages of the KV cache."""
 
 import heapq
 from collections.abc import Callable
@@ -7,18 +7,18 @@ from jaxinfer.serving.step_fit import AttentionFit
 
 
 class PagePool:
-    """The free pages of one shard, lowest number first; then the idle ones of a prefix cache.
+    """The free pages of one shard, lowest number first, followed by idle pages of a prefix cache.
 
     Page 0 is never handed out: padding rows write there.
 
     Args:
-        num_pages: size of the pool, page 0 included.
+        num_pages: size of the pool, including page 0.
         page_size: tokens per page.
 
     Attributes:
-        num_free: pages that can be handed out now, idle ones included.
-        num_pinned: pages given up that wait for a last user.
-        num_idle: cached pages that no request holds; ``evict`` frees one.
+        num_free: number of pages that can be handed out now, including idle ones.
+        num_pinned: number of pages that were given up but still have a user.
+        num_idle: number of cached pages that no request holds; ``evict`` frees one.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -51,23 +51,23 @@ class PagePool:
         self._free = list(range(1, self.num_usable + 1))
 
     def close(self) -> None:
-        """Hand out no page any more, and forget those that were."""
+        """Empty the pool, and forget the pages that were handed out."""
         self.num_usable = 0
         self.clear()
 
     def open(self) -> None:
-        """Have all pages again, all free, after ``close``."""
+        """Make all pages available and free again after ``close``."""
         self.num_usable = self._size
         self.clear()
 
     @property
     def is_closed(self) -> bool:
-        """True if it has no pages."""
+        """True if the pool has no pages."""
         return not self.num_usable
 
 
 class CountedPages(PagePool):
-    """Pages without numbers, for simulations: all have the number 0."""
+    """Pages without numbers, for simulations: each has the number 0."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(num_pages, page_size)
@@ -93,23 +93,23 @@ def _nothing_to_evict() -> None:
 
 
 class Shard:
-    """The piece of an instance's KV cache behind one pool: a stage, or where some heads of one lie.
+    """The part of an instance's KV cache behind one pool: a stage, or some heads of one.
 
     Args:
         pool: its pages.
-        slices: the slices of KV heads that a request has here unless placed elsewhere. A page holds
-            ``page_size`` tokens of one slice. Most shards have one slice: all their heads. Where a
+        slices: slices of KV heads that a request has here unless placed elsewhere. A page holds
+            ``page_size`` tokens of one slice. Most shards have one slice with all their heads. If a
             stage's heads lie in several shards, slice ``stage * K + head`` is one of its K heads.
-        stage: pipeline stage whose layers it has. Slices go to any shard of their stage.
-        group: name of its device group, if needed; ``device``: number of its device in the group,
-            if each has a shard of its own.
-        fit: how long attention takes here, where that has been profiled.
+        stage: pipeline stage of the layers. A slice can be in any shard of its stage.
+        group: name of the device group, if needed.
+        device: number of the device in the group, if each device has a shard of its own.
+        fit: fitted time of attention here, if profiled.
         layers: number of the model's layers in this stage, if stages share device groups.
-        dense: seconds of one layer without attention, as a function of a step's tokens; given for a
+        dense: returns the seconds of one layer without attention, from a step's tokens; given for a
             stage's own shard if steps may be computed as two halves.
 
     Attributes:
-        num_pairs: slices that lie here, over all requests.
+        num_pairs: number of slices here, over all requests.
     """
 
     def __init__(
@@ -135,10 +135,10 @@ class Shard:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, free or not."""
+        """Number of pages of the pool, free or not."""
         return self.pool.num_usable
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that can be handed out now."""
+        """Number of pages that can be handed out now."""
         return self.pool.num_free

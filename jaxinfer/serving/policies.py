@@ -1,4 +1,4 @@
-"""The policies of one instance, by the names that a run file gives them."""
+"""The policies of one instance, found by the names that a run file uses."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,16 +52,16 @@ Policy = str | dict[str, Any]
 
 
 class PolicyOptions(Options):
-    """Policies, each a name, or a mapping of ``name`` and options, or ``my_module:my_policy``.
+    """Policies, each given as a name, as ``name`` with options, or as ``my_module:my_policy``.
 
-    A policy of one's own is a function, or a class with a class ``Options`` whose instances are
-    called as a function is; each instance gets an object of its own.
+    Your own policy is a function, or a class with a class ``Options`` whose instances are called
+    like a function. Each instance of the model gets an object of its own.
 
     Attributes:
-        order: chooses the next waiting request: ``order(waiting) -> request``.
-        admit: whether there is room for it: ``admit(instance, request, leg) -> bool``.
-        batching: chooses the work of the next step: ``batching(batch)``, with a ``BatchBuilder``.
-        victim: chooses the request that loses its pages when one more is needed:
+        order: Chooses the next waiting request: ``order(waiting) -> request``.
+        admit: Tells whether there is room for it: ``admit(instance, request, leg) -> bool``.
+        batching: Chooses the work of the next step: ``batching(batch)``, with a ``BatchBuilder``.
+        victim: Chooses the request that loses its pages when one more is needed:
             ``victim(candidates) -> request``.
     """
 
@@ -73,7 +73,7 @@ class PolicyOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def _take_old_key(cls, data: Any) -> Any:
-        """Take ``form_batch``, the former name of ``batching``, with a note."""
+        """Accept ``form_batch``, the former name of ``batching``, with a warning."""
         if not isinstance(data, dict) or "form_batch" not in data:
             return data
         if "batching" in data:
@@ -82,7 +82,7 @@ class PolicyOptions(Options):
         return {"batching" if key == "form_batch" else key: data[key] for key in data}
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse what is no policy, before anything is loaded."""
+        """Refuse unknown policies before anything is loaded."""
         make_policies(self)
 
 
@@ -96,17 +96,17 @@ class Policies:
     victim: Callable[[Sequence[RequestState]], RequestState] = admission.latest
 
     def next_batch(self, instance: Instance) -> Batch | None:
-        """The next step, whose rows have been launched; None if nothing can take part in one."""
+        """Return the next step, with its rows marked as launched; None if there is none."""
         batch = BatchBuilder(instance)
         self.batching(batch)
         return batch.batch()
 
 
 def make_policies(options: PolicyOptions) -> Policies:
-    """New ones, for one instance.
+    """Make the policies of one instance.
 
     Raises:
-        JaxinferError: there is none of a name, or its options are wrong.
+        JaxinferError: a name is unknown, or its options are wrong.
     """
     return Policies(**{kind: _make(kind, getattr(options, kind)) for kind in KINDS})
 
@@ -127,7 +127,7 @@ def _make(kind: str, given: Policy) -> Callable[..., Any]:
             "of your own"
         )
     if not options and hasattr(found, "plain"):
-        return found.plain  # Without options, all instances may have one.
+        return found.plain  # Without options, all instances can share one.
     if isinstance(found, type):
         try:
             found = make_with_options(found, options)
@@ -150,14 +150,14 @@ def _import(kind: str, name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Own:
-    """A user's policy: what it raises, or answers amiss, is one line that names it."""
+    """A user's policy; its exceptions and invalid answers become one line that names it."""
 
     kind: str
     name: str
     policy: Callable[..., Any]
 
     def __call__(self, *asked: Any) -> Any:
-        # The queue is the engine's: who takes something out of it would lose a request.
+        # The queue belongs to the engine; a policy that removes an item would lose a request.
         shown_to = [_ReadOnly(each) if isinstance(each, Sequence) else each for each in asked]
         try:
             answer = self.policy(*shown_to)
@@ -173,13 +173,13 @@ class _Own:
 
 
 class _ReadOnly(Sequence[RequestState]):
-    """Requests in their order, to look at."""
+    """A read-only sequence of requests."""
 
     def __init__(self, requests: Sequence[RequestState]) -> None:
         self._requests = requests
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):  # A deque has none.
+        if isinstance(index, slice):  # A deque has no such method.
             return list(self._requests)[index]
         return self._requests[index]
 
@@ -197,14 +197,14 @@ def _is_among(given: Sequence[RequestState], answer: Any) -> str | None:
 
 
 def _is_yes_or_no(instance: Instance, answer: Any) -> str | None:
-    # numpy has a kind of its own.
+    # numpy has its own kind of bool.
     if type(answer).__name__ in ("bool", "bool_"):
         return None
     return f"returns {shown(answer)}, must be True or False"
 
 
 def _is_a_step(batch: BatchBuilder, answer: Any) -> str | None:
-    """Say what is wrong with a batch that was formed; it is launched by now, so the run is over."""
+    """Return the error of a launched batch, which ends the run, or None."""
     if answer is not None:
         return f"returns {shown(answer)}, must return nothing: batch.add takes in rows"
     if (most := batch.instance.options.max_num_batched_tokens) < (

@@ -1,7 +1,7 @@
-"""Full pages that outlive their request, found again by the tokens they hold.
+"""Full pages that outlive their request and are found again by their tokens.
 
-A page is known by a digest of its tokens and of all tokens before them, so that equal digests mean
-equal KV entries. Only pages whose entries exist are kept; they are never written again.
+A page is identified by a digest of its tokens and of all tokens before them, so that equal digests
+mean equal KV entries. Only pages whose entries exist are kept; they are never written again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,11 +10,11 @@ from jaxinfer.serving.page_pool import Shard
 
 
 class CachedPage:
-    """A page's worth of tokens in every shard.
+    """A page of tokens in every shard.
 
     Attributes:
         pages: for each shard, slice -> page number.
-        holds: holds that have it now; with none it is idle, and may be evicted.
+        holds: number of holds that use it now; without any it is idle, and may be evicted.
     """
 
     __slots__ = ("digest", "holds", "pages")
@@ -40,7 +40,7 @@ class PrefixCache:
             shard.pool.evict = self.evict
 
     def match(self, digests: Sequence[bytes]) -> list[CachedPage]:
-        """The cached pages of the longest beginning."""
+        """Return the cached pages of the longest prefix."""
         found = []
         for digest in digests:
             page = self._pages.get(digest)
@@ -50,14 +50,14 @@ class PrefixCache:
         return found
 
     def acquire(self, page: CachedPage) -> None:
-        """Count one more hold."""
+        """Count one more hold of the page."""
         if not page.holds:
             del self._idle[page.digest]
             self._count_idle(page, -1)
         page.holds += 1
 
     def drop(self, page: CachedPage) -> None:
-        """Count one hold fewer."""
+        """Count one hold of the page fewer."""
         page.holds -= 1
         if not page.holds:
             if self._pages.get(page.digest) is page:
@@ -67,7 +67,7 @@ class PrefixCache:
                 self._give(page)
 
     def add(self, digest: bytes, pages: list[dict[int, int]]) -> CachedPage | None:
-        """Take in a page that one hold has and whose entries exist; None if its like is known."""
+        """Add a page that one hold has and whose entries exist; return None if it is known."""
         if digest in self._pages:
             return None
         page = self._pages[digest] = CachedPage(digest, pages)
@@ -78,7 +78,7 @@ class PrefixCache:
         self.forget([next(iter(self._idle))])
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """Let no further request have these pages; those that no request has now are free."""
+        """Remove these pages from the cache; those that no request holds are freed."""
         for digest in digests:
             page = self._pages.pop(digest, None)
             if page and not page.holds:

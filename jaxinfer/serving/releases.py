@@ -1,4 +1,4 @@
-"""Requests that come once others have ended: closed loops and sessions, in either world."""
+"""Requests that arrive when others have ended: closed loops and sessions, in both worlds."""
 
 import heapq
 import itertools
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Releases(Generic[T]):
-    """Items, each held until other requests have ended; true while it holds any."""
+    """Items that are each held until other requests have ended; true while any is held."""
 
     def __init__(self) -> None:
         self._num_ended = 0
@@ -29,12 +29,14 @@ class Releases(Generic[T]):
         self._followers[request_id].append(item)
 
     def ended(self, request_id: str = "") -> list[T]:
-        """Count one more end; what has waited for it, in the order in which it was held."""
+        """Count one more end, and return the items that waited for it, in the order they were
+        added.
+        """
         self._num_ended += 1
         return [*self.due(), *self._followers.pop(request_id, ())]
 
     def due(self) -> list[T]:
-        """Take out the items that need not wait any more."""
+        """Remove and return the items that need not wait any longer."""
         found = []
         while self._held and self._held[0][0] <= self._num_ended:
             found.append(heapq.heappop(self._held)[2])

@@ -1,4 +1,4 @@
-"""A request as the loop keeps it: a few ordered integers and where its KV lies."""
+"""A request as the loop keeps it: a few ordered counters, and where its KV lies."""
 
 from array import array
 from collections.abc import Sequence
@@ -12,44 +12,46 @@ from jaxinfer.serving.system import Leg, MoveSlices
 class RequestState:
     """A request on its way through its legs.
 
-    The integers are ordered: ``computed <= launched < num_known + pending``. While decoding,
+    The counters are ordered: ``computed <= launched < num_known + pending``. While decoding,
     ``computed`` is one below ``num_known``: the last token's KV entry is not yet written.
 
     Args:
         id: unique in the run.
-        prompt_len: prompt tokens, at least 1.
-        max_tokens: output tokens at most, at least 1.
-        arrival: seconds on the world's clock.
+        prompt_len: number of prompt tokens, at least 1.
+        max_tokens: largest number of output tokens, at least 1.
+        arrival: time in seconds on the world's clock.
         prompt_token_ids: the prompt; a simulated world needs none.
-        payload: further data for the world (sampling parameters), which the loop never reads.
+        payload: data for the world (sampling parameters); the loop never reads it.
 
     Attributes:
-        peak_tokens: KV entries at the request's longest: the last token needs none.
+        peak_tokens: largest number of KV entries; the last token needs none.
         output_token_ids: tokens that have reached the host.
         details: the world's report on each output token, if any.
         prompt_details: the world's report on the prompt, by position.
-        after_ends: number of requests of the run that must end before it comes, ``arrival`` seconds
-            after that.
+        after_ends: number of requests that must have ended before this one arrives, ``arrival``
+            seconds later.
         follows: the request whose end it waits for, ``arrival`` seconds longer, and whose tokens
             its prompt begins with: the turn before it.
         session: name of the session that it is a turn of, if any.
-        predicted: output tokens, at least and at most, where something predicts them.
-        goes_first: joins a queue at its head.
-        takes_cached: may start with pages of the prefix cache.
-        computed: KV entries that exist, in ``hold`` or, between two legs, in ``exported``.
+        predicted: smallest and largest predicted number of output tokens, if predicted.
+        goes_first: whether it joins a queue at its head.
+        takes_cached: whether it may start with pages of the prefix cache.
+        computed: existing KV entries, in ``hold`` or, between two legs, in ``exported``.
         launched: KV entries that exist or that a step in flight writes.
-        pending: tokens that steps in flight will sample.
-        epoch: counts preemptions and the end; steps and transfers of an older epoch are void.
-        legs: the leg under way and those to come; empty while the system has to route it.
-        hold: pages in the instance of the leg under way.
+        pending: number of tokens that steps in flight will sample.
+        epoch: number of preemptions, plus 1 after the end; steps and transfers of an older epoch
+            are void.
+        legs: the current leg and the next ones; empty while the system has to route the request.
+        hold: pages in the instance of the current leg.
         exported: instance and pages of the last leg, until the KV has been fetched.
         incoming: pages reserved ahead at the next leg's instance.
         sent: KV entries whose transfer to the next leg's instance has started.
-        transfers: transfers of this epoch in flight.
-        paused: left out of steps by the system.
-        slice_copy: a move of KV heads within the instance whose full pages are on their way, while
-            the request goes on; ``slice_move``: one that it pauses for, and ``slices_copied``: KV
-            entries that are there already.
+        transfers: number of transfers of this epoch in flight.
+        paused: whether the system has excluded it from steps.
+        slice_copy: a move of KV heads within the instance whose full pages are being copied while
+            the request continues.
+        slice_move: a move of KV heads for which the request is paused.
+        slices_copied: KV entries that were copied before this pause.
     """
 
     __slots__ = (
@@ -114,23 +116,23 @@ class RequestState:
 
     @property
     def num_known(self) -> int:
-        """Prompt and output tokens on the host."""
+        """Number of prompt and output tokens on the host."""
         return self.prompt_len + len(self.output_token_ids)
 
     @property
     def held_by(self) -> str | None:
-        """The instance where the request's KV lies between two legs."""
+        """Name of the instance that has the request's KV between two legs."""
         return self.exported and self.exported[0]
 
     @property
     def first_token_at(self) -> float | None:
-        """Time at which its first token reached the host; None before."""
+        """Time at which the first token reached the host; None before."""
         times = self.metrics.token_times
         return times[0] if times else None
 
     @property
     def prompt_tokens_left(self) -> int:
-        """Prompt tokens that this leg has still to compute."""
+        """Number of prompt tokens that this leg still has to compute."""
         until = self.legs[0].until
         stop = self.prompt_len if until is None else min(until, self.prompt_len)
         return max(stop - self.computed, 0)
@@ -144,7 +146,7 @@ class RequestState:
     def page_digests(self, page_size: int, count: int) -> list[bytes]:
         """Return the digests of the first ``count`` pages, all of whose tokens are known.
 
-        A prefix cache asks for them. A page's digest is of its tokens and all tokens before them.
+        The prefix cache uses them. A digest covers the page's tokens and all tokens before them.
         """
         digests = self._digests.setdefault(page_size, [])
         for index in range(len(digests), count):
@@ -166,14 +168,14 @@ class RequestState:
         }
 
     def known_until(self, leg: Leg) -> int:
-        """KV entries of the tokens known now, up to the leg's end."""
+        """Return the KV entries of the tokens known now, up to the leg's end."""
         known = min(self.num_known, self.peak_tokens)
         return known if leg.until is None else min(known, leg.until)
 
     @property
     def leg_goal(self) -> int:
         """KV entries that this leg may launch now."""
-        # The last token allowed needs no KV entry, nor does one still to be sampled.
+        # The last permitted token needs no KV entry; neither does a token that is not sampled yet.
         goal = self.prompt_len + len(self.output_token_ids) + self.pending
         if goal > self.peak_tokens:
             goal = self.peak_tokens
@@ -188,9 +190,9 @@ class RequestState:
 
     @property
     def slices(self) -> list[list[int]]:
-        """Slices of KV heads that lie in each shard of its instance; or empty.
+        """Slices of KV heads in each shard of the instance, or empty.
 
-        Slices on their way are in two of them.
+        Slices that are being moved are listed in two shards.
         """
         hold = self.hold
         if hold is None:
@@ -200,19 +202,19 @@ class RequestState:
         return [[*table, *copy] for table, copy in zip(hold.tables, hold.copies, strict=True)]
 
     def void_kv(self) -> None:
-        """Forget all KV entries; what is in flight for them is void from here on."""
+        """Discard all KV entries; steps and transfers in flight become void."""
         self.computed = self.launched = self.pending = self.sent = self.transfers = 0
         self.epoch += 1
         self.drop_incoming()
 
     def drop_incoming(self) -> None:
-        """Give up the pages reserved ahead; what was sent there is void."""
+        """Give up the pages reserved ahead; entries already sent there become void."""
         if self.incoming:
             self.incoming.release()
             self.incoming, self.sent = None, 0
 
     def check(self) -> None:
-        """Assert the order of the integers."""
+        """Assert the order of the counters."""
         end = self.prompt_len + len(self.output_token_ids) + self.pending
         assert 0 <= self.computed <= self.launched < end, self
         assert self.pending >= 0, self

@@ -1,4 +1,4 @@
-"""The requests that take part in an instance's steps: each a row of its own, or all as a group."""
+"""The requests that take part in an instance's steps, as single rows or in groups."""
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -15,16 +15,16 @@ _request: Callable[[Member], RequestState] = attrgetter("request")
 
 
 class Running:
-    """Requests in the order of their admission.
+    """Running requests in the order of their admission.
 
-    Decodes that are launched in one step go on together, as a group. Where a decode may be launched
-    ahead of its input token, all are one group; else each step in flight, as in the stages of a
-    pipeline, has one of its own.
+    Decodes that are launched in one step continue as a group. If a decode may be launched before
+    its input token is known, all form one group. Otherwise each step in flight (for example of a
+    pipeline) has a group of its own.
 
     Args:
-        page_size: page size of the groups; None if each request is a row.
+        page_size: page size of the groups; None if each request has a row of its own.
         ahead: whether a group may be launched again before its last step has ended.
-        num_output: of groups; output tokens that end a request.
+        num_output: for groups: returns the number of output tokens that end a request.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Running:
     ) -> None:
         self._page_size, self._ahead, self._num_output = page_size, ahead, num_output
         self._groups: list[DecodeGroup] = []
-        # Of the steps in flight that have a group, the oldest first.
+        # The steps in flight that have a group, the oldest first.
         self._launched: deque[DecodeGroup] = deque()
         self._all: dict[str, RequestState] = {}
-        # By id, as how many-th each was admitted.
+        # For each request id, the number of its admission.
         self._number: dict[str, int] = {}
         self._numbers = count()
-        # Those that are in no group, in the order of admission, too.
+        # The requests outside of groups, also in the order of admission.
         self._ungrouped: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
@@ -51,16 +51,16 @@ class Running:
         return request.id in self._all
 
     def by_id(self) -> Mapping[str, RequestState]:
-        """Running requests, with their integers as they are."""
+        """Return the running requests with up-to-date counters."""
         for group in self._groups:
             group.settle()
         return self._all
 
     def counts(self, to_come: int = 0) -> Counts:
-        """Count them without bringing groups up to date.
+        """Return the counts without updating the groups.
 
         Args:
-            to_come: prompt tokens that others have still to compute.
+            to_come: number of prompt tokens that other requests still have to compute.
         """
         decodes = decode_entries = begun_prompts = 0
         by_themselves: Iterable[RequestState] = self._ungrouped.values()
@@ -78,13 +78,13 @@ class Running:
                 begun_prompts += computed
                 to_come += request.prompt_tokens_left
         kv_entries = decode_entries + begun_prompts
-        # Not ``Counts(...)``, which takes as long as all the rest.
+        # Calling ``Counts(...)`` would take as long as all the rest.
         return tuple.__new__(Counts, (len(self._all), decodes, decode_entries, kv_entries, to_come))
 
     def longest_decodes(self, count: int, but: Container[str] = ()) -> list[tuple[str, int]]:
-        """Ids and KV entries of decodes that have the most, without bringing groups up to date.
+        """Return ids and KV entries of the longest decodes without updating the groups.
 
-        The longest first, of equal ones the first admitted.
+        The longest comes first; among equal ones, the first admitted.
         """
         found: list[tuple[int, int, str]] = []
         by_themselves = [*self._ungrouped.values()]
@@ -99,28 +99,28 @@ class Running:
 
     @property
     def newest(self) -> RequestState:
-        """The one admitted last."""
+        """Return the request admitted last."""
         return next(reversed(self._all.values()))
 
     def others_than(self, ids: set[str]) -> list[RequestState]:
-        """Return the requests that are none of these."""
+        """Return the requests whose ids are not among ``ids``."""
         return [request for request in self._all.values() if request.id not in ids]
 
     @property
     def any_moves(self) -> bool:
-        """True if slices of KV heads of one of them are to move, or on their way."""
+        """True if slices of KV heads of a request are being moved or wait to be moved."""
         return any(
             request.slice_move or (request.hold and request.hold.copies)
             for request in self._all.values()
         )
 
     def add(self, request: RequestState) -> None:
-        """Have a request take part, by rows of its own at first."""
+        """Add a request, with rows of its own at first."""
         self._all[request.id] = self._ungrouped[request.id] = request
         self._number[request.id] = next(self._numbers)
 
     def remove(self, request: RequestState) -> None:
-        """Leave a request out from now on."""
+        """Remove a request."""
         self.leave_group(request)
         del self._all[request.id], self._number[request.id]
         self._ungrouped.pop(request.id, None)
@@ -130,9 +130,9 @@ class Running:
         return list(self._ungrouped.values())
 
     def ready_group(self) -> DecodeGroup | None:
-        """The group that the next step may launch; None if each request is a row.
+        """Return the group that the next step may launch; None if there is none.
 
-        Of several groups, the largest; the requests of the others become single rows, and may join
+        Of several groups it is the largest; requests of the others become single rows, and may join
         it.
         """
         if self._page_size is None:
@@ -149,12 +149,15 @@ class Running:
         return group
 
     def join(self, group: DecodeGroup, request: RequestState) -> None:
-        """Have a request be advanced with a group."""
+        """Let a request advance with a group."""
         group.join(request, self._number[request.id])
         del self._ungrouped[request.id]
 
     def trim(self, group: DecodeGroup, most: int) -> None:
-        """Keep the ``most`` of a group that were admitted first; the others are rows again."""
+        """Keep the ``most`` requests of a group that were admitted first.
+
+        Others become single rows.
+        """
         if len(group.active) <= most:
             return
         for request in [each for each in self._all.values() if each.id in group.active][most:]:
@@ -162,7 +165,7 @@ class Running:
         self._find_ungrouped()
 
     def dissolve(self, group: DecodeGroup) -> None:
-        """Have all of a group be rows of their own again."""
+        """Give all requests of a group rows of their own again."""
         self._groups.remove(group)
         self._take_out(group)
 
@@ -172,7 +175,7 @@ class Running:
         return group.launch(full)
 
     def leave_group(self, request: RequestState) -> None:
-        """Have a request be a row of its own again, with its integers as they are."""
+        """Give a request a row of its own again, with up-to-date counters."""
         for group in self._groups:
             if request in group:
                 group.leave(request)
@@ -181,11 +184,11 @@ class Running:
                 self._ungrouped = {each.id: each for each in there}
 
     def commit_group(self, batch: Batch, end: float) -> list[Row]:
-        """The oldest step in flight that has a group has ended.
+        """Commit the oldest step in flight that has a group.
 
         Returns:
-            The step's rows, in the order that they have where no decodes are grouped: with those of
-            requests that end with it, or have left the group since it was launched.
+            The step's rows, in the same order as without groups. They include rows of requests that
+            end with the step, or that have left the group since its launch.
         """
         group = self._launched.popleft()
         for request in group.ending():

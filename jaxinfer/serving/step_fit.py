@@ -1,4 +1,4 @@
-"""Linear models of the time of steps and attention, and least squares, in plain Python."""
+"""Linear models of the times of steps and attention, and least squares in plain Python."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class PrefillFit:
-    """Cronus eq. 2: seconds of a prefill that runs alone, over its length in tokens."""
+    """Cronus eq. 2: seconds of a prefill that runs alone, as a function of its length in tokens."""
 
     per_token: float
     constant: float
@@ -20,8 +20,8 @@ class PrefillFit:
 class MixedFit:
     """Cronus eq. 3: seconds of one iteration with a full chunk and decodes.
 
-    Contexts are the KV entries that exist before the iteration: those before the chunk, and
-    those of all decodes together.
+    A context is a number of KV entries before the iteration: those before the chunk, or those of
+    all decodes together.
     """
 
     per_prefill_context: float
@@ -39,9 +39,9 @@ class MixedFit:
 
 @dataclass(frozen=True)
 class DecodeFit:
-    """Aladdin eq. 3: seconds of one iteration of decodes alone.
+    """Aladdin eq. 3: seconds of one iteration that has only decodes.
 
-    The context is the KV entries that all of them see together, their own included.
+    The context is the number of KV entries that all decodes see together, including their own.
     """
 
     per_context: float
@@ -55,11 +55,11 @@ class DecodeFit:
 
 @dataclass(frozen=True)
 class StepFit:
-    """The seconds of an instance's steps, by linear models.
+    """Linear models of an instance's step times, in seconds.
 
     Attributes:
-        decode: None where batches and contexts do not vary enough to tell, as in an instance that
-            runs one request at a time.
+        decode: None if batches and contexts vary too little for a fit, as in an instance that runs
+            one request at a time.
     """
 
     prefill: PrefillFit
@@ -68,7 +68,7 @@ class StepFit:
 
 
 class LeastSquares:
-    """Ordinary least squares that takes one observation at a time.
+    """Ordinary least squares, one observation at a time.
 
     Args:
         size: number of coefficients.
@@ -80,7 +80,7 @@ class LeastSquares:
         self._xy = [0.0] * size
 
     def add(self, x: Sequence[float], y: float) -> None:
-        """An observation of ``y`` at ``x``."""
+        """Add an observation of ``y`` at ``x``."""
         self.count += 1
         for i, a in enumerate(x):
             self._xy[i] += a * y
@@ -88,9 +88,9 @@ class LeastSquares:
                 self._xx[i][j] += a * b
 
     def solve(self) -> list[float] | None:
-        """The coefficients, or None where the observations do not decide them."""
+        """Return the coefficients, or None if the observations do not determine them."""
         size = len(self._xy)
-        # Columns of one length: the rank is not to depend on units.
+        # Columns are scaled to equal length, so that the rank does not depend on units.
         length = [self._xx[i][i] ** 0.5 for i in range(size)]
         if not all(length):
             return None
@@ -118,11 +118,12 @@ class AttentionFit:
     """Hetis eqs. 3 and 4: seconds of one layer's decode attention in one shard of a stage.
 
     Attributes:
-        per_pair: for each slice of KV heads, over all requests; ``per_entry``: for each KV entry of
-            each of them.
-        constant: where there is any.
-        exchange_per_pair, exchange: likewise, of queries on their way there and of what comes
-            back; 0 on the devices that have the layers.
+        per_pair: seconds per slice of KV heads, over all requests.
+        per_entry: seconds per KV entry of each slice.
+        constant: seconds added if there is any slice.
+        exchange_per_pair: seconds per slice to send queries and receive outputs; 0 on the devices
+            that have the layers.
+        exchange: seconds added to such an exchange; 0 on the devices that have the layers.
     """
 
     per_pair: float
@@ -132,28 +133,28 @@ class AttentionFit:
     exchange: float = 0.0
 
     def seconds(self, pairs: float, entries: float) -> float:
-        """Seconds of one layer; 0 without pairs."""
+        """Return the seconds of one layer; 0 without pairs."""
         return self.busy(pairs, entries) + self.exchange if pairs else 0.0
 
     def busy(self, pairs: float, entries: float) -> float:
-        """Seconds among these in which device and link can do nothing for others."""
+        """Return the seconds for which one layer keeps the device and the link busy."""
         if not pairs:
             return 0.0
         each = self.per_pair + self.exchange_per_pair
         return each * pairs + self.per_entry * entries + self.constant
 
     def of_steps(self, count: int) -> "AttentionFit":
-        """Return the fit of ``count`` steps that have all pairs and entries together."""
+        """Return the fit of ``count`` steps that share all pairs and entries."""
         return replace(self, constant=count * self.constant, exchange=count * self.exchange)
 
 
 def least_squares(
     points: Iterable[tuple[Sequence[float], float]], relative: bool
 ) -> list[float] | None:
-    """Coefficients of ``x`` for points ``(x, seconds)``, or None where they do not decide them.
+    """Return coefficients of ``x`` for points ``(x, seconds)``; None if undetermined.
 
     Args:
-        relative: whether to minimise the relative error, not that in seconds.
+        relative: whether to minimise the relative error instead of the error in seconds.
     """
     points = list(points)
     if not points or len(points) < len(points[0][0]):

@@ -1,4 +1,4 @@
-"""The protocol of systems, a paper's or baseline's rules: what they see, and may decide."""
+"""The interface of serving systems: what their rules can see, and what they can decide."""
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ HandOffRule = Literal["on_demand", "at_end", "when_room", "per_chunk", "per_segm
 
 @dataclass(frozen=True)
 class Leg:
-    """A stretch of one request, run by one instance.
+    """A part of one request, run by one instance.
 
     Attributes:
         instance: instance that runs it.
-        until: KV entries at which it ends; None is the end of the request. The instance that
-            computes the prompt's last position samples the first token.
-        hand_off: when the KV goes on to the next leg's instance. ``on_demand``: when that instance
-            admits the request; ``at_end``: when this leg ends, if there is room (on demand
-            otherwise); ``when_room``: then, or as soon as there is room, ahead of those that wait
-            there and beside steps whose tokens are all taken; ``per_chunk``: after each step, from
-            the moment the next instance has room; ``per_segment``: as ``per_chunk``, but during the
-            step, after each piece of the model's layers.
+        until: number of KV entries at which it ends; None is the end of the request. The instance
+            that computes the prompt's last position samples the first token.
+        hand_off: when the KV is sent to the next leg's instance. ``on_demand``: when that instance
+            admits the request. ``at_end``: when this leg ends, if there is room (otherwise on
+            demand). ``when_room``: when this leg ends, or as soon as there is room, ahead of
+            requests that wait there, and even beside steps whose token budget is used up.
+            ``per_chunk``: after each step, once the next instance has room. ``per_segment``: as
+            ``per_chunk``, but during the step, after each piece of the model's layers.
     """
 
     instance: str
@@ -50,53 +50,53 @@ class RequestView(Protocol):
 
     @property
     def first_token_at(self) -> float | None:
-        """Time at which its first token was there; None before."""
+        """Time at which the first token existed; None before."""
 
     @property
     def predicted(self) -> tuple[int, int] | None:
-        """Output tokens, at least and at most, where something predicts them."""
+        """Smallest and largest predicted number of output tokens, if predicted."""
 
     @property
     def computed(self) -> int:
-        """KV entries that exist."""
+        """Number of existing KV entries."""
 
     @property
     def num_known(self) -> int:
-        """Prompt and output tokens on the host."""
+        """Number of prompt and output tokens on the host."""
 
     @property
     def held_by(self) -> str | None:
-        """The instance where the KV lies between two legs; None if it must be computed again."""
+        """Instance that has the KV between two legs; None if the KV must be recomputed."""
 
     @property
     def legs(self) -> Sequence[Leg]:
-        """The leg under way and those to come."""
+        """The current leg and the next ones."""
 
     @property
     def paused(self) -> bool: ...  # noqa: D102
     @property
     def slices(self) -> Sequence[Collection[int]]:
-        """Slices of KV heads that lie in each shard of its instance; or empty."""
+        """Slices of KV heads in each shard of the instance, or empty."""
 
 
 class ShardView(Protocol):
-    """The part of an instance's KV that lies in one place, read-only."""
+    """One shard of an instance's KV, read-only."""
 
     @property
     def stage(self) -> int:
-        """Pipeline stage; slices go to any shard of their stage."""
+        """Pipeline stage. A slice can be in any shard of its stage."""
 
     @property
     def group(self) -> str:
-        """Name of the device group, of instances that a run file has."""
+        """Name of the device group, if the instance comes from a run file."""
 
     @property
     def device(self) -> int:
-        """Number among the group's devices, where each of them is a shard of its own; else 0."""
+        """Number of the device in its group, if each device is a shard of its own; otherwise 0."""
 
     @property
     def slices(self) -> Collection[int]:
-        """The slices of KV heads that lie here unless a request has them elsewhere."""
+        """Slices of KV heads that are here unless a request has them elsewhere."""
 
     @property
     def num_pages(self) -> int: ...  # noqa: D102
@@ -104,32 +104,32 @@ class ShardView(Protocol):
     def num_free_pages(self) -> int: ...  # noqa: D102
     @property
     def num_pairs(self) -> int:
-        """Slices that lie here, over all requests."""
+        """Number of slices here, over all requests."""
 
     @property
     def fit(self) -> AttentionFit | None:
-        """Fit of attention's time here, where a stage has several shards and it was profiled."""
+        """Fitted time of attention here, if a stage has several shards and was profiled."""
 
     @property
     def layers(self) -> int:
-        """Number of the model's layers that the stage has."""
+        """Number of the model's layers in the stage."""
 
     @property
     def dense(self) -> Callable[[float], float] | None:
-        """Seconds of one layer without its attention, by a step's tokens.
+        """Seconds of one layer without its attention, as a function of a step's tokens.
 
-        Of a stage's own shard, where steps may be computed as two halves in turn.
+        Given for a stage's own shard if steps may be computed as two halves in turn.
         """
 
 
 class Counts(NamedTuple):
-    """Counts of what is on an instance.
+    """Counts of the requests on an instance.
 
     Attributes:
-        running: number of requests that take part in steps; ``decodes``: number of these whose
-            prompts are computed.
-        decode_entries: existing KV entries of the decodes; ``kv_entries``: those of all running
-            requests.
+        running: number of requests that take part in steps.
+        decodes: number of these whose prompts are computed.
+        decode_entries: existing KV entries of the decodes.
+        kv_entries: existing KV entries of all running requests.
         prompt_tokens_left: see ``InstanceView``.
     """
 
@@ -143,7 +143,7 @@ class Counts(NamedTuple):
 class InstanceView(Protocol):
     """An instance's statistics, read-only. Pages are counted per slice of KV heads.
 
-    In a simulation, ``running`` costs what its requests are; the counts do not.
+    In a simulation, reading ``running`` takes time for each request; reading counts does not.
     """
 
     @property
@@ -152,21 +152,21 @@ class InstanceView(Protocol):
     def role(self) -> str: ...  # noqa: D102
     @property
     def draining(self) -> bool:
-        """True if a new role waits for the last request to leave."""
+        """True if a new role takes effect once the last request has left."""
 
     @property
     def num_pages(self) -> int:
-        """Pages of the largest request that it can hold when empty."""
+        """Pages of the largest request that the instance can hold when empty."""
 
     @property
     def num_free_pages(self) -> int: ...  # noqa: D102
     @property
     def num_awaited_pages(self) -> int:
-        """Pages of those that wait here, but for those whose KV lies here already."""
+        """Pages that waiting requests will need, without those whose KV is already here."""
 
     @property
     def shards(self) -> Sequence[ShardView]:
-        """The pieces of its KV, by number: where slices of KV heads are, and could move."""
+        """The shards of its KV, by number: where slices of KV heads are or could move."""
 
     @property
     def page_size(self) -> int: ...  # noqa: D102
@@ -176,11 +176,11 @@ class InstanceView(Protocol):
     def max_num_seqs(self) -> int: ...  # noqa: D102
     @property
     def fit(self) -> StepFit | None:
-        """Fit of the time of its steps, where that has been profiled."""
+        """Fitted step times, if profiled."""
 
     @property
     def num_requests(self) -> int:
-        """Requests waiting, importing or running here."""
+        """Number of requests waiting, importing or running here."""
 
     @property
     def num_running(self) -> int: ...  # noqa: D102
@@ -190,13 +190,13 @@ class InstanceView(Protocol):
 
     @property
     def counts(self) -> Counts:
-        """Counts of what is here, taken in one pass."""
+        """Counts of the requests here, taken in one pass."""
 
     def longest_decodes(self, count: int, but: Container[str] = ()) -> Sequence[tuple[str, int]]:
-        """Ids and KV entries of the ``count`` decodes that have the most, the longest first.
+        """Return ids and KV entries of the ``count`` longest decodes, the longest first.
 
-        Of equal ones, the first admitted. In a simulation this costs no more than what has come
-        and gone since the last call.
+        Among equal ones, the first admitted comes first. In a simulation this costs only as much as
+        the number of requests that have come and gone since the last call.
 
         Args:
             but: ids to leave out. A request left out once may stay left out until it leaves.
@@ -204,9 +204,10 @@ class InstanceView(Protocol):
 
     @property
     def prompt_tokens_left(self) -> int:
-        """Prompt tokens that requests waiting, importing or running here have still to compute.
+        """Number of prompt tokens that waiting, importing and running requests still have to
+        compute.
 
-        Up to the end of their legs; those of a preempted request count again.
+        Tokens count up to the end of the request's leg; those of a preempted request count again.
         """
 
     def cached_tokens(self, request: RequestView) -> int:
@@ -253,13 +254,14 @@ class StepView(Protocol):
 
 @dataclass(slots=True)
 class ClusterView:
-    """The instances by name, but for those that were lost, at one time in seconds.
+    """The instances that are not lost, by name, at one time in seconds.
 
-    It holds for one call: what a system keeps of it, requests too, may be out of date in the next.
+    It is valid for one call: anything that a system keeps of it, including requests, may be out of
+    date in the next call.
 
     Attributes:
-        kv_token_s: seconds that one KV token takes from the first instance to the second while
-            nothing else is on its way, latencies apart; 0 where that is not known.
+        kv_token_s: seconds to send one KV token from the first instance to the second over an idle
+            link, without latency; 0 if unknown.
     """
 
     now: float
@@ -269,7 +271,7 @@ class ClusterView:
 
 @dataclass(slots=True)
 class Assignment:
-    """The legs that a waiting request goes through; later ones may be left open."""
+    """The legs that a waiting request will take; later ones may be left open."""
 
     request: str
     legs: tuple[Leg, ...]
@@ -277,10 +279,10 @@ class Assignment:
 
 @dataclass(slots=True)
 class Reassign:
-    """Replace a request's legs. KV that exists is handed over; a running leg is cut short.
+    """Replace a request's legs. Existing KV is handed over; a running leg is cut short.
 
     Attributes:
-        hand_off: the rule of the leg that is cut, of a request that runs or is being imported.
+        hand_off: rule of the leg that is cut short, for a request that runs or is being imported.
     """
 
     request: str
@@ -292,10 +294,10 @@ class Reassign:
 class MoveSlices:
     """Move slices of KV heads of one running request between shards of its instance.
 
-    Each of ``moves`` has the number of a shard, that of another of the same stage, and the slices
-    that go there from here. All of them move at once, or none where one of the shards lacks room.
-    The request goes on while pages that are full are copied, and pauses for the rest. While a move
-    of the request is under way, a second one is left out, and counted.
+    Each of ``moves`` has the number of the source shard, the number of the destination shard in the
+    same stage, and the slices to move. Either all of them move, or none if a shard lacks room. The
+    request continues while full pages are copied, and pauses for the rest. A second move during
+    this time is ignored, and counted.
     """
 
     request: str
@@ -312,7 +314,7 @@ class SetRole:
 
 @dataclass(frozen=True)
 class Pause:
-    """Leave a request out of steps; it keeps its pages."""
+    """Exclude a request from steps; it keeps its pages."""
 
     request: str
 
@@ -329,7 +331,7 @@ class Budget:
     """Limit the prompt tokens of each of an instance's steps from now on, until it is lost.
 
     Attributes:
-        prompt_tokens: at least 1; None for no limit but that of the step as a whole. A longer
+        prompt_tokens: at least 1; None for no limit except that of the step as a whole. A longer
             prompt is cut, under any batch policy.
     """
 
@@ -353,11 +355,11 @@ class System:
     Attributes:
         Options: options that a run file may set, in addition to the system's name.
         tick_interval: seconds between calls of ``on_tick``; None for no ticks.
-        needs_fits: whether ``InstanceView.fit`` has to be there; ``needs_attention_fits``: whether
-            ``ShardView.fit`` has to, of instances with attention groups.
-        roles: values that an instance's optional ``role`` may have in a run file; None for any.
-        ttft_counts_transfer: whether a first token drawn by an instance that hands its request on
-            counts only once the KV has arrived; a run file may say otherwise.
+        needs_fits: whether the system needs ``InstanceView.fit``.
+        needs_attention_fits: whether it needs ``ShardView.fit`` of instances with attention groups.
+        roles: values that an instance's ``role`` may have in a run file; None for any.
+        ttft_counts_transfer: whether a first token sampled by an instance that hands the request on
+            counts only once the KV has arrived; a run file may override this.
     """
 
     Options: ClassVar[type[Options]] = NoOptions
@@ -372,43 +374,43 @@ class System:
 
     @property
     def needs_decode_rows(self) -> bool:
-        """True if ``on_step`` looks at rows of decodes; else a simulation may leave them out."""
+        """True if ``on_step`` reads rows of decodes; otherwise a simulation may leave them out."""
         return type(self).on_step is not System.on_step
 
     def check(self, instances: Collection[str]) -> None:
         """Raise JaxinferError if the system cannot work with instances of these names."""
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Pairs of instances from the first of which KV may go to the second; by default all."""
+        """Return pairs of instances between which KV may be sent (from, to); by default all."""
         return list(permutations(instances, 2))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign legs to some of the requests that have none to run; the rest go on waiting.
+        """Assign legs to some of the waiting requests; the others go on waiting.
 
-        Called when requests wait and something has changed. A request is here on arrival, and
-        again when its last leg ended before the request did.
+        Called when requests wait and something has changed. A request waits after its arrival, and
+        again if its last leg ended before the request did.
         """
         raise NotImplementedError
 
     def place(self, request: RequestView, instance: InstanceView) -> Placement | None:
-        """Say where a request's slices of KV heads are to lie; asked when it is to be admitted.
+        """Choose where to place a request's slices of KV heads; called before it is admitted.
 
-        It is asked only for instances whose stages have several shards; again after a preemption,
-        and as long as there is no room where the answer says.
+        Called only for instances whose stages have several shards; called again after a preemption,
+        and as long as the chosen shards have no room.
 
         Returns:
-            The slices in each shard: each slice of a stage in one shard of that stage. None
-            puts them where they belong, or else where there is room.
+            The slices in each shard; each slice of a stage must be in exactly one shard of that
+            stage. None means the default shards or, without room there, others.
         """
         return None
 
     def make_room(
         self, request: RequestView, shard: int, instance: InstanceView
     ) -> Sequence[MoveSlices]:
-        """Called before a request is preempted for ``request``, which lacks pages in a shard.
+        """Choose moves that avoid a preemption for ``request``, which lacks pages in a shard.
 
-        Only where a stage has several. If slices move, the request waits until they have; with none
-        under way, preemption takes its course.
+        Called only if a stage has several shards. If slices move, the request waits until the move
+        has ended; without a move, another request is preempted.
         """
         return ()
 
@@ -417,27 +419,29 @@ class System:
         return ()
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
-        """Called when a leg has ended and its request goes on.
+        """Called when a leg has ended and its request continues.
 
-        All KV entries of ``leg`` exist, and the request is where it goes next: with its next leg's
-        instance, or among those that wait for ``route``. Of a leg that ``Reassign`` cut short,
-        ``leg.until`` is where it was cut. Not called for a leg that had nothing to compute, one
-        that a lost instance took along (the request comes back to ``route``), one that was
-        replaced before it ran, and the one that the request ends in, of which ``on_finish`` tells.
-        All requests of a step are brought up to date before one of them goes on or ends; others
-        may still have to.
+        All KV entries of ``leg`` exist. The request is already with its next leg's instance, or
+        among those that wait for ``route``. For a leg that ``Reassign`` cut short, ``leg.until`` is
+        where it was cut. All requests of a step are updated before one of them continues or ends;
+        others may still have to.
+
+        Not called for a leg that had nothing to compute, that was replaced before it ran, or that
+        was lost with its instance (the request then returns to ``route``). Not called for the last
+        leg of a request either; ``on_finish`` is called instead.
         """
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Called once for each request when it has ended, successfully or not.
+        """Called once for each request that has ended, successfully or not.
 
-        Also for one that no pool can hold, and one that failed with a lost instance. It has left
-        its instance and given its pages back; ``legs`` is empty, and ``num_known`` counts its
-        output. As with ``on_leg_end``, others of its step may still have to end.
+        This includes requests that no pool can hold, and requests that failed with a lost instance.
+        The request has left its instance and returned its pages; ``legs`` is empty, and
+        ``num_known`` includes its output. As with ``on_leg_end``, others of its step may still have
+        to end.
         """
 
     def report(self) -> Mapping[str, object]:
-        """Return the system's report on a run that has ended, as JSON values."""
+        """Return the system's report on a finished run, as JSON values."""
         return {}
 
     def on_tick(self, cluster: ClusterView) -> Sequence[Action]:

@@ -1,8 +1,8 @@
 """Movement of KV entries: transfers, and the hand-off of a request from one leg to the next.
 
-A hand-off from leg to leg, by the fields of its request that tell where it is:
+The states of a hand-off from leg to leg, and the fields of the request in each state:
 
-| state | fields set | pages there | pages here | where it stands |
+| state | fields set | pages there | pages here | place and status |
 |---|---|---|---|---|
 | the first leg runs | hold | none | hold | there: running |
 | room is reserved ahead | hold, incoming | incoming | hold | there: running |
@@ -10,19 +10,21 @@ A hand-off from leg to leg, by the fields of its request that tell where it is:
 | its KV is fetched | exported, hold | hold | exported | here: importing |
 | the next leg runs | hold | hold | none | here: running |
 
-"There" is the instance of the leg that was, "here" that of the next. ``sent`` counts the KV entries
-whose transfer here has started, or which the prefix cache here had; ``transfers`` counts the
-transfers that have not landed. Who frees pages:
+"There" is the instance of the ended leg, "here" is the instance of the next leg. ``sent`` counts
+the KV entries whose transfer here has started, or which the prefix cache here had. ``transfers``
+counts the transfers that have not landed. Who frees pages:
 
-- ``hold``: the request's end, its preemption, or the loss of the instance. - ``exported``:
-``_arrive``, once all has landed; or the request's end; or the loop, if no instance fetches them and
-nothing else can continue (the KV is recomputed then). - ``incoming``: an ``epoch`` that ends, legs
-that change, or the instance, which takes back what is reserved when those that run there need it;
-what was sent is void, and ``sent`` is 0 again.
+Pages are freed as follows:
 
-All of them stay pinned until the last step or transfer that uses them is done.
+- ``hold``: at the request's end, at its preemption, or if the instance is lost.
+- ``exported``: by ``_arrive``, once all KV has landed; at the request's end; or by the loop, if no
+  instance fetches the KV and nothing else can continue (it is then recomputed).
+- ``incoming``: when an ``epoch`` ends, when legs change, or when running requests of the instance
+  need the pages. Entries that were already sent are then void, and ``sent`` is 0 again.
 
-Moves of slices of KV heads within an instance stand apart (``features/slice_moves.py``).
+Pages stay pinned until the last step or transfer that uses them is done.
+
+Moves of slices of KV heads within an instance are separate (``features/slice_moves.py``).
 """
 
 from collections.abc import Mapping
@@ -44,7 +46,7 @@ class HandOffs:
     """Takes requests from leg to leg, by the rule that the leg names.
 
     Attributes:
-        moving: transfers started and not yet done.
+        moving: transfers that have started and not ended.
         slices: moves of slices of KV heads within an instance.
     """
 
@@ -77,7 +79,7 @@ class HandOffs:
             self.start_leg(request, leg.hand_off)
 
     def start_leg(self, request: RequestState, rule: HandOffRule = "on_demand") -> None:
-        """Put the request into its first leg's queue, or on, where its KV is there already."""
+        """Put the request into its first leg's queue, or start the leg if its KV is there."""
         leg = request.legs[0]
         dest = self._instances[leg.instance]
         if request.incoming and not (
@@ -91,7 +93,8 @@ class HandOffs:
         if request.exported and request.exported[0] == dest.name:
             dest.waiting.appendleft(request)
             return
-        if not request.exported:  # Cut before anything was computed: there is nothing to send.
+        # It was cut before anything was computed, so there is nothing to send.
+        if not request.exported:
             request.drop_incoming()
             rule = "on_demand"
         pushed = rule == "when_room"
@@ -111,7 +114,7 @@ class HandOffs:
                 dest.waiting.pushed[request.id] = request
 
     def pull(self, request: RequestState) -> None:
-        """Send what the next leg's instance still lacks; its pages are reserved."""
+        """Send the KV that the next leg's instance still lacks; its pages are reserved."""
         assert request.hold
         assert request.exported
         if request.sent < request.computed:
@@ -119,10 +122,10 @@ class HandOffs:
             transfer = self._note(request, request.exported, dest, request.sent, request.computed)
             self._world.start_transfer(transfer)
         elif not (request.transfers and any(t.dest_hold is request.hold for t in self.moving)):
-            self._arrive(request)  # What still goes to an earlier destination is not waited for.
+            self._arrive(request)  # Transfers to an earlier destination are not waited for.
 
     def send_chunk(self, request: RequestState) -> None:
-        """Send what a step computed, and has not sent, on to the leg's successor."""
+        """Send the KV that a step computed, and has not sent, to the next leg's instance."""
         leg = request.legs[0]
         if leg.hand_off not in _AHEAD or request.transfers or request.sent >= request.computed:
             return
@@ -134,7 +137,7 @@ class HandOffs:
             self._world.start_transfer(transfer)
 
     def send_along(self, batch: Batch) -> None:
-        """Let a step send what it computes of ``per_segment`` legs."""
+        """Let a step send the KV of ``per_segment`` legs while it computes it."""
         for row in batch.rows:
             request = row.request
             if request.legs[0].hand_off != "per_segment":
@@ -148,13 +151,13 @@ class HandOffs:
                 batch.transfers.append(self._note(request, here, there, request.sent, stop))
 
     def _room_ahead(self, request: RequestState, num_tokens: int) -> HeldPages | None:
-        """Pages at the next leg's instance while this leg runs, if that has them to spare."""
+        """Reserve pages at the next leg's instance while this leg runs, if it has enough."""
         if len(request.legs) < 2 or request.legs[0].instance == request.legs[1].instance:
             return None
         if request.incoming is None:
             dest = self._instances[request.legs[1].instance]
             request.incoming = dest.reserve_ahead(request, request.legs[1])
-        # A leg that goes on past its prompt outgrows what was reserved.
+        # A leg that continues after its prompt outgrows the reserved pages.
         fits = request.incoming and request.incoming.grow(num_tokens)
         return request.incoming if fits else None
 
@@ -179,15 +182,15 @@ class HandOffs:
             self.pull(request)
 
     def forget(self, instance: str) -> None:
-        """Give up all transfers from or to an instance that is lost."""
+        """Cancel all transfers from or to a lost instance."""
         for transfer in list(self.moving):
             if instance not in (transfer.source, transfer.dest) or not self._end(transfer):
                 continue
             if transfer.source != instance and transfer.request.slice_move:
-                self.slices.send_rest(transfer.request)  # It has waited for this one.
+                self.slices.send_rest(transfer.request)  # It waited for this transfer.
 
     def _end(self, transfer: Transfer) -> bool:
-        """End a transfer, and tell whether it was still wanted."""
+        """End a transfer, and tell whether it was still needed."""
         self.moving.remove(transfer)
         transfer.source_hold.unpin()
         transfer.dest_hold.unpin()
@@ -197,7 +200,7 @@ class HandOffs:
         return True
 
     def release_export(self, request: RequestState) -> None:
-        """Free the pages of the last leg: they have been fetched, or are given up."""
+        """Free the pages of the last leg once they have been fetched, or are no longer needed."""
         if request.exported:
             name, hold = request.exported
             request.exported = None
@@ -220,7 +223,7 @@ class HandOffs:
         stop: int,
         move: MoveSlices | None = None,
     ) -> Transfer:
-        """A transfer, of what has not been sent or of slices."""
+        """Record a transfer of unsent KV or of slices."""
         if not move:
             request.sent = stop
         request.transfers += 1

@@ -1,4 +1,4 @@
-"""An instance's queue, which knows what its requests are still to compute, and to hold."""
+"""An instance's queue, with running totals of prompt tokens and pages."""
 
 from collections import deque
 
@@ -6,15 +6,15 @@ from jaxinfer.serving.request_state import RequestState
 
 
 class Waiting(deque[RequestState]):
-    """Requests in their order.
+    """The waiting requests in their order.
 
     Args:
-        instance: whose queue it is.
+        instance: the queue's instance.
 
     Attributes:
-        prompt_tokens_left: prompt tokens that all of them have still to compute.
-        pages: of all of them, once they are admitted, but for those whose KV lies here already.
-        pushed: by id, those of them whose KV is to come as soon as there is room (``when_room``).
+        prompt_tokens_left: number of prompt tokens that all of them still have to compute.
+        pages: number of pages that all of them will need, without those whose KV is already here.
+        pushed: requests whose KV is sent as soon as there is room (``when_room``), by id.
     """
 
     def __init__(self, instance: str, page_size: int) -> None:
@@ -35,12 +35,12 @@ class Waiting(deque[RequestState]):
         super().appendleft(request)
 
     def remove(self, request: RequestState) -> None:
-        """Take a request out, with the same entries of KV and leg as when it came."""
+        """Remove a request, whose KV entries and leg are the same as when it was added."""
         super().remove(request)
         self._discount(request)
 
     def void_kv(self, request: RequestState) -> None:
-        """Forget the KV of a request in the queue."""
+        """Discard the KV of a request in the queue."""
         self._discount(request)
         request.void_kv()
         self._count(request)

@@ -1,4 +1,4 @@
-"""The seam between the loop and a world: batches and transfers go down, events come up."""
+"""The interface between loop and world: batches and transfers go out, events come back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from jaxinfer.serving.request_state import RequestState
 
 @dataclass(slots=True)
 class Arrival:
-    """A request has come in."""
+    """A request has arrived."""
 
     request: RequestState
 
@@ -19,9 +19,9 @@ class Arrival:
 class StepDone:
     """A step has ended.
 
-    ``tokens`` (and ``logprobs``, and ``details``) are one per sampling row, in row order.
-    ``details``, and ``prompt_details`` by request and position, the loop only passes on, and so
-    it does ``stages``: start and end of each pipeline stage's part.
+    ``tokens``, ``logprobs`` and ``details`` have one item per sampling row, in row order.
+    ``prompt_details`` are by request and position. ``stages`` has the start and end of each
+    pipeline stage's part. The loop only passes on ``details``, ``prompt_details`` and ``stages``.
     """
 
     batch: Batch
@@ -36,7 +36,7 @@ class StepDone:
     rows: Sequence[Row] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.instance, self.rows = self.batch.instance, self.batch.rows  # Systems look at these.
+        self.instance, self.rows = self.batch.instance, self.batch.rows  # Systems read these.
 
 
 @dataclass(slots=True)
@@ -51,15 +51,15 @@ class TransferDone:
 
 @dataclass(slots=True)
 class Tick:
-    """The time asked for with ``World.wake_at`` has come."""
+    """The time requested with ``World.wake_at`` has come."""
 
 
 @dataclass(slots=True)
 class InstanceLost:
-    """An instance has failed: nothing of its steps and transfers comes any more.
+    """An instance has failed: none of its steps and transfers will end.
 
-    ``reason`` is for the user, in one line. ``returns``: it is being started again; InstanceBack is
-    to come or, where it cannot be started, InstanceLost once more.
+    ``reason`` is one line for the user. With ``returns``, the instance is being restarted:
+    InstanceBack will follow, or InstanceLost once more if the restart fails.
     """
 
     instance: str
@@ -69,17 +69,17 @@ class InstanceLost:
 
 @dataclass(slots=True)
 class InstanceBack:
-    """An instance that was lost takes requests again. It has no KV."""
+    """A lost instance accepts requests again. It has no KV."""
 
     instance: str
 
 
 @dataclass(slots=True)
 class GoesWithout:
-    """An instance has all shards of its KV but these, by their numbers, from here on.
+    """An instance continues without the shards of its KV that have these numbers.
 
-    Those that it has again are empty; what lies in the others stays. ``returns``: more of them are
-    being started again, and the next GoesWithout says what has come of it.
+    Shards that have returned are empty; the others keep their contents. With ``returns``, more
+    shards are being restarted, and another GoesWithout will follow.
     """
 
     instance: str
@@ -94,28 +94,28 @@ class World(Protocol):
     """Supplies time and execution. Times are seconds since the run began."""
 
     def now(self) -> float:
-        """The time."""
+        """Return the time."""
 
     def due_events(self) -> Sequence[Event]:
-        """The events that are due, in order; waits for the first.
+        """Wait for the first due event, and return all that are due, in order.
 
-        Empty only where nothing is outstanding: no arrival, step, transfer, tick or return.
+        Empty only if nothing is outstanding: no arrival, step, transfer, tick or return.
         """
 
     def arrivals_left(self) -> bool:
         """Tell whether an Arrival is still to come."""
 
     def launch(self, batch: Batch) -> None:
-        """Start a step, and its transfers, whose TransferDone comes after the StepDone.
+        """Start a step and its transfers; each TransferDone comes after the StepDone.
 
         Steps of one instance run in the order of their launches.
         """
 
     def start_transfer(self, transfer: Transfer) -> None:
-        """Start moving KV entries whose source data exists and whose destination is reserved."""
+        """Start to move KV entries whose source data exists and whose destination is reserved."""
 
     def wake_at(self, time: float) -> None:
         """Ask for a Tick."""
 
     def kv_token_s(self, source: str, dest: str) -> float:
-        """Seconds of one KV token from one instance to another alone; 0 where it is not known."""
+        """Return the seconds to send one KV token between two idle instances; 0 if unknown."""

@@ -1,4 +1,4 @@
-"""Collectives as numbers: which array goes round a ring, how much of it each device sends."""
+"""Collectives in numbers: the array in a ring, and how much of it each device sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,8 @@ class Collective:
         devices: number of devices in one group.
         numbers: size of the array: the output of each device for an all-gather, otherwise its
             input.
-        what: the array's name; ``letters``: its logical axes.
+        what: name of the array.
+        letters: logical axes of the array.
         asked: whether the program itself asks for it, so that each compiler emits it.
     """
 
@@ -28,22 +29,27 @@ class Collective:
 
     @property
     def moved(self) -> float:
-        """Numbers that each device sends, in a ring."""
+        """How many numbers each device sends, in a ring."""
         return moved(self.kind, self.devices) * self.numbers
 
 
 def moved(kind: str, devices: int) -> float:
-    """The share of an array that each of ``devices`` devices sends; see ``Collective.numbers``."""
+    """Return the share of an array that each of ``devices`` devices sends.
+
+    See ``Collective.numbers``.
+    """
     if kind == "collective-permute":
         return 1.0
     return (2 if kind == "all-reduce" else 1) * (devices - 1) / devices
 
 
 def is_the_compilers(each: Collective) -> bool:
-    """True of a reduce-scatter that no program asks for."""
+    """Tell whether it is a reduce-scatter that no program asks for."""
     return each.kind == "reduce-scatter" and not each.asked
 
 
 def without_reduce_scatter(found: Sequence[Collective]) -> list[Collective]:
-    """The same of a compiler that reduces everywhere and then cuts, as XLA's for CPUs does."""
+    """Return the collectives of a compiler that reduces everywhere and then cuts, like XLA for
+    CPUs.
+    """
     return [replace(each, kind="all-reduce") if is_the_compilers(each) else each for each in found]

@@ -1,9 +1,9 @@
 """Seconds and bytes of a step in one layout, by closed forms: no compiler, and no JAX.
 
-Each product takes as long as its FLOPs or its bytes, whichever take longer (Williams et al., 2009).
-Collectives are rings and hide behind nothing. Of a mixture's experts, tokens meet those that they
-are sent to, as in a grouped product: of E experts, T tokens that are sent to k each meet
-E (1 - (1 - k / E)^T). Where they are exchanged, one round takes all.
+Each product takes the time of its FLOPs or of its bytes, whichever is longer (Williams et al.,
+2009). Collectives are rings and are not hidden. In a mixture of experts, tokens use only the
+experts that they are sent to, as in a grouped product: of E experts, T tokens that are sent to k
+each use E (1 - (1 - k / E)^T). If tokens are exchanged, one round is assumed.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from jaxinfer.sharding.dataflow import LayerFlow, head_flow, layer_flow
 from jaxinfer.sharding.links import Link, links_of, ring_seconds
 from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded, up
 
-# Bytes of a number of hidden states and logits.
+# Returns the bytes of a number of hidden states and logits.
 ITEMSIZE = 2
 
 
@@ -40,7 +40,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The sum of all."""
+        """Sum of all parts."""
         return self.compute + self.memory + self.links
 
     @property
@@ -54,9 +54,10 @@ class LayoutStepCost:
     """The cost of a step in one layout.
 
     Attributes:
-        layer, head: seconds of one layer, and of the head.
+        layer: seconds of one layer.
+        head: seconds of the head.
         step: seconds of all layers and the head.
-        weight_bytes: bytes of weights on one device, embeddings and head included.
+        weight_bytes: bytes of weights on one device, including embeddings and head.
         kv_bytes: bytes of one token's keys and values in all layers, on a device that keeps them.
     """
 
@@ -68,12 +69,14 @@ class LayoutStepCost:
 
 
 class _Coefficients(NamedTuple):
-    """Kernels by seconds, and seconds of links by what they are for.
+    """Kernels, and seconds of links by what they depend on.
 
     Attributes:
-        kernels: of each, its FLOPs per token; its weights' bytes; other bytes per token; rows per
-            token that choose among its experts, or 0.
-        token_s, slot_s, step_s: for a token, a slot of an exchange, and a step.
+        kernels: for each kernel, FLOPs per token, bytes of its weights, other bytes per token, and
+            rows per token that choose among its experts (or 0).
+        token_s: seconds per token.
+        slot_s: seconds per slot of an exchange.
+        step_s: seconds per step.
     """
 
     kernels: list[tuple[float, float, float, float]]
@@ -86,11 +89,14 @@ class LayoutFlow:
     """The flow of a model's layers and head on each device of a mesh, per token.
 
     Attributes:
-        model: its heads and columns divide; see ``shapes.padded``.
-        layer, head: flows of one token.
-        rows, head_rows: pieces that tokens of a step and of the head are cut into; ``kv_ways``:
-            that KV heads are; ``sequence_ways``, ``entry_ways``: that KV's sequences, and the
-            tokens of each, are.
+        model: model whose heads and columns divide; see ``shapes.padded``.
+        layer: flow of one token through a layer.
+        head: flow of one token through the head.
+        rows: number of pieces of a step's tokens.
+        head_rows: number of pieces of the head's tokens.
+        kv_ways: number of pieces of KV heads.
+        sequence_ways: number of pieces of KV's sequences.
+        entry_ways: number of pieces of each sequence's tokens in KV.
 
     Raises:
         JaxinferError: the layout does not fit the mesh or the model.
@@ -114,10 +120,11 @@ class LayoutFlow:
         )
 
     def parameters(self, layers: int, first: bool, last: bool) -> float:
-        """Parameters of a stage on one device, but for norms and biases.
+        """Return the parameters of a stage on one device, without norms and biases.
 
         Args:
-            first, last: with the embedding, with the head.
+            first: whether the stage has the embedding.
+            last: whether it has the head.
         """
         tied = self.model.tie_word_embeddings
         names = ["embed_VD"] if first or (last and tied) else []
@@ -126,11 +133,13 @@ class LayoutFlow:
 
     @property
     def gathered_weights(self) -> float:
-        """Numbers of other devices' weights of a layer that one has while it uses them."""
+        """Return how many numbers of other devices' weights of a layer a device holds while using
+        them.
+        """
         return sum(each.moved for each in self.layer.collectives if "T" not in each.letters)
 
     def kv_bytes(self, layers: int, kv_size: float) -> float:
-        """Bytes of one token's keys and values on a device that keeps them."""
+        """Return the bytes of one token's keys and values on a device that keeps them."""
         numbers = 2 * self.model.num_key_value_heads * self.model.head_size
         return layers * numbers / self.kv_ways * kv_size
 
@@ -151,9 +160,12 @@ class LayoutCosts:
 
     Args:
         links: link of each axis of the mesh.
-        flops, bandwidth: shares of the card's peaks that kernels reach.
-        weight_size, kv_size: bytes of a weight, and of a KV entry's number; ``table_size``: of
-            the embedding's and the head's, by default as of other weights.
+        flops: fraction of the card's peak FLOPs that kernels reach.
+        bandwidth: fraction of the card's memory bandwidth that kernels reach.
+        weight_size: bytes per number of a weight.
+        kv_size: bytes per number of a KV entry.
+        table_size: bytes per number of the embedding and the head; by default that of other
+            weights.
     """
 
     def __init__(
@@ -206,7 +218,7 @@ class LayoutCosts:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of weights on one device; of norms and biases there are few."""
+        """Bytes of weights on one device, without norms and biases, which are few."""
         layers = self.flow.model.num_hidden_layers
         held = self.flow.parameters(layers, False, False)
         tables = self.flow.parameters(layers, True, True) - held
@@ -214,26 +226,27 @@ class LayoutCosts:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of one token's keys and values in all layers on a device that keeps them."""
+        """Bytes of one token's keys and values in all layers, on a device that keeps them."""
         return self.flow.kv_bytes(self.flow.model.num_hidden_layers, self._kv_size)
 
     def kept_bytes(self, sequences: int, entries: int) -> float:
-        """Bytes of KV on the device that keeps the most, of sequences alike."""
+        """Return the bytes of KV on the device that keeps the most, for equal sequences."""
         by_sequences, by_entries = self.flow.sequence_ways, self.flow.entry_ways
         each = up(entries / sequences, by_entries) / by_entries
         return self.kv_bytes * each * up(sequences, by_sequences) / by_sequences
 
     def dense(self, tokens: float) -> Seconds:
-        """Seconds of one layer without its attention."""
+        """Return the seconds of one layer without its attention."""
         return self._kernels(self._layer, up(tokens, self.flow.rows))
 
     def attention(self, pairs: float, entries: float, longest: float = 0.0) -> Seconds:
-        """Seconds of one layer's attention, as one kernel.
+        """Return the seconds of one layer's attention, as one kernel.
 
         Args:
             pairs: number of pairs of a token and a KV entry that it sees.
-            entries: KV entries that are read, of all sequences; ``longest``: of the longest one,
-                which is read whole even where its tokens are cut.
+            entries: number of KV entries that are read, of all sequences.
+            longest: number of KV entries of the longest sequence, which is read whole even if its
+                tokens are cut.
         """
         part, H = self.flow.layer.attention, self.flow.model.head_size
         assert part
@@ -244,15 +257,15 @@ class LayoutCosts:
         return Seconds(compute=compute) if compute > memory else Seconds(memory=memory)
 
     def head(self, rows: float) -> Seconds:
-        """Seconds of the head for the rows that are sampled."""
+        """Return the seconds of the head for the sampled rows."""
         return self._kernels(self._head, up(rows, self.flow.head_rows))
 
     def step(self, tokens: int, sequences: int, context: int = 0) -> LayoutStepCost:
-        """A step of sequences alike, each of which is sampled.
+        """Return the cost of a step of equal sequences, each of which is sampled.
 
         Args:
-            tokens: new ones of all sequences together.
-            context: KV entries that each sequence has before.
+            tokens: number of new tokens of all sequences together.
+            context: number of earlier KV entries of each sequence.
         """
         new = tokens / sequences
         entries = sequences * (context + new)
@@ -282,7 +295,7 @@ def at_peaks(
     links: Mapping[str, Link] | None = None,
     itemsize: int = ITEMSIZE,
 ) -> LayoutCosts:
-    """Costs at the card's peaks, of numbers of one size; links are by default those of its node.
+    """Return costs at the card's peaks, with numbers of one size; by default with its node's links.
 
     Raises:
         JaxinferError: the layout does not fit the mesh or the model.

@@ -1,4 +1,4 @@
-"""Closed forms of a layer and of the head: what each device moves and computes, by ``flow_rules``.
+"""Closed forms of a layer and of the head by ``flow_rules``: data moved and products computed.
 
 This file needs no JAX.
 """
@@ -23,7 +23,9 @@ from jaxinfer.sharding.shapes import Sizes, layer_parameters
 
 @dataclass(frozen=True)
 class AttentionShare:
-    """A device's part of attention: query tokens and heads, KV heads, and of each sequence."""
+    """A device's part of attention: query tokens and heads, KV heads, and share of
+    each sequence.
+    """
 
     tokens: float
     heads: float
@@ -36,7 +38,8 @@ class LayerFlow:
     """The flow of one layer, or of the head.
 
     Attributes:
-        exchange: of tokens between devices with experts; its collectives have the letter J.
+        exchange: exchange of tokens between devices with experts; its collectives have the letter
+            J.
     """
 
     collectives: list[Collective]
@@ -46,10 +49,10 @@ class LayerFlow:
 
 
 def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> LayerFlow:
-    """The flow of one decoder layer: all that each device moves and computes.
+    """Return the flow of one decoder layer: all that each device moves and computes.
 
     Args:
-        model: with heads and columns that divide, see ``shapes.padded``.
+        model: model whose heads and columns divide, see ``shapes.padded``.
         tokens: number of tokens in the step.
     """
     flow = FlowRules(model, layout, mesh, tokens)
@@ -88,7 +91,7 @@ def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) ->
 
 
 def _put_together(flow: FlowRules, out: Activation, parts: tuple[str, ...]) -> Activation:
-    """Softmax over all parts of a sequence, of those to each: its most, its sum and its values."""
+    """Combine softmaxes over parts of a sequence: their maxima, sums and values."""
     for what in ("most", "sum"):
         flow.record("all-reduce", parts, "TN", out.cuts, what, asked=True)
     wanted = (flow.named_cuts("attention_outputs") or {}).get("N", ())
@@ -113,7 +116,7 @@ def _ffn(
 
 
 def head_flow(model: ModelShape, layout: Layout, mesh: Sizes, rows: float) -> LayerFlow:
-    """The flow of the head for the rows that are sampled."""
+    """Return the flow of the head for the sampled rows."""
     flow = FlowRules(model, layout, mesh, rows)
     residual = flow.named_cuts("residual") or {}
     x = flow.move(flow.normed("head", residual, model.gated), {})

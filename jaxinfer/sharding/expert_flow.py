@@ -13,11 +13,11 @@ from jaxinfer.sharding.flow_rules import Activation, Cuts, FlowRules
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tokens that go to their experts and come back, in one round.
+    """Tokens that are sent to their experts and come back, in one round.
 
     Attributes:
-        devices: that send to each other.
-        pieces: that all tokens lie in before.
+        devices: number of devices that send to each other.
+        pieces: number of pieces of all tokens before the exchange.
     """
 
     devices: int
@@ -26,14 +26,16 @@ class Exchange:
     per_token: int
 
     def slots(self, tokens: float) -> float:
-        """Tokens that each device sends to each other one, if all devices have ``tokens``."""
+        """Return the tokens that each device sends to each other one, if all devices have
+        ``tokens``.
+        """
         return slots(tokens / self.pieces, self.devices, self.experts, self.per_token)
 
 
 def experts(
     flow: FlowRules, model: ModelShape, y: Activation, path: Mapping[str, str], residual: Cuts
 ) -> Exchange | None:
-    """Add a mixture's flow to a layer's; return what is exchanged."""
+    """Add a mixture's flow to a layer's; return the exchange."""
     E, X = model.num_experts, model.num_experts_per_tok
     places = expert_places(flow.layout, flow.axes)
     tokens, rows = flow.cuts("T", {"T": places.tokens}), flow.cuts("D", places.weights)
@@ -60,7 +62,7 @@ def experts(
 
 
 def _add_up(flow: FlowRules, out: Activation, summed: tuple[str, ...], residual: Cuts) -> None:
-    """One sum over all axes, which is scattered where the residual stream is cut over all."""
+    """Add one sum over all axes, scattered if the residual stream is cut over all of them."""
     if {*summed} <= {axis for axes in residual.values() for axis in axes}:
         flow.move(replace(out, partial=(summed,)), residual)
     else:

@@ -1,12 +1,12 @@
-"""Rules of how data must flow: which collectives a layout's tables ask for.
+"""Rules of data flow: the collectives that a layout's tables require.
 
-A product takes its operands where they lie. Three rules say what moves:
+A product uses its operands in place. Three rules decide what moves:
 
-1. Operands move, results do not: an axis of tokens that the result's table lacks is gathered from
-   the operand; one that the table wants, and that cuts what is summed over, is exchanged.
-2. Sums over a cut axis are partial: they are scattered as they are reduced where the result's table
-   wants that axis, and else reduced everywhere.
-3. What a device has whole it cuts for nothing.
+1. Operands move, results do not. An axis of tokens that the result's table lacks is gathered from
+   the operand. An axis that the table wants, and that cuts a summed axis, is exchanged.
+2. Sums over a cut axis are partial. They are reduce-scattered if the result's table wants that
+   axis, otherwise reduced everywhere.
+3. Cutting data that a device has whole costs nothing.
 
 This file needs no JAX.
 """
@@ -35,11 +35,13 @@ class ProductShare:
     """A device's part of a matrix product.
 
     Attributes:
-        flops: a multiplication and an addition being two.
-        operand: the activation that it reads; others of that operand are one kernel with it.
-        rows: tokens that it has.
-        weights: numbers of the weight that it reads; ``reads``, ``writes``: of activations.
-        experts: whether it is of a mixture's experts, all of which see all tokens here.
+        flops: FLOPs; a multiplication and an addition count as two.
+        operand: activation that it reads; products with the same operand are one kernel.
+        rows: number of tokens.
+        weights: how many numbers of the weight it reads.
+        reads: how many numbers of activations it reads.
+        writes: how many numbers of activations it writes.
+        experts: whether it belongs to a mixture's experts; all of them see all tokens here.
     """
 
     what: str
@@ -57,7 +59,7 @@ class Activation:
     """An activation and the axes of the mesh that cut each of its own.
 
     Attributes:
-        partial: axes that it is yet to be summed over, for each logical axis that was.
+        partial: axes over which it must still be summed, for each summed logical axis.
     """
 
     what: str
@@ -67,7 +69,7 @@ class Activation:
 
 
 class FlowRules:
-    """Rules at work on one mesh; they fill the lists of collectives and products."""
+    """Applies the rules on one mesh, and lists collectives and products."""
 
     def __init__(self, model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> None:
         self.layout, self.mesh, self.axes = layout, mesh, list(mesh)
@@ -87,7 +89,7 @@ class FlowRules:
         self._gathered: set[tuple[str, str, str]] = set()
 
     def cuts(self, letters: str, table: Places) -> Cuts:
-        """A table's places by letter; axes with one device cut nothing."""
+        """Return a table's places by letter; axes with one device cut nothing."""
         found = {
             letter: tuple(a for a in named(table.get(letter, ()), self.axes) if self.mesh[a] > 1)
             for letter in letters
@@ -95,18 +97,20 @@ class FlowRules:
         return {letter: axes for letter, axes in found.items() if axes}
 
     def named_cuts(self, *names: str) -> Cuts | None:
-        """Cuts of the first of these activations that the layout names, else None."""
+        """Return the cuts of the first of these activations that the layout names;
+        otherwise None.
+        """
         for name in names:
             if name in self.layout.activations:
                 return self.cuts(ACTIVATIONS[name], self.layout.activations[name])
         return None
 
     def ways(self, axes: tuple[str, ...]) -> int:
-        """Pieces that these axes cut into."""
+        """Return the number of pieces into which these axes cut."""
         return math.prod(self.mesh[axis] for axis in axes)
 
     def local(self, letters: str, cuts: Cuts) -> float:
-        """Numbers on each device."""
+        """Return how many numbers each device has."""
         return math.prod(self.sizes[each] / self.ways(cuts.get(each, ())) for each in letters)
 
     def record(
@@ -118,7 +122,7 @@ class FlowRules:
         what: str,
         asked: bool = False,
     ) -> None:
-        """A collective over these axes, if there are any, of an array cut like this."""
+        """Record a collective over these axes, if there are any, of an array with these cuts."""
         self.add(kind, axes, self.local(letters, cuts), what, letters, asked)
 
     def add(
@@ -136,7 +140,7 @@ class FlowRules:
             self.collectives.append(Collective(kind, axes, ways, numbers, what, letters, asked))
 
     def move(self, x: Activation, to: Cuts) -> Activation:
-        """Sum what is partial, then exchange, gather and cut; what was gathered before is there."""
+        """Sum a partial array, then exchange, gather and cut it; earlier gathers are reused."""
         wanted = {axis for axes in to.values() for axis in axes}
         cuts = dict(x.cuts)
         for summed in x.partial:
@@ -168,7 +172,10 @@ class FlowRules:
         self.record("all-gather", gathered, x.letters, exchanged_to, x.what)
 
     def normed(self, name: str, residual: Cuts, gated: bool) -> Activation:
-        """The residual stream's norm, where the layout wants it; means of cut rows are sums."""
+        """Return the residual stream's norm where the layout wants it.
+
+        Means over cut rows are sums.
+        """
         over = residual.get("D", ())
         for mean in ("mean square",) if gated else ("mean", "mean square"):
             self.record("all-reduce", over, "T", residual, f"{mean} of {name}")
@@ -177,11 +184,11 @@ class FlowRules:
         )
 
     def used(self, path: str) -> Cuts:
-        """Cuts of a weight as it is multiplied."""
+        """Return the cuts of a weight as it is multiplied."""
         return self.cuts(letters_of(path), table_in_use(path, self.layout, self.axes))
 
     def gather_weight(self, path: str) -> Cuts:
-        """The same, and record what is gathered for that."""
+        """Return the cuts of a weight as it is multiplied, and record its gathering."""
         letters, used = letters_of(path), self.used(path)
         stored = self.cuts(letters, table_of(path, self.layout))
         gone = tuple(a for k, axes in stored.items() for a in axes if a not in used.get(k, ()))
@@ -189,7 +196,9 @@ class FlowRules:
         return used
 
     def product(self, x: Activation, path: str, out: str, what: str, to: Cuts | None) -> Activation:
-        """x by a weight; ``out`` are the result's letters, ``to`` its cuts where it has a name."""
+        """Multiply x by a weight; ``out`` has the result's letters, ``to`` its cuts if it has a
+        name.
+        """
         letters, used = letters_of(path), self.gather_weight(path)
         summed = [k for k in x.letters if k not in out]
         cuts = dict(x.cuts)
@@ -217,7 +226,7 @@ class FlowRules:
         for k in out:
             if k in letters:
                 place = used.get(k, ())
-                # Compilers cut a partial sum when it is a sum.
+                # Compilers cut a partial sum when they add it up.
                 wanted = () if sums else target.get(k, ())
                 found[k] = (*place, *(a for a in wanted if a not in (*place, *found["T"])))
         found = {k: axes for k, axes in found.items() if axes}
@@ -241,7 +250,7 @@ class FlowRules:
             inner *= self.sizes[k] / self.ways(tuple(cut))
         outer = self.local("".join(k for k in letters if k in out), found)
         experts = {*"EF"} <= {*letters}
-        # Each expert reads and writes the rows that it is sent; a router's columns read the same.
+        # Each expert reads and writes the rows that it receives; a router's columns read the same.
         once = f"{x.letters}E" if experts else x.letters
         writers = self.local("E", used) if experts and "E" in summed else 1.0
         shared = self.local("".join(k for k in letters if k in out and k in once), found)
@@ -260,10 +269,10 @@ class FlowRules:
 
 
 def letters_name(path: str) -> str:
-    """A parameter's own name."""
+    """Return a parameter's own name."""
     return path.rpartition(".")[2]
 
 
 def otherwise(cuts: Cuts | None, other: Cuts) -> Cuts:
-    """The cuts where a layout has some, else the others."""
+    """Return the cuts if a layout has any, otherwise the others."""
     return other if cuts is None else cuts

@@ -15,8 +15,9 @@ class Link:
 
     Attributes:
         gb_s: 10^9 bytes per second that a device sends in a ring.
-        each_s: seconds of each collective besides.
-        is_apart: it has wires of its own, as on a torus: collectives over several axes use all.
+        each_s: fixed seconds of each collective.
+        is_apart: whether it has separate wires, as on a torus, so that collectives over several
+            axes use all of them.
     """
 
     gb_s: float
@@ -25,17 +26,17 @@ class Link:
 
 
 def links_of(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
-    """The links of all axes, at the rates that collectives get of them within a domain."""
+    """Return the links of all axes, at the rates of collectives within a domain."""
     return _links(gpu, mesh, gpu.stated_collective if gpu.is_torus else gpu.collective)
 
 
 def stated_links(gpu: Gpu, mesh: Sizes) -> dict[str, Link]:
-    """Links of a mesh at the rates that a simulation's roofline uses."""
+    """Return the links of a mesh at the rates that a simulation's roofline uses."""
     return _links(gpu, mesh, gpu.stated_collective)
 
 
 def _links(gpu: Gpu, mesh: Sizes, within: tuple[float, float]) -> dict[str, Link]:
-    """Along axes that leave a domain, the slower of the link and a GPU's network."""
+    """Return links; axes that leave a domain have the slower of the link and a GPU's network."""
     gb_s, each_s = within
     slower = axes_between_domains(mesh, gpu.domain)
     return {
@@ -45,7 +46,9 @@ def _links(gpu: Gpu, mesh: Sizes, within: tuple[float, float]) -> dict[str, Link
 
 
 def axes_between_domains(mesh: Sizes, domain: int | None) -> list[str]:
-    """Axes along which some group of devices spans domains of ``domain`` devices each."""
+    """Return the axes along which some group of devices spans domains of ``domain``
+    devices each.
+    """
     found, inner, devices = [], 1, math.prod(mesh.values())
     for axis, size in reversed([*mesh.items()]):
         last = inner * (size - 1)
@@ -69,9 +72,10 @@ def described(links: Mapping[str, Link], gpu: Gpu, mesh: Sizes) -> str:
 
 
 def ring_seconds(each: Collective, links: Mapping[str, Link]) -> tuple[float, float]:
-    """Seconds per byte of a collective's array in a ring through all its axes, and besides.
+    """Return seconds per byte of a collective's array in a ring over all its axes, and fixed
+    seconds.
 
-    As slow as the slowest of their links, unless each has wires of its own.
+    The slowest of their links decides, unless each axis has separate wires.
     """
     used = [links[axis] for axis in each.axes]
     rates = [link.gb_s * 1e9 for link in used]

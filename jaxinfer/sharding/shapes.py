@@ -1,4 +1,4 @@
-"""A layer's parameters by their logical axes, and a model padded to what a layout cuts."""
+"""A layer's parameters by their logical axes, and models padded for a layout."""
 
 import math
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.layout_checks import check_rules, own_rules
 from jaxinfer.models.layouts import Layout, most_ways, table_of
 
-# Axis of the mesh -> its devices.
+# Number of devices of each axis of the mesh.
 Sizes = Mapping[str, int]
 
 
 def layer_parameters(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Matrices of the first layer, path -> shape, with the names that models give them."""
+    """Return the matrices of the first layer, path -> shape, with the models' names."""
     D, F, E = model.hidden_size, model.intermediate_size, model.num_experts
     N, K, H = model.num_attention_heads, model.num_key_value_heads, model.head_size
     attn, mlp = ("attn.", "mlp.") if model.gated else ("", "")
@@ -37,9 +37,9 @@ def layer_parameters(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_names(model: ModelShape) -> list[str]:
-    """Names of all parameters that a model of this shape with one layer may have.
+    """Return the names of all parameters that a model of this shape with one layer may have.
 
-    Norms, biases and scales of 8 bits are in all of them that some architecture has.
+    Each has those norms, biases and scales of 8 bits that some architecture has.
     """
     found = ["embed_VD", "norm.scale_D"] + ["head_VD"] * (not model.tie_word_embeddings)
     norms = ["attn_norm", "mlp_norm"]
@@ -58,7 +58,7 @@ def parameter_names(model: ModelShape) -> list[str]:
 
 
 def check_layout(layout: Layout, model: ModelShape) -> None:
-    """Check a layout's rules; of all layers, closed forms and modelled stages have the first.
+    """Check a layout's rules; closed forms and modelled stages use the first layer for all.
 
     Raises:
         JaxinferError: a rule cuts nothing, or layers differ.
@@ -77,10 +77,10 @@ def check_layout(layout: Layout, model: ModelShape) -> None:
 
 
 def padded(model: ModelShape, layout: Layout, mesh: Sizes) -> ModelShape:
-    """The model with heads and columns that divide by what they are cut into.
+    """Return the model with heads and columns that divide by their numbers of pieces.
 
-    Where there are fewer KV heads than pieces, several pieces have the same head; else added heads
-    and columns are zeros, which are multiplied and kept like others.
+    If there are fewer KV heads than pieces, several pieces have the same head. Otherwise added
+    heads and columns are zeros, which are multiplied and kept like others.
     """
     N, K = model.num_attention_heads, model.num_key_value_heads
     of_N, of_K = (most_ways(letter, layout, mesh) for letter in "NK")

@@ -1,1 +1,1 @@
-"""The modelled world: virtual time, GPU specs, links and cost models."""
+"""The simulated world: virtual time, GPU specs, links and cost models."""

@@ -1,6 +1,4 @@
-"""Instances with attention groups: where the KV heads of their stages may lie, what attention takes
-there, and what lies between.
-"""
+"""Models instances with attention groups: possible places of KV heads, their costs and links."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +19,19 @@ from jaxinfer.simulate.stage_path import StagePath
 
 @dataclass(frozen=True)
 class ModelledShard:
-    """A place where KV heads of a stage may lie.
+    """A device on which KV heads of a stage can lie.
 
     Attributes:
-        layers: number in the stage.
-        heads: KV heads that may lie here, a page of the pool being of one of them; 0 where the
-            stage has no other shard, and its heads lie together.
+        layers: number of layers in the stage.
+        heads: number of KV heads that can lie here, if each page of the pool holds one head; 0 if
+            the stage has no other shard, so that its heads lie together.
         is_own: whether it is the stage's own group, where all heads lie by default.
-        num_pages: pages of the group as if all heads lay there, the padding page included.
-        fit, dense: see ``Shard``.
-        cost: cost of its attention, where that is modelled.
-        devices: number of the group's devices, each a shard with an equal pool; ``device``: number
-            of this one.
+        num_pages: number of pages of the group if all heads lay there, including the padding page.
+        fit: see ``Shard``.
+        dense: see ``Shard``.
+        cost: cost of its attention, if modelled.
+        devices: number of the group's devices; each is a shard with an equal pool.
+        device: number of this device.
     """
 
     stage: int
@@ -49,11 +48,11 @@ class ModelledShard:
 
     @property
     def num_head_pages(self) -> int:
-        """Pages of the pool, the padding page included."""
+        """Number of pages of the pool, including the padding page."""
         return head_pages(self.group, self.num_pages, max(self.heads, 1), self.devices)
 
     def new(self, page_size: int, pool: type[PagePool] = CountedPages) -> Shard:
-        """The scheduling side, empty."""
+        """Return the empty pool that the scheduler uses."""
         first = self.stage * self.heads
         slices = tuple(range(first, first + max(self.heads, 1))) if self.is_own else ()
         pages = pool(self.num_head_pages, page_size)
@@ -77,7 +76,7 @@ def spread_stage(place: SiteStage, first: int) -> ModelledSpreadStage:
         there = replace(part, gpu=each.group.gpu, devices=1)
         (cost,) = ModelledSpreadStage.of(there, each.costs).shards
         path, devices = each.path, each.group.devices
-        # All of them exchange at once, over what the group has.
+        # All of them exchange at once, over the group's links.
         per_query = devices * exchanged / path.rate
         cost = replace(cost, per_query=per_query, round_trip=2 * path.latency_s)
         stage.shards += (cost,) * devices
@@ -90,7 +89,7 @@ def spread_shards(
     pages: Sequence[int],
     stages: Sequence[StageCost],
 ) -> tuple[ModelledShard, ...]:
-    """Return the shards of each stage: on its own group, then each device of attention groups.
+    """Return the shards of each stage: its own group first, then each attention device.
 
     Args:
         pages: numbers of pages on the stages' own groups.
@@ -113,7 +112,8 @@ def spread_shards(
                 if is_own and halves and isinstance(stage, ModelledSpreadStage)
                 else None
             )
-            # As profiled: a stage that has no other shard takes no time that its placement decides.
+            # As in a profile: a stage without another shard has no time that its placement could
+            # change.
             fit = cost.fit if cost else AttentionFit(0.0, 0.0, 0.0)
             found.append(
                 ModelledShard(
@@ -140,10 +140,10 @@ def slice_lanes(
     token_bytes: int,
     paths: Mapping[tuple[str, str], NetworkPath],
 ) -> dict[tuple[int, int], StagePath]:
-    """Return the lane between each two shards of a stage, for one token and one KV head.
+    """Return the lane between any two shards of a stage, for one token and one KV head.
 
     Args:
-        token_bytes: bytes of the KV of one layer of one token, all heads.
+        token_bytes: bytes of one token's KV in one layer, all heads.
     """
     found = {}
     for (i, source), (j, dest) in permutations(enumerate(shards), 2):

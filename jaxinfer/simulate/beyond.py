@@ -1,4 +1,4 @@
-"""How far the steps of a run go beyond the points at which their times were measured."""
+"""Finds steps that exceed the range in which step times were measured."""
 
 from collections.abc import Mapping
 
@@ -6,15 +6,15 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.cluster import ModelledInstance
 
-# What a step has, by the names by which a stage's ``measured`` says how far its points go.
+# The sizes of a step, by the names in a stage's ``measured``, which has the measured ranges.
 _NAMES = ("tokens", "prompt tokens", "decodes", "entries per decode")
 
 
 class BeyondMeasured:
-    """Sees all steps of a run.
+    """Tracks the largest steps of a run.
 
     Args:
-        instances: instances by name; instances whose costs are formulas do not count.
+        instances: instances by name; those whose costs are formulas are ignored.
     """
 
     def __init__(self, instances: Mapping[str, ModelledInstance]) -> None:
@@ -22,7 +22,7 @@ class BeyondMeasured:
         self._most: dict[str, tuple[float, ...]] = dict.fromkeys(self._measured, (0.0,) * 4)
 
     def add_step(self, done: StepDone) -> None:
-        """See a step that has ended."""
+        """Record a step that has ended."""
         name = done.batch.instance
         if name in self._most:
             self._most[name] = tuple(map(max, self._most[name], _held(done.batch.work)))

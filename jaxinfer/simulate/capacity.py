@@ -1,4 +1,4 @@
-"""The largest rate of requests at which a modelled cluster keeps its targets."""
+"""Finds the largest request rate at which a modelled cluster meets its targets."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,30 +17,31 @@ from jaxinfer.simulate.targets import Targets, Verdict
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 
-# The least rate that is tried, in requests per second, and one that no cluster comes near.
+# The smallest rate that is tried, in requests per second, and a rate that no cluster can reach.
 _LEAST, _MOST = 2.0**-10, 1e5
-# One at which all requests come at once, as far as any step can tell.
+# A rate at which, for every step, all requests arrive at once.
 AT_ONCE = 1e15
-# So many times the capacity, the targets should be missed.
+# At this multiple of the capacity, the targets should be missed.
 _ABOVE = (1.1, 1.5, 2.0)
-# Requests that tell, alone, whether the search is worth its time.
+# Number of requests of a first simulation, which shows whether the search is worthwhile.
 _SAMPLE = 100
-# The fewest requests that tell a rate: so many times those that are in the cluster at a time, and
-# so many of all seeds. Fewer end before a backlog shows, or arrive at a rate of their own.
+# The smallest number of requests that can decide a rate: this multiple of the requests in the
+# cluster at a time, and this number over all seeds. Fewer requests end before a backlog shows, or
+# happen to arrive at another rate.
 _TURNOVERS, _FEWEST = 20, 100
 
 
 @dataclass(frozen=True)
 class TriedRate:
-    """The result of trying a rate of requests.
+    """The result of trying a request rate.
 
     Attributes:
-        rate: requests per second, Poisson.
-        gpus: GPUs of the cluster.
-        goodput: requests that count as good (see ``Verdict``), by the seconds until the last one's
-            end; None of a run that was stopped since its targets could no longer be met.
-        enough: about how many requests would tell, where those of each run were too few
-            (see ``enough_requests``); None where they were not.
+        rate: requests per second, Poisson arrivals.
+        gpus: number of GPUs in the cluster.
+        goodput: good requests (see ``Verdict``) divided by the seconds until the last request ends;
+            None if the run was stopped because its targets could no longer be met.
+        enough: approximate number of requests needed, if each run had too few (see
+            ``enough_requests``); otherwise None.
     """
 
     rate: float
@@ -51,12 +52,12 @@ class TriedRate:
 
     @property
     def goodput_per_gpu(self) -> float | None:
-        """The goodput's share of each GPU."""
+        """Goodput divided by the number of GPUs."""
         return None if self.goodput is None else self.goodput / self.gpus
 
 
 class RateMap(Protocol):
-    """``map``, or a pool's, which may call ahead of what is asked for."""
+    """``map``, or a process pool's version of it, which may run calls ahead."""
 
     def __call__(
         self, call: Callable[[float], TriedRate], rates: Iterable[float], /
@@ -65,10 +66,10 @@ class RateMap(Protocol):
 
 
 class AnyRateError(JaxinferError):
-    """The targets hold at any rate: the requests are too few to tell.
+    """The targets are met at any rate, because there are too few requests.
 
     Attributes:
-        enough: how many would tell, where that is known.
+        enough: number of requests needed, if known.
     """
 
     def __init__(self, count: int, enough: int | None) -> None:
@@ -80,25 +81,25 @@ class AnyRateError(JaxinferError):
 
 
 def enough_requests(in_cluster: float, runs: int = 1) -> int:
-    """The fewest requests of a run that tell whether a rate lasts.
+    """Return the smallest number of requests per run that shows whether a rate can be sustained.
 
-    Requests that arrive faster than they are served keep a limit until the backlog is as long as
-    it: over a span S, a limit W holds up to a rate that is too high by W / S. The requests in the
-    cluster are then half as many, on average, as arrive in W: 20 times as many make S nine times W
-    or more. Where nothing is behind, they are replaced 20 times, so that neither the first, who
-    find it empty, nor the last count for much. The arrivals' own rate is off by one part in the
-    root of their number: a tenth, of 100.
+    If requests arrive faster than they are served, a limit is kept until the backlog reaches it:
+    over a span S, a limit W holds up to a rate that is too high by W / S. On average, half as many
+    requests are then in the cluster as arrive during W, so 20 times as many make S at least nine
+    times W. Without a backlog, the requests in the cluster are replaced 20 times, so that neither
+    the first, which find it empty, nor the last matter much. The rate of the arrivals themselves
+    varies by one part in the square root of their number: 10 % with 100 requests.
 
     Args:
-        in_cluster: requests that are there at a time, on average; by Little's law the sum of their
-            seconds from arrival to end by those of the run.
-        runs: with seeds of their own, which count as one.
+        in_cluster: average number of requests in the cluster; by Little's law, the sum of their
+            latencies in seconds divided by the length of the run.
+        runs: number of runs with different seeds, which count as one.
     """
     return math.ceil(max(_TURNOVERS * in_cluster, _FEWEST / runs))
 
 
 def too_few(rate: float, enough: int) -> str:
-    """The warning that a rate is of too few requests, with the number that would do."""
+    """Return a warning that a rate rests on too few requests, with the number needed."""
     return (
         f"warning: too few requests to show whether the cluster can sustain {rate:.3g} requests/s: "
         f"the rate may be far too high; use {enough} requests or more"
@@ -110,17 +111,17 @@ class _HopelessError(Exception):
 
 
 def num_gpus(config: RunFile) -> int:
-    """Count the GPUs of the whole cluster."""
+    """Return the number of GPUs in the cluster."""
     return sum(group.devices for group in config.cluster().groups.values())
 
 
 def requests_for(
     gpus: int, work: Sequence[BenchRequest], requests_per_gpu: int
 ) -> Sequence[BenchRequest]:
-    """Return the first requests, a fixed number for each GPU.
+    """Return the first requests, a fixed number per GPU.
 
     Raises:
-        JaxinferError: there are fewer.
+        JaxinferError: there are too few requests.
     """
     needed = requests_per_gpu * gpus
     if len(work) < needed:
@@ -138,7 +139,7 @@ def load(
     seeds: Sequence[int],
     rate: float,
 ) -> TriedRate:
-    """Simulate one rate, once with each seed; all requests count as those of one run."""
+    """Simulate one rate, once with each seed; the requests of all runs count as one run."""
     watch = targets.watch(work, len(seeds))
     prepared = prepare(config)
     in_cluster_s = 0.0
@@ -170,17 +171,17 @@ def load(
 
 
 class Ladder:
-    """The rates that are tried: powers of two, and equal steps between them.
+    """The rates to try: powers of two, divided into equal steps.
 
-    One ladder for all searches: if a cluster that meets its targets at a rate meets them at all
-    lower ones, what is found depends neither on how many rates are tried at a time nor on where the
-    search begins.
+    All searches use the same rates. If a cluster that meets its targets at a rate also meets them
+    at all lower ones, the result depends neither on how many rates are tried at a time nor on where
+    the search begins.
 
     Args:
-        precision: each rate is above the one below by this share, or less.
+        precision: largest relative distance between two neighbouring rates.
 
     Attributes:
-        double: steps to twice the rate.
+        double: number of steps that double the rate.
     """
 
     def __init__(self, precision: float) -> None:
@@ -191,11 +192,11 @@ class Ladder:
         return float(2 ** (step / self.double))
 
     def step(self, rate: float) -> int:
-        """The nearest to a rate."""
+        """Return the step nearest to a rate."""
         return round(math.log2(rate) * self.double)
 
     def above(self, rate: float) -> int:
-        """The lowest step above a rate."""
+        """Return the lowest step above a rate."""
         nearest = self.step(rate)
         return nearest if self.rate(nearest) > rate else nearest + 1
 
@@ -213,33 +214,33 @@ def capacity(
     start: float | None = None,
     met_alone: Callable[[], bool] | None = None,
 ) -> TriedRate:
-    """The largest rate at which the targets are met; of rate 0 where none is.
+    """Find the largest rate at which the targets are met; rate 0 if there is none.
 
-    What a rate comes to is looked at no further than the first of several that misses them. Where
-    the targets are met at a rate and missed at a lower one, which of such rates is found depends on
-    ``at_once``, ``met`` and ``start``.
+    If several rates are tried at once, those above the first miss are ignored. If the targets are
+    met at a rate but missed at a lower one, the result depends on ``at_once``, ``met`` and
+    ``start``.
 
     Args:
-        work: lengths; their times of arrival do not count.
+        work: lengths of the requests; their arrival times are ignored.
         seeds: seeds of the arrivals.
-        precision: share by which the rate may be too low: rates are those of its ``Ladder``.
+        precision: largest relative error by which the rate may be too low; see ``Ladder``.
         on_load: called with each rate that was simulated.
-        map_rates: runs several rates, as a pool of processes would; ``at_once`` is how many it
-            takes. With one, the search is by bisection.
-        met: a rate of the ladder that keeps the targets, from which the search goes on.
-        start: a rate to begin with, from which it goes up or down in steps that grow; by default
-            from low rates up, which take the longest.
-        met_alone: whether ``alone`` meets the targets, where that is found elsewhere.
+        map_rates: runs several rates, for example in a pool of processes.
+        at_once: number of rates that ``map_rates`` runs at a time; with 1, the search bisects.
+        met: a rate of the ladder that meets the targets, from which the search continues.
+        start: first rate to try, from which the search goes up or down in growing steps; by default
+            it starts at low rates, which take the longest.
+        met_alone: whether ``alone`` meets the targets, if already known.
 
     Raises:
-        AnyRateError: the targets hold at any rate.
-        JaxinferError: the cluster cannot be what the run file says.
+        AnyRateError: the targets are met at any rate.
+        JaxinferError: the run file does not describe a valid cluster.
     """
     config.workload.arrivals.check_open()
     try_rate = partial(load, config, work, targets, seeds)
     ladder = Ladder(precision)
     least, double = ladder.step(_LEAST), ladder.double
-    # Steps that keep the targets, and miss them, and what the former have come to.
+    # The highest step that keeps the targets, the lowest that misses them, and their results.
     low, high = ladder.step(met.rate) if met else None, None
     best, worst = met, met
 
@@ -270,7 +271,7 @@ def capacity(
             steps = [first + double * i for i in range(max(at_once, 2))]
         rise(steps)
         if high is None and best and (best.rate > _MOST or (best.enough and not tried_at_once)):
-            tried_at_once = True  # Of few requests, an overload may never show.
+            tried_at_once = True  # With few requests, an overload may never show.
             if next(iter(map_rates(try_rate, [AT_ONCE]))).verdict.met:
                 raise AnyRateError(len(work), best.enough)
     while high - (bottom := least if low is None else low) > 1:
@@ -291,13 +292,13 @@ def met_above(
     precision: float = 0.02,
     map_rates: RateMap = map,
 ) -> TriedRate | None:
-    """A rate well above the capacity at which the targets are met again, the lowest of some tried.
+    """Return the lowest of some rates well above the capacity that meets the targets again.
 
-    Where there is one, attainment does not fall with the rate, and what is found depends on where a
-    search looks. Rates that miss the targets end early, so that this takes little.
+    If there is one, attainment does not simply fall with the rate, and the result depends on where
+    a search looks. Rates that miss the targets end early, so this check is cheap.
 
     Args:
-        best: what ``capacity`` has found with the same arguments.
+        best: the result of ``capacity`` for the same arguments.
     """
     ladder = Ladder(precision)
     steps = {max(ladder.step(best.rate * more), ladder.above(best.rate) + 1) for more in _ABOVE}
@@ -306,7 +307,7 @@ def met_above(
 
 
 def alone(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> Verdict:
-    """The figures of a sample of the requests, evenly spread, served one at a time."""
+    """Return the verdict on an evenly spread sample of the requests, served one at a time."""
     sample = work[:: max(len(work) // _SAMPLE, 1)]
     watch = targets.watch(sample)
     serve_alone(config, sample, watch.add)

@@ -1,4 +1,4 @@
-"""A modelled cluster: instances, their costs and pools, and links."""
+"""A modelled cluster: instances, their costs and pools, and the links between them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,17 +49,20 @@ class ModelledInstance:
     """An instance of a modelled cluster.
 
     Attributes:
-        layers: of each stage; ``groups``: what it stands on; ``num_pages``: its pool there, the
-            padding page included.
-        token_bytes: bytes of the KV of one token in one layer.
-        segments: pieces that each stage is computed in.
-        devices: of each stage, a number for what it runs on; those with one take turns.
-        tables: of each stage, what its tables had, where it has any.
-        shards: where KV heads of the stages may lie, if some have attention groups.
+        groups: name of each stage's device group.
+        layers: number of layers of each stage.
+        num_pages: number of pages of each stage's pool, including the padding page.
+        token_bytes: bytes of one token's KV in one layer.
+        segments: number of pieces in which each stage is computed.
+        devices: for each stage, a number that identifies its devices; stages with the same number
+            take turns.
+        tables: for each stage, the contents of its tables, if it has any.
+        shards: possible places of KV heads, if some stages have attention groups.
         asks_spans: whether step times depend on the spread of a step's contexts.
-        experts: times of experts that it shares with others, which ``cost`` has none of.
-        measured: the most of what a step holds at which its time was measured, by name (see
-            ``beyond.py``); empty where times are by formulas.
+        experts: times of experts that it shares with other instances; ``cost`` does not include
+            them.
+        measured: the largest measured value of each quantity of a step, by name (see
+            ``beyond.py``); empty if times come from formulas.
     """
 
     config: InstanceConfig
@@ -78,7 +81,7 @@ class ModelledInstance:
 
     @property
     def num_tokens(self) -> int:
-        """KV entries that fit at once, wherever the KV heads lie."""
+        """Number of KV entries that fit at once, wherever the KV heads lie."""
         pages = [count - 1 for count in self.num_pages]
         for stage in range(len(pages)) if self.shards else ():
             here = [shard for shard in self.shards if shard.stage == stage]
@@ -87,17 +90,17 @@ class ModelledInstance:
 
     @property
     def pool_pages(self) -> int:
-        """Pages of all pools together, without padding pages."""
+        """Number of pages of all pools, without padding pages."""
         counts = [shard.num_head_pages for shard in self.shards] or self.num_pages
         return sum(counts) - len(counts)
 
     @property
     def visits(self) -> Sequence[Sequence[Visit]]:
-        """The visits of each stage to devices that work for several stages."""
+        """For each stage, its visits to devices that work for several stages."""
         return shared_visits(self.shards, len(self.layers))
 
     def describe_stages(self) -> list[dict[str, object]]:
-        """Describe what stands where, as JSON values."""
+        """Describe the placement of stages, as JSON values."""
         stages: list[dict[str, object]] = []
         both = zip(self.groups, self.layers, self.num_pages, strict=True)
         for number, (group, layers, pages) in enumerate(both):
@@ -120,11 +123,11 @@ class ModelledInstance:
         num_output: Callable[[RequestState], int],
         numbers_pages: bool = False,
     ) -> Instance:
-        """The scheduling side, with empty pools; without tokens, a prefix cache has no use.
+        """Return the scheduler's instance with empty pools. The prefix cache needs known tokens.
 
         Args:
-            num_output: output tokens that end a request.
-            numbers_pages: whether pages need numbers, as the system or a ledger reads them.
+            num_output: returns the number of output tokens that end a request.
+            numbers_pages: whether pages need numbers, because the system or a ledger reads them.
         """
         size = self.config.page_size
         caching = self.config.enable_prefix_caching and has_tokens
@@ -143,21 +146,21 @@ class ModelledInstance:
         return instance
 
     def _is_shorter(self, whole: Work, halves: Sequence[Work]) -> bool:
-        """Return whether a step takes less time as halves."""
+        """Return whether a step is faster as two halves."""
         as_halves = self.cost.stages(replace(whole, halves=halves))
         return sum(as_halves) < sum(self.cost.stages(whole))
 
 
 @dataclass(frozen=True)
 class ModelledCluster:
-    """Instances by name, and what lies between them.
+    """Instances by name, and the links between them.
 
     Attributes:
-        resolved: the run file that it is of; None where each step is given, and none is modelled.
+        resolved: resolved run file; None if all step times are given, so that nothing is modelled.
         site: modelled site of the cluster; None for a replay, whose times do not come from a model.
-        fits: by instance, what the system may predict steps with; empty where it does not.
-        slice_lanes: by instance that has attention groups, from shard to shard.
-        joint: times of instances that share experts, if some do.
+        fits: step times that the system may use for predictions, by instance; may be empty.
+        slice_lanes: lanes from shard to shard, by instance with attention groups.
+        joint: times of instances that share experts, if any do.
     """
 
     instances: Mapping[str, ModelledInstance]
@@ -171,11 +174,11 @@ class ModelledCluster:
 
     @property
     def efficiency(self) -> Efficiency:
-        """The efficiency that figures go by; an empty one where the model is not known."""
+        """Efficiency used in figures; empty if the model is not known."""
         return modelled_efficiency(self.site) if self.site else Efficiency()
 
     def describe(self) -> dict[str, object]:
-        """Describe what stands where, as JSON values."""
+        """Describe the placement of instances, as JSON values."""
         return {
             name: {
                 "engine": modelled.config.model_dump(exclude={"group", "stages"}),
@@ -189,7 +192,7 @@ def model_cluster(site: ModelledSite) -> ModelledCluster:
     """Give a site's stages their costs and pools, and its paths their links.
 
     Raises:
-        JaxinferError: the model does not fit, or costs have nothing for a stage.
+        JaxinferError: the model does not fit, or the costs do not cover a stage.
     """
     instances = {}
     options = with_shares(site)
@@ -231,7 +234,7 @@ def fit_instance(modelled: ModelledInstance, relative: bool) -> StepFit:
 
 
 def _joint_steps(members: Mapping[str, ModelledInstance]) -> JointSteps:
-    """Put together what instances that share experts have in common."""
+    """Return the joint steps of instances that share experts."""
     experts = [each.experts for each in members.values() if each.experts]
     if len(experts) < len(members):
         raise JaxinferError("simulate.shared_experts needs tables with times of experts")
@@ -290,7 +293,7 @@ def lanes_between(
     dest: ModelledInstance,
     paths: Mapping[tuple[str, str], NetworkPath],
 ) -> list[StagePath]:
-    """Lanes, one for each stage of the source and of the destination that have layers in common."""
+    """Return lanes between all pairs of source and destination stages that share layers."""
     lanes = []
     token_bytes = min(source.token_bytes, dest.token_bytes)
     for i, j, shared in shared_layers(tuple(source.layers), tuple(dest.layers)):
@@ -300,7 +303,10 @@ def lanes_between(
 
 
 def modelled_efficiency(site: ModelledSite) -> Efficiency:
-    """Prices, and watts of whole nodes, are those of a hardware file; no MFU with windows."""
+    """Return the efficiency figures.
+
+    Prices and watts come from a hardware file. No MFU with windows.
+    """
     groups, placement = site.groups.values(), site.placement
     return Efficiency(
         model=None if site.model.windowed_layers else model_flops(site.model),

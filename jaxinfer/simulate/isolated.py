@@ -1,4 +1,4 @@
-"""Requests that have a modelled cluster to themselves."""
+"""Serves requests one at a time, each on an empty modelled cluster."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,13 +11,13 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 def serve_alone(config: RunFile, work: Iterable[BenchRequest], on_request: OnRequest) -> None:
-    """Serve each request on an empty cluster of its own, all of them equal.
+    """Serve each request on its own empty copy of the cluster.
 
     Args:
-        on_request: called with each request that has ended, and when its tokens were there.
+        on_request: called with each request that has ended, and the times of its tokens.
 
     Raises:
-        JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
+        JaxinferError: the run file does not describe a valid cluster, or a request can never fit.
     """
     cluster = prepare(config)
     for item in work:
@@ -25,12 +25,12 @@ def serve_alone(config: RunFile, work: Iterable[BenchRequest], on_request: OnReq
 
 
 def reference_latencies(config: RunFile, work: Sequence[BenchRequest]) -> Reference:
-    """Return each request's latencies alone on a reference machine: lengths decide, not tokens.
+    """Return each request's latencies alone on a reference machine.
 
-    Each pair of lengths is simulated once.
+    Latencies depend only on lengths; each pair of lengths is simulated once.
 
     Raises:
-        JaxinferError: the machine cannot be what its run file says, or a request does not fit.
+        JaxinferError: the run file does not describe a valid machine, or a request does not fit.
     """
     seconds: dict[tuple[int, int], dict[str, float]] = {}
 

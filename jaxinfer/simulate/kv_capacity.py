@@ -1,4 +1,4 @@
-"""Pages of KV that the memory of modelled groups holds."""
+"""Computes how many pages of KV fit into the memory of modelled groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Gpu
 from jaxinfer.simulate.costs.model import ITEMSIZE
 
-# Entries of 8 bits have a float32 for each page and head, of keys and of values.
+# Entries of 8 bits have a float32 scale for each page and head, for keys and for values.
 _SCALES = 2 * 4
 
 
 def count_pages(
     instance: InstanceConfig, reserve_gb: float | None, part: StagePart, group: str
 ) -> int:
-    """Pages of a stage's pool, the padding page included.
+    """Return the number of pages of a stage's pool, including the padding page.
 
     Raises:
-        JaxinferError: the GPU's memory holds fewer than are asked for, or than two.
+        JaxinferError: the GPU's memory holds fewer pages than requested, or fewer than two.
     """
     gpu, weights = part.gpu, part.weight_bytes
     each = page_bytes(instance, part) / part.kv_ways
@@ -40,7 +40,7 @@ def count_pages(
 
 
 def reserved_bytes(instance: InstanceConfig, reserve_gb: float | None, part: StagePart) -> float:
-    """Return the bytes of a GPU that are neither for weights nor for KV."""
+    """Return the bytes of a GPU that are for neither weights nor KV."""
     if reserve_gb is not None:
         return reserve_gb * 1e9
     model = part.model
@@ -53,16 +53,16 @@ def reserved_bytes(instance: InstanceConfig, reserve_gb: float | None, part: Sta
 
 
 def page_bytes(instance: InstanceConfig, part: StagePart) -> int:
-    """Return the bytes of a page, of all KV heads and layers of a stage."""
+    """Return the bytes of a page, for all KV heads and layers of a stage."""
     model = part.model
     scales = _SCALES * part.layers * model.num_key_value_heads if part.kv_size == 1 else 0
     return model.kv_bytes(part.layers, part.kv_size) * instance.page_size + scales
 
 
 def _memory(instance: InstanceConfig, gpu: Gpu, is_given: bool) -> float:
-    """Bytes of one GPU for weights, KV and all else.
+    """Return the bytes of one GPU that can be used.
 
-    The fraction is for a pool that takes what there is; one that is given may take all.
+    The memory fraction limits a pool that takes all free memory; a pool of given size may use all.
     """
     return gpu.memory_gb * 1e9 * (1.0 if is_given else instance.memory_fraction or GPU_SHARE)
 
@@ -72,8 +72,8 @@ class AttentionGroup:
     """A device group that has KV heads of some stages, and no weights.
 
     Attributes:
-        group: whose devices share them evenly.
-        given: stage -> pages, or None for those that its memory has room for.
+        group: group whose devices share the heads evenly.
+        given: stage -> number of pages; None for stages that share the remaining memory.
         reserve_gb: reserved GB of each GPU.
     """
 
@@ -88,18 +88,18 @@ def count_attention_pages(
     own: Sequence[int],
     groups: Sequence[AttentionGroup],
 ) -> dict[tuple[int, str], int]:
-    """Pages of the pools of attention groups, by stage and group, as if all KV heads lay there.
+    """Return the pages of attention groups, by stage and group, as if all KV heads lay there.
 
-    A request needs room in all stages. So a group's memory, as far as it is not given away, goes to
-    the stages that have the fewest pages with their own group and the groups before, until they
-    have equally many; each stage that it serves has one page at least. Beside KV there is room for
-    the queries, keys, values and outputs of one layer of the largest step.
+    A request needs room in all stages. The memory of a group that is not given to certain stages
+    therefore goes to the stages with the fewest pages so far, counting their own group and earlier
+    ones, until they have equally many. Each stage gets at least one page. A group also needs memory
+    for the queries, keys, values and outputs of one layer of the largest step.
 
     Args:
-        own: pages of the stages' own groups.
+        own: numbers of pages of the stages' own groups.
 
     Raises:
-        JaxinferError: a group's memory holds fewer than are given, or than one for each stage.
+        JaxinferError: the memory of a group does not hold the given pages, or one per stage.
     """
     bytes_of = [page_bytes(instance, part) for part in parts]
     counted = list(own)
@@ -109,7 +109,7 @@ def count_attention_pages(
     found: dict[tuple[int, str], int] = {}
     for asked in groups:
         group, room = asked.group, _room(instance, parts, asked)
-        # The pools' padding pages are of one head, and one on each device.
+        # The pools' padding pages have one head, and there is one on each device.
         room -= sum(
             group.devices * bytes_of[n] / parts[n].model.num_key_value_heads for n in asked.given
         )
@@ -134,7 +134,7 @@ def count_attention_pages(
 
 
 def _room(instance: InstanceConfig, parts: Sequence[StagePart], asked: AttentionGroup) -> float:
-    """Bytes for KV, on all devices of the group."""
+    """Return the bytes for KV on all devices of the group."""
     group = asked.group
     memory = _memory(instance, group.gpu, None not in asked.given.values())
     if asked.reserve_gb is not None:
@@ -146,10 +146,11 @@ def _room(instance: InstanceConfig, parts: Sequence[StagePart], asked: Attention
 
 
 def level(counts: Sequence[int], each: Sequence[float], room: float) -> list[int] | None:
-    """Return how many more of each there are to be, so that the fewest are as many as possible.
+    """Return how many items to add to each count, so that the smallest is as large as possible.
 
     Args:
-        counts: numbers that are there; ``each``: how much of the ``room`` one more takes.
+        counts: present numbers.
+        each: how much of the ``room`` one more item takes.
 
     Returns:
         At least one more of each; None without room for that.

@@ -1,4 +1,4 @@
-"""Memory of modelled devices on which several stages stand, of groups that share them."""
+"""Memory of modelled devices that several stages share."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,12 +8,12 @@ from jaxinfer.config.site import ModelledSite, SiteStage
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.kv_capacity import page_bytes, reserved_bytes
 
-# The group that has a device, and its number there.
+# The group of a device, and the device's number in it.
 Device = tuple[str, int]
 
 
 def _standing(site: ModelledSite) -> Iterator[tuple[str, int, SiteStage, Device]]:
-    """Yield each instance's stages, by number, with each device of theirs."""
+    """Yield each stage of each instance, with its number and each of its devices."""
     used: Counter[str] = Counter()
     for name, stages in site.stages.items():
         for number, stage in enumerate(stages):
@@ -24,7 +24,7 @@ def _standing(site: ModelledSite) -> Iterator[tuple[str, int, SiteStage, Device]
 
 
 def with_shares(site: ModelledSite) -> dict[str, InstanceConfig]:
-    """Instances' options, with even parts of the memory where devices are shared and none says."""
+    """Return the instances' options; shared devices without a setting get equal parts of memory."""
     users = Counter(device for *_, device in _standing(site))
     most: dict[str, int] = defaultdict(int)
     for name, _, _, device in _standing(site):
@@ -33,12 +33,12 @@ def with_shares(site: ModelledSite) -> dict[str, InstanceConfig]:
 
 
 def check_together(site: ModelledSite, pages: Mapping[str, Sequence[int]]) -> None:
-    """Refuse stages that each have room on a device alone, but not together.
+    """Refuse stages that each fit on a shared device alone, but not together.
 
-    Each has its own weights here, though in one process they are there once.
+    Each stage counts its own weights here; within one process they would be loaded only once.
 
     Args:
-        pages: pages of each instance's stages.
+        pages: numbers of pages of each instance's stages.
     """
     standing: dict[Device, dict[str, float]] = defaultdict(dict)
     memory: dict[Device, float] = {}

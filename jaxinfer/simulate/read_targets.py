@@ -1,4 +1,4 @@
-"""Targets as users write them: ``ttft=1,tpot=0.1``, ``ttft:p90=2``, or a file of slowdowns."""
+"""Reads targets from user input: ``ttft=1,tpot=0.1``, ``ttft:p90=2``, or a file of slowdowns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,12 +21,12 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 class Slowdowns(Options):
-    """A file of targets in multiples of what each request takes alone on a reference machine.
+    """A file of targets, as multiples of each request's latency alone on a reference machine.
 
     Attributes:
-        reference: that machine's run file, its path as seen from the working directory.
-        percentiles: metric -> percentile -> multiple; all are to hold.
-        scale: in place of ``percentiles``, metric -> multiple, which a share of the requests is to
+        reference: Run file of that machine, relative to the working directory.
+        percentiles: Metric -> percentile -> multiple; all must hold.
+        scale: Instead of ``percentiles``: metric -> multiple that a share of the requests must
             keep.
     """
 
@@ -35,7 +35,7 @@ class Slowdowns(Options):
     scale: Named[float] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse both, and neither."""
+        """Refuse a file with both or neither of ``percentiles`` and ``scale``."""
         if bool(self.percentiles) == bool(self.scale):
             raise JaxinferError("give either percentiles or scale")
 
@@ -46,13 +46,15 @@ def read_targets(
     attainment: float | None = None,
     criterion: Criterion | None = None,
 ) -> Targets:
-    """Read targets from the text that a user gives.
+    """Read targets from user input.
 
     Args:
-        text: limits of each request, ``ttft=1,tpot=0.1``, or of percentiles, ``ttft:p90=2``, in
-            seconds; or the path of a YAML file (see ``Slowdowns``), whose reference is simulated.
-        work: the requests to be served.
-        attainment, criterion: see ``RequestTargets``.
+        text: limits in seconds per request (``ttft=1,tpot=0.1``) or per percentile
+            (``ttft:p90=2``), or the path of a YAML file (see ``Slowdowns``), whose reference is
+            simulated.
+        work: the requests to serve.
+        attainment: see ``RequestTargets``.
+        criterion: see ``RequestTargets``.
 
     Raises:
         JaxinferError: a target is unknown, is given twice, or is not a number above 0; limits of
@@ -105,7 +107,7 @@ def _read_file(
     criterion: Criterion | None,
 ) -> Targets:
     options = Slowdowns.model_validate(read_yaml(path))
-    # Checked before the reference takes its time.
+    # Checked first, because the reference takes time.
     nobody = Reference({})
     targets: RequestTargets | PercentileTargets
     try:

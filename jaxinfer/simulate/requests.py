@@ -1,4 +1,4 @@
-"""The requests of a modelled run: how long they turn out to be, and what they show of it."""
+"""The requests of a modelled run: their true lengths, and what the system may know of them."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ class ModelledRequests:
     """Requests of given lengths.
 
     Args:
-        options: their ``max_tokens`` is the limit that all requests show in place of their length.
-        instances: each has to be able to take each request.
-        longest: tokens of a request at most, where an instance's own limit is not less.
+        options: if it has ``max_tokens``, all requests show this limit instead of their length.
+        instances: instances; each must be able to serve each request.
+        longest: largest number of tokens of a request, if no instance's own limit is lower.
 
     Attributes:
         has_tokens: whether the tokens of some prompt are known.
@@ -49,12 +49,12 @@ class ModelledRequests:
 
     @property
     def num_output(self) -> Callable[[RequestView], int]:
-        """Function that counts the output tokens that end a request."""
+        """Function that returns the number of output tokens that end a request."""
         return self._true_length if self._limit else attrgetter("max_tokens")
 
     @property
     def check_stop(self) -> Callable[[RequestState, int], Stop | None] | None:
-        """The check that ends requests besides their limits; None where nothing does."""
+        """Check that ends requests before their limits; None if there is none."""
         return self._stop_at_length if self._limit else None
 
     @cached_property
@@ -67,14 +67,14 @@ class ModelledRequests:
         return modelled_predictor(self._predictor, self.num_output)
 
     def by_arrival(self) -> Iterator[RequestState]:
-        """Requests that wait for no other's end, one by one, so that the ended are forgotten."""
+        """Yield requests that do not wait for another's end, one by one, to save memory."""
         work = self._work
         for number in sorted(range(len(work)), key=lambda number: work[number].arrival):
             if not work[number].after_ends and work[number].follows is None:
                 yield self.state(number, work[number].arrival)
 
     def by_ends(self) -> Releases[int]:
-        """The others, by number."""
+        """Return the other requests, by number."""
         found: Releases[int] = Releases()
         for number, item in enumerate(self._work):
             if item.follows is not None:
@@ -84,14 +84,14 @@ class ModelledRequests:
         return found
 
     def after_an_end(self, number: int, ended: RequestState, now: float) -> RequestState:
-        """A waiting request, at the end of the request that it has waited for."""
+        """Return a waiting request after the end of the request that it has waited for."""
         request = self.state(number, now + self._work[number].arrival)
         if self._work[number].follows is not None:
             request.take_history(ended)
         return request
 
     def state(self, number: int, arrival: float) -> RequestState:
-        """The state that the loop serves for one of the requests."""
+        """Return the loop's state of one request."""
         item, shown = self._work[number], self._work[number].max_tokens
         if self._limit:
             shown = int(min(self._limit, self._longest - item.prompt_len))

@@ -1,4 +1,4 @@
-"""A workload on a modelled cluster: the serving loop in virtual time."""
+"""Simulates a workload on a modelled cluster: the serving loop in virtual time."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,21 +34,21 @@ def simulate(
 
     Args:
         run_dir: gets a numbered folder with the run's files, as a real run does.
-        on_request: called with each request that has ended, and when its tokens were there.
-        about: more of the run for ``run.json``, as JSON values.
+        on_request: called with each request that has ended, and the times of its tokens.
+        about: additional entries of ``run.json``, as JSON values.
 
     Raises:
-        JaxinferError: the cluster cannot be what the run file says, or a request can never fit.
+        JaxinferError: the run file does not describe a valid cluster, or a request can never fit.
     """
     cluster = prepare(config)
     return serve(cluster, work, run_dir, on_request, about=about)
 
 
 def prepare(config: RunFile) -> ModelledCluster:
-    """Return all that ``serve`` needs besides requests.
+    """Return everything that ``serve`` needs except requests.
 
     Raises:
-        JaxinferError: the cluster cannot be what the run file says.
+        JaxinferError: the run file does not describe a valid cluster.
     """
     return model_cluster(model_site(resolve(config)))
 
@@ -62,13 +62,13 @@ def serve(
     about: Mapping[str, object] | None = None,
     on_step: Callable[[StepDone], None] | None = None,
 ) -> RunMetrics:
-    """Serve on a cluster that has been modelled; ``compiles`` and related figures are 0.
+    """Serve on a modelled cluster; ``compiles`` and related figures are 0.
 
     Args:
-        start: seconds, see ``SimulatedWorld``; ``wall_s`` counts from 0 all the same.
+        start: start time in seconds, see ``SimulatedWorld``; ``wall_s`` still counts from 0.
         about: see ``simulate``.
-        on_step: called with each step that has ended; what it looks at has to hold for decodes
-            that are advanced together.
+        on_step: called with each step that has ended; it must also work for decodes that advance
+            together.
     """
     site, modelled = cluster.resolved, cluster.instances
     assert site
@@ -113,7 +113,7 @@ def serve(
         )
         if ledger:
             ledger.watch(loop)
-        # Opening a folder asks git and reads files: no part of the loop.
+        # Opening a folder calls git and reads files; that is not part of the loop.
         started = time.perf_counter()
         loop.run()
         loop_s = time.perf_counter() - started
@@ -142,8 +142,8 @@ def _played(group: SiteGroup | GroupConfig) -> str:
 
 
 def describe_run(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> dict[str, object]:
-    """Describe what runs where, as JSON values."""
-    from jaxinfer.report.origin import FACTS, asked_for  # Of what is kept alone.
+    """Describe the cluster and the workload, as JSON values."""
+    from jaxinfer.report.origin import FACTS, asked_for  # Only the requests that are kept.
 
     site, modelled = cluster.resolved, cluster.site
     assert site

@@ -2,18 +2,20 @@
 
 
 class SharedDevice:
-    """Shares out a group's time, first come, first served: time given to one is lost to the others.
+    """Divides a device's time among pipeline stages, first come, first served.
 
-    A step's work there is as many pieces as its stage has layers: it goes into whatever time is
-    free from its start on, between what others have been given.
+    A step's work is divided into as many pieces as its stage has layers. It fills the free time
+    from its start on, between times that were given to others.
     """
 
     def __init__(self) -> None:
-        # Intervals that are taken, by time; they do not overlap.
+        # Taken intervals, sorted by time; they do not overlap.
         self._taken: list[tuple[float, float]] = []
 
     def take(self, start: float, seconds: float, now: float) -> float:
-        """Take the first free time from ``start`` on; later calls ask for none before ``now``.
+        """Take the first free time from ``start`` on.
+
+        Later calls do not ask for time before ``now``.
 
         Returns:
             The time at which ``seconds`` of work are done.

@@ -1,5 +1,7 @@
-"""A stage whose KV heads lie on several device groups: attention takes what the slowest of them
-takes for its heads, exchange included (Hetis eqs. 3, 4 and 7, by rooflines).
+"""A stage whose KV heads lie on several device groups.
+
+Attention takes as long as the slowest group, including the exchange (Hetis eqs. 3, 4 and 7, by
+rooflines).
 """
 
 from collections.abc import Sequence
@@ -16,17 +18,19 @@ from jaxinfer.simulate.costs.roofline import RooflineStage
 
 @dataclass(frozen=True)
 class ShardCost:
-    """A layer's attention where some KV heads of a stage lie.
+    """Cost of a layer's attention on one group that has KV heads of a stage.
 
-    The own group's devices share the heads evenly, however many there are.
+    The own group's devices share the heads evenly, whatever their number.
 
     Attributes:
-        head_flops: FLOPs of a query token, for each KV entry of one KV head that it sees.
+        head_flops: FLOPs of a query token per KV entry of one KV head that it sees.
         head_bytes: bytes of one KV entry of one KV head.
-        per_flop, per_byte: seconds, of all devices of the own group, or of one of another's.
-        per_query: seconds that its part of the link takes for what a token's queries of one KV head
-            exchange with the stage's own group: queries, keys and values there, outputs back.
-        round_trip: seconds until the first bytes are there, and back.
+        per_flop: seconds per FLOP, of all devices of the own group or of one device of another
+            group.
+        per_byte: seconds per byte, of the same devices.
+        per_query: seconds on its part of the link to exchange one token's queries of one KV head
+            with the stage's own group: queries, keys and values there, outputs back.
+        round_trip: seconds until the first bytes have arrived and come back.
     """
 
     head_flops: int
@@ -37,14 +41,14 @@ class ShardCost:
     round_trip: float = 0.0
 
     def seconds(self, work: ShardWork) -> float:
-        """Return the seconds of a step; 0 where no head of its rows lies here."""
+        """Return the seconds of a step; 0 if none of its heads lies here."""
         return self.busy(work) + self.round_trip if work.tokens else 0.0
 
     def busy(self, work: ShardWork) -> float:
-        """Return the seconds of a step for which group and link work.
+        """Return the seconds for which a step occupies the group and its link.
 
-        Counts are multiplied as integers first: with all heads here, it equals to the last bit the
-        roofline's time for the stage.
+        Counts are multiplied as integers first. With all heads here, the result equals the
+        roofline's time of the stage to the last bit.
         """
         decodes = work.entries * self.head_bytes * self.per_byte
         seen = sum(slices * (start + count) for start, count, slices in work.chunks)
@@ -57,19 +61,19 @@ class ShardCost:
 
     @property
     def fit(self) -> AttentionFit:
-        """Return the fit that a profile of its decodes would find."""
+        """Return the fit that profiling its decodes would find."""
         per_entry = self.head_bytes * self.per_byte
         return AttentionFit(0.0, per_entry, 0.0, self.per_query, self.round_trip)
 
 
 @dataclass(frozen=True)
 class Visit:
-    """Work for a stage by a device that works for other stages, too.
+    """Work for a stage on a device that works for several stages.
 
     Attributes:
-        device: name of its group, and number there.
-        shard: number of its shard, among the instance's.
-        layers: number of the layers of the stage.
+        device: name of its group, and its number in the group.
+        shard: number of its shard within the instance.
+        layers: number of layers of the stage.
     """
 
     device: tuple[str, int]
@@ -83,11 +87,11 @@ class Visit:
 
 
 class ModelledSpreadStage(RooflineStage):
-    """A stage with its layers on one group, and KV heads there and on others.
+    """A stage with its layers on one group, and KV heads there and on other groups.
 
     Attributes:
         shards: attention on each of the groups, the own one first.
-        first: number of the own group's shard, of the instance's.
+        first: number of the own group's shard within the instance.
     """
 
     shards: tuple[ShardCost, ...]
@@ -103,7 +107,9 @@ class ModelledSpreadStage(RooflineStage):
         return stage
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of a step, as halves if it has them and KV heads on other groups."""
+        """Return the seconds of a step; computed as halves if it has them and heads are on other
+        groups.
+        """
         if not (work.halves and any(one.tokens for one in self._counted(work)[1:])):
             return super().seconds(work)
         first, second = map(self.layer, work.halves)
@@ -111,7 +117,7 @@ class ModelledSpreadStage(RooflineStage):
         return in_turn(self.layers, first, second) + besides
 
     def layer(self, work: Work) -> LayerTimes:
-        """Times of one layer."""
+        """Return the times of one layer."""
         counted = self._counted(work)
         others = [
             (cost.busy(one), cost.round_trip) if one.tokens else (0.0, 0.0)
@@ -120,7 +126,7 @@ class ModelledSpreadStage(RooflineStage):
         return LayerTimes(self.dense(work.tokens), self.shards[0].seconds(counted[0]), others)
 
     def _attention(self, work: Work) -> float:
-        """The slowest group's. Work that is not counted by shards has all heads on the own one."""
+        """Return the slowest group's time. Work without shards has all heads on the own group."""
         if not work.shards:
             return super()._attention(work)
         counted = self._counted(work)

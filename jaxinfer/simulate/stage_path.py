@@ -1,4 +1,4 @@
-"""The way of KV entries from one stage of an instance to another instance's."""
+"""The path of KV entries from a stage of one instance to another instance."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from jaxinfer.hardware.network import Link
 
 @dataclass(frozen=True)
 class StagePath:
-    """A source stage's part in a transfer, and its way to the destination.
+    """A source stage's part in a transfer, and its path to the destination.
 
     Attributes:
         stage: number of the source stage.
         token_bytes: KV bytes per token.
-        path: the links.
+        path: links of the path.
         latency_s: seconds until the first byte lands.
     """
 

@@ -1,4 +1,4 @@
-"""Targets that a run is to keep. Each finished request is looked at once, in bounded memory."""
+"""Latency targets of a run. Each finished request is processed once, in bounded memory."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +19,15 @@ Criterion = Literal["both", "each"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on targets: whether they are kept, and by how much.
+    """Verdict on targets: whether they are met, and by how much.
 
     Attributes:
-        good: requests that count as goodput: those that meet all their limits, or, where limits
-            are of percentiles, all of them if these hold, else none.
-        attainment: the share of the requests that is compared with the one asked for; if the run
-            was stopped, the most it could have come to; None where limits are of percentiles.
-        figures: by limit, the share of the requests that keep it, or the percentile that was found;
-            None without values.
+        good: number of requests that count as goodput: those that meet all their limits. With
+            percentile limits it is all requests if the limits hold, otherwise none.
+        attainment: share of the requests that is compared with the required one; if the run was
+            stopped, the largest share still possible; None with percentile limits.
+        figures: for each limit, the share of requests that keep it, or the percentile that was
+            found; None without values.
     """
 
     met: bool
@@ -37,28 +37,28 @@ class Verdict:
 
 
 class Watch(Protocol):
-    """Targets of one run, or of several that count as one, while its requests end."""
+    """Evaluates targets during one run, or several that count as one."""
 
     def add(self, request: RequestState, times: Sequence[float]) -> None:
-        """See a finished request, whose tokens came at these times."""
+        """Process a finished request, whose tokens came at these times."""
 
     @property
     def hopeless(self) -> bool:
-        """True if the targets are missed regardless of the other requests."""
+        """True if the targets are missed whatever the other requests do."""
 
     def verdict(self) -> Verdict:
         """Return the verdict on all requests so far."""
 
 
 class Targets(Protocol):
-    """Latency targets, as a user asks for them."""
+    """Latency targets, as a user gives them."""
 
     @property
     def reference(self) -> "Reference | None":
         """The reference whose latencies the limits multiply; None if limits are in seconds."""
 
     def watch(self, work: Sequence[BenchRequest], runs: int = 1) -> Watch:
-        """Watch ``runs`` runs of this work, which count as one."""
+        """Return a watch over ``runs`` runs of this work, which count as one."""
 
 
 def _tpot(request: RequestState, times: Sequence[float]) -> float | None:
@@ -74,7 +74,7 @@ def _delay(request: RequestState, times: Sequence[float]) -> float | None:
     return None if first is None else first - request.arrival
 
 
-# Of one finished request; None where it has too few tokens.
+# A function of one finished request; it returns None if the request has too few tokens.
 Latency = Callable[[RequestState, Sequence[float]], float | None]
 LATENCIES: Mapping[str, Latency] = {
     "ttft": lambda request, times: times[0] - request.arrival,
@@ -91,13 +91,15 @@ class Reference:
     """Latencies of requests that are alone on a reference machine.
 
     Attributes:
-        seconds: by prompt and output tokens, each metric that such a request has.
+        seconds: metrics of a request, by its numbers of prompt and output tokens.
     """
 
     seconds: Mapping[tuple[int, int], Mapping[str, float]]
 
     def slowdowns(self, metric: str) -> Latency:
-        """A request's latency by that of its own on the reference machine."""
+        """Return a function: a request's latency divided by its latency on the
+        reference machine.
+        """
         latency = LATENCIES[metric]
 
         def slowdown(request: RequestState, times: Sequence[float]) -> float | None:
@@ -114,8 +116,8 @@ def _latency(metric: str, reference: Reference | None) -> Latency:
 
 
 def _check(metric: str, name: str, limit: float, reference: Reference | None) -> None:
-    """Raise OptionError for a limit that cannot be; ``name`` is what its user calls it."""
-    # Alone, nobody waits: a delay has no multiples.
+    """Raise OptionError for an impossible limit; ``name`` is what the user calls it."""
+    # A request that is alone does not wait, so multiples of its delay are undefined.
     known = [name for name in LATENCIES if name != "delay" or reference is None]
     if metric not in known:
         raise OptionError(f"{metric}: no such metric, {did_you_mean(metric, known)}")
@@ -129,11 +131,11 @@ class RequestTargets:
 
     Attributes:
         limits: limit of each metric in seconds or, with a ``reference``, in multiples of the
-            latency that the request has there alone. ``tbt`` is the longest time between two of its
+            request's latency alone on that machine. ``tbt`` is the longest time between two of its
             tokens. A request with one token has no ``tpot`` or ``tbt`` and meets those limits.
-        attainment: the share, above 0 and at most 1.
-        criterion: ``both``: that share keeps all the limits; ``each``: each limit is kept by it,
-            maybe not by the same requests.
+        attainment: the required share, above 0 and at most 1.
+        criterion: with ``both``, that share must keep all limits; with ``each``, each limit must be
+            kept by that share, but not necessarily by the same requests.
 
     Raises:
         JaxinferError: there is no limit, a metric is unknown, or a number is out of its bounds.
@@ -202,16 +204,16 @@ class _RequestWatch:
 
 @dataclass(frozen=True)
 class PercentileTargets:
-    """Limits of percentiles over all requests, all of which are to hold.
+    """Limits of percentiles over all requests, which must all hold.
 
     Percentiles are interpolated linearly between neighbours.
 
     Attributes:
         limits: metric, percentile (above 0, at most 100) and limit: in seconds or, with a
-            ``reference``, in multiples of what each request takes there alone (Splitwise, section
-            V-B and Table VI). ``tbt`` in seconds is over all times between two tokens, of all
-            requests alike; in multiples it is the longest of each request. Requests with one token,
-            which have no ``tpot`` and no ``tbt``, are left out of theirs.
+            ``reference``, in multiples of each request's latency alone on that machine (Splitwise,
+            section V-B and Table VI). In seconds, ``tbt`` covers all times between two tokens, of
+            all requests; in multiples, it is the longest time of each request. Requests with one
+            token, which have no ``tpot`` and no ``tbt``, are left out of these.
 
     Raises:
         JaxinferError: there is no limit, a metric is unknown, or a number is out of its bounds.
@@ -238,7 +240,7 @@ class PercentileTargets:
 
 
 class _PercentileWatch:
-    """Keeps each metric's values, and counts those beyond each limit."""
+    """Keeps each metric's values, and counts those above each limit."""
 
     def __init__(self, targets: PercentileTargets, work: Sequence[BenchRequest], runs: int) -> None:
         self._limits = targets.limits
@@ -247,7 +249,7 @@ class _PercentileWatch:
         }
         self._all_gaps = targets.reference is None and "tbt" in self._latencies
         self._values = {metric: StreamPercentiles() for metric in self._latencies}
-        # Of each limit: values beyond it, and how many may be before the percentile must be.
+        # For each limit: the values beyond it, and how many of them the percentile permits.
         self._beyond = [0] * len(self._limits)
         self._allowed = [
             _allowed(runs * self._expected(metric, work), percent)
@@ -292,12 +294,12 @@ class _PercentileWatch:
 
 
 def _allowed(count: int, percent: float) -> int:
-    """Return how many of so many values may be beyond a limit before their percentile must be."""
+    """Return how many of ``count`` values may exceed a limit before their percentile must."""
     return count - 1 - math.floor(percent / 100 * (count - 1)) if count else 0
 
 
 class Limit(NamedTuple):
-    """A metric's limit in seconds, and the share of what it is of that has to keep it."""
+    """A metric's limit in seconds, and the share of values that must keep it."""
 
     metric: str
     seconds: float
@@ -305,7 +307,7 @@ class Limit(NamedTuple):
 
 
 def limits(targets: Targets) -> list[Limit]:
-    """Limits of the targets; none of those in multiples of a reference."""
+    """Return the limits of the targets, without those in multiples of a reference."""
     if targets.reference:
         return []
     if isinstance(targets, PercentileTargets):
@@ -315,6 +317,6 @@ def limits(targets: Targets) -> list[Limit]:
 
 
 def gap_limits(targets: Targets) -> list[Limit]:
-    """Return the limits of the time between two tokens, the least first."""
+    """Return the limits of the time between two tokens, smallest first."""
     found = [limit for limit in limits(targets) if limit.metric in ("tbt", "tpot")]
     return sorted(found, key=lambda limit: limit.seconds)

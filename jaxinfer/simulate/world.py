@@ -21,7 +21,7 @@ from jaxinfer.simulate.stage_path import StagePath
 
 @dataclass
 class _Moving:
-    """A transfer under way: pieces of its lanes still to land, and when the first byte left."""
+    """A transfer under way: how many pieces must still arrive, and when the first byte left."""
 
     transfer: Transfer
     lanes: Sequence[StagePath]
@@ -33,9 +33,9 @@ class SimulatedWorld:
     """Implements ``jaxinfer.serving.world.World``.
 
     Args:
-        cluster: its instances' step times, and what lies between them.
+        cluster: step times of its instances, and the links between them.
         requests: requests by time of arrival.
-        start: the time at which the cluster is there; requests that come before wait for it.
+        start: time at which the cluster is ready; earlier requests wait for it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SimulatedWorld:
         self._instances = cluster.instances
         self._lanes, self._slice_lanes = cluster.lanes, cluster.slice_lanes
         visits = {name: each.visits for name, each in self._instances.items()}
-        # Of those alone that have any: this is looked at in each step.
+        # Only those that have any, because this is read in each step.
         self._visits = {name: each for name, each in visits.items() if any(each)}
         self._turns: defaultdict[tuple[str, int], SharedDevice] = defaultdict(SharedDevice)
         self._network: Network[tuple[_Moving, StagePath]] = Network(cluster.capacities)
@@ -56,19 +56,19 @@ class SimulatedWorld:
         self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
         self._joint = cluster.joint.own if cluster.joint else {}
         self._rounds = JointRounds(cluster.joint) if cluster.joint else None
-        # When each device of an instance is done with what it has been given.
+        # The times at which each device of an instance has done its work.
         self._free = {n: dict.fromkeys(each.devices, 0.0) for n, each in self._instances.items()}
 
     def now(self) -> float:
-        """Seconds of virtual time."""
+        """Return the virtual time in seconds."""
         return self._now
 
     def arrivals_left(self) -> bool:
-        """True if a request is still to arrive."""
+        """Tell whether a request is still to arrive."""
         return self._next is not None or self._num_added > 0
 
     def add(self, request: RequestState) -> None:
-        """Let one more request arrive, at its time."""
+        """Let one more request arrive at its time."""
         self._num_added += 1
         self._at(request.arrival, partial(self._arrive, request))
 
@@ -81,12 +81,12 @@ class SimulatedWorld:
         self._at(time, Tick())
 
     def kv_token_s(self, source: str, dest: str) -> float:
-        """Seconds of one KV token alone, all layers of which leave at once."""
+        """Return the seconds of one KV token on idle links, with all layers sent at once."""
         lanes = self._lanes.get((source, dest), ())
         return self._network.least_seconds((lane.path, lane.token_bytes) for lane in lanes)
 
     def launch(self, batch: Batch) -> None:
-        """Start a step behind those that its stages have been given."""
+        """Start a step after those already given to its stages."""
         if self._rounds and batch.instance in self._joint:
             assert not batch.transfers
             self._rounds.add(batch)
@@ -115,7 +115,7 @@ class SimulatedWorld:
             self._send(transfer, stages, instance.segments)
 
     def start_transfer(self, transfer: Transfer) -> None:
-        """Send what exists."""
+        """Send existing KV entries."""
         lanes = self._lanes_of(transfer)
         moving = _Moving(transfer, lanes, len(lanes), self._now)
         for lane in lanes:
@@ -124,7 +124,7 @@ class SimulatedWorld:
     def _send(
         self, transfer: Transfer, stages: Sequence[tuple[float, float]], segments: int
     ) -> None:
-        """Send what a step computes: each stage's share of the layers in pieces, as they end."""
+        """Send KV that a step computes: each piece of a stage's layers when it ends."""
         lanes = self._lanes_of(transfer)
         moving = _Moving(transfer, lanes, len(lanes) * segments, math.inf)
         for lane in lanes:
@@ -167,9 +167,9 @@ class SimulatedWorld:
         return TransferDone(t, moving.start, self._now, (t.stop - t.start) * token_bytes)
 
     def due_events(self) -> Sequence[Event]:
-        """Return the next event in virtual time, and all that happens at the same moment."""
+        """Return the next event in virtual time, and all other events at the same moment."""
         events: list[Event] = []
-        if self._rounds:  # All that could be launched at this time has been.
+        if self._rounds:  # Everything that can be launched at this time has been launched.
             for done in self._rounds.begin(self._now):
                 self._at(done.end, done)
         while not events and (time := self._next_time()) < math.inf:

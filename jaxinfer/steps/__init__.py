@@ -1,1 +1,1 @@
-"""Steps as numbers: their buckets, how long they take, and profiles of that."""
+"""Steps in numbers: their buckets, their times, and profiles of these."""

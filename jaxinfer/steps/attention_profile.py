@@ -1,6 +1,6 @@
-"""A profile of attention where KV heads lie: points measured, and Hetis' eqs. 3 and 4 fitted.
+"""A profile of attention where KV heads lie: measured points, and fits of Hetis' eqs. 3 and 4.
 
-Kept beside the profiles of whole steps, by what decides the times.
+It is stored next to the profiles of whole steps, keyed by everything that decides the times.
 """
 
 import json
@@ -23,11 +23,10 @@ class ShardPoints:
 
     Attributes:
         group: group that holds the shard.
-        attention: (slices of KV heads over all requests, KV entries of all of them, seconds); none
-            where a stage has all its heads in one place.
-        exchange: (slices, seconds) of what goes there and comes back; none on the stage's own
-            group.
-        dense: on that one alone, (tokens, seconds) of one layer without its attention, bucket by
+        attention: (slices of KV heads over all requests, KV entries of all of them, seconds); empty
+            if a stage has all its heads in one place.
+        exchange: (slices, seconds) to send data there and back; empty on the stage's own group.
+        dense: only on the stage's own group: (tokens, seconds) of one layer without attention, per
             bucket.
     """
 
@@ -37,26 +36,28 @@ class ShardPoints:
     dense: Sequence[tuple[int, float]] = ()
 
     def fit(self, slowdown: float = 1.0) -> AttentionFit:
-        """Least squares of the relative error, no coefficient below zero.
+        """Fit by least squares of the relative error, with no coefficient below zero.
 
         Args:
-            slowdown: how many times slower than measured the device is emulated to be.
+            slowdown: emulated slowdown of the device, relative to the measurement.
         """
         found = [slowdown * value for value in _coefficients(*self._attention)]
         return AttentionFit(*found, *_coefficients(*self._exchange))
 
     def dense_seconds(self, slowdown: float, tokens: float) -> float:
-        """Seconds of one layer without attention: the least among buckets that hold the tokens."""
+        """Return the seconds of one layer without attention: the least of buckets that hold the
+        tokens.
+        """
         fits = [seconds for most, seconds in self.dense if most >= tokens]
         return slowdown * min(fits, default=max((s for _, s in self.dense), default=0.0))
 
     def errors(self) -> tuple[float, float]:
-        """Mean absolute percentage errors of eqs. 3 and 4, as shares."""
+        """Return the mean absolute percentage errors of eqs. 3 and 4, as fractions."""
         return _error(*self._attention), _error(*self._exchange)
 
     @property
     def _attention(self) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers that times go by, and the times."""
+        """Return the numbers that times depend on, and the times."""
         points = np.array(self.attention, float).reshape(-1, 3)
         return np.column_stack([points[:, :2], np.ones(len(points))]), points[:, 2]
 
@@ -91,8 +92,8 @@ class AttentionProfile:
         """Return the fit of each shard.
 
         Args:
-            slowdowns: of the stages' own groups, see ``ShardPoints.fit``; attention groups were
-                measured as slow as they are.
+            slowdowns: emulated slowdowns of the stages' own groups, see ``ShardPoints.fit``;
+                attention groups were measured with theirs.
         """
         return [shard.fit(slowdowns.get(shard.group, 1.0)) for shard in self.shards]
 
@@ -104,7 +105,7 @@ class AttentionProfile:
 
 
 def load_attention(key: dict[str, Any]) -> AttentionProfile | None:
-    """The stored profile, if there is one."""
+    """Return the stored profile, if there is one."""
     path = attention_path(profile_path(key))
     return read_attention(path) if path.is_file() else None
 
@@ -127,19 +128,19 @@ def read_attention(path: Path) -> AttentionProfile | None:
 
 
 def store_attention(profile: AttentionProfile) -> Path:
-    """Keep it for later runs."""
+    """Store the profile for later runs."""
     path = attention_path(profile_path(profile.key))
     write_record(path, asdict(profile))
     return path
 
 
 def profile_files(names: Iterable[str]) -> list[str]:
-    """The files that are there of profiles with these names: of whole steps, and of attention."""
+    """Return the existing files of profiles with these names: of whole steps, and of attention."""
     steps = [profile_folder() / f"{name}.json" for name in names]
     files = [file for path in steps for file in (path, attention_path(path)) if file.is_file()]
     return list(dict.fromkeys(map(str, files)))
 
 
 def attention_path(path: Path) -> Path:
-    """The file beside that of the profile of whole steps with the same key."""
+    """Return the file next to that of the profile of whole steps with the same key."""
     return path.with_name(f"{path.stem}.attention.json")

@@ -1,9 +1,9 @@
-"""Times of a layer, its attention, the head and the rest of a step, out of whole steps.
+"""Derives times of a layer, its attention, the head and the rest of a step from whole steps.
 
-XLA fuses across operators, and small ones measure their launch. So steps are measured whole, of
-the model with few layers and of the same with more: what more layers take is the layers' time, and
-what is left is that of the step besides. Steps that only differ in what they attend to tell
-attention from the rest of a layer.
+XLA fuses across operators, and small ones would measure their launch. Steps are therefore measured
+as a whole, for the model with few layers and with more. The difference is the layers' time, and the
+rest is that of the step. Steps that differ only in what they attend to separate attention from the
+rest of a layer.
 """
 
 import csv
@@ -18,17 +18,18 @@ import numpy as np
 from jaxinfer.steps.shapes import StepLimits, StepShape
 from jaxinfer.steps.times import Part, features, nonnegative, shape_of, work_of_parts
 
-# Attention is no less: the tables' readers refuse nothing at all.
+# Attention takes at least this, because readers of the tables refuse 0.
 _LEAST_S = 1e-9
 
 
 @dataclass(frozen=True)
 class Depths:
-    """A step of two models that differ in their number of layers alone.
+    """A step of two models that differ only in their number of layers.
 
     Attributes:
-        parts: decodes alone, or chunks alone.
-        shallow_s, deep_s: seconds.
+        parts: only decodes, or only chunks.
+        shallow_s: seconds of the shallow model.
+        deep_s: seconds of the deep model.
     """
 
     parts: tuple[Part, ...]
@@ -41,8 +42,10 @@ class AttentionPoint:
     """A layer's attention.
 
     Attributes:
-        tokens: tokens of all chunks; ``key``: the entries that each of them sees, on average.
-        decodes: rows; ``context``: the entries that each sees, its own included, on average.
+        tokens: number of tokens of all chunks.
+        key: mean number of entries that each of them sees.
+        decodes: number of rows.
+        context: mean number of entries that each of them sees, including its own.
     """
 
     tokens: int
@@ -54,12 +57,14 @@ class AttentionPoint:
 
 @dataclass(frozen=True)
 class Operators:
-    """Seconds of the parts of a step, whose sum it takes.
+    """Seconds of the parts of a step, which add up to the whole.
 
     Attributes:
-        layers: of one layer without what attention adds by what it sees, by the step's shape.
-        steps: of a step besides layers and head: embedding, last norm, launches; by its shape.
-        heads: logits and drawing a token, by rows.
+        layers: seconds of one layer, without attention that depends on its context, by the step's
+            shape.
+        steps: seconds of a step without layers and head (embedding, last norm, launches), by its
+            shape.
+        heads: seconds of logits and sampling, by rows.
     """
 
     layers: Mapping[StepShape, float]
@@ -75,11 +80,11 @@ class Operators:
         depths: tuple[int, int],
         heads: Mapping[int, float],
     ) -> "Operators":
-        """Split whole steps, of which each shape has several.
+        """Split whole steps; each shape must have several.
 
         Args:
-            depths: layers of the shallow and of the deep model.
-            heads: as measured alone.
+            depths: numbers of layers of the shallow and of the deep model.
+            heads: seconds of heads, measured separately.
         """
         shallow, deep = depths
         by_shape: dict[StepShape, list[Depths]] = defaultdict(list)
@@ -100,7 +105,9 @@ class Operators:
 
 
 def _constant(points: Sequence[Depths], each_s: np.ndarray) -> float:
-    """Seconds of a layer that attends to nothing: by least squares of the relative error."""
+    """Return the seconds of a layer that attends to nothing, by least squares of
+    relative errors.
+    """
     x = np.array([features(point.parts) for point in points])
     constant, *_ = nonnegative(x / each_s[:, None], np.ones(len(points)))
     return constant

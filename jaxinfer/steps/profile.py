@@ -1,6 +1,6 @@
-"""A profile of one instance: points measured on an idle machine, and what is fitted to them.
+"""A profile of one instance: points measured on an idle machine, and fits to them.
 
-Kept in ``~/.cache/jaxinfer/profiles``, by what decides the times.
+It is stored in ``~/.cache/jaxinfer/profiles``, keyed by everything that decides the times.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ class Profile:
         key: conditions for which the times hold.
         prefills: (length, seconds of each stage) of prefills that run alone.
         mixed: (prefill context, decode context, seconds of each stage) of iterations with a full
-            chunk. There are none of both where a run has asked for times of steps alone.
-        points: all steps measured.
+            chunk. Both lists are empty if a run asked only for times of steps.
+        points: all measured steps.
     """
 
     key: dict[str, Any]
@@ -53,7 +53,7 @@ class Profile:
 
     @property
     def has_fits(self) -> bool:
-        """True if there is what ``fit`` and ``quality`` need."""
+        """True if ``fit`` and ``quality`` have the data that they need."""
         return bool(self.prefills)
 
     def fit(self, slowdowns: Sequence[float]) -> StepFit:
@@ -88,7 +88,7 @@ class Profile:
 
 
 def _line(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[list[float], Quality]:
-    """Fit a line by least squares of the relative error, since it cuts prompts, short or long."""
+    """Fit a line by least squares of the relative error, since it cuts short and long prompts."""
     xs, ys = np.asarray(x, float), np.asarray(y, float)
     found, *_ = np.linalg.lstsq(xs / ys[:, None], np.ones_like(ys), rcond=None)
     off = ys - xs @ found
@@ -98,7 +98,7 @@ def _line(x: Sequence[Sequence[float]], y: Sequence[float]) -> tuple[list[float]
 
 
 def load_profile(key: dict[str, Any], folder: Path | None = None) -> Profile | None:
-    """The stored profile, if there is one."""
+    """Return the stored profile, if there is one."""
     path = profile_path(key, folder)
     return read_profile(path) if path.is_file() else None
 
@@ -115,7 +115,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def store_profile(profile: Profile, folder: Path | None = None) -> Path:
-    """Keep it for later runs."""
+    """Store the profile for later runs."""
     path = profile_path(profile.key, folder)
     record = {
         "key": profile.key,
@@ -128,7 +128,7 @@ def store_profile(profile: Profile, folder: Path | None = None) -> Path:
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Whole or not at all, as others may read it meanwhile."""
+    """Write a record completely or not at all, since other processes may read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(record), encoding="utf-8")
@@ -136,10 +136,10 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def profile_folder() -> Path:
-    """The folder of profiles.
+    """Return the folder of profiles.
 
     Raises:
-        JaxinferError: the user has no home.
+        JaxinferError: the user has no home directory.
     """
     try:
         return FOLDER.expanduser()
@@ -150,6 +150,6 @@ def profile_folder() -> Path:
 
 
 def profile_path(key: dict[str, Any], folder: Path | None = None) -> Path:
-    """Return the path at which the profile with this key is kept."""
+    """Return the path of the profile with this key."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
     return (folder or profile_folder()) / f"{digest}.json"

@@ -40,12 +40,12 @@ class StepLimits:
 
     @property
     def row_buckets(self) -> list[int]:
-        """Decode rows: a quarter as many at each step down."""
+        """Numbers of decode rows: each is a quarter of the next."""
         return _ladder(min(self.max_num_seqs, self.max_num_batched_tokens), 4, smallest=4)
 
     @property
     def token_buckets(self) -> list[int]:
-        """Tokens where there is prefill: a quarter as many at each step down, or as given."""
+        """Numbers of tokens with prefill: each is a quarter of the next, or as given."""
         if self.given_buckets:
             return list(self.given_buckets)
         ladder = _ladder(self.max_num_batched_tokens, 4, smallest=64)
@@ -53,14 +53,14 @@ class StepLimits:
 
     @property
     def max_chunks(self) -> int:
-        """Prefill chunks in one step at most; each has two tokens at least."""
+        """Largest number of prefill chunks in one step; each has at least two tokens."""
         return min(self.max_num_seqs, self.max_num_batched_tokens // 2)
 
     def shapes(self) -> list[StepShape]:
-        """Buckets, the largest first."""
+        """Return the buckets, the largest first."""
         most = self.row_buckets[-1]
         shapes = [StepShape(rows, self._whole(rows), 0) for rows in self.row_buckets]
-        # As many rows as there can be: a few empty ones cost little beside a prefill, and each
+        # The largest possible number of rows: a few empty ones cost little in a prefill, but each
         # shape takes seconds to compile, and a hundred megabytes.
         shapes += [
             StepShape(most, tokens, self.max_chunks)
@@ -70,12 +70,12 @@ class StepLimits:
         return sorted(shapes, key=lambda s: (s.tokens, s.rows, s.chunks), reverse=True)
 
     def shape_for(self, batch: Batch) -> StepShape:
-        """The smallest bucket that holds the batch."""
+        """Return the smallest bucket that holds the batch."""
         work = batch.work
         return self.smallest(work.singles, work.tokens, work.sampled)
 
     def smallest(self, singles: int, tokens: int, samples: int) -> StepShape:
-        """The smallest bucket for ``tokens``, of which ``singles`` are rows of one."""
+        """Return the smallest bucket for ``tokens``, of which ``singles`` are rows of one token."""
         if tokens == singles:
             rows = _round_up(max(singles, samples, 1), self.row_buckets)
             return StepShape(rows, self._whole(rows), 0)
@@ -83,7 +83,7 @@ class StepLimits:
         return StepShape(most, _round_up(max(tokens, most), self.token_buckets), self.max_chunks)
 
     def _whole(self, tokens: int) -> int:
-        """A bucket of at least this many tokens that the layout can shard."""
+        """Return a bucket of at least this many tokens that the layout can shard."""
         return -(-tokens // self.multiple) * self.multiple
 
 

@@ -1,4 +1,4 @@
-"""Times of steps: fitted to steps that were measured."""
+"""Step times fitted to measured steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 from jaxinfer.serving.batch import Work
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
-# One request's part of a step: KV entries before it, and tokens computed.
+# One request's part of a step: KV entries before it, and computed tokens.
 Part = tuple[int, int]
 
 
@@ -26,7 +26,7 @@ class StepPoint:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all stages, one after the other."""
+        """Total seconds of all stages."""
         return sum(self.stages)
 
 
@@ -52,7 +52,7 @@ class StepTimes:
     """Seconds of one stage's steps: for each shape, linear in ``features``.
 
     Args:
-        limits: decides the shapes.
+        limits: limits that decide the shapes.
         coefficients: coefficients of each shape.
     """
 
@@ -62,7 +62,7 @@ class StepTimes:
 
     @classmethod
     def fit(cls, limits: StepLimits, points: Sequence[StepPoint], stage: int) -> "StepTimes":
-        """Least squares over the points of each shape; no coefficient is below zero."""
+        """Fit by least squares over the points of each shape; no coefficient is below zero."""
         by_shape: dict[StepShape, list[StepPoint]] = {}
         for point in points:
             by_shape.setdefault(shape_of(limits, point.parts), []).append(point)
@@ -74,29 +74,31 @@ class StepTimes:
         return cls(limits, found)
 
     def seconds(self, work: Work) -> float:
-        """Seconds of one step, alone on the machine."""
+        """Return the seconds of one step, alone on the machine."""
         shape = self._limits.smallest(work.singles, work.tokens, work.sampled)
         constant, per_pair, per_entry = self.coefficients[shape]
         return constant + per_pair * work.pairs + per_entry * work.single_context
 
 
 def shape_of(limits: StepLimits, parts: Sequence[Part]) -> StepShape:
-    """The bucket of a step with these parts."""
+    """Return the bucket of a step with these parts."""
     work = work_of_parts(parts)
     return limits.smallest(work.singles, work.tokens, work.sampled)
 
 
 def nonnegative(x: np.ndarray, y: np.ndarray) -> list[float]:
-    """Least squares in which time never falls with work: no coefficient is below zero.
+    """Fit by least squares such that time never falls with work: no coefficient is below zero.
 
     Args:
-        x: [points, features]; ``y``: [points].
+        x: [points, features].
+        y: [points].
     """
     solved, *_ = np.linalg.lstsq(x, y, rcond=None)
     if (solved < 0).any():
-        from scipy.optimize import nnls  # Slow to load, and seldom needed.
+        from scipy.optimize import nnls  # It is slow to load and seldom needed.
 
-        # Pairs of tokens are counted in millions: of one size, all columns are solved for alike.
+        # Pairs of tokens are counted in millions, so that all columns are of similar size for the
+        # solver.
         size = np.maximum(np.linalg.norm(x, axis=0), 1)
         solved = nnls(x / size, y)[0] / size
     return [float(value) for value in solved]

@@ -14,7 +14,7 @@ class Share(Options):
 
     Attributes:
         weight: Requests in one round.
-        max_waiting: Requests in its queue, at most; an instance at its limit is skipped.
+        max_waiting: Largest number of requests in its queue; an instance at its limit is skipped.
     """
 
     weight: int = Field(ge=1)
@@ -42,7 +42,7 @@ class DataParallel(System):
     def __init__(self, options: DataParallelOptions) -> None:
         super().__init__(options)
         shares = options.shares.items()
-        # With 3 and 1, the strong one gets three in a row, the weak one the next.
+        # With 3 and 1, the strong one gets three in a row, and the weak one gets the next.
         self._turns = [name for name, share in shares for _ in range(share.weight)]
         self._next = 0
 
@@ -55,11 +55,11 @@ class DataParallel(System):
             raise OptionError(f"shares: instance {left[0]!r} has none")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """An empty sequence: KV stays where it is."""
+        """Return no routes: KV stays where it is."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign requests in turns, as long as some queue has room."""
+        """Assign requests in turn, as long as some queue has room."""
         given: Counter[str] = Counter()
         assignments = []
         for request in waiting:

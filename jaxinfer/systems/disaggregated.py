@@ -1,4 +1,4 @@
-"""Disaggregated prefill: all of a prompt here, all decoding there.
+"""Disaggregated prefill: one instance computes the prompt, another one decodes.
 
 With one instance of each role, this is Cronus' baseline (section 3.1); with several, a system such
 as DistServe.
@@ -31,7 +31,7 @@ from jaxinfer.systems.instances import (
 class DisaggregatedOptions(Options):
     """Options of ``Disaggregated``.
 
-    High-low and low-high are the same system with the instances on the other group.
+    High-low and low-high are the same system with the instances on exchanged groups.
 
     Attributes:
         prefill, decode: Names of the instances; a request goes to the one with the fewest requests.
@@ -46,10 +46,11 @@ class DisaggregatedOptions(Options):
 
 
 class Disaggregated(System):
-    """Cronus with the cut at the prompt's end, which is how its paper runs it.
+    """Prefill on one kind of instances, decode on another: Cronus with the cut at the prompt's end.
 
-    A request gets the prefill instance with the fewest requests of those that take one more, and
-    the decode instance with the fewest, when the former has room for it.
+    This is how Cronus' paper runs its baseline. Of the prefill instances with room for one more
+    request, a request gets the one with the fewest requests; it also gets the decode instance with
+    the fewest.
     """
 
     Options = DisaggregatedOptions
@@ -57,18 +58,18 @@ class Disaggregated(System):
     ttft_counts_transfer = True
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that all are there, by the names in the options, and none with two roles."""
+        """Check that all named instances exist, and that none has two roles."""
         roles = {"prefill": self.options.prefill, "decode": self.options.decode}
         check_roles(roles, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Return a route from each that prefills to each that decodes."""
+        """Return a route from each prefill instance to each decode instance."""
         return list(product(self.options.prefill, self.options.decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """A leg to the prompt's end, then one to the finish.
+        """Assign a leg to the prompt's end, then one to the end of the request.
 
-        Where all of one role are lost, each request runs whole on one of the others.
+        If all instances of one role are lost, each request runs whole on one of the others.
         """
         options = self.options
         prefill, decode = alive(options.prefill, cluster), alive(options.decode, cluster)
@@ -77,7 +78,7 @@ class Disaggregated(System):
         given: Counter[str] = Counter()
         assignments = []
         for request in waiting:
-            # Without any left, to ask for one tells the loop that they were lost.
+            # If none is left, asking for a lost one tells the loop that all are lost.
             here = least_loaded(prefill or options.prefill, cluster, given)
             if cluster.instances[here].num_requests + given[here] >= options.max_in_prefill:
                 break

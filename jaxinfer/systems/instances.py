@@ -1,4 +1,4 @@
-"""Instances by what a system has them do: names from its options, and the least loaded."""
+"""Helpers for instances by role: names from a system's options, and the least loaded one."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,16 +18,16 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-# One name, or a list of them, which may be empty or may not.
+# One name, or a list of names, which may be empty in one type and not in the other.
 AnyNames = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Names = Annotated[AnyNames, Field(min_length=1)]
 
 
 def check_roles(roles: Mapping[str, str | Sequence[str]], instances: Collection[str]) -> None:
-    """Raise JaxinferError if an instance is not there, or named twice.
+    """Raise JaxinferError if an instance does not exist, or is named twice.
 
     Args:
-        roles: names of instances by the option that has them; a text for one that takes one name.
+        roles: names of instances by option; a text for an option that takes one name.
     """
     seen: dict[str, str] = {}
     listed = {role: [names] if isinstance(names, str) else names for role, names in roles.items()}
@@ -49,7 +49,7 @@ def check_roles(roles: Mapping[str, str | Sequence[str]], instances: Collection[
 
 
 def _of_replicas(name: str, instances: Collection[str], only_one: bool) -> str | None:
-    """A hint for a name whose replicas, or the nearest ones, are instances; None without."""
+    """Return a hint if replicas of a name, or of a similar one, are instances; otherwise None."""
     replicas = [
         each for number in range(len(instances)) if (each := f"{name}{number}") in instances
     ]
@@ -62,7 +62,7 @@ def _of_replicas(name: str, instances: Collection[str], only_one: bool) -> str |
 
 
 def _near_replicas(name: str, instances: Collection[str]) -> str | None:
-    """The replicas whose name is nearest to one that is none: of all of them, not of the last."""
+    """Return the replicas whose name is nearest to an unknown name."""
     digits = "0123456789"
     bases = Counter(base for each in instances if (base := each.rstrip(digits)) != each)
     several = [base for base, count in bases.items() if count > 1]
@@ -73,12 +73,12 @@ def _near_replicas(name: str, instances: Collection[str]) -> str | None:
 
 
 def alive(names: Iterable[str], cluster: ClusterView) -> list[str]:
-    """Return those that were not lost."""
+    """Return the instances that are not lost."""
     return [name for name in names if name in cluster.instances]
 
 
 def num_requests(instance: InstanceView) -> int:
-    """The load that counts requests."""
+    """Return the number of requests as the load."""
     return instance.num_requests
 
 
@@ -88,17 +88,20 @@ def least_loaded(
     given: Mapping[str, int],
     load: Callable[[InstanceView], int] = num_requests,
 ) -> str:
-    """The one with the least load, what it was given in this call included; the first of equals."""
+    """Return the instance with the least load, including requests given in this call.
+
+    Among equal ones, the first is chosen.
+    """
     return min(names, key=lambda name: load(cluster.instances[name]) + given.get(name, 0))
 
 
 def capacity(instance: InstanceView) -> int:
-    """KV entries that the whole pool has room for."""
+    """Return the KV entries that fit into the whole pool."""
     return instance.num_pages * instance.page_size
 
 
 class KVRoom:
-    """The KV entries that pools have room for; looked up once, until one is lost or back."""
+    """The KV entries that pools can hold; looked up again only after a loss or return."""
 
     def __init__(self) -> None:
         self._capacities: dict[str, int] = {}
@@ -117,18 +120,18 @@ class KVRoom:
 
 
 def most_entries(request: RequestView) -> int:
-    """KV entries of a request at its longest: the last token needs none."""
+    """Return the KV entries of a request at its longest; the last token needs none."""
     return request.prompt_len + request.max_tokens - 1
 
 
 def whole_on_least_loaded(
     names: Collection[str], waiting: Iterable[RequestView], cluster: ClusterView
 ) -> list[Assignment]:
-    """Requests whole on the one of these that has the fewest, as many as keep its steps full.
+    """Assign whole requests to the instance with the fewest, as many as keep its steps full.
 
-    Of those whose pools hold the request; of all where none does. Where the KV lies on one of them,
-    it goes on there: no route may lead from it to the others. The others wait: a lost one
-    may be back, and take a part.
+    Only instances whose pools hold the request are considered, or all if none does. A request whose
+    KV is on one of them continues there, because there may be no route to the others. Further
+    requests wait, because a lost instance may return and take a part.
     """
     room = {name: _prompt_tokens_wanted(cluster.instances[name]) for name in names}
     entries = {name: capacity(cluster.instances[name]) for name in names}
@@ -150,5 +153,5 @@ def whole_on_least_loaded(
 
 
 def _prompt_tokens_wanted(instance: InstanceView) -> int:
-    """So that two steps have as many as they can compute: one runs, and one is launched ahead."""
+    """Return the prompt tokens that fill two steps: one that runs, and one launched ahead."""
     return 2 * instance.max_num_batched_tokens - instance.prompt_tokens_left

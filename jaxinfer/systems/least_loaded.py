@@ -1,4 +1,4 @@
-"""Whole requests on the least loaded of equal instances: the usual rules of a load balancer."""
+"""Whole requests on the least loaded of equal instances, as load balancers do."""
 
 import random
 from collections import Counter
@@ -42,12 +42,12 @@ class LeastLoadedOptions(Options):
 
 
 def num_tokens(instance: InstanceView) -> int:
-    """The load that counts tokens."""
+    """Return the number of tokens as the load."""
     return instance.prompt_tokens_left + instance.kv_entries
 
 
 class LeastLoaded(System):
-    """A system that runs each request on one instance, chosen on arrival; ties go by order."""
+    """Runs each request whole on the least loaded instance, chosen on arrival; ties go by order."""
 
     Options = LeastLoadedOptions
     options: LeastLoadedOptions
@@ -58,11 +58,11 @@ class LeastLoaded(System):
         self._turn = 0
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """An empty sequence: KV stays where it is."""
+        """Return no routes: KV stays where it is."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign all waiting requests, counting those just given to each instance as load."""
+        """Assign all waiting requests; those just assigned count as load."""
         names = list(cluster.instances)
         tokens = self.options.load == "tokens"
         load = num_tokens if tokens else num_requests

@@ -1,4 +1,4 @@
-"""Systems by name: those that come with jaxinfer, and a user's own."""
+"""Systems by name: jaxinfer's, and the user's own."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -28,14 +28,14 @@ SYSTEMS = {
 
 
 def make_system(config: Mapping[str, Any], instances: Collection[str]) -> System:
-    """A new system for one run.
+    """Make a new system for one run.
 
     Args:
         config: its ``name``, or ``my_module:MySystem``, and its options.
-        instances: the names of those there are.
+        instances: names of the instances.
 
     Raises:
-        JaxinferError: there is no such system, or its options or instances do not fit it.
+        JaxinferError: the system is unknown, or its options or instances do not fit it.
     """
 
     def check(system: System) -> None:
@@ -52,7 +52,7 @@ def _refusal(found: Any) -> str | None:
 
 
 def _check_attributes(system: System, instances: Collection[str]) -> None:
-    """Raise JaxinferError for what the loop could not work with."""
+    """Raise JaxinferError for attributes that the loop cannot work with."""
     kind = type(system)
     if getattr(system.route, "__func__", None) is System.route:
         raise JaxinferError(f"{kind.__name__} has no method route(waiting, cluster)")

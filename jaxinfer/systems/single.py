@@ -1,4 +1,4 @@
-"""One instance for everything, or one whose layers lie on several groups (pipeline parallel)."""
+"""One instance for everything, possibly with layers on several groups (pipeline parallel)."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,20 +7,20 @@ from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, S
 
 
 class Single(System):
-    """Sends every request to the one instance there is, at once."""
+    """Sends every request to the only instance, at once."""
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that there is one instance alone."""
+        """Check that there is exactly one instance."""
         if len(instances) != 1:
             found = ", ".join(instances)
             raise JaxinferError(f"needs exactly one instance, but the run file has {found}")
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """An empty sequence: there is one instance."""
+        """Return no routes: there is one instance."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign one leg each, to the end."""
+        """Assign one leg to each request, up to its end."""
         (name,) = cluster.instances
         return [Assignment(request.id, (Leg(name),)) for request in waiting]
 

@@ -1,1 +1,1 @@
-"""Text and tokens."""
+"""Converts between text and tokens."""

@@ -1,4 +1,4 @@
-"""The tokens of texts in a trace, by a model's own tokenizer."""
+"""Tokenizes texts of a trace with a model's own tokenizer."""
 
 from functools import cache
 from typing import TYPE_CHECKING
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def encoder(model: str | None) -> Encode:
-    """A function from texts to token ids, which looks for the tokenizer with the first text.
+    """Return a function from texts to token ids, which loads the tokenizer on first use.
 
     Args:
-        model: as a run file names it, or a folder that has a tokenizer alone. Its weights are
+        model: a model as in a run file, or a folder that has only a tokenizer. Its weights are
             neither fetched nor opened.
 
     Raises:
-        JaxinferError: in the call, there is no tokenizer.
+        JaxinferError: (in the call) there is no tokenizer.
     """
 
     @cache
@@ -37,7 +37,7 @@ def encoder(model: str | None) -> Encode:
 def _open(model: str | None) -> "Tokenizer":
     if model is None:
         raise JaxinferError("no model is named")
-    # Slow to import, and of use to few traces.
+    # Imported here, because it is slow and few traces need it.
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.text.tokenizer import folder_tokenizer, load_tokenizer
 

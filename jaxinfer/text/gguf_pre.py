@@ -1,4 +1,4 @@
-"""Meanings of ``tokenizer.ggml.pre`` in GGUF files: how text is cut into words before merging."""
+"""Meanings of ``tokenizer.ggml.pre`` in GGUF files: how text is split into words before merging."""
 
 import logging
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ _THREE_DIGITS = "[0-9][0-9][0-9]"
 
 
 def _characters(ranges: str) -> str:
-    """A class for a regular expression, from code points in hexadecimal digits."""
+    """Return a character class for regular expressions, from hexadecimal code points."""
     ends = [[chr(int(end, 16)) for end in each.split("-")] for each in ranges.split()]
     return "".join(map("-".join, ends))
 
 
-# DeepSeek's letters that have cases, as their tokenizer.json lists them.
+# DeepSeek's letters with cases, as its tokenizer.json lists them.
 _CASED = _characters(
     "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 "
     "388-38A 38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA "
@@ -51,10 +51,10 @@ class Pre:
     """The steps before merging.
 
     Attributes:
-        split: cuts text into words, within which tokens are merged.
-        composes: brings text into Unicode's form NFC first.
-        ignore_merges: a word that is a token becomes that token, regardless of merges.
-        adds_bos: the default of ``tokenizer.ggml.add_bos_token``.
+        split: splits text into words, within which tokens are merged.
+        composes: whether text is first normalised to Unicode NFC.
+        ignore_merges: whether a word that is a token becomes that token, regardless of merges.
+        adds_bos: default of ``tokenizer.ggml.add_bos_token``.
     """
 
     split: pre_tokenizers.PreTokenizer
@@ -64,13 +64,13 @@ class Pre:
 
 
 def read_pre(metadata: Mapping[str, Any], path: Path) -> Pre:
-    """The kind that ``tokenizer.ggml.pre`` names; without one, llama.cpp's default, and a warning.
+    """Return the kind that ``tokenizer.ggml.pre`` names; by default llama.cpp's, with a warning.
 
     Args:
         path: the file, for messages.
 
     Raises:
-        JaxinferError: it names something that is not implemented.
+        JaxinferError: the kind is not implemented.
     """
     pres = _known_pres()
     name = metadata.get("tokenizer.ggml.pre")
@@ -89,9 +89,9 @@ def read_pre(metadata: Mapping[str, Any], path: Path) -> Pre:
 
 
 def _known_pres() -> dict[str, Pre]:
-    """The kinds by their names, as in llama.cpp's ``llama-vocab.cpp``.
+    """Return the kinds by their names, as in llama.cpp's ``llama-vocab.cpp``.
 
-    NFC is not llama.cpp's, but that of the tokenizers that the models were trained with.
+    NFC is not llama.cpp's, but that of the tokenizers with which the models were trained.
     """
     digits_apart = (r"\p{N}", _GPT2_WORDS)
     llama3 = Pre(_words(_LLAMA3_WORDS), ignore_merges=True, adds_bos=True)
@@ -117,7 +117,7 @@ def _known_pres() -> dict[str, Pre]:
 
 
 def _words(*patterns: str) -> pre_tokenizers.PreTokenizer:
-    """Cut words: each pattern in turn out of the pieces that the one before has left."""
+    """Split words with each pattern in turn, applied to the pieces left by the one before."""
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([*splits, bytes_only])

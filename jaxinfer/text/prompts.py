@@ -1,4 +1,4 @@
-"""Inputs of ``LLM.generate`` and ``LLM.chat``: prompts, conversations and how to sample."""
+"""Inputs of ``LLM.generate`` and ``LLM.chat``: prompts, conversations and sampling parameters."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,13 +12,13 @@ from jaxinfer.request import SamplingParams
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is tokenised already: integers of Python's or numpy's, or an array of them."""
+    """A prompt in tokens: integers of Python or numpy, or an array of them."""
 
     prompt_token_ids: Sequence[int]
 
 
 class TextPrompt(TypedDict):
-    """A prompt's text, as vLLM has it."""
+    """A prompt's text, as in vLLM."""
 
     prompt: str
 
@@ -29,10 +29,10 @@ Params = SamplingParams | Iterable[SamplingParams]
 
 
 def model_name(model: object) -> str:
-    """The model that an ``LLM`` is to have.
+    """Return the model for an ``LLM`` as a text.
 
     Raises:
-        JaxinferError: it is no text and no path, or empty.
+        JaxinferError: it is neither a text nor a path, or it is empty.
     """
     if not isinstance(model, str | os.PathLike) or not os.fspath(model):
         raise JaxinferError(
@@ -42,20 +42,20 @@ def model_name(model: object) -> str:
 
 
 def each_prompt(prompts: object) -> Iterable[Any]:
-    """A prompt or several, as something to go through.
+    """Return one or several prompts as an iterable.
 
     Raises:
-        JaxinferError: it is no prompt and nothing that has some.
+        JaxinferError: it is neither a prompt nor an iterable.
     """
     one = isinstance(prompts, str | bytes | Mapping)
     return [prompts] if one else iterable("prompts", prompts)
 
 
 def each_conversation(messages: object) -> Iterable[Any]:
-    """A conversation or several, as something to go through.
+    """Return one or several conversations as an iterable.
 
     Raises:
-        JaxinferError: it is no conversation and nothing that has some.
+        JaxinferError: it is neither a conversation nor an iterable.
     """
     if isinstance(messages, str | bytes | Mapping):
         return [messages]
@@ -74,7 +74,7 @@ def paired(prompts: Iterable[Any], params: Params) -> Iterator[tuple[Any, Sampli
     """Pair prompts with their sampling parameters; both are read one by one.
 
     Raises:
-        JaxinferError: some are no ``SamplingParams``, or there are more or fewer than prompts.
+        JaxinferError: some are not ``SamplingParams``, or there are more or fewer than prompts.
     """
     if isinstance(params, SamplingParams):
         yield from zip(prompts, repeat(params))
@@ -91,10 +91,10 @@ def paired(prompts: Iterable[Any], params: Params) -> Iterator[tuple[Any, Sampli
 
 
 def text_or_token_ids(prompt: object) -> str | list[int]:
-    """Return the text or the token ids that a prompt holds.
+    """Return the text or the token ids of a prompt.
 
     Raises:
-        JaxinferError: ``prompt`` is no prompt.
+        JaxinferError: ``prompt`` is not a prompt.
     """
     match prompt:
         case str():
@@ -110,22 +110,22 @@ def text_or_token_ids(prompt: object) -> str | list[int]:
 
 
 def token_ids(given: object) -> list[int]:
-    """Integers of any kind, in a list, a tuple or an array, as Python's own.
+    """Return integers of any kind, in a list, a tuple or an array, as Python's own.
 
     Raises:
-        JaxinferError: it is anything else.
+        JaxinferError: it is something else.
     """
     values = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(values, list | tuple):
         kinds = {type(value) for value in values}
-        # True is an integer too.
+        # True is also an integer.
         if all(kind is not bool and issubclass(kind, Integral) for kind in kinds):
             return [int(value) for value in values]
     raise JaxinferError(f"prompt_token_ids is {shorten(given)}, must be a list of integers")
 
 
 def check_params(given: object) -> None:
-    """Raise JaxinferError for what are no sampling parameters."""
+    """Raise JaxinferError for an invalid type of sampling parameters."""
     if not isinstance(given, SamplingParams):
         raise JaxinferError(
             f"sampling_params is {shorten(given)}, must be SamplingParams(...), or one of them "
@@ -134,10 +134,10 @@ def check_params(given: object) -> None:
 
 
 def iterable(name: str, given: object) -> Iterable[Any]:
-    """The same, if it has items.
+    """Return the argument if it is iterable.
 
     Raises:
-        JaxinferError: it has none.
+        JaxinferError: it is not.
     """
     if not isinstance(given, Iterable):
         raise JaxinferError(f"{name} is {shorten(given)}, must be one or a list of them")

@@ -1,4 +1,4 @@
-"""Ends of a request's text, and the text it gives."""
+"""Finds the end of a request's text, and makes its output."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ class StopCheck:
     Stop strings may span tokens, and text is held back until its characters are complete.
 
     Args:
-        prompt: its tokens, on which the text follows.
+        prompt: tokens of the prompt, which precede the text.
     """
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
@@ -28,7 +28,7 @@ class StopCheck:
         self._tokenizer = tokenizer
         self._prompt = prompt
         self._stream = tokenizer.open_stream(prompt) if params.stop else None
-        # The end of the text, in which a stop string may have begun.
+        # The end of the text, in which a stop string may have started.
         self._tail = ""
         self._tail_len = max(map(len, params.stop), default=1) - 1
         self._cut: int | None = None
@@ -37,7 +37,7 @@ class StopCheck:
         self._emitted = 0
 
     def add(self, token: int) -> Stop | None:
-        """Take the next token; a reason where it ends the request."""
+        """Add the next token; return a reason if it ends the request."""
         self._num_tokens += 1
         if token in self._stop_ids:
             return "stop", token
@@ -51,7 +51,7 @@ class StopCheck:
         window = self._tail + piece
         begin = self._emitted - len(self._tail)
         self._emitted += len(piece)
-        # Strings that end in the new piece: earlier ones ended before ``min_tokens``.
+        # Only strings that end in the new piece: earlier ones ended before ``min_tokens``.
         new = len(self._tail)
         found = [
             (at, stop)
@@ -66,12 +66,12 @@ class StopCheck:
         return None
 
     def text(self, token_ids: list[int], ended_by_token: bool) -> str:
-        """The output's text: without the token or the string that ended it."""
+        """Return the output's text, without the token or the string that ended it."""
         text = self._tokenizer.decode(_kept(token_ids, ended_by_token), after=self._prompt)
         return text if self._cut is None else text[: self._cut]
 
     def pieces(self, token_ids: list[int], ended_by_token: bool) -> list[str]:
-        """The text that each token adds, before the cut; none of the token that ended it.
+        """Return the text that each token adds, before the cut; empty for the token that ended it.
 
         A character of several tokens comes with the last of them.
         """
@@ -84,7 +84,7 @@ class StopCheck:
         for token in kept:
             end += len(stream.add(token))
             ends.append(ends[-1] if stream.is_within else end)
-        # A character that stays incomplete is U+FFFD in the text; special tokens add none of it.
+        # An incomplete character is U+FFFD in the text; special tokens add none of it.
         adding = (index for index, token in enumerate(kept, 1) if self._tokenizer.token(token)[1])
         last = max(adding, default=len(kept))
         ends[last:] = [len(text)] * (len(ends) - last)
@@ -96,7 +96,7 @@ def _kept(token_ids: list[int], ended_by_token: bool) -> list[int]:
 
 
 def decoded(position: object, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Log probabilities at one position, with the tokens' texts and bytes."""
+    """Return log probabilities at one position, with the tokens' texts and bytes."""
     assert isinstance(position, dict)
     found = {}
     for token, logprob in position.items():
@@ -106,14 +106,14 @@ def decoded(position: object, tokenizer: Tokenizer) -> dict[int, Logprob]:
 
 
 def completion(request: RequestState, check: StopCheck, tokenizer: Tokenizer) -> CompletionOutput:
-    """A finished request's output."""
+    """Return a finished request's output."""
     sampling = _sampling(request)
     tokens = request.output_token_ids
     by_token = request.finish_reason == "stop" and not isinstance(request.stop_reason, str)
     logprobs = None
     if sampling.params.logprobs is not None:
         logprobs = [decoded(position, tokenizer) for position in request.details]
-        # A token that ended the text keeps its own.
+        # A token that ended the text keeps its own text.
         for token, piece, position in zip(
             tokens, check.pieces(tokens, by_token), logprobs, strict=False
         ):
@@ -131,23 +131,23 @@ def completion(request: RequestState, check: StopCheck, tokenizer: Tokenizer) ->
 
 
 class Answers:
-    """The texts of one run's requests: when each is over, and what is answered."""
+    """Makes the outputs of one run's requests, and decides when each one ends."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._checks: dict[str, StopCheck] = {}
 
     def add(self, requests: Iterable[RequestState]) -> None:
-        """More requests, as ``LLM.make_requests`` makes them; each is forgotten when answered."""
+        """Add requests from ``LLM.make_requests``; each is forgotten when answered."""
         for request in requests:
             self._checks[request.id] = StopCheck(
                 _sampling(request), self._tokenizer, request.prompt_token_ids
             )
 
     def check_stop(self, request: RequestState, token: int) -> Stop | None:
-        """Take a request's next token; a reason where it ends the request.
+        """Process a request's next token; return a reason if it ends the request.
 
-        A token that was drawn from NaN fails the request.
+        A token that was sampled from NaN fails the request.
         """
         if math.isnan(request.cumulative_logprob):
             request.error = (

@@ -1,4 +1,4 @@
-"""Tokens to text, one by one: what each adds, after the tokens of a prompt."""
+"""Decodes tokens one by one: the text that each adds, after the tokens of a prompt."""
 
 import codecs
 import re
@@ -19,21 +19,23 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 class Stream(Protocol):
     """Decodes one sequence token by token.
 
-    All pieces together are what ``Tokenizer.decode`` gives, but for an incomplete character at the
-    end. Bytes in tokens of their own (``<0x0A>``) come as soon as they make up characters; should
-    an invalid one follow, ``decode`` has U+FFFD in place of all of them, in a text as long.
+    All pieces together equal ``Tokenizer.decode``, except for an incomplete character at the end.
+    Bytes in tokens of their own (``<0x0A>``) are emitted as soon as they form characters. If an
+    invalid one follows, ``decode`` replaces all of them by U+FFFD, in a text of equal length.
     """
 
     def add(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; empty within a character of several bytes."""
+        """Return the text that ``token_id`` completes; empty within a character of
+        several bytes.
+        """
 
     @property
     def is_within(self) -> bool:
-        """True if the last token ended within a character, after all that it has given."""
+        """True if the last token ended within a character, in spite of all emitted text."""
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte: itself if printable, else the next from U+0100."""
+    """Return GPT-2's printable stand-in of each byte: itself, or one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -45,31 +47,31 @@ _BYTES = _byte_alphabet()
 
 
 def _stored_bytes(token: str) -> bytes:
-    """The bytes for which a token of byte-level BPE stands."""
+    """Return the bytes that a token of byte-level BPE stands for."""
     try:
         return bytes([_BYTES[char] for char in token])
-    except KeyError:  # an added token holds plain text
+    except KeyError:  # An added token holds plain text.
         return token.encode()
 
 
 def _byte_of(token: str) -> bytes | None:
-    """The byte of a token such as ``<0x0A>``; None of any other."""
+    """Return the byte of a token such as ``<0x0A>``; None for any other."""
     return bytes([int(token[3:5], 16)]) if _BYTE_TOKEN.fullmatch(token) else None
 
 
 def _num_incomplete(content: bytes) -> int:
-    """The number of bytes at the end that begin a character without ending it."""
+    """Return the number of bytes at the end that begin an incomplete character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(content)
     kept = decoder.getstate()[0]
-    # Half of a surrogate pair waits there for a third byte, which would not make it valid.
+    # Half of a surrogate pair would wait for a third byte, which would not make it valid.
     return 0 if kept[:1] == b"\xed" and kept[1:] >= b"\xa0" else len(kept)
 
 
 class _ByteStream:
-    """A stream of byte-level BPE, where the text is the tokens' bytes read as UTF-8.
+    """A stream of byte-level BPE, whose text is the tokens' bytes as UTF-8.
 
-    Unlike a window, it holds at most three bytes, however long the model emits invalid ones.
+    Unlike a window, it holds at most three bytes, however many invalid ones the model emits.
     """
 
     def __init__(self, token_of: Callable[[int], str | None], before: "_Context") -> None:
@@ -99,7 +101,7 @@ class _WindowStream:
     differently (they strip its leading space).
     """
 
-    is_within = False  # What is within a character is held back with all of its token.
+    is_within = False  # Text within a character is held back with the whole token.
 
     def __init__(
         self, backend: Backend, token_of: Callable[[int], str | None], before: "_Context"
@@ -122,7 +124,7 @@ class _WindowStream:
         piece = text[len(self._context) :].removeprefix(self._unshown)
         self._unshown = ""
         if _byte_of(token):
-            # Stays whole: an invalid byte would make all bytes of the run invalid.
+            # It stays whole, because an invalid byte would make all bytes of the run invalid.
             self._context = text
             return piece
         self._ids = self._ids[self._read :]
@@ -133,11 +135,11 @@ class _WindowStream:
 
 @dataclass(frozen=True)
 class _Context:
-    """The last tokens before a text that bear on how it begins.
+    """The last tokens before a text that affect how it begins.
 
     Attributes:
-        text: what they show by themselves, without a character that they leave incomplete.
-        unshown: what stands for that one should it stay incomplete.
+        text: their text, without an incomplete character at the end.
+        unshown: replacement of that character if it stays incomplete.
     """
 
     ids: tuple[int, ...] = ()
@@ -148,9 +150,9 @@ class _Context:
 class Detokenizer:
     """Turns tokens into text, as ``tokenizers`` decodes them; special and unknown ones are skipped.
 
-    A text may follow others' tokens: it is then what these and its own make together, less what
-    these make alone. Some decoders cut the space with which a text begins, and a character may
-    begin in one and end in the other.
+    A text may follow other tokens: it is then the text of both together, without the text of the
+    others. Some decoders strip the space at the beginning of a text, and a character may begin in
+    one part and end in the other.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -158,27 +160,27 @@ class Detokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-        # Bounded by the vocabulary.
+        # The cache is limited by the vocabulary.
         self._found: dict[int, tuple[str, bytes]] = {}
 
     def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """The text of ``token_ids``, which follow the tokens ``after``."""
+        """Return the text of ``token_ids``, which follow the tokens ``after``."""
         before = self._context(after)
         text = self._backend.decode([*before.ids, *token_ids], skip_special_tokens=True)
         return text[len(before.text) :].removeprefix(before.unshown)
 
     def open_stream(self, after: Sequence[int] = ()) -> Stream:
-        """A new incremental decoder of what follows the tokens ``after``."""
+        """Return a new incremental decoder for the tokens that follow ``after``."""
         before = self._context(after)
         if self._byte_level:
             return _ByteStream(self._token_of, before)
         return _WindowStream(self._backend, self._token_of, before)
 
     def token(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text, and the bytes that it adds to a text.
+        """Return a token's text, and the bytes that it adds to a text.
 
-        A special token has its name for a text and adds nothing; an unknown one has neither. A part
-        of a character shows as U+FFFD.
+        The text of a special token is its name, and it adds nothing; an unknown one has neither. A
+        part of a character is shown as U+FFFD.
         """
         if token_id not in self._found:
             content = self._content(token_id)
@@ -204,7 +206,7 @@ class Detokenizer:
 
     @cached_property
     def _anything(self) -> tuple[int, ...]:
-        """A token of plain text, after which others are as they are amid a text."""
+        """Return a token of plain text, after which others decode as in the middle of a text."""
         for token_id in range(self._backend.get_vocab_size()):
             token = self._token_of(token_id)
             if token is not None and not _byte_of(token):
@@ -214,7 +216,7 @@ class Detokenizer:
         return ()
 
     def _token_of(self, token_id: int) -> str | None:
-        """The token as the vocabulary has it; None of one that does not come into a text."""
+        """Return the token in the vocabulary; None if it never appears in a text."""
         return None if token_id in self._special_ids else self._backend.id_to_token(token_id)
 
     def _context(self, after: Sequence[int]) -> _Context:
@@ -224,7 +226,7 @@ class Detokenizer:
             if (token := self._token_of(token_id)) is not None:
                 ids.insert(0, token_id)
                 tokens.insert(0, token)
-                # Bytes in a row become characters together or not at all.
+                # Successive bytes become characters together or not at all.
                 if len(ids) >= _CONTEXT and (self._byte_level or not _byte_of(token)):
                     break
         text = self._backend.decode(ids)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a checkpoint's tokenizer, chat template and streaming decoder."""
+"""A checkpoint's tokenizer, chat template and streaming decoder."""
 
 import logging
 import re
@@ -22,8 +22,8 @@ class Tokenizer:
     Attributes:
         name: the model, for error messages.
         eos_token_ids: tokens that end a text.
-        vocab_size: tokens that the tokenizer knows; the model's vocabulary may be padded.
-        now: the time for chat templates that write a date; that of loading, so that equal
+        vocab_size: number of tokens that the tokenizer knows; the model's vocabulary may be padded.
+        now: time for chat templates that include a date. It is the time of loading, so that equal
             conversations have equal tokens.
     """
 
@@ -34,27 +34,27 @@ class Tokenizer:
         self.vocab_size = len(wrapped)
         self.now = datetime.now()
         self._wrapped = wrapped
-        # Called directly: the wrapper takes three times as long.
+        # Called directly, because the wrapper takes three times as long.
         self._backend: Backend = wrapped.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._detokenizer = Detokenizer(self._backend)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, with BOS where the model's tokenizer adds one.
+        """Return the token ids of ``text``, with BOS if the model's tokenizer adds one.
 
         Special tokens written in the text become those tokens.
 
         Raises:
-            JaxinferError: it holds half of a surrogate pair, which is no text.
+            JaxinferError: the text contains half of a surrogate pair.
         """
         return self._ids(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a chat up to where the assistant begins to answer.
+        """Return the token ids of a chat up to where the assistant begins to answer.
 
         Args:
-            messages: each ``{"role": ..., "content": ...}``; one at least.
+            messages: at least one ``{"role": ..., "content": ...}``.
 
         Raises:
             JaxinferError: the model has no chat template, or its template refuses the messages.
@@ -63,8 +63,8 @@ class Tokenizer:
             raise JaxinferError(f"model {self.name!r} has no chat template; use a plain prompt")
         try:
             text = self._render(messages)
-        # A value of a wrong type is a TypeError in the template, several templates without a
-        # default are a ValueError.
+        # A value of a wrong type raises TypeError in the template. Several templates without a
+        # default raise ValueError.
         except (TemplateError, TypeError, ValueError) as error:
             raise JaxinferError(
                 f"the chat template of {self.name!r} refuses the messages: {one_line(error)}"
@@ -98,19 +98,19 @@ class Tokenizer:
             ) from None
 
     def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """The text of ``token_ids``, which follow the tokens ``after``; see ``Detokenizer``."""
+        """Return the text of ``token_ids``, which follow ``after``; see ``Detokenizer``."""
         return self._detokenizer.decode(token_ids, after)
 
     def token(self, token_id: int) -> tuple[str, bytes]:
-        """A token's text, and the bytes that it adds to a text; see ``Detokenizer``."""
+        """Return a token's text, and the bytes that it adds to a text; see ``Detokenizer``."""
         return self._detokenizer.token(token_id)
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's files as Hugging Face's tools read them."""
+        """Write the tokenizer's files for Hugging Face's tools."""
         self._wrapped.save_pretrained(folder)
 
     def open_stream(self, after: Sequence[int] = ()) -> Stream:
-        """A new incremental decoder of what follows the tokens ``after``."""
+        """Return a new incremental decoder for the tokens that follow ``after``."""
         return self._detokenizer.open_stream(after)
 
 
@@ -121,25 +121,25 @@ class NoTokenizer(Tokenizer):
         self.name, self.eos_token_ids, self.vocab_size = name, eos_token_ids, 0
 
     def encode(self, text: str) -> list[int]:
-        """Refuse."""
+        """Raise JaxinferError: the model has no tokenizer."""
         raise JaxinferError(
             f"model {self.name!r} has no tokenizer for a text: give prompt_token_ids"
         )
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Refuse."""
+        """Raise JaxinferError: the model has no tokenizer."""
         return self.encode("")
 
     def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """The empty text."""
+        """Return the empty text."""
         return ""
 
     def token(self, token_id: int) -> tuple[str, bytes]:
-        """The empty text."""
+        """Return the empty text."""
         return "", b""
 
     def open_stream(self, after: Sequence[int] = ()) -> Stream:
-        """Refuse."""
+        """Raise JaxinferError: the model has no tokenizer."""
         raise JaxinferError(
             f"model {self.name!r} has no tokenizer for stop strings: give stop_token_ids"
         )
@@ -148,13 +148,13 @@ class NoTokenizer(Tokenizer):
 def load_tokenizer(
     checkpoint: Checkpoint, required: bool = True, more_ends: Sequence[int] = ()
 ) -> Tokenizer:
-    """The tokenizer that ``checkpoint`` carries, with its chat template if it has one.
+    """Return the tokenizer of ``checkpoint``, with its chat template if it has one.
 
-    A text ends at the configurations' ends, and at the tokenizer's own EOS.
+    A text ends at the ends given by the configurations, and at the tokenizer's own EOS.
 
     Args:
-        required: that a folder has none is an error.
-        more_ends: others.
+        required: whether a folder without tokenizer is an error.
+        more_ends: further ends.
 
     Raises:
         JaxinferError: the tokenizer is missing, damaged, or of a kind that is not supported.
@@ -166,13 +166,13 @@ def load_tokenizer(
         _from_folder(source) if isinstance(source, Path) else _from_gguf(source, checkpoint.path)
     )
     own = wrapped.eos_token_id
-    if own is not None and own < checkpoint.config.vocab_size:  # Else, no model can draw it.
+    if own is not None and own < checkpoint.config.vocab_size:  # Otherwise, no model can sample it.
         ends = (*ends, own)
     return Tokenizer(wrapped, checkpoint.name, tuple(dict.fromkeys(ends)))
 
 
 def folder_tokenizer(path: str) -> Tokenizer | None:
-    """The tokenizer in a folder, whether there is a model or not; None where there is none.
+    """Return the tokenizer in a folder, with or without a model; None if there is none.
 
     Raises:
         JaxinferError: it is damaged, or of a kind that is not supported.
@@ -192,10 +192,10 @@ def _from_folder(folder: Path) -> Any:
         raise JaxinferError(f"{folder}: has no tokenizer.json, from which the tokenizer is read")
     fast_tokenizer = _fast_tokenizer_class()
     try:
-        # Not AutoTokenizer: some classes that it picks rebuild the tokenizer from the vocabulary,
-        # and so lose what tokenizer.json says of pre-tokenisation.
+        # Not AutoTokenizer: some of its classes rebuild the tokenizer from the vocabulary, and lose
+        # the pre-tokenisation of tokenizer.json.
         return fast_tokenizer.from_pretrained(folder, local_files_only=True)
-    # The tokenizers library raises plain Exception for whatever it cannot read.
+    # The tokenizers library raises plain Exception for anything that it cannot read.
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise JaxinferError(f"{path}: cannot read the tokenizer: {reason}") from error
@@ -207,7 +207,7 @@ def _from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
 
 
 def _fast_tokenizer_class() -> Any:
-    """``transformers.PreTrainedTokenizerFast``, imported without the advice to install PyTorch."""
+    """Return ``transformers.PreTrainedTokenizerFast``, without the advice to install PyTorch."""
     logger = logging.getLogger("transformers")
 
     def is_no_advice(record: logging.LogRecord) -> bool:
@@ -215,7 +215,7 @@ def _fast_tokenizer_class() -> Any:
 
     logger.addFilter(is_no_advice)
     try:
-        from transformers import PreTrainedTokenizerFast  # slow to import: 0.7 s
+        from transformers import PreTrainedTokenizerFast  # It is slow to import: 0.7 s.
     finally:
         logger.removeFilter(is_no_advice)
     return PreTrainedTokenizerFast

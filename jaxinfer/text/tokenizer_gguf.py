@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata, as llama.cpp reads it: byte-level BPE and SentencePiece's BPE."""
+"""Tokenizers from GGUF metadata, as in llama.cpp: byte-level BPE and SentencePiece's BPE."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from jaxinfer.text.gguf_pre import Pre, read_pre
 
 # GGUF's token types.
 _NORMAL, _UNKNOWN, _USER_DEFINED, _UNUSED = 1, 2, 4, 5
-# SentencePiece's stand-in for a space.
+# SentencePiece's replacement for a space.
 _SPACE = "\u2581"
 _NAMED_TOKENS = {
     "bos_token": "bos",
@@ -34,7 +34,7 @@ _NAMED_TOKENS = {
 def read_gguf_tokenizer(
     metadata: Mapping[str, Any], path: Path
 ) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer that a GGUF file describes.
+    """Return the tokenizer that a GGUF file describes.
 
     Args:
         path: the file, for error messages.
@@ -44,8 +44,8 @@ def read_gguf_tokenizer(
         ``transformers.PreTrainedTokenizerFast``.
 
     Raises:
-        JaxinferError: the metadata lack something, contradict themselves, or describe a kind
-            of tokenizer that is not implemented.
+        JaxinferError: the metadata are incomplete or contradictory, or describe a kind of tokenizer
+            that is not implemented.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -72,10 +72,10 @@ def read_gguf_tokenizer(
 
 
 def _add_tokens(backend: Tokenizer, tokens: Sequence[str], types: Sequence[int]) -> None:
-    """Have control and user-defined tokens cut out of the text before anything else is done.
+    """Split control and user-defined tokens off the text before anything else.
 
-    So llama.cpp does it. SentencePiece never reads control tokens; user-defined ones with spaces
-    it also finds where the text has U+2581 instead.
+    llama.cpp does the same. SentencePiece never reads control tokens; it finds user-defined ones
+    with spaces also where the text has U+2581 instead.
     """
     typed = list(zip(tokens, types, strict=False))
     backend.add_special_tokens(
@@ -150,8 +150,7 @@ def _sentencepiece_vocabulary(metadata: Mapping[str, Any], path: Path) -> _Vocab
     stored = _strings(metadata, "tokenizer.ggml.tokens", path)
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(stored), path)
     types = _numbers(metadata, "tokenizer.ggml.token_type", len(stored), path)
-    # User-defined tokens are looked for in text that still has its spaces, which some files
-    # do not heed.
+    # User-defined tokens are searched in text that still has its spaces, which some files ignore.
     tokens = [
         token.replace(_SPACE, " ") if kind == _USER_DEFINED else token
         for token, kind in zip(stored, types, strict=True)
@@ -177,7 +176,7 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any], path: P
     )
     to_text = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.get("tokenizer.ggml.add_space_prefix", True):
-        # Before the text and after each token that is cut out of it.
+        # Before the text, and after each token that is cut out of it.
         backend.normalizer = normalizers.Sequence(
             [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
         )
@@ -189,10 +188,10 @@ def _sentencepiece(vocabulary: _Vocabulary, metadata: Mapping[str, Any], path: P
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """The ways to make a token of two others, the best token first.
+    """Return the ways to make a token of two others, the best token first.
 
-    SentencePiece joins the neighbours that make the token of the highest score, and the leftmost
-    of equals. Only tokens of ordinary text take part.
+    SentencePiece joins the neighbours that make the token with the highest score, and the leftmost
+    of equal ones. Only tokens of ordinary text take part.
     """
     scores = {
         token: score
@@ -203,8 +202,8 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     }
     merges = []
     for token in sorted(scores, key=scores.__getitem__, reverse=True):
-        # Where two ways meet in a text, as ab+a and a+ba in "ababa", it is mostly the one with
-        # the longer left part that is further left.
+        # If two merges overlap in a text, as ab+a and a+ba in "ababa", the one with the longer left
+        # part is usually further left.
         for cut in range(len(token) - 1, 0, -1):
             left, right = token[:cut], token[cut:]
             if left in scores and right in scores:

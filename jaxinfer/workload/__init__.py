@@ -1,1 +1,1 @@
-"""Inputs and outputs: batch files, bench workloads, traces."""
+"""Inputs and outputs: batch files, workloads for measurements, traces."""

@@ -1,4 +1,4 @@
-"""Times at which requests come in."""
+"""Arrival times of requests."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.workload.bench_request import BenchRequest
 
-# Which kinds each option is for.
+# The kinds that each option belongs to.
 _USES = {
     "seconds": ("interval",),
     "rate": ("poisson", "gamma"),
@@ -34,7 +34,7 @@ _NEEDS = {
     "closed": ("concurrency",),
     "ramp": ("from", "to", "over"),
 }
-# Where requests come too late.
+# What to change if requests arrive too late.
 _REMEDIES = {
     "interval": "give fewer seconds",
     "poisson": "give a larger rate",
@@ -42,13 +42,13 @@ _REMEDIES = {
     "ramp": "give larger rates",
     "trace": "give a smaller scale, or a trace of seconds",
 }
-# Later, seconds have no microseconds any more, and nobody waits for the end.
+# Later times in seconds have no microseconds, and no run lasts that long.
 LATEST_S = 1e9
-# Beyond it, floats cannot tell times between requests apart.
+# At higher rates, floats cannot represent the times between requests.
 MOST_CV = 1e4
-# Of a rate below it, the second request comes too late, and floats may overflow.
+# At lower rates, the second request arrives too late, and floats may overflow.
 _LEAST_RATE = 1e-30
-# Below it, the times between requests are all the same.
+# Below this, all times between requests are equal.
 _EVEN_CV = 1e-7
 
 
@@ -88,7 +88,7 @@ class Arrivals(Options):
     spacing: Literal["poisson", "even"] = "poisson"
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse options that the kind does not use, and the lack of those that it does."""
+        """Refuse options that the kind does not use, and missing ones that it needs."""
         given = {name.rstrip("_") for name in self.model_fields_set}
         for name, kinds in _USES.items():
             if name in given and self.kind not in kinds:
@@ -101,11 +101,11 @@ class Arrivals(Options):
 
     @property
     def is_drawn(self) -> bool:
-        """True if the times are by a seed."""
+        """True if the times depend on a seed."""
         return self.kind in _USES["seed"] and self.spacing != "even"
 
     def check_open(self) -> None:
-        """Raise OptionError where there is no rate that could be searched."""
+        """Raise OptionError if there is no rate that could be searched."""
         if self.kind == "closed":
             raise OptionError(
                 "workload.arrivals.kind is closed, which has a concurrency and no rate, and a rate "
@@ -114,12 +114,12 @@ class Arrivals(Options):
 
 
 def with_arrivals(work: Sequence[BenchRequest], arrivals: Arrivals) -> list[BenchRequest]:
-    """The requests with their times of arrival, in seconds; the first one's is 0 but in a trace.
+    """Return the requests with arrival times in seconds; the first is 0, except in a trace.
 
     Of a session, its first turn; the others come after the turn before.
 
     Raises:
-        OptionError: one comes after ``LATEST_S``, or sessions come in a closed loop.
+        OptionError: a request arrives after ``LATEST_S``, or sessions come in a closed loop.
     """
     if arrivals.kind == "closed":
         assert arrivals.concurrency
@@ -180,7 +180,7 @@ def _random_times(count: int, arrivals: Arrivals) -> list[float]:
 
 
 def _masses(count: int, arrivals: Arrivals) -> Iterator[float]:
-    """The integral of the rate up to each request's arrival."""
+    """Yield the integral of the rate up to each request's arrival."""
     if arrivals.spacing == "even":
         return iter(range(count))
     rng = random.Random(arrivals.seed)
@@ -189,14 +189,14 @@ def _masses(count: int, arrivals: Arrivals) -> Iterator[float]:
 
 
 def _ramp_time(mass: float, arrivals: Arrivals) -> float:
-    """The time when the integral of the rate, a t + (b - a) t^2 / (2 T), has come to ``mass``."""
+    """Return when the integral of the rate, a t + (b - a) t^2 / (2 T), reaches ``mass``."""
     a, b, T = arrivals.from_, arrivals.to, arrivals.over
     assert a is not None
     assert b is not None
     assert T is not None
     if mass >= (whole := (a + b) / 2 * T):
         return T + (mass - whole) / b
-    # Not the textbook's form, which for equal rates divides by 0.
+    # Not the textbook's form, which divides by 0 for equal rates.
     if not mass:
         return 0.0
     twice = a + math.sqrt(max(a * a + 2 * (b - a) / T * mass, 0.0))

@@ -1,14 +1,14 @@
-"""Reading a batch file: one request a line or row, in OpenAI's batch format or plain.
+"""Reads a batch file: one request per line or row, in OpenAI's batch format or plain.
 
-A plain line is what would be the body of an OpenAI line, with the prompt in any of three forms::
+A plain line is the body of an OpenAI line, with the prompt in any of three forms::
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hi"}}
     {"prompt": "Hi", "temperature": 0, "max_tokens": 32}
     {"messages": [{"role": "user", "content": "Hi"}]}
     {"prompt_token_ids": [1, 15043]}
 
-One bad line does not spoil the file: it comes back as a ``BadLine`` with its reason. A row of a
-Parquet file is such a line, whose fields are its columns.
+A bad line does not spoil the file: it is returned as a ``BadLine`` with its reason. A row of a
+Parquet file is treated as such a line, with its columns as fields.
 """
 
 import gzip
@@ -34,19 +34,19 @@ from jaxinfer.request import SamplingParams
 from jaxinfer.workload.conversation import Conversation, read_conversation
 from jaxinfer.workload.parquet import ParquetRows, check_ending, is_table
 
-# OpenAI's 16 cuts most answers short; its chat default, the rest of the context, lets one line
-# hold up a batch.
+# OpenAI's default of 16 cuts most answers short. With its chat default, the rest of the context,
+# one line could hold up a batch.
 DEFAULT_MAX_TOKENS = 256
 
 _PROMPT_OF_URL = {"/v1/chat/completions": ("messages",), "/v1/completions": ("prompt",)}
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _ENVELOPE = ("method", "url", "body")
 
-# Options without influence on the tokens.
+# Options that do not affect the tokens.
 _WITHOUT_EFFECT = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 )
-# Options that we do not have, with the one value that asks for nothing.
+# Options that we do not support, with the only value that asks for nothing.
 _ONLY_VALUE: dict[str, object] = {
     "best_of": 1,
     "echo": False,
@@ -59,7 +59,7 @@ _ONLY_VALUE: dict[str, object] = {
     "tool_choice": "none",
     "tools": [],
 }
-# What a Parquet file of requests may have as columns.
+# Columns that a Parquet file of requests may have.
 _COLUMNS = (
     *("custom_id", *_PROMPTS, *_ENVELOPE, *SamplingParams.model_fields, *_ONLY_VALUE),
     *(*_WITHOUT_EFFECT, "max_completion_tokens", "top_logprobs"),
@@ -68,9 +68,9 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class BatchLine:
-    """A request as read from line ``number``: a text, token ids, or a conversation.
+    """A request from line ``number``: a text, token ids, or a conversation.
 
-    Of ``sampling``, what the line gives is set. ``custom_id`` is empty until it is decided.
+    ``sampling`` has the options that the line sets. ``custom_id`` is empty until it is assigned.
     """
 
     number: int
@@ -81,10 +81,10 @@ class BatchLine:
 
 @dataclass(frozen=True)
 class BadLine:
-    """Line ``number`` is no request, because of ``reason`` (one line, without the number).
+    """Line ``number`` is not a valid request; ``reason`` is one line, without the number.
 
-    ``custom_id`` is the line's own where it can be told and is free, else made of the number; it is
-    empty until it is decided.
+    ``custom_id`` is the line's own if it can be read and is unique, otherwise made from the number;
+    it is empty until it is assigned.
     """
 
     number: int
@@ -93,15 +93,15 @@ class BadLine:
 
 
 class BatchFile:
-    """The requests of a JSONL or Parquet file, read twice: first for what holds of all of it.
+    """The requests of a JSONL or Parquet file, read twice: first to check the whole file.
 
-    Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``, or another
-    one if a line calls itself so. All ids differ; the second user of an id is a bad line. Ids,
-    numbers and bad lines' reasons are in memory, some 200 bytes for each line, but no prompts.
+    Blank lines are skipped but counted. A line without ``custom_id`` gets ``line-N``, or another id
+    if a line already has that. All ids differ; the second line with an id is a bad line. Ids,
+    numbers and reasons of bad lines are in memory (about 200 bytes per line), but no prompts.
 
     Args:
-        path: is opened once, so that it may be a pipe; what comes out of one is kept in a
-            temporary file. One that ends in ``.gz`` is unpacked as it is read.
+        path: opened once, so that it may be a pipe, whose contents are kept in a temporary file. A
+            file that ends in ``.gz`` is decompressed.
 
     Attributes:
         number_of: id -> line number, in the file's order.
@@ -109,7 +109,7 @@ class BatchFile:
         sha256: SHA-256 of all bytes of the file, in hexadecimal digits.
 
     Raises:
-        JaxinferError: the file is missing, a folder, of another format, or cannot be read.
+        JaxinferError: the file is missing, is a folder, has another format, or cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -122,7 +122,7 @@ class BatchFile:
         self._checksums = array("L")
         self._bad: dict[str | int, BadLine] = {}
         digest = hashlib.sha256()
-        # By number where the line has no id of its own.
+        # By number if the line has no id of its own.
         found_ids: dict[str | int, int] = {}
         with readable(self._path), ExitStack() as opened:
             source = opened.enter_context(self._path.open("rb"))
@@ -164,7 +164,7 @@ class BatchFile:
         line = _read_line(number, raw)
         if line.custom_id in ids:
             earlier = ids[line.custom_id]
-            # Under the shared id, a resumed job would take this error for the first line's result.
+            # With the same id, a resumed job would take this error for the first line's result.
             reason = f"custom_id {shorten(line.custom_id)} is already that of line {earlier}"
             line = BadLine(number, "", f"{reason}, must be unique")
         key = line.custom_id or number
@@ -174,7 +174,7 @@ class BatchFile:
             self._bad[key] = line
 
     def _name(self, ids: dict[str | int, int]) -> None:
-        """Give an id to each line without one: one that no other line has."""
+        """Give each line without an id one that no other line has."""
         for key, number in ids.items():
             custom_id = f"line-{number}" if isinstance(key, int) else key
             while isinstance(key, int) and custom_id in ids:
@@ -187,7 +187,7 @@ class BatchFile:
         """Read the good lines again, one by one, without those of some ids.
 
         Raises:
-            JaxinferError: the file cannot be read, or is no longer what it was.
+            JaxinferError: the file cannot be read, or has changed.
         """
         with readable(self._path):
             found = numbered(self._again())
@@ -203,7 +203,7 @@ class BatchFile:
                     continue
                 line = _read_line(number, raw)
                 assert isinstance(line, BatchLine)
-                # One string for all that keep the id.
+                # One string for all requests that keep the id.
                 yield replace(line, custom_id=custom_id)
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ def _custom_id(value: object) -> str:
 
 
 def _body(fields: dict[str, object]) -> tuple[dict[str, object], tuple[str, ...], str]:
-    """The body of a line, the prompt fields it may have, and what to call such a request."""
+    """Return a line's body, the prompt fields it may have, and the name of such a request."""
     if not fields.keys() & set(_ENVELOPE):
         return fields, _PROMPTS, "a plain line"
     for name in _ENVELOPE:
@@ -311,7 +311,7 @@ def _sampling(body: dict[str, object]) -> SamplingParams:
             f"{shorten(limit)}, give one"
         )
     if options.get("top_p") == 0 and type(options["top_p"]) is int:
-        # To OpenAI, only the likeliest token.
+        # In OpenAI's API, this means only the likeliest token.
         options |= {"top_p": 1, "top_k": 1}
     found = SamplingParams.model_validate({"max_tokens": DEFAULT_MAX_TOKENS} | options)
     if "max_tokens" not in options:
@@ -320,13 +320,13 @@ def _sampling(body: dict[str, object]) -> SamplingParams:
 
 
 def _whole(value: object) -> object:
-    """A whole number as an integer, which some tools write with a dot."""
+    """Return a whole number as an integer; some tools write it with a decimal point."""
     is_whole = isinstance(value, float) and abs(value) < 2**53 and value.is_integer()
     return int(value) if is_whole else value  # type: ignore[call-overload]
 
 
 def _num_logprobs(body: dict[str, object]) -> object:
-    """Likeliest tokens to report: a number for completions, a switch and a number for chat."""
+    """Return how many likeliest tokens to report: a number; for chat, a switch and a number."""
     asked, top = body.get("logprobs"), body.get("top_logprobs")
     if "messages" not in body:
         if top:
@@ -343,7 +343,7 @@ def _num_logprobs(body: dict[str, object]) -> object:
 
 def _require_only_value(name: str, value: object) -> None:
     only = _ONLY_VALUE[name]
-    # To Python, True == 1; but `logprobs: 0` asks for something that `logprobs: false` does not.
+    # In Python, True == 1; but `logprobs: 0` asks for something that `logprobs: false` does not.
     if value != only or isinstance(value, bool) != isinstance(only, bool):
         raise JaxinferError(
             f"{name} is {shorten(value)}, not supported except as {json.dumps(only)}"

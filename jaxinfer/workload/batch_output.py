@@ -1,8 +1,8 @@
 """Results of a batch: lines in OpenAI's format.
 
-A line is a function of its request and its tokens alone (no clock, no random ids), so that an
-interrupted and resumed job writes the very lines of an uninterrupted one; the last digits of log
-probabilities, if asked for, may differ.
+A line depends only on its request and its tokens (no clock, no random ids), so that an interrupted
+and resumed job writes exactly the lines of an uninterrupted one. The last digits of log
+probabilities, if requested, may differ.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ Record = dict[str, object]
 
 
 def result_line(line: BatchLine, output: RequestOutput, model: str) -> Record:
-    """OpenAI's result line for a request that ended by ``stop`` or ``length``.
+    """Return OpenAI's result line for a request that ended by ``stop`` or ``length``.
 
     A conversation is answered by a ``chat.completion``, other prompts by a ``text_completion``;
     answers to prompts in token ids also have ``token_ids``. ``created`` is 0.
@@ -47,7 +47,7 @@ def result_line(line: BatchLine, output: RequestOutput, model: str) -> Record:
 
 
 def error_line(line: BatchLine | BadLine, reason: str) -> Record:
-    """OpenAI's result line for a request that failed because of ``reason``."""
+    """Return OpenAI's result line for a request that failed because of ``reason``."""
     error = {"code": "invalid_request", "message": f"line {line.number}: {reason}"}
     return _record(line.custom_id, None, error)
 
@@ -128,11 +128,11 @@ def _likeliest(position: dict[int, Logprob], count: int) -> list[int]:
 
 
 def _pieces(output: CompletionOutput) -> list[str]:
-    """The text that each token adds: together, they are the text."""
+    """Return the text that each token adds; joined, they are the text."""
     assert output.logprobs is not None
     pieces, end = [], 0
     for token, position in zip(output.token_ids, output.logprobs, strict=True):
-        # What a stop string cuts off and special tokens are not in the text.
+        # The text does not have special tokens, or anything that a stop string cuts off.
         piece = (position[token].decoded_token or "") if position[token].token_bytes else ""
         pieces.append(output.text[end : end + len(piece)])
         end += len(piece)
@@ -140,10 +140,10 @@ def _pieces(output: CompletionOutput) -> list[str]:
 
 
 def _text_bytes(output: CompletionOutput) -> list[bytes]:
-    """The bytes that each token adds to the text: together, they are the text's UTF-8.
+    """Return the bytes that each token adds to the text; joined, they are the text's UTF-8.
 
-    They are the token's own, unless the text has something in their place: U+FFFD for bytes that
-    make up no character, or nothing for a space at its very beginning.
+    They are the token's own, unless the text has something else in their place: U+FFFD for bytes
+    that form no character, or nothing for a space at its very beginning.
     """
     assert output.logprobs is not None
     found: list[bytes] = []
@@ -161,10 +161,10 @@ def _text_bytes(output: CompletionOutput) -> list[bytes]:
 
 
 def _names(position: dict[int, Logprob], taken: dict[int, str] | None = None) -> dict[int, str]:
-    """A name of its own for each token: its text, else its bytes, else its number.
+    """Return a unique name for each token: its text, or else its bytes, or else its number.
 
     Args:
-        taken: names that stand.
+        taken: names already in use.
     """
     names = dict(taken or {})
     for token in sorted(position, key=lambda token: position[token].rank):
@@ -178,7 +178,7 @@ def _names(position: dict[int, Logprob], taken: dict[int, str] | None = None) ->
 
 
 def _own_text(found: Logprob) -> str:
-    """Whole characters, or a special token's name; empty where there is neither."""
+    """Return whole characters, or a special token's name; empty if there is neither."""
     if not found.token_bytes:
         return found.decoded_token or ""
     try:
@@ -188,7 +188,7 @@ def _own_text(found: Logprob) -> str:
 
 
 def _escaped(found: Logprob) -> str:
-    """Bytes as OpenAI's completions name them, such as ``bytes:\\xf0\\x9f``; empty for none."""
+    """Return bytes as OpenAI's completions name them, such as ``bytes:\\xf0\\x9f``; or empty."""
     if not found.token_bytes:
         return ""
     printable = range(0x20, 0x7F)

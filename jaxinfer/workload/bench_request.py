@@ -1,20 +1,20 @@
-"""A request to measure with, and the tokens of its prompt."""
+"""A request for measurements, and the tokens of its prompt."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Tokens of a block that ``hash_ids`` name (Mooncake's traces).
+# Number of tokens of a block that ``hash_ids`` name (Mooncake's traces).
 BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A request to measure with: ``prompt_len`` tokens in, ``max_tokens`` out.
+    """A request for measurements: ``prompt_len`` tokens in, ``max_tokens`` out.
 
-    ``prompt_token_ids`` is None where only lengths are known. ``arrival`` is in seconds since the
-    start of the run or, of a closed loop, since the end that the request has waited for: it comes
-    once ``after_ends`` requests of the run have ended. ``hash_ids`` name the prompt's blocks of 512
+    ``prompt_token_ids`` is None if only lengths are known. ``arrival`` is in seconds since the
+    start of the run or, in a closed loop, since the end of another request: it arrives once
+    ``after_ends`` requests of the run have ended. ``hash_ids`` name the prompt's blocks of 512
     tokens, of which the last may be shorter: prompts with the same names have the same tokens.
 
     A turn of a session ``follows`` another request, by its place in the workload: it comes
@@ -36,7 +36,7 @@ class BenchRequest:
 
     @property
     def has_tokens(self) -> bool:
-        """True if it is known which prompts begin alike."""
+        """True if it is known which prompts have a common prefix."""
         return bool(self.prompt_token_ids or self.hash_ids) or self.has_stretches
 
     @property
@@ -52,9 +52,9 @@ def _stretches(item: BenchRequest, index: int) -> list[tuple[int, int]]:
 
 
 def modelled_tokens(item: BenchRequest, index: int = 0) -> Sequence[int]:
-    """Token ids for a modelled run, which asks only which are equal; none where nothing is known.
+    """Return token ids for a modelled run, which only compares them; empty if nothing is known.
 
-    A block is its name plus one, over and over: 0 is what a modelled run samples.
+    A block repeats its name plus one; 0 is the token that a modelled run samples.
 
     Args:
         index: place of the request in its workload.
@@ -71,7 +71,7 @@ def modelled_tokens(item: BenchRequest, index: int = 0) -> Sequence[int]:
 
 
 def real_tokens(item: BenchRequest, vocab_size: int, index: int) -> list[int]:
-    """Token ids for a real run: what is not known of them is drawn by ``index``.
+    """Return token ids for a real run; unknown ones are drawn with ``index``.
 
     Args:
         index: place of the request in its workload.
@@ -89,5 +89,5 @@ def real_tokens(item: BenchRequest, vocab_size: int, index: int) -> list[int]:
 
 
 def synthetic_tokens(length: int, vocab_size: int, seed: int) -> list[int]:
-    """``length`` token ids below ``vocab_size``, drawn evenly; the same for the same ``seed``."""
+    """Return ``length`` token ids below ``vocab_size``, drawn uniformly with ``seed``."""
     return random.Random(seed).choices(range(vocab_size), k=length)

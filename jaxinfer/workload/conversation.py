@@ -1,4 +1,4 @@
-"""A conversation as a user hands it in, in a line of a batch or to ``LLM.chat``."""
+"""A conversation from a line of a batch or from ``LLM.chat``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Conversation:
 def read_conversation(value: object) -> Conversation:
     """Read a list of messages, whose contents are strings or lists of text parts.
 
-    A null is the same as nothing. Text parts are joined by line breaks, as vLLM joins them.
+    Null means absent. Text parts are joined by line breaks, as in vLLM.
 
     Raises:
-        JaxinferError: it is anything else; the message names the wrong element.
+        JaxinferError: it is something else; the message names the wrong element.
     """
     if not isinstance(value, list | tuple) or not value:
         raise JaxinferError(f"messages is {shorten(value)}, must be a non-empty list of messages")
@@ -30,7 +30,7 @@ def read_conversation(value: object) -> Conversation:
 def _message(value: object, name: str) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise JaxinferError(f"{name} is {shorten(value)}, must be an object with role and content")
-    # OpenAI's answers, which come back as messages, have lists of nothing.
+    # OpenAI's answers have empty lists, and users send them back as messages.
     message = {
         key: item
         for key, item in value.items()

@@ -1,4 +1,4 @@
-"""Lengths of prompts or outputs: one, or drawn from a distribution that a run file gives."""
+"""Lengths of prompts or outputs: fixed, or drawn from a distribution in a run file."""
 
 import math
 import random
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, Options
 
-# Which options each kind needs, and which it may have.
+# Options that each kind needs, and options that it may have.
 _NEEDS = {"uniform": ("min", "max"), "lognormal": (), "percentiles": ("values",)}
 _MAY = {
     "uniform": (),
@@ -29,7 +29,9 @@ class Draws(Protocol):
 
 
 class Lengths(Options):
-    """A distribution of lengths in tokens; what falls outside of ``min`` and ``max`` is put there.
+    """A distribution of lengths in tokens.
+
+    Values outside of ``min`` and ``max`` are moved to these limits.
 
     Attributes:
         kind: Shape of the distribution.
@@ -55,7 +57,7 @@ class Lengths(Options):
     @field_validator("values", mode="before")
     @classmethod
     def _from_json(cls, value: object) -> object:
-        """JSON, which a run's record is, has keys of text alone."""
+        """Accept keys that are texts, as in JSON, which a run's record is."""
         if not isinstance(value, dict):
             return value
         numbers = {}
@@ -67,7 +69,7 @@ class Lengths(Options):
         return numbers
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse options that the kind does not use, and the lack of those that it does."""
+        """Refuse options that the kind does not use, and missing ones that it needs."""
         for name in self.model_fields_set - {"kind", *_NEEDS[self.kind], *_MAY[self.kind]}:
             raise OptionError(f"{name} is not for kind {self.kind}")
         for name in _NEEDS[self.kind]:
@@ -84,7 +86,7 @@ class Lengths(Options):
             _check(self.values)
 
     def draws(self) -> Draws:
-        """The source that draws these lengths."""
+        """Return the source that draws these lengths."""
         most = math.inf if self.max is None else self.max
         if self.kind == "uniform":
             assert self.max is not None
@@ -95,13 +97,13 @@ class Lengths(Options):
         return Percentiles(self.values, most, self.min)
 
     def _of_the_logarithm(self) -> tuple[float, float]:
-        """Mean and standard deviation."""
+        """Return mean and standard deviation of the logarithm."""
         if self.median is not None and self.sigma is not None:
             return math.log(self.median), self.sigma
         assert self.mean is not None
         assert self.std is not None
         ratio = math.log(self.std) - math.log(self.mean) if self.std else -math.inf
-        # Its square may be no float any more.
+        # Its square may exceed the largest float.
         variance = math.log1p((self.std / self.mean) ** 2) if ratio < 100 else 2 * ratio
         return math.log(self.mean) - variance / 2, math.sqrt(variance)
 
@@ -122,7 +124,7 @@ def _check(values: Mapping[float, float]) -> None:
 
 
 class Uniform:
-    """Lengths from the least to the most, equally likely."""
+    """Lengths between two limits, equally likely."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
@@ -133,10 +135,11 @@ class Uniform:
 
 
 class LogNormal:
-    """Log-normal, rounded and clipped.
+    """Log-normal lengths, rounded and clipped.
 
     Args:
-        mu, sigma: mean and standard deviation of the logarithm.
+        mu: mean of the logarithm.
+        sigma: standard deviation of the logarithm.
     """
 
     def __init__(self, mu: float, sigma: float, least: int, most: float) -> None:
@@ -148,13 +151,14 @@ class LogNormal:
 
 
 class Percentiles:
-    """Log-normal between given percentiles, and beyond the first and the last.
+    """Log-normal lengths between given percentiles, and beyond the first and the last.
 
-    Where 0 or 100 is given, there is nothing beyond, and up to there the logarithm is even.
+    If 0 or 100 is given, nothing is beyond it, and the logarithm is uniform up to there.
 
     Args:
-        quantiles: percentile -> length, two at least.
-        most: the largest length; ``least``: the smallest.
+        quantiles: percentile -> length, at least two.
+        most: largest length.
+        least: smallest length.
     """
 
     def __init__(self, quantiles: Mapping[float, float], most: float, least: int = 1) -> None:
@@ -180,5 +184,5 @@ def _z(share: float) -> float:
 
 
 def _clip(log: float, least: int, most: float) -> int:
-    # Beyond e^50 there is no length, and soon no float.
+    # Above e^50, there is no length, and floats soon overflow.
     return int(min(max(round(math.exp(min(log, 50.0))), least), most))

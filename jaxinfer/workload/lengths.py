@@ -1,4 +1,4 @@
-"""Workloads to measure with: prompts in token ids, or only lengths and arrival times."""
+"""Workloads for measurements: prompts in token ids, or only lengths and arrival times."""
 
 from pathlib import Path
 
@@ -18,29 +18,29 @@ def _no_tokenizer(text: str) -> list[int]:
 
 
 def read_workload(path: str | Path, limit: int | None = None) -> list[BenchRequest]:
-    """See ``read_trace``; of files without texts."""
+    """See ``read_trace``; for files without texts."""
     return read_trace(path, limit).requests
 
 
 def read_trace(path: str | Path, limit: int | None = None, encode: Encode = _no_tokenizer) -> Trace:
-    """Read a trace, in the file's order; with ``limit``, the first requests, and nothing behind.
+    """Read a trace, in the file's order; with ``limit``, only the first requests.
 
-    What a file is shows in its columns or fields:
+    The columns or fields show the kind of file:
 
-    - CSV: Vidur's (``arrived_at`` in seconds, 0 where the column is missing), Azure's, whose
-      earliest request arrives at 0, or BurstGPT's, whose failures are left out.
+    - CSV: Vidur's (``arrived_at`` in seconds, 0 if the column is missing), Azure's, whose earliest
+      request arrives at 0, or BurstGPT's, whose failures are left out.
     - JSONL: ``prompt_token_ids`` and ``max_tokens`` (and maybe ``id``, ``prompt_len``, ``text``),
       all at 0; Mooncake's, which names blocks of prompts; or ShareGPT's conversations, all at 0.
     - JSON: ShareGPT's list of conversations.
 
-    Each may be packed by gzip, with ``.gz`` at the end of its name.
+    Each may be compressed by gzip, with ``.gz`` at the end of its name.
 
     Args:
-        encode: from a text to its token ids.
+        encode: converts a text to its token ids.
 
     Raises:
-        JaxinferError: the file cannot be read, is of another kind, holds no request, or has a
-            wrong value, which the message names with its line number.
+        JaxinferError: the file cannot be read, is of another kind, has no request, or has a wrong
+            value, which the message names with its line number.
     """
     path = data_path(path)
     match path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix:

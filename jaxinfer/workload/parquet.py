@@ -1,4 +1,4 @@
-"""Batches as Parquet: rows of requests read as lines of JSON, results written from such lines."""
+"""Batches as Parquet: rows are read as JSON lines, and results written from such lines."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.options.validation import did_you_mean
 
 SUFFIX = ".parquet"
-# Endings of other formats of tables and of packed files.
+# Suffixes of other table formats and of compressed files.
 _OTHERS = {
     *(".csv", ".tsv", ".xlsx", ".xls", ".pq", ".parq", ".feather", ".arrow", ".orc", ".avro"),
     *(".gz", ".zst", ".bz2", ".xz", ".zip", ".yaml", ".yml"),
 }
-# What a table of results has.
+# Columns of a table of results.
 RESULT_COLUMNS = {
     "custom_id": "text",
     "generated_text": "text",
@@ -27,17 +27,17 @@ RESULT_COLUMNS = {
     "error": "text",
     "response": "text",
 }
-# Rows in memory at a time, and bytes of a column that are read ahead.
+# Rows in memory at a time, and bytes of a column to read ahead.
 _ROWS, _BUFFER = 64, 1 << 20
 
 
 def is_table(path: Path) -> bool:
-    """True if a file's name says that it is of Parquet."""
+    """Tell whether a file's name says that it is Parquet."""
     return path.suffix.lower() == SUFFIX
 
 
 def check_ending(path: Path, what: str) -> None:
-    """Raise JaxinferError where a file's name says that it is neither JSON lines nor Parquet."""
+    """Raise JaxinferError if a file's name is neither that of JSON lines nor of Parquet."""
     if path.suffix.lower() in _OTHERS:
         raise JaxinferError(
             f"{path}: {what} is JSON lines or Parquet, not {path.suffix}: give a name that ends in "
@@ -46,12 +46,12 @@ def check_ending(path: Path, what: str) -> None:
 
 
 def check_pyarrow(path: Path) -> None:
-    """Raise JaxinferError where a Parquet file could not be written."""
+    """Raise JaxinferError if a Parquet file could not be written."""
     _pyarrow(path)
 
 
 def _pyarrow(path: Path) -> Any:
-    """The module ``pyarrow``, with ``pyarrow.parquet``."""
+    """Return the module ``pyarrow``, with ``pyarrow.parquet``."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -65,18 +65,18 @@ class ParquetRows:
     """The rows of an open Parquet file.
 
     Args:
-        path: for messages.
-        known: the columns that it may have; those of pandas' index are passed over.
+        path: path for messages.
+        known: columns that it may have; those of pandas' index are ignored.
 
     Raises:
-        JaxinferError: pyarrow is not installed, the file is none of Parquet, or it has another
-            column, or one of a type that JSON does not have.
+        JaxinferError: pyarrow is not installed, the file is not Parquet, or it has another column,
+            or one of a type that JSON does not have.
     """
 
     def __init__(self, file: IO[bytes], path: Path, known: Iterable[str]) -> None:
         self._path, self._pyarrow = path, _pyarrow(path)
         with self._reading():
-            # Not the whole of a row group at once, which may be the whole file.
+            # Not a whole row group at once, which may be the whole file.
             self._file = self._pyarrow.parquet.ParquetFile(
                 file, pre_buffer=False, buffer_size=_BUFFER
             )
@@ -98,12 +98,12 @@ class ParquetRows:
             self._names.append(field.name)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield each row as a JSON object, nulls left out; from the first row on."""
+        """Yield each row as a JSON object without nulls, from the first row on."""
         with self._reading():
             for batch in self._file.iter_batches(_ROWS, columns=self._names):
                 for row in batch.to_pylist(maps_as_pydicts="lossy"):
                     fields = _as_json(row)
-                    if type(fields.get("custom_id")) is int:  # As tables often have them.
+                    if type(fields.get("custom_id")) is int:  # Many tables have this type.
                         fields["custom_id"] = str(fields["custom_id"])
                     text = json.dumps(fields, ensure_ascii=False)
                     yield text.encode("utf-8", "surrogatepass")
@@ -140,10 +140,9 @@ def _has_json(types: Any, kind: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Values as the same request would have them in JSON.
+    """Convert values to those of the same request in JSON.
 
-    Fields of structs that are not set are null in a table, and numbers of which some are missing
-    are floats.
+    Unset fields of structs are null in a table, and numbers are floats if some are missing.
     """
     if isinstance(value, dict):
         fields = ((str(name), _as_json(each)) for name, each in value.items())
@@ -154,11 +153,11 @@ def _as_json(value: Any) -> Any:
 
 
 def write_results(path: Path, lines: Path, ids: Iterable[str]) -> None:
-    """Write a batch's results, complete or not at all; what is there before is replaced.
+    """Write a batch's results completely or not at all; an earlier file is replaced.
 
-    A row has ``custom_id``, ``generated_text`` (of the first choice), ``generated_tokens`` (where
-    the prompt was in tokens), ``num_input_tokens``, ``num_generated_tokens``, ``finish_reason``,
-    ``error`` (null where there is an answer) and ``response``: all of the answer, as JSON.
+    A row has ``custom_id``, ``generated_text`` (of the first choice), ``generated_tokens`` (if the
+    prompt was in tokens), ``num_input_tokens``, ``num_generated_tokens``, ``finish_reason``,
+    ``error`` (null if there is an answer) and ``response``: the whole answer, as JSON.
 
     Args:
         lines: a finished JSONL file of results.
@@ -185,7 +184,7 @@ def write_results(path: Path, lines: Path, ids: Iterable[str]) -> None:
             "the same command again"
         ) from error
     finally:
-        with suppress(OSError):  # Where it has become the file, or cannot be one.
+        with suppress(OSError):  # It has become the file, or cannot become one.
             new.unlink()
 
 

@@ -1,4 +1,4 @@
-"""Predictors of the lengths of answers, asked when their requests come in."""
+"""Predictors of answer lengths, called when requests arrive."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -19,30 +19,30 @@ from jaxinfer.serving.system import RequestView
 
 
 class PromptView(RequestView, Protocol):
-    """A request as predictors see it: its prompt, too."""
+    """A request as predictors see it, including its prompt."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """Empty where a modelled run knows the length alone."""
+        """Token ids of the prompt; empty if a modelled run knows only the length."""
 
 
-# Output tokens, at least and at most; None where nothing is predicted.
+# Smallest and largest number of output tokens; None if nothing is predicted.
 Predict = Callable[[PromptView], tuple[int, int] | None]
-# A user's own: my_module:MyPredictor, or that as ``name``, and options.
+# A user's own class: my_module:MyPredictor, or a ``name`` with options.
 Own = str | dict[str, Any]
 
 
 class Buckets(Options):
-    """A predictor of a modelled run, which knows the true length and errs now and then.
+    """A predictor of a modelled run, which knows the true length and sometimes errs.
 
-    TetriInfer's classifier (section 3.3.2) as its accuracy has it: bucket k is the lengths from
-    ``k * granularity`` up to ``(k + 1) * granularity``, the latter not included.
+    This models TetriInfer's classifier (section 3.3.2) by its accuracy: bucket k has the lengths
+    from ``k * granularity`` up to, but not including, ``(k + 1) * granularity``.
 
     Attributes:
-        granularity: tokens of a bucket.
-        accuracy: share of the predictions that are the true length's bucket; the others are one of
-            its neighbours', each as likely.
-        seed: seed of the draws.
+        granularity: Number of tokens of a bucket.
+        accuracy: Share of predictions that are the true length's bucket; the others are one of its
+            neighbours, with equal probability.
+        seed: Seed of the draws.
     """
 
     granularity: int = Field(ge=1)
@@ -51,15 +51,15 @@ class Buckets(Options):
 
     @property
     def is_drawn(self) -> bool:
-        """True if the predictions are by a seed: one that never errs draws nothing."""
+        """True if the predictions depend on a seed; a predictor that never errs draws nothing."""
         return self.accuracy < 1
 
 
 class BucketPredictor:
-    """Draws in the order in which requests come in, which is the same under any system.
+    """Draws in the order of arrival, which is the same under any system.
 
     Args:
-        num_output: a request's true output tokens.
+        num_output: returns a request's true number of output tokens.
     """
 
     def __init__(self, options: Buckets, num_output: Callable[[RequestView], int]) -> None:
@@ -67,24 +67,24 @@ class BucketPredictor:
         self._rng = random.Random(options.seed)
 
     def __call__(self, request: RequestView) -> tuple[int, int]:
-        """The bounds of a bucket."""
+        """Return the bounds of a bucket."""
         size = self._options.granularity
         bucket = self._num_output(request) // size
         if self._rng.random() >= self._options.accuracy:
-            # Below the first bucket there is none.
+            # There is none below the first bucket.
             bucket += self._rng.choice((-1, 1)) if bucket else 1
         return bucket * size, (bucket + 1) * size
 
 
 class OwnPredictor:
-    """A user's function, or an object of a user's class: what it does amiss is one line.
+    """A user's function, or an object of a user's class; its mistakes become one line.
 
     Args:
         given: ``my_module:MyPredictor``, or a mapping of that ``name`` and the options of a class
             that has a class ``Options``.
 
     Raises:
-        JaxinferError: there is no such thing, it cannot be called, or its options are wrong.
+        JaxinferError: it does not exist, it cannot be called, or its options are wrong.
     """
 
     def __init__(self, given: Own) -> None:
@@ -110,7 +110,7 @@ class OwnPredictor:
         return f"{self._name} raises {raised(error)}"
 
     def __call__(self, request: PromptView) -> tuple[int, int] | None:
-        """The prediction, checked."""
+        """Return the checked prediction."""
         try:
             answer = self._predict(request)
         except JaxinferError as error:
@@ -136,12 +136,12 @@ def _is_range(answer: Any) -> bool:
 def modelled_predictor(
     given: Buckets | Own | None, num_output: Callable[[RequestView], int]
 ) -> Predict | None:
-    """Make a predictor for one run in virtual time.
+    """Make a predictor for one simulated run.
 
-    ``num_output`` is the truth, which a user's own predictor never sees.
+    ``num_output`` returns true lengths, which a user's own predictor never sees.
 
     Raises:
-        JaxinferError: the user's own cannot be used.
+        JaxinferError: the user's own predictor cannot be used.
     """
     if isinstance(given, Buckets):
         return BucketPredictor(given, num_output)
@@ -152,7 +152,7 @@ def real_predictor(given: Buckets | Own | None) -> Predict | None:
     """Make a predictor for a real run, in which true lengths are not known.
 
     Raises:
-        JaxinferError: buckets of the true length, or the user's own cannot be used.
+        JaxinferError: it needs the true length, or the user's own cannot be used.
     """
     if isinstance(given, Buckets):
         raise OptionError(

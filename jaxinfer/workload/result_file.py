@@ -1,4 +1,4 @@
-"""A file of a batch's results, one JSON record a line, that survives a kill."""
+"""A file of a batch's results, one JSON record per line, that survives a kill."""
 
 import contextlib
 import fcntl
@@ -16,16 +16,16 @@ from jaxinfer.workload.batch_output import Record
 
 
 class ResultFile:
-    """An append-only JSONL file of results, resumable after a kill at any instant.
+    """An append-only JSONL file of results, which can be resumed after a kill at any time.
 
-    Beside the output stands ``<output>.job.json``, the fingerprint of the job that writes it, with
-    notes of its first start.
-    Each record is one write and is on the disk when ``append`` returns, so a kill tears at most
-    the last line, which the next ``open`` cuts away. A lock keeps a second process out.
+    A second file ``<output>.job.json`` has the fingerprint of the job that writes the output, with
+    notes of its first start. Each record is one write and is on the disk when ``append`` returns,
+    so that a kill can only tear the last line, which the next ``open`` removes. A lock keeps other
+    processes out.
 
     Attributes:
         finished: the ``custom_id`` of each record in the file.
-        num_failed: how many of them are errors.
+        num_failed: number of records that are errors.
         notes: notes of the job's first start.
     """
 
@@ -47,18 +47,18 @@ class ResultFile:
         force: bool,
         notes: Mapping[str, object] | None = None,
     ) -> Self:
-        """Start the output of ``job``, or resume it where the file holds some of it already.
+        """Start the output of ``job``, or resume it if the file already has some of it.
 
         Args:
-            path: the output. An empty file is as good as none.
-            job: all that decides the results, as JSON values; compared key by key. The input's
-                digest is ``input_sha256``; those of the model's files are ``model_files``.
-            force: start over and drop the file's contents.
-            notes: more to keep, as JSON values, if this is the job's first start.
+            path: the output. An empty file counts as none.
+            job: everything that decides the results, as JSON values; compared key by key. The
+                input's digest is ``input_sha256``; those of the model's files are ``model_files``.
+            force: start over and discard the file's contents.
+            notes: further entries to keep, as JSON values, if this is the job's first start.
 
         Raises:
-            JaxinferError: the file belongs to another job or to none, is damaged in its
-                middle, is in use by another process, or cannot be written.
+            JaxinferError: the file belongs to another job or to none, is damaged in the middle, is
+                in use by another process, or cannot be written.
         """
         path = Path(path)
         fd = _open_locked(path)
@@ -72,9 +72,9 @@ class ResultFile:
         """Write one record and wait until the disk has it.
 
         Raises:
-            JaxinferError: it could not be written. What was written of it is removed, and the
-                file is closed: the records before it stay good for resuming.
-            ValueError: a record with this ``custom_id`` is there already, or the file is closed.
+            JaxinferError: it cannot be written. A part that was written is removed, and the file is
+                closed; earlier records stay valid for resuming.
+            ValueError: a record with this ``custom_id`` exists already, or the file is closed.
         """
         if self._fd is None:
             raise ValueError(f"{self._path} is closed")
@@ -86,7 +86,7 @@ class ResultFile:
             _write_all(self._fd, _to_line(record))
             self.finished.add(custom_id)
             self.num_failed += failed
-        except BaseException as error:  # An interrupt, too: others may still be appended.
+        except BaseException as error:  # This includes interrupts: others may be appended.
             self.finished.discard(custom_id)
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, size)
@@ -134,7 +134,7 @@ def _open_locked(path: Path) -> int:
 def _lock(path: Path, fd: int) -> None:
     with _one_line_errors(path):
         try:
-            # Unlike lockf's, this lock outlives another open and close of the file in here.
+            # Unlike lockf's, this lock is kept if this process opens and closes the file again.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise JaxinferError(
@@ -145,7 +145,7 @@ def _lock(path: Path, fd: int) -> None:
 def _prepare(
     path: Path, fd: int, job: Mapping[str, object], force: bool, notes: Mapping[str, object]
 ) -> tuple[dict[str, bool], Mapping[str, object]]:
-    """Bring output and sidecar in line with ``job``.
+    """Make output and sidecar consistent with ``job``.
 
     Returns:
         The finished ids, and which are errors; and the notes of the first start.
@@ -153,7 +153,8 @@ def _prepare(
     sidecar = _sidecar(path)
     with _one_line_errors(path):
         if force:
-            # First the old results, then the new fingerprint: never new above old.
+            # Write old results first, then the new fingerprint, so that it never precedes old
+            # results.
             os.ftruncate(fd, 0)
             os.fsync(fd)
         empty = os.fstat(fd).st_size == 0
@@ -167,7 +168,7 @@ def _prepare(
 
 
 def read_job(path: str | Path) -> Mapping[str, Any]:
-    """The fingerprint and notes stored next to an output; empty if there are none."""
+    """Return the fingerprint and notes stored next to an output; empty if there are none."""
     try:
         return _mapping(json.loads(_sidecar(Path(path)).read_bytes()))
     except (OSError, ValueError):
@@ -183,7 +184,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _check_same_job(path: Path, sidecar: Path, job: Mapping[str, object]) -> Mapping[str, object]:
-    """Return what is recorded, if it is of the same job."""
+    """Return the record if it belongs to the same job; otherwise raise JaxinferError."""
     remedy = "give another output, or --force to start over"
     try:
         recorded = json.loads(sidecar.read_bytes())
@@ -216,7 +217,7 @@ def _compared(job: Mapping[str, object]) -> dict[str, str]:
 
 
 def _other_model(job: Mapping[str, object], recorded: Mapping[str, object]) -> str:
-    """Say which of the model's files differ, and what to do about it."""
+    """Describe which of the model's files differ, and what to do about it."""
     if "model_files" not in recorded:
         return (
             f"was begun by an older version, which did not note the files of {job.get('model')}, "
@@ -235,7 +236,7 @@ def _other_model(job: Mapping[str, object], recorded: Mapping[str, object]) -> s
 
 
 def _flat(value: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Leaves of nested options as (dotted key, JSON text); unlike values, 1 is not 1.0 there."""
+    """Yield leaves of nested options as (dotted key, JSON text), in which 1 differs from 1.0."""
     for key, item in value.items():
         if isinstance(item, Mapping) and item:
             yield from _flat(item, f"{prefix}{key}.")
@@ -257,7 +258,7 @@ def _write_sidecar(sidecar: Path, job: Mapping[str, object]) -> None:
     new.replace(sidecar)
     folder = os.open(sidecar.parent, os.O_RDONLY)
     try:
-        # Some network file systems refuse to sync a folder.
+        # Some network file systems cannot sync a folder.
         with contextlib.suppress(OSError):
             os.fsync(folder)
     finally:
@@ -265,7 +266,7 @@ def _write_sidecar(sidecar: Path, job: Mapping[str, object]) -> None:
 
 
 def _repair(path: Path, fd: int) -> dict[str, bool]:
-    """Collect the finished ids, and which are errors; cut a torn last line away."""
+    """Collect the finished ids, and which are errors; remove a torn last line."""
     failed: dict[str, bool] = {}
     end = 0
     torn_number: int | None = None
@@ -289,7 +290,7 @@ def _repair(path: Path, fd: int) -> dict[str, bool]:
 
 
 def _whole_record(raw: bytes) -> Record | None:
-    """A result line, None for a torn one."""
+    """Return a result line's record; None for a torn line."""
     if not raw.endswith(b"\n"):
         return None
     try:
@@ -302,12 +303,12 @@ def _whole_record(raw: bytes) -> Record | None:
 
 def _to_line(record: Record) -> bytes:
     text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    # Half of a surrogate pair has no UTF-8; what replaces it is its JSON escape.
+    # Half of a surrogate pair has no UTF-8; its JSON escape replaces it.
     return text.encode("utf-8", "backslashreplace")
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    while data:  # a disk that fills up takes a part first and fails on the rest
+    while data:  # A full disk takes a part first, and fails on the rest.
         data = data[os.write(fd, data) :]
     os.fsync(fd)
 

@@ -1,4 +1,4 @@
-"""Conversations as ShareGPT's files have them, taken as vLLM's benchmarks take them."""
+"""Conversations in ShareGPT's files, used as in vLLM's benchmarks."""
 
 import json
 from collections.abc import Iterator
@@ -10,17 +10,18 @@ from jaxinfer.files.json_lines import open_bytes, readable, shorten
 from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.trace import Encode, Trace, at
 
-# vLLM's filter: tokens of prompt and of output at least, of prompt at most, of both at most.
+# vLLM's filter: smallest number of tokens of prompt and of output, largest of the prompt, and
+# largest of both together.
 _LEAST, _MOST_PROMPT, _MOST = 4, 1024, 2048
 
 
 class Conversations:
-    """Makes a request of a conversation: its first turn is the prompt, its second the answer.
+    """Makes a request from a conversation: its first turn is the prompt, its second the answer.
 
-    Those that vLLM's filter drops are counted.
+    Conversations that vLLM's filter drops are counted.
 
     Args:
-        encode: from a text to its tokens; the answer is as long as its text is in tokens.
+        encode: converts a text to its tokens; the answer is as long as its text in tokens.
     """
 
     def __init__(self, encode: Encode) -> None:
@@ -28,10 +29,10 @@ class Conversations:
         self._num_read = self._num_dropped = 0
 
     def read(self, entry: dict[str, Any]) -> BenchRequest | None:
-        """The request, or None where it is dropped.
+        """Return the request, or None if it is dropped.
 
         Raises:
-            JaxinferError: it is no conversation, or there is no tokenizer.
+            JaxinferError: the entry is not a conversation, or there is no tokenizer.
         """
         turns = entry.get("conversations", ())
         self._num_read += 1
@@ -44,7 +45,7 @@ class Conversations:
         return found
 
     def note(self, path: Path) -> str:
-        """A line with the number of conversations dropped."""
+        """Return a line with the number of dropped conversations."""
         if not self._num_dropped:
             return ""
         return (
@@ -58,7 +59,7 @@ def read_sharegpt(path: Path, limit: int | None, encode: Encode) -> Trace:
     """Return the first requests of a JSON list of conversations, or all, in the file's order.
 
     Raises:
-        JaxinferError: the file cannot be read, or is no such list.
+        JaxinferError: the file cannot be read, or is not such a list.
     """
     conversations = Conversations(encode)
     requests: list[BenchRequest] = []
@@ -77,7 +78,7 @@ def read_sharegpt(path: Path, limit: int | None, encode: Encode) -> Trace:
 
 
 def _entries(path: Path) -> Iterator[Any]:
-    """Entries of the list, one at a time: the whole of ShareGPT takes gigabytes."""
+    """Yield the list's entries one at a time, since all of ShareGPT takes gigabytes of memory."""
     with readable(path):
         try:
             with open_bytes(path) as file:
@@ -102,7 +103,7 @@ def _entries(path: Path) -> Iterator[Any]:
 
 
 def _skip(text: str, at: int) -> int:
-    """The position of the next character that is no white space."""
+    """Return the position of the next character that is not white space."""
     while text[at : at + 1].isspace():
         at += 1
     return at

@@ -1,4 +1,4 @@
-"""Lengths that are drawn, for work without a trace; and classes of requests."""
+"""Random lengths, for work without a trace; and classes of requests."""
 
 import math
 import random
@@ -16,12 +16,12 @@ from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.distribution import Draws, Lengths, Percentiles, Uniform
 
 _FACTS = SHIPPED / "lengths.yaml"
-# Heavy or light prefill, heavy or light decode (TetriInfer, section 5.1; HexGen-2, section 5.1).
+# Heavy or light prefill, and heavy or light decode (section 5.1 of TetriInfer and of HexGen-2).
 WorkloadClass = Literal["HPLD", "HPHD", "LPHD", "LPLD"]
 _HEAVY_PREFILL, _HEAVY_DECODE = 512, 128
-# More than any request has; a float has all their digits.
+# More tokens than any request has; a float holds all digits of it.
 _MOST_TOKENS = 10**12
-# A class is too rare if of so many draws in a row none is in it.
+# A class is too rare if none of this many successive draws is in it.
 _PATIENCE = 10_000
 
 
@@ -55,16 +55,16 @@ class Prefixes(Options):
 class Synthetic(Options):
     """Requests whose prompt and output lengths are drawn independently of each other.
 
-    Where the lengths have ``most_in_all``, pairs beyond it are drawn again, which makes long
-    prompts and outputs rarer: the upper percentiles fall short of the published ones by up to 11 %.
+    If the lengths have ``most_in_all``, pairs whose sum exceeds it are drawn again, which makes
+    long prompts and outputs rarer: the upper percentiles are up to 11 % below the published ones.
 
     Attributes:
         lengths: A name in ``configs/lengths.yaml``, which has published percentiles of prompt and
             output lengths. Means are within 13 % of the published ones.
         input_len, output_len: Prompt and output tokens, drawn independently: a number, or a
             distribution.
-        range_ratio: Turns each number n into the range from ``n * (1 - range_ratio)`` to ``n * (1 +
-            range_ratio)``, as in vLLM.
+        range_ratio: Turns each number n into the range from ``n * (1 - range_ratio)`` to
+            ``n * (1 + range_ratio)``, as in vLLM.
         count: Number of requests, all turns counted.
         prefixes: Prefixes that prompts share; of sessions, the first turns'.
         sessions: Requests are turns of sessions, each of which begins with the one before.
@@ -84,7 +84,7 @@ class Synthetic(Options):
     @field_validator("input_len", "output_len", mode="before")
     @classmethod
     def _as_lengths(cls, value: object) -> object:
-        """Checked by one of the two, which words the mistake."""
+        """Check a length as a number or as a distribution, whose error is then reported."""
         if isinstance(value, dict):
             try:
                 return Lengths.model_validate(value)
@@ -102,7 +102,7 @@ class Synthetic(Options):
         )
 
     def model_post_init(self, context: Any, /) -> None:
-        """Refuse two sources of lengths and none, and a ratio of what is no number."""
+        """Refuse both or neither source of lengths, and a ratio without numbers."""
         own = {"input_len": self.input_len, "output_len": self.output_len}
         if self.lengths is not None:
             given = {**own, "range_ratio": self.range_ratio}
@@ -117,7 +117,7 @@ class Synthetic(Options):
 
     @property
     def is_drawn(self) -> bool:
-        """True if the lengths are by a seed: they are not where both are numbers."""
+        """True if the lengths depend on a seed; two fixed numbers do not."""
         return bool(self.range_ratio) or {type(self.input_len), type(self.output_len)} != {int}
 
     def requests(
@@ -126,10 +126,10 @@ class Synthetic(Options):
         """Draw the requests, which all arrive at 0.
 
         Args:
-            limit: draw no more than these.
+            limit: largest number of requests to draw.
 
         Raises:
-            JaxinferError: there are no such lengths, or hardly any of the class.
+            JaxinferError: the lengths are unknown, or almost none are of the class.
         """
         if self.sessions and only:
             raise OptionError("sessions: with workload.only, turns would be missing: leave one out")
@@ -211,7 +211,7 @@ def _with_prefixes(
 
 
 def is_of_class(request: BenchRequest, name: WorkloadClass) -> bool:
-    """Tell whether prompt (heavy above 512 tokens) and output (above 128) are as the class says."""
+    """Tell whether prompt (heavy above 512 tokens) and output (above 128) are of a class."""
     heavy_prefill, heavy_decode = name[0] == "H", name[2] == "H"
     prefill = request.prompt_len > _HEAVY_PREFILL
     return prefill == heavy_prefill and (request.max_tokens > _HEAVY_DECODE) == heavy_decode

@@ -1,4 +1,4 @@
-"""The type that all readers of traces return, and what they share."""
+"""The common type and helpers of all readers of traces."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from jaxinfer.errors import JaxinferError
 from jaxinfer.workload.bench_request import BenchRequest
 
-# From a text to its token ids.
+# Returns the token ids of a text.
 Encode = Callable[[str], list[int]]
 
 
@@ -16,9 +16,9 @@ class Trace:
     """The requests of a file.
 
     Attributes:
-        requests: in the file's order.
-        has_times: whether the file says when they come, be it all at 0.
-        note: on what was left out or moved, in one line; empty where nothing was.
+        requests: requests in the file's order.
+        has_times: whether the file has arrival times, even if all are 0.
+        note: a line on requests that were left out or moved; empty if there are none.
     """
 
     requests: list[BenchRequest]
@@ -27,17 +27,17 @@ class Trace:
 
 
 def from_start(requests: list[BenchRequest]) -> list[BenchRequest]:
-    """Requests whose earliest arrives at 0: a window of a trace begins as late as it was cut."""
+    """Shift requests so that the earliest arrives at 0, whenever a trace was cut."""
     start = min((item.arrival for item in requests), default=0.0)
     if not start:
         return requests
-    # Seconds since 1970 leave a float no digits beyond the microsecond.
+    # With seconds since 1970, a float has no digits below a microsecond.
     return [replace(item, arrival=round(item.arrival - start, 6)) for item in requests]
 
 
 @contextmanager
 def at(place: str) -> Iterator[None]:
-    """Name the place in errors, such as ``a.csv line 3``."""
+    """Name a place, such as ``a.csv line 3``, in errors."""
     try:
         yield
     except JaxinferError as error:

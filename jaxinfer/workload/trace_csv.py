@@ -1,4 +1,4 @@
-"""Traces of lengths as CSV, told apart by their columns: Vidur's, Azure's and BurstGPT's."""
+"""Traces of lengths as CSV, distinguished by their columns: Vidur's, Azure's and BurstGPT's."""
 
 import csv
 import io
@@ -19,10 +19,10 @@ from jaxinfer.workload.trace import Trace, at
 
 @dataclass(frozen=True)
 class _Columns:
-    """A format: the names of its columns and how it tells the time.
+    """A format: the names of its columns and its notation of time.
 
-    ``extra`` are columns that are not read. With ``fails``, a row without output is of a request
-    that has failed.
+    ``extra`` are columns that are not read. With ``fails``, a row without output belongs to a
+    request that has failed.
     """
 
     prompt: str
@@ -112,7 +112,7 @@ def read_csv(path: Path, limit: int | None) -> Trace:
     start = 0.0
     if columns is _AZURE:
         start = min((time for _, _, time in found), default=0.0)
-    # Seconds since 1970 leave a float no digits beyond the microsecond.
+    # With seconds since 1970, a float has no digits below a microsecond.
     requests = [
         BenchRequest(None, prompt, output, round(time - start, 6) if start else time)
         for prompt, output, time in found
@@ -125,7 +125,7 @@ def read_csv(path: Path, limit: int | None) -> Trace:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row of cells that is not blank, with its line number."""
+    """Yield each non-blank row of cells with its line number."""
     try:
         raw = open_bytes(path)
         with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
@@ -153,6 +153,6 @@ def _length(row: dict[str, str], name: str) -> int:
 
 
 def _number(cell: str) -> int | None:
-    """A whole number, which pandas may have written as ``10.0``; None for anything else."""
+    """Return a whole number, which pandas may have written as ``10.0``; None for anything else."""
     whole, _, rest = cell.strip().partition(".")
     return int(whole) if whole.isascii() and whole.isdigit() and not rest.strip("0") else None

@@ -1,4 +1,6 @@
-"""Traces as JSONL, told apart by the first line's fields: token ids, Mooncake's, conversations."""
+"""Traces as JSONL, distinguished by the first line's fields: token ids,
+Mooncake's, conversations.
+"""
 
 import math
 from collections.abc import Callable
@@ -19,7 +21,7 @@ def read_jsonl(path: Path, limit: int | None, encode: Encode) -> Trace:
     """Return the first requests, or all.
 
     Args:
-        encode: called with texts, where the file has conversations.
+        encode: called with texts, if the file has conversations.
 
     Raises:
         JaxinferError: the file cannot be read, has other fields, or a wrong value.
@@ -70,7 +72,7 @@ def _mooncake(fields: dict[str, object]) -> BenchRequest:
     _refuse_others(fields, _MOONCAKE)
     prompt, output = _length(fields, "input_length"), _length(fields, "output_length")
     time = fields.get("timestamp")
-    # True is an int to isinstance.
+    # isinstance accepts True as an int.
     if isinstance(time, bool) or not isinstance(time, int | float) or time < 0:
         raise JaxinferError(f"timestamp is {shorten(time)}, must be a number of milliseconds >= 0")
     return BenchRequest(None, prompt, output, time / 1000, _hash_ids(fields, prompt))

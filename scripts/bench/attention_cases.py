@@ -1,6 +1,6 @@
-"""Cases of attention: our kernels and their peers on the same data, and a reference for both.
+"""Cases of attention: our kernels and their peers on the same data, and a reference for all.
 
-bfloat16, 32 query and 8 KV heads of 128, pages of 64 tokens.
+Data are in bfloat16, with 32 query heads and 8 KV heads of size 128, and pages of 64 tokens.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,19 @@ from jaxinfer.pallas_kernels import generic, hopper, kv_pages, reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 N, K, H, B = 32, 8, 128, 64
-# Tokens of context that ragged decodes have, and how many of them there are.
+# Range of context tokens of ragged decodes, and the number of decodes.
 RAGGED, RAGGED_ROWS = (50, 8192), 64
 
 
 class How(NamedTuple):
-    """The way in which cases are made.
+    """Choices of how cases are made.
 
     Attributes:
-        small: with a 64th of the tokens; ``interpreted``: kernels are.
-        flex: with torch's flex_attention.
+        small: whether cases have only a 64th of the tokens.
+        interpreted: whether kernels are interpreted.
+        flex: whether to run torch's flex_attention, too.
         only: names of the runs to make; empty for all.
-        without: the name of one to leave out.
+        without: name of a run to leave out.
     """
 
     small: bool = False
@@ -36,24 +37,25 @@ class How(NamedTuple):
     without: str = ""
 
     def of(self, count: int, least: int = 1) -> int:
-        """Return so many, or a 64th of them."""
+        """Return the number, or a 64th of it if cases are small."""
         return max(count // 64, least) if self.small else count
 
 
 class Run(NamedTuple):
-    """A function to time: starts its work, and waits for it."""
+    """A function to time: ``start`` starts its work, ``wait`` waits for it."""
 
     start: Callable[[], Any]
     wait: Callable[[Any], object] = jax.block_until_ready
 
 
 class Case(NamedTuple):
-    """Computations of a case.
+    """The computations of one case.
 
     Attributes:
-        expected: what they are to return: dense attention by XLA, of float32 softmax.
-        runs: by name, the maker of each; peers last.
-        work: bytes to read at least, for decodes, else operations; ``rate``: which of them.
+        expected: computes the expected result, by XLA's dense attention with float32 softmax.
+        runs: makers of the runs, by name; peers come last.
+        work: number of bytes to read (decodes), or number of operations (chunks).
+        rate: whether ``work`` counts bytes or operations.
     """
 
     expected: Callable[[], jax.Array]
@@ -63,7 +65,7 @@ class Case(NamedTuple):
 
 
 def pool(sequences: int, length: int) -> tuple[KVPages, jax.Array]:
-    """Pages by token, in random order, and their table."""
+    """Return the pages of all sequences, in random order, and their table."""
     M = -(-length // B)
     order = np.random.default_rng(0).permutation(sequences * M)
     size = sequences * M + 1, K, B, H
@@ -75,14 +77,14 @@ def pool(sequences: int, length: int) -> tuple[KVPages, jax.Array]:
 
 @jax.jit
 def contiguous(pages_PKBH: jax.Array, table_SM: jax.Array) -> jax.Array:
-    """[S, L, K, H]."""
+    """Return the entries as a contiguous array [S, L, K, H]."""
     x_SMBKH = pages_PKBH[table_SM].swapaxes(2, 3)
     return x_SMBKH.reshape(len(table_SM), -1, *x_SMBKH.shape[3:])
 
 
 @jax.jit
 def in_8_bits(kv: KVPages) -> KVPages:
-    """Quantise the pages to 8 bits, with scales of each page and head."""
+    """Quantise the pages to 8 bits, with one scale per page and head."""
     scales = [jnp.abs(x.astype(jnp.float32)).max((2, 3)) / 127 for x in kv[:2]]
     keys, values = (
         kv_pages.quantise(x.astype(jnp.float32), scale[..., None, None], jnp.dtype("int8"))
@@ -92,14 +94,14 @@ def in_8_bits(kv: KVPages) -> KVPages:
 
 
 def dense(how: How | None, **options: Any) -> Callable[..., jax.Array]:
-    """Attention to contiguous data: cuDNN's where there is a GPU; None is the reference, XLA's."""
+    """Return attention to contiguous data: cuDNN's on a GPU, else XLA's; None for the reference."""
     kind: Literal["cudnn", "xla"] = "xla" if how is None or how.interpreted else "cudnn"
     attend = jax.nn.dot_product_attention
     return jax.jit(partial(attend, implementation=kind, scale=1.0, **options))
 
 
 def kernels(name: str, how: How) -> dict[str, Callable[..., jax.Array]]:
-    """Our functions of that name that run here."""
+    """Return our functions of a name that can run here, by kernels."""
     found = {"generic": partial(getattr(generic, name), interpret=how.interpreted)}
     capability = getattr(jax.devices()[0], "compute_capability", "")
     if capability == "9.0":
@@ -108,7 +110,7 @@ def kernels(name: str, how: How) -> dict[str, Callable[..., jax.Array]]:
 
 
 def decode_case(lengths: np.ndarray, how: How) -> Case:
-    """A step of decodes; int32 [S] tokens of context."""
+    """Return the case of one step of decodes; ``lengths`` are int32 [S] tokens of context."""
     sequences, longest = len(lengths), int(lengths.max())
     kv, table = pool(sequences, longest)
     q = jax.random.normal(jax.random.key(1), (sequences, N, H), jnp.bfloat16) * H**-0.5
@@ -143,7 +145,7 @@ def decode_case(lengths: np.ndarray, how: How) -> Case:
 def jaxs_own(
     q: jax.Array, kv: KVPages, table: jax.Array, length_S: jax.Array
 ) -> dict[str, Callable[[], Run]]:
-    """Jax's paged decode, by the pages of a block."""
+    """Return JAX's own paged decode, by the pages of a block."""
     from jax.experimental.pallas.ops.gpu import paged_attention as shipped
 
     by_head = [pages.swapaxes(0, 1) for pages in kv[:2]]
@@ -155,7 +157,10 @@ def jaxs_own(
 
 
 def chunk_case(new: int, before: int, how: How) -> Case:
-    """A chunk of a prompt; the plain function takes minutes of it, and is left out."""
+    """Return the case of one chunk of a prompt.
+
+    The plain function is left out, because it takes minutes for it.
+    """
     kv, table = pool(1, before + new)
     q = jax.random.normal(jax.random.key(1), (new, N, H), jnp.bfloat16) * H**-0.5
     rest = jnp.array([before], jnp.int32), jnp.array([0, new], jnp.int32)
@@ -171,7 +176,8 @@ def chunk_case(new: int, before: int, how: How) -> Case:
         run = dense(by, **mask)
         return Run(lambda: run(q[None], *flat)[0])
 
-    # The mask is an array of biases to cuDNN; without, it is given more to do, but less to read.
+    # For cuDNN, the mask is an array of biases. Without it, there is more to compute, but less to
+    # read.
     runs["contiguous"] = lambda: attend(how, mask=seen[None, None])
     runs["contiguous, unmasked"] = lambda: attend(how)
     if how.flex:
@@ -181,7 +187,7 @@ def chunk_case(new: int, before: int, how: How) -> Case:
 
 
 def flex_attention(sequences: int, new: int, before: int) -> Run:
-    """Torch's, causal, over pages of the size that its blocks have. The data are others."""
+    """Return torch's causal flex_attention over pages of its block size, on other random data."""
     import torch
     from torch.nn.attention import flex_attention as flex
     from torch.nn.attention.experimental._paged_attention import PagedAttention
@@ -206,14 +212,14 @@ def flex_attention(sequences: int, new: int, before: int) -> Run:
 
 
 def ragged(how: How) -> np.ndarray:
-    """Lengths of context as they are in traffic: their logarithms are uniform."""
+    """Return lengths of context as they are in traffic: their logarithms are uniform."""
     shortest, longest = RAGGED
     found = np.geomspace(shortest, how.of(longest, 2 * shortest), how.of(RAGGED_ROWS, 4))
     return np.random.default_rng(0).permutation(found.round().astype(np.int32))
 
 
 def equal(sequences: int, length: int, how: How) -> np.ndarray:
-    """So many lengths of context alike."""
+    """Return ``sequences`` equal lengths of context."""
     return np.full(how.of(sequences, 2), how.of(length), np.int32)
 
 

@@ -1,10 +1,10 @@
-"""CPU time that a simulated step costs in two checkouts, side by side.
+"""Compare the CPU time of a simulated step in two checkouts.
 
     python -m scripts.bench.compare_simulators BEFORE AFTER
 
-BEFORE and AFTER are folders, ``git archive REVISION | tar x -C BEFORE`` makes one. Each round runs
-both, in turns first, in processes of their own; the ratio of a pair is what counts, since a
-machine's speed changes from minute to minute.
+BEFORE and AFTER are folders; ``git archive REVISION | tar x -C BEFORE`` makes one. Each round runs
+both in processes of their own, with a different one first in each round. Compare the ratios of
+pairs, because the speed of a machine changes from minute to minute.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-# The least of three, so that a disturbance of one does not count.
+# The smallest of three times, so that one disturbance does not count.
 CODE = """
 import gc, runpy, sys, time
 root, count, script = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -36,7 +36,7 @@ print(min(found))
 
 
 def microseconds(root: Path, requests: int) -> float:
-    """Measure the microseconds of a step."""
+    """Measure the microseconds of one step."""
     command = [sys.executable, "-I", "-c", CODE, str(root.resolve())]
     command += [str(requests), str(Path(__file__).with_name("scale_simulator.py"))]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -1,10 +1,11 @@
-"""Steps of decodes beside each other, by format of weights, and what reading them needs.
+"""Steps of decodes by format of the weights, and the time that reading the weights needs.
 
     python -m scripts.bench.decode_weights --format bfloat16 --format int8 --out decode.csv
 
-The demo model, or by ``--layers`` so many layers of Llama 3.2 1B's shape with random weights. Each
-format is an engine of its own; their steps are measured in turns. "Needs" is the weights' bytes by
-the rate of a sum over 1 GiB. Nothing else should run meanwhile.
+The model is the demo model, or with ``--layers`` a model with this number of layers, Llama 3.2 1B's
+shape and random weights. Each format has its own engine; their steps are measured in turns. The
+column "Needs" is the size of the weights divided by the rate of a sum over 1 GiB. Nothing else
+should run on the machine.
 """
 
 import csv
@@ -34,7 +35,7 @@ CONTEXT = 100
 
 @contextmanager
 def model_of(layers: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The model, and options that it needs."""
+    """Yield the model's folder, and the options that it needs."""
     if layers is None:
         yield MODEL, {}
         return
@@ -45,7 +46,7 @@ def model_of(layers: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def options_of(name: str) -> dict[str, str]:
-    """``int8`` beside float32, ``int8+bfloat16`` beside that, or a dtype alone."""
+    """Return options of a format: ``int8`` with float32, ``int8+bfloat16``, or a dtype alone."""
     weights, _, dtype = name.partition("+")
     if weights in ("int8", "fp8"):
         return {"weight_dtype": weights, "dtype": dtype or "float32"}

@@ -1,4 +1,4 @@
-"""The machine of a measurement, as JSON: devices, driver, versions, date.
+"""Describe the machine of a measurement as JSON: devices, driver, versions and date.
 
 python -m scripts.bench.describe_machine device.json
 """
@@ -28,7 +28,7 @@ SMI = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem
 
 
 def output_of(*command: str) -> str | None:
-    """Return the output of a command, or None where it cannot be run."""
+    """Return the output of a command; None if it cannot be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -37,7 +37,7 @@ def output_of(*command: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that are here."""
+    """Return the versions of the installed packages."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -62,7 +62,7 @@ def describe(device: jax.Device) -> dict[str, object]:
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--rehearse", is_flag=True, help="A machine without a GPU will do.")
 def main(path: Path, rehearse: bool) -> None:
-    """Write the file; an error where JAX has no GPU."""
+    """Write the file; fail if JAX has no GPU."""
     repository = str(Path(__file__).parent)
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

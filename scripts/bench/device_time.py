@@ -1,4 +1,4 @@
-"""Work of a GPU during the steps of a run, by kind of kernel, from a trace of JAX's profiler."""
+"""Times of a GPU in the steps of a run, by kind of kernel, from a trace of JAX's profiler."""
 
 import re
 import shutil
@@ -15,12 +15,12 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.serving.world import StepDone
 
 _MARK = "jaxinfer step done"
-# In this order: a name may have something of both.
+# Searched in this order, because a name may contain several of these.
 _KINDS = {
     "attention": re.compile(r"paged_|attention|flash|fmha", re.I),
     "matmuls": re.compile(r"gemm|cublas|cutlass|nvjet|xmma|splitk|matmul|dot", re.I),
 }
-# Steps under way when a trace starts: one may have been computed in part.
+# Number of steps in flight when a trace starts; one may have been computed in part.
 _SKIPPED = 3
 _LONGEST = 12
 
@@ -29,7 +29,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """A launch; times in seconds, of the same clock as the steps'."""
+    """A launched kernel; its times are in seconds, by the same clock as the steps' times."""
 
     name: str
     start: float
@@ -38,12 +38,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """Seconds per step, which add up to ``step_s``.
+    """Seconds per step by cause; they add up to ``step_s``.
 
     Attributes:
-        attention: KV writes included; ``matmuls``; ``rest``: of the device's time.
-        host: no kernel ran.
-        kernels: of those that take longest, by name: seconds and launches per step.
+        attention: seconds of attention kernels, including KV writes.
+        matmuls: seconds of matrix products.
+        rest: seconds of all other kernels.
+        host: seconds in which no kernel ran.
+        kernels: seconds and launches per step of the kernels that take longest, by name.
     """
 
     steps: int
@@ -56,7 +58,7 @@ class DeviceTime:
 
 
 def device_time(kernels: Iterable[Kernel], marks: Sequence[float]) -> DeviceTime:
-    """Return the mean device time of the steps between the marks, each of which ends a step."""
+    """Return the mean device time of the steps between the marks; each mark ends a step."""
     first, last, steps = marks[0], marks[-1], len(marks) - 1
     inside = [
         Kernel(k.name, max(k.start, first), min(k.end, last))
@@ -89,7 +91,7 @@ def _kind(name: str) -> str | None:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans is."""
+    """Return the seconds that at least one of the spans covers."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(end - max(start, until), 0.0)
@@ -98,12 +100,12 @@ def _covered(spans: Iterable[Span]) -> float:
 
 
 def read_trace(data: ProfileData) -> tuple[list[Kernel], list[float]]:
-    """Kernels of all GPUs, and the marks."""
+    """Return the kernels of all GPUs, and the marks."""
     kernels, marks = [], []
     for plane in data.planes:
         on_gpu = plane.name.startswith("/device:GPU")
         for line in plane.lines:
-            # A GPU's other lines show the same time again, by operator or by module.
+            # Other lines of a GPU show the same time again, by operator or by module.
             if on_gpu and line.name.startswith("Stream"):
                 for event in line.events:
                     start, seconds = event.start_ns / 1e9, event.duration_ns / 1e9
@@ -115,7 +117,7 @@ def read_trace(data: ProfileData) -> tuple[list[Kernel], list[float]]:
 
 @dataclass
 class _Window:
-    """A trace under way of steps of one kind."""
+    """A running trace of steps of one kind."""
 
     name: str
     folder: Path
@@ -127,12 +129,12 @@ class StepTracer:
     """Traces some successive steps of each kind in a run, once; ``on_step`` is for ``LLM.run``.
 
     Args:
-        kinds: by name, which steps are of it.
-        steps: how many of each.
+        kinds: functions that tell whether a step is of a kind, by the kind's name.
+        steps: number of steps to trace, for each kind.
 
     Attributes:
-        found: by kind, device times, or why there are none.
-        work: by kind, what the steps computed.
+        found: device times by kind, or the reason why there are none.
+        work: the work of the traced steps, by kind.
     """
 
     def __init__(self, kinds: Mapping[str, Callable[[Work], bool]], steps: int) -> None:
@@ -143,12 +145,12 @@ class StepTracer:
         self._window: _Window | None = None
 
     def on_step(self, done: StepDone) -> None:
-        """A step has ended."""
+        """Take note of an ended step."""
         work, window = done.batch.work, self._window
         if window is None:
             self._start(work)
         elif not self._kinds[window.name](work):
-            # Too few of them in a row: the next ones will do.
+            # There were too few in a row, so wait for the next ones.
             self._waiting[window.name] = self._kinds[window.name]
             self.close()
         else:
@@ -170,7 +172,7 @@ class StepTracer:
         self._window = _Window(name, folder, _SKIPPED + 1 + self._steps, [])
 
     def close(self) -> None:
-        """Give up a trace that is under way."""
+        """Give up a running trace."""
         if self._window:
             jax.profiler.stop_trace()
             shutil.rmtree(self._window.folder)

@@ -1,4 +1,4 @@
-"""A picture of what was measured on a GPU: attention beside peers, and where a step's time goes.
+"""Draw measurements of a GPU: attention next to peers, and the parts of a step.
 
     python -m scripts.bench.draw_gpu docs/results/gpu --out docs/results/gpu/h100.png
 
@@ -22,13 +22,13 @@ PARTS = {
     "rest": "tab:gray",
     "host": "tab:red",
 }
-# Peers' names. One that does not mask computes more, and is in tables alone.
+# Names of peers. A peer without a mask computes more, and is only in tables.
 NAMES = {"contiguous": "cuDNN, contiguous", "flex_attention": "torch's flex_attention"}
 LEFT_OUT = ("contiguous, unmasked",)
 
 
 def attention(ax: Axes, case: str, runs: dict[str, Any], rate: str) -> None:
-    """Milliseconds of each implementation, ours first, and shares of the machine's rate."""
+    """Draw milliseconds of each implementation, ours first, and shares of the machine's rate."""
     named = [name for name, run in runs.items() if "seconds" in run and name not in LEFT_OUT]
     for y, name in enumerate(reversed(named)):
         run = runs[name]
@@ -44,7 +44,7 @@ def attention(ax: Axes, case: str, runs: dict[str, Any], rate: str) -> None:
 
 
 def steps(ax: Axes, figures: dict[str, Any]) -> None:
-    """Parts of steps of the engine, each beside its roofline."""
+    """Draw the parts of the engine's steps, each next to its roofline."""
     for y, (kind, found) in enumerate(figures["step_time"].items()):
         left = 0.0
         for part, colour in PARTS.items():
@@ -68,7 +68,7 @@ def steps(ax: Axes, figures: dict[str, Any]) -> None:
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The picture.")
 def main(folder: Path, out: Path) -> None:
-    """Draw what the folder has."""
+    """Draw the measurements of the folder."""
     read = {
         name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("kernels", "flex", "engine")

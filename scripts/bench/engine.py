@@ -1,15 +1,17 @@
-"""The engine end to end on one device, beside what the machine could do.
+"""Measure the engine end to end on one device, and compare it with the machine's limits.
 
     python -m scripts.bench.engine --trace lengths.csv --json figures.json
     python -m scripts.bench.engine --json figures.json --rehearse   # on a CPU: tiny
 
-A model of Llama 3 8B's shape with random weights, bfloat16, greedy, all requests at once. Lengths
-are the first of ``--trace`` (as ``jaxinfer bench`` reads it), or drawn from the statistics of
-Azure's conversations. The roofline is that of ``jaxinfer simulate`` for the very steps of the run,
-at the rates of copies and matrix products measured just before. A shorter run, traced, comes first:
-it says what steps with prefill, and steps of decodes, spend on attention, matrix products, the rest
-and waiting for the host. What the host costs a step of decodes is measured without a trace, too
-(``step_time``), in the long run and in a shorter one that draws with a top_p.
+The model has Llama 3 8B's shape and random bfloat16 weights. Sampling is greedy, and all requests
+are present at the start. Lengths are the first ones of ``--trace`` (as ``jaxinfer bench`` reads
+it), or are drawn from the statistics of Azure's conversations.
+
+The roofline is the one of ``jaxinfer simulate`` for the same steps. It uses the rates of copies and
+matrix products that are measured just before. A shorter, traced run comes first. It shows the time
+that steps with prefill, and steps of decodes, spend on attention, on matrix products, on the rest,
+and on waiting for the host. The host's time in a step of decodes is also measured without a trace
+(``step_time``), in the long run and in a shorter run that samples with a top_p.
 """
 
 import json
@@ -71,12 +73,16 @@ ENGINE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a run.
+    """The size of a run.
 
     Attributes:
-        longest: prompt and output are cut to so many tokens each.
-        copied: bytes; ``multiplied``: rows of the matrices.
-        steps: number of steps of each kind that are traced.
+        model: the model's shape.
+        engine: options of the engine.
+        requests: number of requests.
+        longest: largest number of tokens of a prompt, and of an output; the rest is cut off.
+        copied: number of bytes to copy, to measure the rate of copies.
+        multiplied: number of rows of the matrices to multiply, to measure their rate.
+        steps: number of steps to trace, for each kind.
     """
 
     model: dict[str, Any]
@@ -106,7 +112,7 @@ REHEARSAL = Size(
 
 
 def lengths(trace: str | None, size: Size, count: int) -> list[BenchRequest]:
-    """The work, all at once."""
+    """Return the requests, which all arrive at once."""
     found = read_workload(trace) if trace else Synthetic(lengths=LENGTHS, count=count).requests()
     most = size.longest
     return [
@@ -122,7 +128,7 @@ def lengths(trace: str | None, size: Size, count: int) -> list[BenchRequest]:
 
 
 def roofline_of(folder: str, rates: dict[str, float], itemsize: int) -> RooflineStage:
-    """The whole model on a GPU with the rates that have been measured."""
+    """Return a roofline of the whole model on a GPU with the measured rates."""
     gpu = Gpu(
         bf16_tflops=rates["product_tflops"],
         memory_gb=1,
@@ -139,14 +145,14 @@ def roofline_of(folder: str, rates: dict[str, float], itemsize: int) -> Roofline
 
 
 def seconds(roofline: RooflineStage, steps: Iterable[Work]) -> float:
-    """Seconds of all these steps, by the roofline."""
+    """Return the seconds of all these steps by the roofline."""
     return sum(roofline.seconds(work) for work in steps)
 
 
 def trace_steps(
     llm: LLM, work: list[BenchRequest], size: Size, roofline: RooflineStage
 ) -> dict[str, Any]:
-    """A run of as many requests as there can be at once, some steps of which are traced."""
+    """Run as many requests as fit at once, and trace some of the steps."""
     most = min(size.engine["max_num_seqs"], len(work))
 
     def with_prefill(step: Work) -> bool:
@@ -177,7 +183,7 @@ def trace_steps(
 def long_run(
     llm: LLM, work: list[BenchRequest], source: str, watch: StepWatch, roofline: RooflineStage
 ) -> dict[str, Any]:
-    """Serve all requests at once, greedy."""
+    """Serve all requests at once, with greedy sampling."""
     steps: list[Work] = []
     wrong = 0
 
@@ -194,14 +200,14 @@ def long_run(
 def untraced(
     llm: LLM, work: list[BenchRequest], greedy: StepWatch, drawn: StepWatch
 ) -> dict[str, Any]:
-    """Steps of the long run that one has watched, and of one that draws, beside themselves."""
+    """Compare steps in the long run, and in a run that samples, with the same steps alone."""
     found = {"greedy": greedy.figures("greedy")}
     measure(llm, work, "drawn run", run_dir=None, on_step=drawn.on_step, sampling=TOP_P)
     return found | {"top_p": drawn.figures("top_p")}
 
 
 def run_figures(metrics: RunMetrics, steps: list[Work], roofline: RooflineStage) -> dict[str, Any]:
-    """Figures of the run that is not traced."""
+    """Return the figures of the run without a trace."""
     least, wall = seconds(roofline, steps), metrics.wall_s
     tokens = metrics.prompt_tokens + metrics.output_tokens
     return {
@@ -219,7 +225,7 @@ def run_figures(metrics: RunMetrics, steps: list[Work], roofline: RooflineStage)
 
 
 def show_steps(figures: dict[str, Any]) -> None:
-    """The machine and the traced steps, as lines."""
+    """Print the machine and the traced steps."""
     print(
         f"{figures['device']}: copies {figures['copy_gb_s']:.0f} GB/s, "
         f"bfloat16 products {figures['product_tflops']:.1f} TFLOP/s"
@@ -238,7 +244,7 @@ def show_steps(figures: dict[str, Any]) -> None:
 
 
 def show_run(run: dict[str, Any]) -> None:
-    """The run, as lines."""
+    """Print the run."""
     metrics = run["metrics"]
     print(
         f"{metrics['requests']} requests in {metrics['wall_s']:.2f} s: "
@@ -285,7 +291,7 @@ def main(
         **rates,
         "step_time": trace_steps(llm, work, size, roofline),
     }
-    # Before the long run, which may be cut off.
+    # Before the long run, which may be stopped.
     show_steps(figures)
     write(json_path, figures)
     stage = llm.engine.worker.stages[0]
@@ -303,7 +309,7 @@ def main(
 
 
 def show_untraced(untraced: dict[str, Any]) -> None:
-    """Steps of decodes in runs and alone, as lines."""
+    """Print steps of decodes in runs and alone."""
     for name, found in untraced.items():
         if isinstance(found, str):
             print(f"untraced decodes, {name}: {found}")

@@ -1,14 +1,17 @@
-"""Experts on a CPU or a GPU: grouped products beside all experts for all tokens, and ragged_dot.
+"""Experts on a CPU or a GPU: grouped products, all experts for all tokens, and ragged_dot.
 
     python -m scripts.bench.experts
     python -m scripts.bench.experts --tokens 1,8 --ragged
     python -m scripts.bench.experts --devices 8 --layouts expert_parallel,megatron
     python -m scripts.bench.experts --model qwen3-30b-a3b --json experts.json
 
-One layer, by default of 64 experts of 1,024 x 512, 8 per token. Medians of rounds in which the
-functions take turns, in milliseconds; results are compared. Beside them: what our products read of
-weights and multiply per second, and the machine's load. ``--ragged`` has ``jax.lax.ragged_dot``
-take part, which takes seconds for many tokens on a CPU. ``--devices`` are a CPU's, as one axis.
+The benchmark measures one layer. By default, it has 64 experts of 1,024 x 512, and 8 of them per
+token. Figures are medians in milliseconds, of rounds in which the functions take turns. Results are
+compared with each other. Further columns have the weights that our products read and the operations
+that they do per second, and the machine's load.
+
+``--ragged`` adds ``jax.lax.ragged_dot``, which takes seconds for many tokens on a CPU.
+``--devices`` is a number of CPU devices, on one axis.
 """
 
 import json
@@ -35,25 +38,26 @@ from jaxinfer.models.sharding import shard
 from jaxinfer.pallas_kernels.choice import grouped
 from scripts.tables import Row, show_table
 
-# Experts, their sizes, and how many of them a token is sent to.
+# Number of experts, their sizes, and the number of experts per token.
 MODELS = {
     "small": (64, 1024, 512, 8),
     "qwen3-30b-a3b": (128, 2048, 768, 8),
     "mixtral-8x7b": (8, 4096, 14336, 2),
 }
 WEIGHTS = "gate_EDF", "up_EDF", "down_EFD"
-# Of the largest value, by the dtype of weights: all experts round their rows to it.
+# Tolerance relative to the largest value, by dtype of the weights: the version with all experts
+# rounds its rows to that dtype.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def layers(
     ragged: bool, dtype: jnp.dtype, route: Route, sizes: tuple[int, int], layout: str | None
 ) -> dict[str, Callable[..., jax.Array]]:
-    """The layers by name, compiled when they are called: of x, logits, weights.
+    """Return compiled layers by name, as functions of x, logits and weights.
 
     Args:
         sizes: D and F of an expert on one device.
-        layout: of the mesh in use; None without one.
+        layout: layout of the current mesh; None without a mesh.
     """
     kernels = "numba" if jax.default_backend() == "cpu" else "generic"
     ours = grouped(kernels, dtype, *sizes)
@@ -76,7 +80,7 @@ def layers(
 def inputs(
     tokens: int, dtype: jnp.dtype, model: str, mesh: Mesh | None, layout: str | None
 ) -> tuple[jax.Array, ...]:
-    """Rows, their routers' logits, and weights where the layout has them, all random."""
+    """Return random rows, logits of the router, and weights placed as in the layout."""
     E, D, F, _ = MODELS[model]
     keys = jax.random.split(jax.random.key(0), 5)
     x_TD = jax.random.normal(keys[0], (tokens, D))
@@ -95,7 +99,7 @@ def inputs(
 def milliseconds(
     runs: Mapping[str, Callable[..., jax.Array]], given: tuple[jax.Array, ...], rounds: int
 ) -> dict[str, float]:
-    """Medians of runs that have been compiled, which take turns."""
+    """Return medians of compiled runs, which take turns."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -106,7 +110,7 @@ def milliseconds(
 
 
 def check(found: Mapping[str, jax.Array], dtype: str) -> None:
-    """Compare all results with all experts'."""
+    """Compare all results with the result of all experts for all tokens."""
     right = np.asarray(found["all experts"])
     for name, result in found.items():
         error = np.abs(np.asarray(result) - right).max() / np.abs(right).max()
@@ -157,7 +161,7 @@ def measured(
     mesh: Mesh | None,
     layout: str | None,
 ) -> Row:
-    """A row of the table, for so many tokens."""
+    """Return the row of the table for ``count`` tokens."""
     given = inputs(count, jnp.dtype(dtype), model, mesh, layout)
     _, D, F, per_token = MODELS[model]
     columns = given[2].sharding.shard_shape(given[2].shape)[2]

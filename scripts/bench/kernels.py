@@ -1,17 +1,19 @@
-"""Attention kernels on a GPU, side by side in one run, as shares of what the machine can do.
+"""Compare attention kernels on a GPU in one run, as shares of the machine's rates.
 
     python -m scripts.bench.kernels --json figures.json
     python -m scripts.bench.kernels --json figures.json --rehearse   # on a CPU: small, interpreted
 
-The cases are those of ``attention_cases``. Decodes of equal lengths and of 50 to 8,192 tokens of
-context, as a share of the measured copy bandwidth (keys and values are read once). Chunked prefill:
-2,048 new tokens after 8,192, as a share of the measured rate of matrix products. Beside our
-kernels: the plain functions, jax's own paged decode, ``jax.nn.dot_product_attention`` (cuDNN) on
-the same data laid out contiguously, and torch's flex_attention over pages of 128 tokens (--flex; it
-has to compile). Medians of rounds in which the functions take turns, of several calls each, so that
-launching costs nothing; each result is compared with dense attention by XLA. A case has a process
-of its own, and another without Mosaic's kernel should that end or hang it. --rounds 0 runs each
-function once, for tools that watch it.
+``attention_cases`` defines the cases. Decodes have equal lengths, or 50 to 8,192 tokens of context;
+their figure is a share of the measured copy bandwidth (keys and values are read once). Chunked
+prefill has 2,048 new tokens after 8,192; its figure is a share of the measured rate of matrix
+products. The other implementations are the plain functions, JAX's own paged decode,
+``jax.nn.dot_product_attention`` (cuDNN) on the same data in contiguous arrays, and, with --flex,
+torch's flex_attention over pages of 128 tokens, which must be compiled.
+
+Figures are medians of rounds in which the functions take turns. Each round has several calls, so
+that launching costs nothing. Each result is compared with XLA's dense attention. Each case runs in
+its own process. If Mosaic's kernel ends or hangs that process, another process runs the case
+without it. ``--rounds 0`` runs each function once, for tools that watch it.
 """
 
 import json
@@ -36,17 +38,16 @@ from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
 from scripts.bench.attention_cases import CASES, Case, How, Run
 
 CALLS = 10
-# Seconds for one case, compilation included; one that hangs is stopped.
+# Seconds for one case, including compilation; a case that hangs is stopped then.
 CASE_S = 100
-# Of the largest value: products of bfloat16.
+# Tolerance relative to the largest value, for products of bfloat16.
 TOLERANCE = 2e-2
 
 
 def seconds(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
-    """Medians of one call, of runs that have been compiled.
+    """Return the median seconds of one call for each compiled run; none without rounds.
 
-    As many calls are in flight as take a twentieth of a second; a slow one has few rounds. Without
-    rounds there are none.
+    As many calls are in flight as take a twentieth of a second. A slow run has fewer rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     calls: dict[str, int] = {}
@@ -66,9 +67,9 @@ def seconds(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
 
 
 def measure(case: Case, rates: Mapping[str, float], how: How, rounds: int) -> dict[str, Any]:
-    """Seconds, the share of the machine's rate, and the largest difference from what is expected.
+    """Return the seconds, the share of the machine's rate, and the largest error of each run.
 
-    A run that fails has its error's first line, and the others are timed.
+    A run that fails has its error's first line; the others are still timed.
     """
     runs: dict[str, Run] = {}
     figures: dict[str, Any] = {}
@@ -80,7 +81,7 @@ def measure(case: Case, rates: Mapping[str, float], how: How, rounds: int) -> di
             run = make()
             found = run.start()
             run.wait(found)
-        except Exception as error:  # Whatever it is, the figures have it.
+        except Exception as error:  # The figures show any error.
             figures[name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             continue
         runs[name], figures[name] = run, {}
@@ -114,7 +115,7 @@ def run_case(name: str, how: How, rounds: int) -> dict[str, Any]:
 
 
 def in_own_process(name: str, options: list[str], without: str) -> dict[str, Any] | str:
-    """The case's figures, or how its process ended: a GPU's fault takes all of a process along."""
+    """Return the case's figures, or how its process ended, since a GPU fault ends the process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "case.json"
         command = [sys.executable, "-m", "scripts.bench.kernels", *options, "--case", name]
@@ -130,7 +131,7 @@ def in_own_process(name: str, options: list[str], without: str) -> dict[str, Any
 
 
 def in_own_processes(name: str, options: list[str]) -> dict[str, Any]:
-    """The case's figures, without Mosaic's kernel where that has ended its process."""
+    """Return the case's figures, without Mosaic's kernel if it has ended its process."""
     found = in_own_process(name, options, "")
     if isinstance(found, str):
         ended, found = found, in_own_process(name, options, "hopper")
@@ -141,7 +142,7 @@ def in_own_processes(name: str, options: list[str]) -> dict[str, Any]:
 
 
 def is_wrong(name: str, run: Mapping[str, Any]) -> bool:
-    """True if one of our kernels failed or is off by more than rounding."""
+    """True if one of our kernels failed, or if its error is larger than rounding explains."""
     ours = name in ("generic", "hopper")
     return ours and not run.get("error", float("inf")) < TOLERANCE
 
@@ -185,7 +186,7 @@ def main(
 
 
 def show(case: str, runs: Mapping[str, Any]) -> None:
-    """A line for each run."""
+    """Print a line for each run."""
     for name, run in runs.items():
         said = run.get("failed", "")
         if "seconds" in run:

@@ -3,10 +3,11 @@
     python -m scripts.bench.launching --json launching.json
     python -m scripts.bench.launching --json launching.json --rehearse   # on a CPU: tiny
 
-A model of Llama 3 8B's shape with random weights; steps of padding, which have all kernels of a
-step and no context. Each set of XLA's flags has a process of its own, and what it says of itself
-where it ends early: a jaxlib does not know all of them. ``host_s`` is one launch's time on the
-host, inputs brought along; ``step_s`` that of a step among many with inputs that lie on the device.
+The model has Llama 3 8B's shape and random weights. Steps consist of padding: they have all kernels
+of a step, but no context. Each set of XLA's flags has its own process. If that process fails, for
+example because jaxlib does not know a flag, its last line is recorded. ``host_s`` is the time of
+one launch on the host, including the transfer of inputs. ``step_s`` is the time of one of many
+steps with inputs that are already on the device.
 """
 
 import json
@@ -31,8 +32,8 @@ from jaxinfer.runtime.stage.step import Key
 from jaxinfer.steps.shapes import StepShape
 from scripts.bench.engine import FULL, REHEARSAL
 
-# A command buffer is recorded again if an address has changed; without any, each kernel is launched
-# separately. What of them is skipped, XLA keeps at fixed addresses.
+# A command buffer is recorded again if an address has changed. Without command buffers, each kernel
+# is launched separately. XLA keeps parts that are skipped at fixed addresses.
 _MODE = "--xla_gpu_command_buffer_update_mode="
 FLAGS = {
     "default": "",
@@ -40,16 +41,16 @@ FLAGS = {
     "temporaries skipped": f"{_MODE}SKIP_TEMP",
     "skipped by profile": f"{_MODE}SKIP_PROFILED",
 }
-# JAX blocks a caller with many computations in flight, and a step has two.
+# JAX blocks callers with many computations in flight, and a step has two.
 LAUNCHES, FEW, ROUNDS = 20, 4, 5
 
 
 def times(stage: Stage, shape: StepShape) -> dict[str, float]:
-    """Seconds of a launch on the host, and of a step."""
+    """Return the seconds of a launch on the host, and of a step."""
     key = Key(shape, SamplerShape())
     inputs, sampling = next(stage.padding(shape)), empty_sampling(shape.rows, key.sampler)
     there = jax.device_put((inputs, sampling), stage.plan.whole)
-    launch(stage, key, 1, *there)  # Compiles.
+    launch(stage, key, 1, *there)  # This compiles.
     host = [launch(stage, key, FEW, inputs, sampling)[0] / FEW for _ in range(ROUNDS)]
     whole = [launch(stage, key, LAUNCHES, *there)[1] / LAUNCHES for _ in range(ROUNDS)]
     return {"host_s": statistics.median(host), "step_s": statistics.median(whole)}
@@ -67,7 +68,7 @@ def launch(stage: Stage, key: Key, count: int, inputs: Any, sampling: Any) -> tu
 
 
 def measured(rehearse: bool) -> dict[str, dict[str, float]]:
-    """Times by rows, under the flags of this process."""
+    """Return the times by rows, with the flags of this process."""
     size = REHEARSAL if rehearse else FULL
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(size.model))
@@ -79,7 +80,7 @@ def measured(rehearse: bool) -> dict[str, dict[str, float]]:
 
 
 def in_own_process(flags: str, rehearse: bool) -> dict[str, Any] | str:
-    """Times under these flags, or the last line of a process that has failed."""
+    """Return the times with these flags, or the last line of a process that has failed."""
     environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
     command = [sys.executable, "-m", "scripts.bench.launching", "--json", "-", "--here"]
     done = subprocess.run(
@@ -98,13 +99,13 @@ def in_own_process(flags: str, rehearse: bool) -> dict[str, Any] | str:
 @click.option("--here", is_flag=True, help="In this process, to standard output.")
 @click.option("--rehearse", is_flag=True, help="A tiny model, kernels interpreted: on a CPU.")
 def main(json_path: str, here: bool, rehearse: bool) -> None:
-    """Measure under each set of flags, print and write."""
+    """Measure with each set of flags, print and write."""
     if here:
         print(json.dumps(measured(rehearse)))
         return
     figures: dict[str, Any] = {"jax": jax.__version__, "rehearsed": rehearse, "flags": FLAGS}
     figures["times"] = {}
-    # A CPU's XLA knows none of a GPU's flags.
+    # XLA for CPUs does not know flags for GPUs.
     for name, flags in list(FLAGS.items())[: 1 if rehearse else None]:
         found = in_own_process(flags, rehearse)
         figures["times"][name] = found

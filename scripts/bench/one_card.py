@@ -1,17 +1,19 @@
-"""All systems on one card that plays several: answers, decisions, and times beside simulations.
+"""All systems on one card that plays several: answers, decisions, and times next to simulations.
 
     python -m scripts.bench.one_card --out DIR                 # on a GPU
     python -m scripts.bench.one_card --out DIR --processes     # then: a process for each group
     python -m scripts.bench.one_card --out DIR --rehearse      # on a CPU: tiny
     python -m scripts.bench.one_card --predict one_card_predicted.csv    # simulations alone
 
-The run files are those of configs/gpu/one_card/. Twice: ``exact``, four layers of SmolLM2-135M in
-float32, whose answers have to be those of ``single``, token by token; ``large``, Llama 3 8B's shape
-in bfloat16, where a step's other rows change the last bits, and answers may part at a tie: where
-``single`` held both tokens likely within BOUND. Each run keeps a ledger, on which the simulator has
-to decide alike. Makespans stand beside two simulations: by the card's data sheet (``predicted_s``)
-and by the profile of steps measured here (``replayed_s``). What no time is left for is said to be
-missing.
+The run files are those of configs/gpu/one_card/. They run in two ways. ``exact`` has four layers of
+SmolLM2-135M in float32; its answers must equal those of ``single``, token by token. ``large`` has
+Llama 3 8B's shape in bfloat16. There, the other rows of a step change the last bits, so answers may
+differ from a tie on, that is, where both tokens had log probabilities within BOUND of each other in
+``single``.
+
+Each run keeps a ledger, and the simulator must make the same decisions. Makespans are compared with
+two simulations: one by the card's data sheet (``predicted_s``), and one by the profile of steps
+measured here (``replayed_s``). Runs for which no time is left are reported as missing.
 """
 
 import gc
@@ -40,7 +42,7 @@ from scripts.bench.same_answers import TOP, Answers, Comparison, compare
 from scripts.tables import Row, show_table, write_csv
 
 FOLDER = Path("configs/gpu/one_card")
-# Those that need times of all steps come first: their profiles do for the others.
+# Systems that need the times of all steps come first, because the others use their profiles.
 SYSTEMS = (
     "cronus", "single", "takeover", "disaggregated", "tetriinfer", "hexgen2", "splitwise",
     "distserve", "aladdin", "hetis",
@@ -48,21 +50,21 @@ SYSTEMS = (
 PROCESSES = {"processes_cronus": ("host", "transfer_server")}
 ALONE = "single"
 CARDS = ("H100-SXM", "H200")
-# Of log probabilities, by the type of weights: what a tie is.
+# The difference of log probabilities that counts as a tie, by dtype of the weights.
 BOUND = {"float32": 1e-4, "bfloat16": 0.125}
 SMALL = (
     "engine.max_model_len=512", "engine.page_size=16", "engine.num_pages=161",
     "engine.max_num_seqs=8", "engine.max_num_batched_tokens=256", "engine.token_buckets=[256]",
     "workload.synthetic={input_len: 120, output_len: 24, range_ratio: 0.8, count: 12, seed: 0}",
 )  # fmt: skip
-# As little as has requests wait, prompts cut, and KV heads leave their own device.
+# Few pages, so that requests wait, prompts are cut, and KV heads leave their own device.
 LEAST = (
     "engine.max_model_len=256", "engine.page_size=16", "engine.num_pages=81",
     "engine.max_num_seqs=4", "engine.max_num_batched_tokens=128", "engine.token_buckets=[128]",
     "workload.synthetic={input_len: 60, output_len: 12, range_ratio: 0.8, count: 8, seed: 0}",
 )  # fmt: skip
-# Of some systems' small runs: KV heads leave their own device, layers are as many as segments, and
-# steps have rows enough for a fit of decodes.
+# Settings of some systems' small runs: KV heads leave their own device, there are as many layers as
+# segments, and steps have enough rows to fit decodes.
 OF_SYSTEM: dict[tuple[tuple[str, ...], str], str] = {
     (SMALL, "aladdin"): "engine.max_num_seqs=16",
     (LEAST, "aladdin"): "engine.max_num_seqs=16",
@@ -70,9 +72,9 @@ OF_SYSTEM: dict[tuple[tuple[str, ...], str], str] = {
     (LEAST, "hetis"): "engine.num_pages=13",
     (LEAST, "splitwise"): "instances.prompt.segments=2",
 }
-# Of a rehearsal, most of whose time goes into compilation.
+# Settings of a rehearsal, which spends most of its time on compilation.
 XLA_FLAGS = "--xla_backend_optimization_level=0"
-# Systems of the large model in a rehearsal, where it is as tiny as the other.
+# Systems of the large model in a rehearsal, where it is as tiny as the other one.
 REHEARSED = ("cronus", ALONE)
 SMOLLM2 = Path("configs/gpu/smollm2-135m/config.json")
 TINY = {
@@ -88,9 +90,11 @@ class Pass:
     """One way to run all files.
 
     Attributes:
+        name: name of the way.
+        model: model to run.
         size: settings of the run files that make runs smaller.
-        dtype: of weights and KV.
-        is_large: whether simulations by the data sheet stand beside the runs.
+        dtype: dtype of weights and KV.
+        is_large: whether runs are compared with simulations by the data sheet.
     """
 
     name: str
@@ -100,7 +104,7 @@ class Pass:
     is_large: bool
 
     def of(self, system: str, *more: str) -> list[str]:
-        """Settings of one system's file."""
+        """Return the settings of one system's file."""
         found = [f"model={self.model}", f"engine.dtype={self.dtype}", *self.size]
         if self.size:
             found.append("engine.kernels=plain")
@@ -110,10 +114,10 @@ class Pass:
 
 
 def passes(out: Path, is_rehearsal: bool) -> list[Pass]:
-    """Return the two ways, tiny ones in a rehearsal; the folder gets the small model."""
+    """Return both ways, or tiny ones in a rehearsal; write the small model to the folder."""
     folder, size = out / "model", LEAST if is_rehearsal else SMALL
     folder.mkdir(exist_ok=True)
-    # Few layers compile sooner.
+    # Few layers compile faster.
     widths = TINY if is_rehearsal else json.loads(SMOLLM2.read_text()) | {"num_hidden_layers": 4}
     folder.joinpath("config.json").write_text(json.dumps(widths))
     exact = Pass("exact", str(folder), size, "float32", False)
@@ -123,18 +127,18 @@ def passes(out: Path, is_rehearsal: bool) -> list[Pass]:
 
 
 def own_groups(path: Path) -> list[str]:
-    """Groups of a run file that have devices of their own."""
+    """Return the groups of a run file that have devices of their own."""
     groups = yaml.safe_load(path.read_text())["groups"]
     return [name for name, group in groups.items() if "shares" not in group]
 
 
 def predict(system: str, card: str, settings: Sequence[str] = ()) -> Row | None:
-    """Simulate a run file by a card's data sheet; None of what is not modelled."""
+    """Simulate a run file by a card's data sheet; None if the file cannot be modelled."""
     path = FOLDER / f"{system}.yaml"
     kinds = [f"groups.{name}.kind={card}" for name in own_groups(path)]
     config = load_run_file(path, [*settings, *kinds])
     if any(instance.is_spread for instance in config.instances.values()):
-        return None  # Attention on one device takes turns.
+        return None  # Attention groups on one device take turns.
     found = simulate(config, config.requests())
     assert found.ttft_p50 is not None
     assert found.tbt_p50 is not None
@@ -161,8 +165,9 @@ class Suite:
     """Runs of systems on one card, and the folder of their results.
 
     Attributes:
-        card: as ``configs/gpus.yaml`` calls it; none of them on a CPU.
-        is_rehearsal: CPU devices stand for the card.
+        out: folder of the results.
+        card: the card's name in ``configs/gpus.yaml``, or another name on a CPU.
+        is_rehearsal: whether CPU devices stand for the card.
     """
 
     out: Path
@@ -171,18 +176,18 @@ class Suite:
 
     @property
     def shown_card(self) -> str:
-        """The card as the results name it, which says if a CPU has stood for it."""
+        """The card's name in the results, which says if a CPU stood for it."""
         return f"{self.card}, played by a CPU" if self.is_rehearsal else self.card
 
     def run(self, kind: Pass, system: str, label: str, *more: str) -> Row:
-        """Run one system; what failed is in the row, too."""
+        """Run one system; if it fails, the row says so."""
         start = time.monotonic()
         row: Row = {"pass": kind.name, "system": label, "card": self.shown_card, "result": "ok"}
         try:
             row |= self._measured(kind, system, label, more)
         except Exception as error:
             row["result"] = f"failed: {type(error).__name__}: {one_line(error)}"
-        gc.collect()  # What a system had of the card is free only now.
+        gc.collect()  # The memory that a system had on the card is free only now.
         return row | {"seconds": round(time.monotonic() - start, 1)}
 
     def _measured(self, kind: Pass, system: str, label: str, more: Sequence[str]) -> Row:
@@ -213,7 +218,7 @@ class Suite:
         return [f"groups.{name}.platform=cpu" for name in own_groups(path)]
 
     def _figures(self, config: RunFile, folder: Path, kind: Pass, system: str) -> Row:
-        """Read a run's folder, and decide and simulate it again."""
+        """Read a run's folder, replay its decisions, and simulate it."""
         (ran,) = run_folders(folder)
         record = read_run(ran, system)
         late = record.run["overruns"].values()
@@ -239,7 +244,7 @@ class Suite:
         return row
 
     def against(self, kind: Pass, row: Row) -> Row:
-        """A row with its answers beside those of one instance."""
+        """Compare a row's answers with those of one instance."""
         alone, own = (self.out / f"{kind.name}_{name}.json" for name in (ALONE, row["system"]))
         if row["result"] != "ok":
             return row
@@ -250,7 +255,7 @@ class Suite:
 
 
 def told(found: Comparison) -> Row:
-    """A comparison as columns."""
+    """Return a comparison as columns."""
     return {
         "equal": found.equal,
         "tied": found.tied,
@@ -261,7 +266,7 @@ def told(found: Comparison) -> Row:
 
 
 def is_wrong(row: Row) -> bool:
-    """True of a run that failed, whose answers differ, or which the simulator decides otherwise."""
+    """True if a run failed, has other answers, or has other decisions than the simulator."""
     return (
         row["result"].startswith("failed")
         or bool(row.get("apart"))
@@ -286,7 +291,7 @@ def rows_of(
 
 
 def rows_of_processes(suite: Suite, kinds: Sequence[Pass], seconds: float) -> Iterator[Row]:
-    """Run files with processes by each transport, the large model by the quicker one."""
+    """Run files with processes by each transport, and the large model by the quicker one."""
     end = time.monotonic() + seconds
     for system, kind in product(PROCESSES, kinds):
         jobs = [(system, "transport=auto")]
@@ -301,14 +306,14 @@ def rows_of_processes(suite: Suite, kinds: Sequence[Pass], seconds: float) -> It
 
 
 def write(rows: Sequence[Row], out: Path, name: str) -> None:
-    """Write rows as JSON and as a CSV file with all their columns."""
+    """Write rows as JSON, and as a CSV file with all their columns."""
     out.joinpath(f"{name}.json").write_text(json.dumps(rows, indent=2) + "\n")
     columns = dict.fromkeys(column for row in rows for column in row)
     write_csv(out / f"{name}.csv", [{c: row.get(c) for c in columns} for row in rows])
 
 
 def card_here() -> str:
-    """Return the first device, as ``configs/gpus.yaml`` calls it, or as JAX does."""
+    """Return the first device's name in ``configs/gpus.yaml``, or else its JAX name."""
     import jax
 
     from jaxinfer.hardware.catalogue import name_of_device
@@ -335,7 +340,7 @@ def main(
     rehearse: bool,
     predicted: Path | None,
 ) -> None:
-    """Run, compare and write; exits with 1 where something is wrong."""
+    """Run, compare and write; exit with 1 if something is wrong."""
     if predicted:
         write_predictions(predicted)
         return

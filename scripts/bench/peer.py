@@ -1,10 +1,11 @@
-"""A measured run of a peer engine on a workload, in that engine's own environment.
+"""Time a peer engine on a workload, in that engine's own environment.
 
     ENV/bin/python scripts/bench/peer.py {hf,vllm,llamacpp} FOLDER DTYPE WORKLOAD.jsonl OUT.json
 
-Greedy, EOS ignored, two threads. ``hf``: transformers' generate in static batches of 16, sorted
-by length. ``vllm``: its CPU build with 64 sequences. ``llamacpp``: 16 slots that are refilled as
-they end. FOLDER holds the model for transformers, and ``demo.gguf``. The time excludes loading.
+Sampling is greedy, EOS is ignored, and there are two threads. ``hf`` is transformers' generate in
+static batches of 16, sorted by length. ``vllm`` is its CPU build with 64 sequences. ``llamacpp``
+has 16 slots that are refilled as requests end. FOLDER holds the model for transformers, and
+``demo.gguf``. The time excludes loading.
 """
 
 import argparse
@@ -24,7 +25,7 @@ LLAMA_TOKENS = 512
 
 
 def run_hf(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
-    """Seconds for all requests; padding to the left, as transformers asks for."""
+    """Return the seconds for all requests; padding is on the left, as transformers requires."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -61,7 +62,7 @@ def run_hf(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
 
 
 def run_vllm(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
-    """Seconds for all requests."""
+    """Return the seconds for all requests."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0-1"
@@ -87,7 +88,7 @@ def run_vllm(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float
 
 
 def run_llamacpp(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
-    """Seconds for all requests; in each step decodes first, then prompts, up to 512 tokens."""
+    """Return the seconds for all requests; a step has decodes, then prompts, up to 512 tokens."""
     import llama_cpp as lib
 
     lib.llama_backend_init()
@@ -111,7 +112,7 @@ def run_llamacpp(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> f
     batch = lib.llama_batch_init(LLAMA_TOKENS, 0, 1)
     start = time.perf_counter()
     waiting, slots = list(reversed(work)), list(range(LLAMA_SLOTS))
-    # Slot -> the request's tokens so far, how many are computed, and how many it ends with.
+    # For each slot: the request's tokens so far, the number of computed ones, and the final number.
     running: dict[int, tuple[list[int], int, int]] = {}
     while waiting or running:
         while waiting and slots:
@@ -144,7 +145,7 @@ def run_llamacpp(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> f
 
 
 def main() -> None:
-    """Run one engine and write ``wall_s``."""
+    """Run one engine, and write ``wall_s``."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("engine", choices=RUNS)
     for name in ("model", "dtype", "workload", "out"):

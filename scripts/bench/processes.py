@@ -1,11 +1,12 @@
-"""Costs of a process of one's own: steps launched, KV moved, beside threads of one process.
+"""Costs of separate processes, compared with threads of one process: launches and KV transfers.
 
     python -m scripts.bench.processes [--model MODEL] [--rounds N] [--attention]
 
-Launch: from the call in the loop's process to the worker's own launch, of decode steps that run one
-at a time, by rows. KV: 10^9 bytes per second of slabs that are probed, by each transport. Layers:
-of decode steps whose KV heads all lie on an attention group. All processes are on this host and
-share its clock.
+The first table has the times from the call in the loop's process to the worker's own launch, by
+rows, for decode steps that run one at a time. The second has the rate at which probe slabs of KV
+are sent, in 10^9 bytes per second, by each transport. With ``--attention``, a table has the times
+of the layers of decode steps whose KV heads are all on an attention group. All processes are on
+this host and share its clock.
 """
 
 import statistics
@@ -30,7 +31,7 @@ PROMPT = 200
 
 
 def run_file(model: str, process: str | None, transport: str = "host") -> dict[str, Any]:
-    """Two instances, both in this process or each in one of its own."""
+    """Return a run file of two instances, both in this process or each in its own."""
     groups = {name: {"process": process} if process else {} for name in ("a", "b")}
     return {
         "model": model,
@@ -50,7 +51,7 @@ def run_file(model: str, process: str | None, transport: str = "host") -> dict[s
 
 
 def spread_file(model: str, process: str | None) -> dict[str, Any]:
-    """A run file of one stage and its attention group, likewise."""
+    """Return a run file of one stage and its attention group, here or each in a process."""
     found = run_file(model, process)
     stages = [{"group": "a", "attention": ["b"]}]
     options = {"stages": stages, "enable_prefix_caching": False}
@@ -58,7 +59,7 @@ def spread_file(model: str, process: str | None) -> dict[str, Any]:
 
 
 def decodes(llm: LLM, count: int) -> Batch:
-    """A step of so many rows, each a token behind its prompt; heads lie in the last shard."""
+    """Return a step of ``count`` rows of one token; their heads are in the last shard."""
     kv = llm.engine.new_kv()
     slices = [piece for shard in kv.shards for piece in shard.slices]
     placement: list[list[int]] = [[] for _ in kv.shards[1:]] + [slices]
@@ -75,7 +76,7 @@ def decodes(llm: LLM, count: int) -> Batch:
 
 
 def step_us(llm: LLM, count: int, rounds: int) -> list[tuple[float, float]]:
-    """Microseconds from the loop's call to the worker's start, and to the end, of each step."""
+    """Return microseconds from the loop's call to the worker's start and end, for each step."""
     batch, found = decodes(llm, count), []
     posted: SimpleQueue[Any] = SimpleQueue()
     for _ in range(rounds):
@@ -87,7 +88,7 @@ def step_us(llm: LLM, count: int, rounds: int) -> list[tuple[float, float]]:
         for row, token in zip(batch.rows, done.tokens, strict=True):
             row.request.output_token_ids.append(token)
             row.start += 1
-    return found[3:]  # The first ones tell of all that is new.
+    return found[3:]  # The first steps send everything that is new.
 
 
 @click.command()
@@ -101,7 +102,7 @@ def main(model: str, rounds: int, attention: bool) -> None:
 
 
 def launches(model: str, rounds: int) -> tuple[Table, Table]:
-    """Times of launches, and the rate of KV."""
+    """Return the times of launches, and the rate of KV."""
     launches = Table("process", *(f"{rows} rows: median, p90 (us)" for rows in ROWS))
     rates = Table("from a to b", "GB/s")
     cases = (("this one", None, "host"), ("own", "own", "host"), ("own", "own", "transfer_server"))
@@ -117,7 +118,7 @@ def launches(model: str, rounds: int) -> tuple[Table, Table]:
 
 
 def layers(model: str, rounds: int) -> Table:
-    """Seconds of a decode step's layer whose attention is all on another device."""
+    """Return the seconds of a decode step's layer whose attention is all on another device."""
     found = Table("process of the group", *(f"{rows} rows: least, median (us)" for rows in ROWS))
     for name, process in (("this one", None), ("own", "own")):
         llm = LLM.from_config(as_run_file(spread_file(model, process)))
@@ -129,7 +130,7 @@ def layers(model: str, rounds: int) -> Table:
 
 
 def in_words(times: list[float]) -> str:
-    """The median and the 90th percentile."""
+    """Return the median and the 90th percentile as text."""
     return f"{statistics.median(times):.0f}, {statistics.quantiles(times, n=10)[8]:.0f}"
 
 

@@ -1,10 +1,11 @@
-"""Products of rows with weights on a CPU: numba's beside XLA's own, in one run, in turns.
+"""Products of rows with weights on a CPU: numba's and XLA's own, in turns in one run.
 
     python -m scripts.bench.products --out products.csv
 
-Layers' products and the head's of three shapes, in float32 and bfloat16. Weights are as many as do
-not fit a cache, since each layer has its own. Medians of rounds; exits with 1 where the default's
-(numba's) take over 1.05 of plain JAX's. Nothing else should run meanwhile.
+The products are those of the layers and of the head, for three shapes, in float32 and bfloat16.
+There are more weights than a cache holds, as in an engine, where each layer has its own. Figures
+are medians of rounds. The program exits with 1 if the default's (numba's) take more than 1.05 times
+as long as plain JAX's. Nothing else should run on the machine.
 """
 
 import csv
@@ -21,15 +22,15 @@ import numpy as np
 
 from jaxinfer.models import layers
 
-# Bytes of weights of one product at least, in turns: three times a large cache.
+# Smallest number of bytes of one product's weights, used in turns: three times a large cache.
 COLD = 2**27
-# Seconds of one measurement at least.
+# Smallest number of seconds of one measurement.
 LEAST_S = 0.02
 MOST = 1.05
 
 
 class Shape(NamedTuple):
-    """Sizes of a model: its own, of all heads, of all KV heads, feed-forward, and vocabulary."""
+    """Sizes of a model: hidden, all heads, all KV heads, feed-forward, and vocabulary."""
 
     D: int
     N: int
@@ -38,7 +39,7 @@ class Shape(NamedTuple):
     V: int
 
     def products(self, rows: int) -> list[tuple[str, str, int, int]]:
-        """Name, kind, inputs and outputs of each; heads have a row per sequence."""
+        """Return name, kind, inputs and outputs of each product; heads have a row per sequence."""
         D, N, K, F, V = self
         found = [("q", "dense", D, N), ("k", "dense", D, K), ("v", "dense", D, K)]
         found += [("o", "dense", N, D), ("gate, up", "gated", D, F), ("down", "dense", F, D)]
@@ -55,7 +56,7 @@ SHAPES = {
 def run_of(
     kind: str, D: int, F: int, dtype: str, rows: int
 ) -> Callable[[str], Callable[[], object]]:
-    """What returns a call of the product, by the name of kernels."""
+    """Return a function from the name of kernels to a call of the product."""
     shape, each = (F, D) if kind == "head" else (D, F), 2 if kind == "gated" else 1
     random = np.random.default_rng(0)
     numbers = random.standard_normal(shape, np.float32)
@@ -78,7 +79,7 @@ def run_of(
 
 
 def seconds(run: Callable[[], object], calls: int) -> float:
-    """Seconds of a call."""
+    """Return the seconds of one call."""
     start = time.perf_counter()
     for _ in range(calls):
         run()
@@ -86,7 +87,7 @@ def seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def side_by_side(of: Callable[[str], Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Medians of rounds in turns."""
+    """Return medians of rounds in which the runs take turns."""
     runs = {kernels: of(kernels) for kernels in ("numba", "plain")}
     calls, took = {}, dict[str, list[float]]()
     for kernels, run in runs.items():
@@ -113,7 +114,7 @@ def main(
     rounds: int,
     out: str,
 ) -> None:
-    """Measure, print, write; exit with 1 where the default is slower."""
+    """Measure, print and write; exit with 1 if the default is slower."""
     slow = 0
     with open(out, "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)

@@ -1,4 +1,4 @@
-"""Answers of two runs of the same greedy requests: how many are equal, and where others part."""
+"""Compare the answers of two runs of the same greedy requests."""
 
 import json
 from collections.abc import Sequence
@@ -8,23 +8,24 @@ from typing import Any
 
 from jaxinfer.request import RequestOutput
 
-# Likeliest tokens whose log probabilities the first run keeps at each position.
+# Number of likeliest tokens whose log probabilities the first run keeps at each position.
 TOP = 5
 
 
 @dataclass
 class Answers:
-    """A run's tokens by request, and what it held likely at each position.
+    """The output tokens of a run, and the likely tokens at each position.
 
     Attributes:
-        likely: by request and position, log probabilities by token; empty where not asked for.
+        tokens: output tokens by request.
+        likely: log probabilities by token, for each position of a request; empty if not requested.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     likely: dict[str, list[dict[int, float]]] = field(default_factory=dict)
 
     def add(self, output: RequestOutput) -> None:
-        """Take a request's answer."""
+        """Add a request's answer."""
         (answer,) = output.outputs
         self.tokens[output.request_id] = list(answer.token_ids)
         if answer.logprobs:
@@ -38,7 +39,7 @@ class Answers:
 
     @classmethod
     def read(cls, path: Path) -> "Answers":
-        """Read what ``write`` has written."""
+        """Read a file that ``write`` has written."""
         data: Any = json.loads(path.read_text())
         likely = {
             name: [{int(token): found for token, found in here.items()} for here in positions]
@@ -49,13 +50,15 @@ class Answers:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Requests of a run beside those of another.
+    """The requests of a run, compared with those of another run.
 
     Attributes:
-        equal: with the same tokens; ``tied``: that part where the first run held both tokens about
-            as likely, after which the two answer different texts; ``apart``: all others.
-        tokens: compared: those up to where requests part.
-        largest_gap: between the log probabilities of the two tokens where tied requests part.
+        equal: number of requests with the same tokens.
+        tied: number of requests that differ from a tie on. At a tie, the first run gave both tokens
+            about the same probability; from there on, the two runs continue different texts.
+        apart: all other requests.
+        tokens: number of compared tokens: those before requests differ.
+        largest_gap: largest difference between the log probabilities of two tied tokens.
     """
 
     equal: int
@@ -66,10 +69,10 @@ class Comparison:
 
 
 def compare(first: Answers, second: Answers, bound: float) -> Comparison:
-    """Compare a run's answers with those that another gave before.
+    """Compare a run's answers with those of an earlier run.
 
     Args:
-        bound: the largest difference of log probabilities that is a tie.
+        bound: largest difference of log probabilities that counts as a tie.
     """
     equal, tied, tokens, largest = 0, 0, 0, 0.0
     apart = sorted(first.tokens.keys() ^ second.tokens.keys())
@@ -90,7 +93,7 @@ def compare(first: Answers, second: Answers, bound: float) -> Comparison:
 
 
 def _gap(first: Answers, name: str, at: int | None, theirs: Sequence[int]) -> float | None:
-    """Return how much less likely the first run held the other's token; None if unknown."""
+    """Return by how much the first run found the other's token less likely; None if unknown."""
     if at is None or name not in first.likely:
         return None
     here = first.likely[name][at]

@@ -1,11 +1,11 @@
-"""Time and memory of simulations, over requests and over instances.
+"""Time and memory of simulations, by number of requests and of instances.
 
     python -m scripts.bench.scale_simulator --out FOLDER
 
-Data parallelism over four kinds of GPUs in equal numbers, Poisson arrivals of synthetic lengths at
-a rate that all keep up with. Each simulation has a process of its own, one after the other; the
-largest, of a million requests on 128 GPUs, takes minutes. Writes ``scale.csv``, ``memory.csv`` (of
-the largest, while it runs) and ``scale.png``.
+The system is data parallelism over four kinds of GPUs in equal numbers. Lengths are synthetic, and
+arrivals are Poisson at a rate that all clusters sustain. Each simulation runs in its own process,
+one after the other. The largest has a million requests on 128 GPUs and takes minutes. The program
+writes ``scale.csv``, ``memory.csv`` (of the largest simulation, while it runs) and ``scale.png``.
 """
 
 import csv
@@ -21,16 +21,16 @@ import click
 
 from jaxinfer.config.run_file import RunFile, as_run_file
 
-# Kind of GPU -> requests in one turn, and requests per second.
+# For each kind of GPU, its requests in one turn, and requests per second.
 WEIGHTS = {"H100-SXM": 8, "A100-80G-SXM": 4, "L40S": 2, "A10": 1}
 REQUESTS = (1_000, 10_000, 100_000, 1_000_000)
 INSTANCES = (4, 8, 16, 32, 64, 128)
-# Of the sweep over instances, for each of them.
+# Requests per instance, in the sweep over instances.
 REQUESTS_EACH = 1_000
 
 
 def run_file(requests: int, instances: int) -> RunFile:
-    """A cluster of so many GPUs, and its work."""
+    """Return a cluster with this number of GPUs, and its requests."""
     kinds = {f"i{n}": list(WEIGHTS)[n % len(WEIGHTS)] for n in range(instances)}
     shares = {name: {"weight": WEIGHTS[kind], "max_waiting": 10**6} for name, kind in kinds.items()}
     rate = float(sum(WEIGHTS[kind] for kind in kinds.values()))
@@ -57,7 +57,7 @@ def run_file(requests: int, instances: int) -> RunFile:
 
 
 def rss_mib() -> float:
-    """Resident memory now."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * 4096 / 2**20
 
@@ -91,7 +91,7 @@ def measure(requests: int, instances: int) -> dict[str, Any]:
 
 
 def in_a_process(requests: int, instances: int) -> dict[str, Any]:
-    """Simulate in a new one; ``seconds`` count from its start to its end."""
+    """Simulate in a new process; ``seconds`` is from its start to its end."""
     command = [sys.executable, __file__, "--one", str(requests), str(instances)]
     started = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -104,7 +104,7 @@ def in_a_process(requests: int, instances: int) -> dict[str, Any]:
 
 
 def write(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The figures, and memory over the largest run."""
+    """Write the figures, and the memory of the largest run."""
     names = [name for name in rows[0] if name != "memory"]
     with (folder / "scale.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, names, extrasaction="ignore")

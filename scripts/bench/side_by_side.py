@@ -1,13 +1,14 @@
-"""jaxinfer beside its peers on one workload, in turns: medians and ratios.
+"""Compare jaxinfer with its peers on one workload, in turns: medians and ratios.
 
     python -m scripts.bench.side_by_side WORKLOAD.jsonl OUT.json --rounds 3 \
         --peer hf=HF_ENV/bin/python --peer vllm=VLLM_ENV/bin/python
 
-On CPU, greedy, EOS ignored. Each round runs every engine once, in a process of its own, one after
-the other, so that a machine whose speed drifts slows them alike. A peer's environment needs that
-peer; where it wants environment variables too (vLLM's CPU build asks for LD_PRELOAD and
-OMP_NUM_THREADS), give a script that sets them and starts its Python. A name that begins with
-"jaxinfer" is this code in another environment (of another JAX). Memory is the process's peak.
+The engines run on a CPU, with greedy sampling, and ignore EOS. Each round runs every engine once,
+one after the other, each in its own process. A machine whose speed drifts therefore slows all of
+them equally. A peer must be installed in its environment. If it also needs environment variables
+(vLLM's CPU build needs LD_PRELOAD and OMP_NUM_THREADS), give a script that sets them and starts its
+Python. A name that begins with "jaxinfer" is this code in another environment (with another JAX).
+Memory is the process's peak.
 """
 
 import argparse
@@ -31,7 +32,7 @@ ENGINE = {
 
 
 def ours(python: str, workload: str, dtype: str, out: Path, settings: list[str]) -> list[str]:
-    """The command of one ``jaxinfer bench``."""
+    """Return the command of one ``jaxinfer bench``."""
     command = [python, "-m", "jaxinfer", "bench", "--model", "smollm2-135m-instruct"]
     command += ["--workload", workload, "--json", str(out), "--force"]
     options = [f"engine.{name}={value}" for name, value in ENGINE.items()]
@@ -41,7 +42,7 @@ def ours(python: str, workload: str, dtype: str, out: Path, settings: list[str])
 
 
 def run(command: list[str]) -> float:
-    """Run to the end; returns the process's largest resident memory in MiB."""
+    """Run a command to its end; return the process's largest resident memory in MiB."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     if status:
@@ -50,7 +51,7 @@ def run(command: list[str]) -> float:
 
 
 def export_model(folder: Path) -> None:
-    """The demo model as each engine wants it."""
+    """Write the demo model in each engine's format."""
     subprocess.run(
         [sys.executable, str(SCRIPTS / "golden" / "export_demo_model.py"), str(folder)], check=True
     )
@@ -58,7 +59,7 @@ def export_model(folder: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print a table, write the figures."""
+    """Measure, print a table, and write the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("workload")
     parser.add_argument("out", type=Path)
@@ -78,7 +79,8 @@ def main() -> None:
                 if name.startswith("jaxinfer"):
                     command = ours(python, options.workload, options.dtype, out, options.settings)
                 else:
-                    # -P: not this folder's modules where a peer looks for a package, `kernels`.
+                    # -P hides this folder's modules, because a peer imports a package called
+                    # `kernels`.
                     command = [python, "-P", str(SCRIPTS / "bench" / "peer.py"), name, str(model)]
                     command += [options.dtype, options.workload, str(out)]
                 peaks[name].append(run(command))

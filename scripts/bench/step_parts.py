@@ -1,13 +1,16 @@
-"""Parts of an engine's step on a CPU, beside what each needs.
+"""Parts of an engine's step on a CPU, and the time that each part needs.
 
     python -m scripts.bench.step_parts --dtype float32 --out parts.csv
 
-Two steps of the demo model: 56 decodes of 300 entries and 8 chunks of 249 tokens beside them, 2,048
-tokens in all; and 64 decodes alone. Each is run with parts of its attention left out, in turns,
-several times in a row, so that the host's work hides behind the device's; what is left out is the
-difference. Products are run alone, in the shapes of the step. "Needs" is by this machine's best
-rates, of a large product and of a sum over what no cache holds: all products at the one, the
-weights and the cache's live entries at the other. Nothing else should run meanwhile.
+Two steps of the demo model are measured. One has 56 decodes of 300 entries and 8 chunks of 249
+tokens, 2,048 tokens in total. The other has 64 decodes. Each step is run with all parts and with
+some parts of its attention left out, in turns. The time of a part is the difference. Each step is
+run several times in a row, so that the host works while the device computes. Products are run
+alone, in the shapes of the step.
+
+The column "Needs" uses this machine's best rates. All products count at the rate of a large
+product. The weights and the live cache entries count at the rate of a sum over more data than a
+cache holds. Nothing else should run on the machine.
 """
 
 import csv
@@ -45,7 +48,7 @@ IN_A_ROW = 3
 
 
 def steps() -> dict[str, tuple[Part, ...]]:
-    """The measured steps, as pairs of entries that are there already and tokens to compute."""
+    """Return the measured steps, as pairs of existing entries and tokens to compute."""
     decodes = ROWS - CHUNKS
     chunks = ((0, (TOKENS - decodes) // CHUNKS),) * CHUNKS
     return {"mixed": ((CONTEXT, 1),) * decodes + chunks, "decodes": ((CONTEXT, 1),) * ROWS}
@@ -53,20 +56,20 @@ def steps() -> dict[str, tuple[Part, ...]]:
 
 @dataclass
 class Bench:
-    """An engine whose step is compiled anew with parts left out."""
+    """An engine whose step is compiled again with parts left out."""
 
     engine: Engine
     kernels: str
 
     @property
     def stage(self) -> Stage:
-        """The engine's only one."""
+        """The engine's only stage."""
         (stage,) = self.engine.stages
         assert isinstance(stage, Stage)
         return stage
 
     def without(self, *parts: str) -> CompiledStep:
-        """The step, compiled without these parts of attention."""
+        """Return the step, compiled without these parts of attention."""
         whole = attention(self.kernels)
         left = whole._replace(**{part: _nothing(part) for part in parts})
         plan = self.engine.plan
@@ -82,14 +85,14 @@ class Bench:
         return step
 
     def seconds(self, step: CompiledStep, parts: tuple[Part, ...]) -> float:
-        """Seconds of one step on the device, the host's work hidden."""
+        """Return the seconds of one step on the device; the host works at the same time."""
         self.stage.step = step
         times = measure_in_a_row(self.engine.worker, self.engine.new_kv(), parts, IN_A_ROW)
         return median(times[1:])
 
 
 def _nothing(part: str) -> Callable[..., Any]:
-    """Return the stand-in for a left-out part, as cheap as its result allows."""
+    """Return a stand-in for a left-out part that does as little as its result allows."""
     match part:
         case "write":
             return _one_entry
@@ -99,13 +102,13 @@ def _nothing(part: str) -> Callable[..., Any]:
 
 
 def _one_entry(kv: KVPages, k_TKH: jax.Array, v_TKH: jax.Array, *_: Any) -> KVPages:
-    """Writes one number of all keys and values, so that they are computed."""
+    """Write one number computed from all keys and values, so that these are still computed."""
     number = (k_TKH.sum() + v_TKH.sum()).astype(kv.values.dtype)
     return kv._replace(values=kv.values.at[0, 0, 0, 0].set(number))
 
 
 def products(engine: Engine, tokens: int) -> Callable[[], object]:
-    """Compute all layers' products for so many tokens, and next to nothing else."""
+    """Return a function that computes the products of all layers, and little else."""
     c, dtype = engine.plan.config, engine.plan.options.dtype
     D, F = c.hidden_size, c.intermediate_size
     E, G = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -129,7 +132,7 @@ def products(engine: Engine, tokens: int) -> Callable[[], object]:
 
 
 def best_product_rate(dtype: str, kernels: str) -> float:
-    """FLOPs per second of a product of matrices with 2,048 rows, XLA's or the kernels' own."""
+    """Return FLOPs per second of a product with 2,048 rows, by XLA or by the kernels."""
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2048, 2048)), dtype)
 
     def seconds(of: str) -> float:
@@ -140,14 +143,14 @@ def best_product_rate(dtype: str, kernels: str) -> float:
 
 
 def best_read_rate() -> float:
-    """Bytes per second of a sum over 1 GiB."""
+    """Return bytes per second of a sum over 1 GiB."""
     x = jnp.zeros(2**28, jnp.float32)
     run = jax.jit(lambda x: x.reshape(2, -1).sum(1))
     return x.nbytes / best(lambda: run(x).block_until_ready())
 
 
 def best(run: Callable[[], object], times: int = 7) -> float:
-    """The least seconds of a call."""
+    """Return the shortest time of a call, in seconds."""
     run()
     found = []
     for _ in range(times):
@@ -158,7 +161,7 @@ def best(run: Callable[[], object], times: int = 7) -> float:
 
 
 def needs(engine: Engine, parts: tuple[Part, ...], flops: float, read: float) -> dict[str, float]:
-    """Seconds that each part needs at these rates."""
+    """Return the seconds that each part needs at these rates."""
     c = engine.plan.config
     width = jnp.dtype(engine.plan.options.dtype).itemsize
     L, N, K, H = c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim
@@ -176,7 +179,7 @@ def needs(engine: Engine, parts: tuple[Part, ...], flops: float, read: float) ->
     }
 
 
-# Which parts of attention are left out, by what to call that.
+# Parts of attention that are left out, by the name of the rest.
 LEFT_OUT = {
     "all": (),
     "no prefill": ("chunks",),
@@ -192,7 +195,7 @@ def by_part(
     rounds: int,
     rates: tuple[float, float],
 ) -> list[tuple[str, str, float, float]]:
-    """Rows of the table: step, part, seconds, seconds needed."""
+    """Return the rows of the table: step, part, seconds, and seconds needed."""
     parts = steps()[name]
     took: dict[str, list[float]] = {called: [] for called in variants}
     for _ in range(rounds):
@@ -201,7 +204,7 @@ def by_part(
     whole = median(took["all"])
 
     def less(called: str) -> float:
-        """Round by round, so that what else the machine does meets both."""
+        """Return the median difference within a round, so that other work affects both times."""
         return median(np.subtract(took["all"], took[called]))
 
     head = measure_heads(bench.engine)[len(parts)]

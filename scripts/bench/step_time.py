@@ -1,8 +1,8 @@
-"""A step of decodes in a run, beside its programs alone: what the host costs, without a trace.
+"""Compare a step of decodes in a run with its programs alone, to find the host's time.
 
-A trace may change what it measures. Here, the time of a step is that between the ends of steps in
-a run, and the device's own that of the same programs launched over and over on the inputs of one
-of those steps, which lie on the device already.
+This needs no trace, which could change what it measures. The time of a step in a run is the time
+between the ends of two steps. The device's own time is that of the same programs, launched over and
+over on the inputs of one of those steps, which are already on the device.
 """
 
 import statistics
@@ -26,19 +26,20 @@ SAMPLERS = {
     "top_p": SamplerShape(greedy=False, drawn=True, top_p=True),
     "top_k, top_p": SamplerShape(greedy=False, drawn=True, top_k=True, top_p=True),
 }
-# Of the device's time, and of the host's: JAX holds up whoever has many computations in flight.
+# Numbers of steps for the device's time and for the host's; JAX blocks callers with many
+# computations in flight.
 LAUNCHES, FEW = 20, 4
 
 
 class StepWatch:
-    """Looks for successive steps of decodes of one shape in a run, and keeps one's inputs.
+    """Looks for successive steps of decodes of one shape in a run, and keeps one step's inputs.
 
     Args:
-        least: decodes that such a step has.
-        side: such steps before the one whose inputs are kept, and after it.
+        least: smallest number of decodes of such a step.
+        side: number of such steps before, and after, the step whose inputs are kept.
 
     Attributes:
-        kept: its shape and inputs, once there was one.
+        kept: the step's shape and inputs, once there was such a step.
     """
 
     def __init__(self, stage: Stage, least: int, side: int) -> None:
@@ -48,7 +49,7 @@ class StepWatch:
         self._ends: list[float] = []
 
     def on_step(self, done: StepDone) -> None:
-        """A step has ended; for ``LLM.run``."""
+        """Take note of an ended step; for ``LLM.run``."""
         batch = done.batch
         if len(self._ends) > 2 * self._side:
             return
@@ -59,15 +60,17 @@ class StepWatch:
         if of_kind:
             self._ends.append(done.end)
         if of_kind and len(self._ends) == self._side + 1:
-            # Whichever tokens are fed back, the time is the same.
+            # The time does not depend on the tokens that are fed back.
             slots: defaultdict[str, int] = defaultdict(int)
             self.kept = shape, self._stage.inputs(batch, shape, slots, 0)
 
     def figures(self, sampler: str) -> dict[str, Any] | str:
-        """Seconds of a step in the run, and alone with each of ``SAMPLERS``; or why there are none.
+        """Return the seconds of a step in the run, and alone with each of ``SAMPLERS``.
+
+        Returns a reason if there are none.
 
         Args:
-            sampler: the one that the run had, one of ``SAMPLERS``.
+            sampler: the run's sampler, one of ``SAMPLERS``.
         """
         if self.kept is None or len(self._ends) <= 2 * self._side:
             return "no such steps in the run"
@@ -82,7 +85,7 @@ class StepWatch:
         }
 
     def _alone(self, sampler: SamplerShape) -> dict[str, float]:
-        """Seconds of a step on the device, and of the host's launch of it with inputs to bring."""
+        """Return the seconds of a step on the device, and of a launch with inputs from the host."""
         assert self.kept
         shape, inputs = self.kept
         sampling = empty_sampling(shape.rows, sampler)
@@ -97,7 +100,7 @@ class StepWatch:
 
     def _launch(self, launches: int, key: Key, inputs: Any, sampling: Any) -> tuple[float, float]:
         stage = self._stage
-        for count in (1, launches):  # The first may compile.
+        for count in (1, launches):  # The first one may compile.
             start = time.perf_counter()
             for _ in range(count):
                 hidden = stage.forward(key, inputs, None)

@@ -1,4 +1,4 @@
-"""The API reference, from docstrings: needs the extra ``docs``.
+"""Write the API reference from docstrings; this needs the extra ``docs``.
 
 python -m scripts.docs.api --out build/docs
 """
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import jaxinfer
 
-# A package that needs an extra of its own.
+# A package that needs its own extra.
 LEFT_OUT = "ray"
 
 
 def specs() -> list[str]:
-    """The package's face, and each of its modules and packages; pdoc finds what is in these."""
+    """Return the package, and all its modules and packages; pdoc finds what is in these."""
     found = [module.name for module in pkgutil.iter_modules(jaxinfer.__path__)]
     return [
         "jaxinfer",
@@ -29,7 +29,7 @@ def main() -> None:
     out = parser.parse_args().out
     import pdoc
 
-    # Names that the package looks up when they are asked for.
+    # Names that the package imports when they are used.
     vars(jaxinfer).update({name: getattr(jaxinfer, name) for name in jaxinfer.__all__})
     pdoc.render.configure(docformat="google", show_source=False)
     pdoc.pdoc(*specs(), output_directory=out)

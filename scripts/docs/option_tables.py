@@ -1,17 +1,18 @@
-"""Tables of options in docs/, written from the classes that check them.
+"""Write the tables of options in docs/ from the classes that check them.
 
-    python -m scripts.docs.option_tables           # write all tables anew
-    python -m scripts.docs.option_tables --check   # say which pages are not up to date
+    python -m scripts.docs.option_tables           # write all tables
+    python -m scripts.docs.option_tables --check   # name the pages that are out of date
 
-A page has a comment where a table is to be, with the classes whose options it lists:
+In a page, a comment marks the place of a table, and names the classes whose options it lists:
 
     <!-- options: jaxinfer.config.engine:EngineOptions -->
     <!-- systems -->
     <!-- planners -->
     <!-- policies: order -->
 
-The table that follows, up to the next blank line, is replaced. An option's meaning is the first
-sentence of its entry under ``Attributes`` in the class's docstring; the API reference has the rest.
+The program replaces the table after the comment, up to the next blank line. The meaning of an
+option is the first sentence of its entry under ``Attributes`` in the class's docstring. The API
+reference has the rest.
 """
 
 import argparse
@@ -36,7 +37,7 @@ Kind = type[Options]
 
 
 def described(kind: type) -> dict[tuple[str, ...], str]:
-    """Names of attributes, and the text of each entry in the docstring of ``kind``."""
+    """Return the entries of the docstring of ``kind``, by the names of their attributes."""
     found: dict[tuple[str, ...], str] = {}
     section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     for entry in re.split(r"\n(?= {4}\S)", section):
@@ -47,20 +48,20 @@ def described(kind: type) -> dict[tuple[str, ...], str]:
 
 
 def first_sentence(text: str) -> str:
-    """The text up to its first full stop, in markdown that may stand in a table."""
+    """Return the text up to its first full stop, in markdown for a table cell."""
     sentence = re.split(r"\.(?= [A-Z`]|$)", text, maxsplit=1)[0]
     return sentence.replace("``", "`").replace("|", "\\|").replace("\n", " ")
 
 
 def literals(annotation: Any) -> list[Any]:
-    """The values that an annotation names, in its order."""
+    """Return the values that an annotation names, in its order."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [value for each in get_args(annotation) for value in literals(each)]
 
 
 def as_yaml(value: Any) -> str:
-    """A default as a run file has it; empty where there is none."""
+    """Return a default as YAML; empty if there is none."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
@@ -71,7 +72,7 @@ def as_yaml(value: Any) -> str:
 
 
 def default_of(kind: Kind, name: str) -> str:
-    """An option's default, then the other values that it may have."""
+    """Return an option's default, then the other values that it may have."""
     field = kind.model_fields[name]
     if field.is_required():
         shown = "required"
@@ -87,10 +88,10 @@ def default_of(kind: Kind, name: str) -> str:
 
 
 def option_rows(kind: Kind, inherited: bool = False) -> Iterator[Row]:
-    """Rows of name, default and meaning.
+    """Yield rows of name, default and meaning.
 
     Args:
-        inherited: options of base classes too.
+        inherited: whether to include options of base classes.
 
     Raises:
         LookupError: an option has no entry in the docstring.
@@ -110,7 +111,7 @@ def option_rows(kind: Kind, inherited: bool = False) -> Iterator[Row]:
 
 
 def by_alias(kind: Kind, name: str) -> str:
-    """The field of a name that a run file has."""
+    """Return the field for a name in a run file."""
     for field, about in kind.model_fields.items():
         if name in (field, about.alias):
             return field
@@ -118,13 +119,13 @@ def by_alias(kind: Kind, name: str) -> str:
 
 
 def load(where: str) -> Any:
-    """The class at ``module:name``."""
+    """Return the class at ``module:name``."""
     module, _, name = where.partition(":")
     return getattr(import_module(module), name)
 
 
 def named_rows(registry: Mapping[str, str]) -> Iterator[Row]:
-    """Rows of all options of a registry's classes, the class's name in the first one's."""
+    """Yield rows of all options of a registry's classes; the first row of a class has its name."""
     last, before = "", set[Row]()
     for name, where in registry.items():
         rows = list(option_rows(load(where).Options, inherited=True)) or [("none", "", "")]
@@ -139,7 +140,7 @@ def named_rows(registry: Mapping[str, str]) -> Iterator[Row]:
 
 
 def policy_rows(kind: str) -> Iterator[Row]:
-    """Rows of a kind's policies: name, options, and the first sentence of its docstring."""
+    """Yield rows of a kind's policies: name, options, and the first sentence of its docstring."""
     for name, policy in KINDS[kind].items():
         options: Any = getattr(policy, "Options", None)
         shown = [
@@ -151,7 +152,7 @@ def policy_rows(kind: str) -> Iterator[Row]:
 
 
 def table(what: str, given: str | None) -> str:
-    """The lines of one table."""
+    """Return the lines of one table."""
     head: Row
     if what == "options":
         head = "option", "default; others", "meaning"
@@ -167,7 +168,7 @@ def table(what: str, given: str | None) -> str:
 
 
 def renewed(text: str) -> str:
-    """A page's text with all of its tables written anew."""
+    """Return a page's text with all of its tables replaced."""
     parts, at = [], 0
     for found in MARK.finditer(text):
         end = text.find("\n\n", found.end() - 1)

@@ -1,1 +1,1 @@
-"""Makers of files that the repository keeps: golden outputs, a trace, the demo model."""
+"""Programs that make files of the repository: golden outputs, a trace, the demo model."""

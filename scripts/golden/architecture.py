@@ -1,11 +1,12 @@
-"""Golden logits of every architecture, by Hugging Face transformers on small random weights.
+"""Write golden logits of every architecture, by transformers on small random weights.
 
     python -m scripts.golden.architecture tests/data/architectures [CASES]
 
-Needs an environment of its own with torch and transformers. Each case becomes a folder that
-jaxinfer reads (config.json, model.safetensors) and ``expected.npz``: token ids [T] and float32
-logits [T, V], computed in float64. The weights, which bfloat16 holds exactly, are larger than
-usual initial ones, so that a wrong bias, norm or window is seen in the logits.
+This needs its own environment with torch and transformers. Each case becomes a folder that jaxinfer
+reads (config.json, model.safetensors), with ``expected.npz``. That file has token ids [T] and
+float32 logits [T, V], which were computed in float64. The weights can be represented exactly in
+bfloat16. They are larger than usual initial weights, so that a wrong bias, norm or window changes
+the logits.
 """
 
 import json
@@ -59,7 +60,7 @@ OPT: dict[str, object] = {
     "bos_token_id": 2,
     "eos_token_id": 2,
 }
-# Smaller than SIZES: experts are many matrices.
+# Smaller than SIZES, because experts have many matrices.
 QWEN3_MOE: dict[str, object] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -110,7 +111,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("names", nargs=-1, type=click.Choice(list(CASES)))
 def main(folder: Path, names: tuple[str, ...]) -> None:
-    """Write these cases, or all."""
+    """Write these cases; all if none is named."""
     import torch
     import transformers
 
@@ -122,7 +123,7 @@ def main(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def write(folder: Path, kind: str, values: dict[str, object]) -> None:
-    """A case."""
+    """Write one case."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -134,7 +135,7 @@ def write(folder: Path, kind: str, values: dict[str, object]) -> None:
             setattr(config, key, None)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     if kind in ("mixtral", "qwen3_moe"):
-        model.set_experts_implementation("eager")  # the others know no float64
+        model.set_experts_implementation("eager")  # The others do not know float64.
     model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Write the demo model as a Hugging Face folder in float32, for engines that read no GGUF.
+"""Write the demo model as a Hugging Face folder in float32, for engines that cannot read GGUF.
 
 python -m scripts.golden.export_demo_model FOLDER
 """
@@ -16,7 +16,7 @@ from jaxinfer.text.tokenizer import load_tokenizer
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 def main(folder: Path) -> None:
-    """Write FOLDER, which must not exist, with every tensor dequantised."""
+    """Write FOLDER, which must not exist, with all tensors dequantised."""
     folder.mkdir(parents=True)
     checkpoint = open_checkpoint("smollm2-135m-instruct")
     c = checkpoint.config

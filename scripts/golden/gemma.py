@@ -1,10 +1,10 @@
-"""Golden continuations of Gemma 3 270M (base), by Hugging Face transformers.
+"""Write golden continuations of Gemma 3 270M (base), by Hugging Face transformers.
 
     python -m scripts.golden.gemma GGUF tests/data/gemma3_golden.json
 
-GGUF is the demo model's file, put together from the packages' parts. Needs an environment of its
-own with torch, transformers and gguf. The prompts are text, of which one is longer than the
-model's window; the logits are float32's.
+GGUF is the demo model's file, joined from the parts in its packages. The program needs its own
+environment with torch, transformers and gguf. The prompts are text, and one is longer than the
+model's window. The logits are in float32.
 """
 
 import json
@@ -27,7 +27,7 @@ NUM_OUTPUT = 24
 @click.argument("path", metavar="GGUF", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 def main(path: Path, out: Path) -> None:
-    """Write greedy tokens, with the two best logits of each."""
+    """Write greedy tokens, each with the two best logits."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +41,7 @@ def main(path: Path, out: Path) -> None:
 
 
 def case(model: Any, tokenizer: Any, prompt: str) -> dict[str, object]:
-    """A prompt's continuation."""
+    """Return a prompt's continuation."""
     import torch
 
     ids = tokenizer(prompt)["input_ids"]

@@ -1,9 +1,10 @@
-"""Requests whose mix shifts twice: configs/plan/shifting.csv.
+"""Write requests whose mix changes twice: configs/plan/shifting.csv.
 
     python -m scripts.golden.shifting_requests --out configs/plan/shifting.csv
 
-Programmers' requests (long prompts, short answers), then chats of short prompts and long answers,
-then the first again: lengths are drawn from Azure's published percentiles, arrivals are Poisson.
+The trace has programmers' requests (long prompts, short answers), then chats with short prompts and
+long answers, then the first kind again. Lengths are drawn from Azure's published percentiles, and
+arrivals are Poisson.
 """
 
 import random
@@ -14,7 +15,7 @@ import click
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass
 from scripts.tables import write_csv
 
-# Lengths, their class if it is one, requests per second, and for how many seconds.
+# Lengths, their class if there is one, requests per second, and seconds.
 PHASES: tuple[tuple[str, WorkloadClass | None, float, float], ...] = (
     ("azure_code", None, 3.2, 150.0),
     ("azure_conversation", "LPHD", 6.0, 150.0),
@@ -23,7 +24,7 @@ PHASES: tuple[tuple[str, WorkloadClass | None, float, float], ...] = (
 
 
 def phases(seed: int) -> list[dict[str, float]]:
-    """Requests of all phases, by arrival."""
+    """Return the requests of all phases, by arrival."""
     rng, begin, rows = random.Random(seed), 0.0, []
     for number, (lengths, only, rate, seconds) in enumerate(PHASES):
         now = begin
@@ -46,7 +47,7 @@ def phases(seed: int) -> list[dict[str, float]]:
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 @click.option("--seed", default=0)
 def main(out: Path, seed: int) -> None:
-    """Write a trace."""
+    """Write the trace."""
     write_csv(out, phases(seed))
 
 

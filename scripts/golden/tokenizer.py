@@ -1,10 +1,10 @@
-"""Write the ids that SentencePiece itself gives, for the tests of tokenizers from GGUF files.
+"""Write the ids of SentencePiece itself, for the tests of tokenizers from GGUF files.
 
     python -m scripts.golden.tokenizer
 
-It needs the packages sentencepiece, protobuf and those of the demo model gemma3-270m. Gemma's
-model is put together from its GGUF file's pieces, scores and types; two tiny ones are trained here,
-and written as llama.cpp's converter would write them.
+This needs the packages sentencepiece, protobuf and those of the demo model gemma3-270m. Gemma's
+model is built from the pieces, scores and types of its GGUF file. Two tiny models are trained here,
+and written in the same way as llama.cpp's converter does.
 """
 
 # ruff: noqa: RUF001
@@ -22,7 +22,7 @@ from jaxinfer.checkpoints.gguf_file import read_gguf
 
 DATA = Path(__file__).parents[2] / "tests" / "data"
 NORMAL, USER_DEFINED = 1, 4
-# They lead up to a byte token's name, which nothing in a text may become.
+# They lead to a byte token's name, which no text may become.
 BYTE_LIKE = ["<", "0", "A", ">", "<0", "<0x", "<0x0", "<0x0A"]
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and the other dogs",
@@ -61,14 +61,14 @@ TEXTS = [
 
 
 def model_of(metadata: Mapping[str, Any]) -> Any:
-    """SentencePiece's model of a GGUF file's metadata."""
+    """Return SentencePiece's model for a GGUF file's metadata."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
     proto = sentencepiece_model_pb2.ModelProto()
     columns = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type"))
     for index, (piece, score, kind) in enumerate(zip(*columns, strict=True)):
-        # It insists on the type of the unknown token, and on its own spelling of spaces.
+        # It requires the type of the unknown token, and its own spelling of spaces.
         kind = 2 if index == metadata["tokenizer.ggml.unknown_token_id"] else kind
         proto.pieces.add(piece=piece.replace(" ", "\u2581"), score=score, type=kind)
     proto.trainer_spec.model_type = proto.trainer_spec.BPE
@@ -85,7 +85,7 @@ def model_of(metadata: Mapping[str, Any]) -> Any:
 
 
 def train(vocab_size: int, prefix: bool, **options: Any) -> dict[str, Any]:
-    """The metadata of a GGUF file of a model trained on ``CORPUS``."""
+    """Return the metadata of a GGUF file of a model trained on ``CORPUS``."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2
 
@@ -124,7 +124,10 @@ def train(vocab_size: int, prefix: bool, **options: Any) -> dict[str, Any]:
 
 
 def cases(metadata: Mapping[str, Any], controls: Sequence[str]) -> list[dict[str, Any]]:
-    """Texts and their ids, BOS first; some with control tokens, which SentencePiece never reads."""
+    """Return texts and their ids, BOS first.
+
+    Some have control tokens, which SentencePiece never reads.
+    """
     model = model_of(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     bos = metadata["tokenizer.ggml.bos_token_id"]
@@ -139,7 +142,7 @@ def cases(metadata: Mapping[str, Any], controls: Sequence[str]) -> list[dict[str
 
 
 def write(name: str, content: Mapping[str, Any]) -> None:
-    """Write a JSON file that changes by whole lines."""
+    """Write a JSON file in which changes are whole lines."""
     lines = []
     for key, value in content.items():
         if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""Lowers and compiles the kernels for GPUs without a GPU."""
+"""Lowers and compiles the kernels for GPUs on machines without a GPU."""

@@ -1,13 +1,15 @@
-"""Compile each kernel, and the engine's steps with them, to machine code for GPUs not present.
+"""Compile each kernel, and the engine's steps with them, to machine code for absent GPUs.
 
     python -m scripts.kernels.compile_kernels > table.md
 
-Needs no GPU and no driver, but the CUDA plugin of the installed jax and ptxas; ``make compile-all``
-makes such an environment. Beyond lowering, this finds what the compilers of Triton, Mosaic GPU
-and NVIDIA refuse, and says how many registers a kernel takes, what of them spills to memory and
-whether wgmma had to be serialised; with nvidia-cuda-nvdisasm installed, also what its loop over
-tiles consists of. The steps are those of a Llama 3 8B with 2 layers: the pages must be written in
-place. Ends with 1 if anything fails.
+This needs no GPU and no driver, but the CUDA plugin of the installed jax, and ptxas;
+``make compile-all`` makes such an environment. In addition to lowering, it finds code that the
+compilers of Triton, Mosaic GPU and NVIDIA refuse. It prints how many registers a kernel takes, how
+many bytes spill to memory, and whether wgmma had to be serialised. If nvidia-cuda-nvdisasm is
+installed, it also counts the instructions of a kernel's loop over tiles.
+
+The steps are those of a Llama 3 8B with 2 layers; they must write pages in place. The program exits
+with 1 if anything fails.
 """
 
 import json
@@ -23,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Before JAX is imported: a ptxas that leaves what it says, found by Mosaic on PATH.
+# Set before JAX is imported: a ptxas that stores its messages, which Mosaic finds on PATH.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PATH"] = f"{tempfile.mkdtemp()}/bin:{os.environ['PATH']}"
 
@@ -43,7 +45,7 @@ from scripts.bench.engine import LLAMA_3_8B
 from scripts.kernels.lower_kernels import Variant, ampere_variants, variants
 from scripts.kernels.machine_code import disassemble, disassembler, tile_loop
 
-# Of the model whose steps are compiled.
+# Options of the model whose steps are compiled.
 LAYERS = 2
 SCRATCH = Path(os.environ["PATH"].split(":")[0]).parent
 PTXAS = """#!/bin/sh
@@ -57,16 +59,16 @@ for word in "$@"; do
 done
 exit $status
 """
-# Triton's kernels are assembled by what lies there, Mosaic's by what PATH finds.
+# Triton's kernels are assembled by the ptxas in this folder, Mosaic's by the one on PATH.
 USE_PTXAS: Any = {"xla_gpu_cuda_data_dir": str(SCRATCH)}
 
 
-# By the names that the tables have.
+# Kernels by their names in the tables.
 GPUS = {name.upper(): gpu for name, gpu in targets.GPUS.items()}
 
 
 def devices(gpu: str, count: int = 1) -> list[Any]:
-    """So many of them, to compile for."""
+    """Return ``count`` GPUs to compile for."""
     found = topologies.get_topology_desc(
         platform="cuda",
         topology_name=gpu,
@@ -77,7 +79,7 @@ def devices(gpu: str, count: int = 1) -> list[Any]:
 
 
 def install_ptxas() -> None:
-    """Put the wheel's ptxas, which says all it knows, where compilers look."""
+    """Install the wheel's ptxas, with all its messages, where compilers look for it."""
     package = find_spec("nvidia")
     for folder in package.submodule_search_locations or () if package else ():
         root = Path(folder) / "cuda_nvcc"
@@ -93,12 +95,12 @@ def install_ptxas() -> None:
 
 
 class Assembled(NamedTuple):
-    """The assembler's and the disassembler's words on a variant's kernels.
+    """Messages of the assembler and the disassembler about a variant's kernels.
 
     Attributes:
-        registers: of each kernel named paged_* or grouped_*, with spilled bytes, or the error's
-            first line.
-        loops: instructions of the loop over tiles by kind, of each kernel that has one.
+        registers: registers and spilled bytes of each kernel named paged_* or grouped_*, or the
+            error's first line.
+        loops: numbers of instructions in the loop over tiles, by kind, for each kernel with one.
     """
 
     registers: str
@@ -106,23 +108,23 @@ class Assembled(NamedTuple):
 
 
 def assembled(compile_it: Callable[[], object]) -> Assembled:
-    """Compile kernels and read what was said of them."""
+    """Compile kernels, and read the messages about them."""
     for log in (SCRATCH / "logs").iterdir():
         log.unlink()
     try:
         compile_it()
-    except Exception as error:  # Whatever it is, the table has it.
+    except Exception as error:  # The table shows any error.
         return Assembled(f"FAILED {type(error).__name__}: {error}".splitlines()[0][:160], [])
     found, loops = [], []
     logs = {log: log.read_text() for log in (SCRATCH / "logs").glob("[0-9]*[0-9]")}
-    # What joins the parts of decodes comes last.
+    # The kernel that combines the parts of decodes comes last.
     for log, text in sorted(logs.items(), key=lambda item: "'paged_join" in item[1]):
         if not re.search(r"'(paged|grouped)_", text):
             continue
         registers = re.findall(r"Used (\d+) registers", text)
         spills = re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
         spilled = sum(int(bytes_) for both in spills for bytes_ in both)
-        # The reasons for it: C7508 to C7518.
+        # The reasons for it are C7508 to C7518.
         serial = ", wgmma serialised" if "instructions are serialized" in text else ""
         found.append(f"{'/'.join(registers)}{f', {spilled} B' if spilled else ''}{serial}")
         if disassembler() and (loop := tile_loop(disassemble(log.with_suffix(".cubin")))):
@@ -131,7 +133,7 @@ def assembled(compile_it: Callable[[], object]) -> Assembled:
 
 
 def kernel(variant: Variant, gpu: str) -> Assembled:
-    """A kernel for one GPU.
+    """Compile a kernel for one GPU.
 
     Mosaic assembles all kernels of a process for the GPU of the first one.
     """
@@ -142,14 +144,14 @@ def kernel(variant: Variant, gpu: str) -> Assembled:
 
 
 def compiled_by_name(name: str, gpu: str) -> Assembled:
-    """The kernel of that name, in a process that has compiled none yet."""
+    """Compile the kernel with this name, in a process that has not compiled any yet."""
     install_ptxas()
     (variant,) = (variant for variant in ampere_variants() if variant.name == name)
     return compiled_here(variant, gpu)
 
 
 def compiled_here(variant: Variant, gpu: str) -> Assembled:
-    """A kernel for one GPU, in this process."""
+    """Compile a kernel for one GPU in this process."""
     (device,) = devices(gpu)
     where = SingleDeviceSharding(device)
     jitted = jax.jit(variant.run, in_shardings=where, out_shardings=where)
@@ -158,7 +160,7 @@ def compiled_here(variant: Variant, gpu: str) -> Assembled:
 
 
 def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
-    """Compile all of an engine's steps; whether they write pages in place."""
+    """Compile all of an engine's steps, and tell whether they write pages in place."""
     with tempfile.TemporaryDirectory() as folder:
         config = LLAMA_3_8B | {"num_hidden_layers": LAYERS, "model_type": "llama"}
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -183,7 +185,7 @@ def steps(gpu: str, kv_cache_dtype: Any, count: int) -> str:
                 array = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.pages))
                 in_place = memory.alias_size_in_bytes >= plan.kv_bytes
                 copied += not in_place or memory.temp_size_in_bytes >= array
-    except Exception as error:  # Whatever it is, the table has it.
+    except Exception as error:  # The table shows any error.
         return f"FAILED {type(error).__name__}: {error}".splitlines()[0][:160]
     if copied:
         return f"FAILED: {copied} steps copy pages"
@@ -203,8 +205,8 @@ def main(only: str) -> None:
 
 
 def print_steps() -> int:
-    """Print the steps' table; returns how many failed."""
-    # A GPU that is not there has no memory to ask about.
+    """Print the steps' table; return how many failed."""
+    # An absent GPU cannot report its memory.
     planning._memory = lambda *_: (2**36, 2**36)
     print(f"| jax {jax.__version__}: steps | {' | '.join(GPUS)} |")
     print("|---|" + "---|" * len(GPUS))
@@ -217,7 +219,7 @@ def print_steps() -> int:
 
 
 def print_kernels(chosen: list[Variant]) -> int:
-    """Print the kernels' tables; returns how many failed."""
+    """Print the kernels' tables; return how many failed."""
     print(f"\n| registers, spilled bytes | {' | '.join(GPUS)} |")
     print("|---|" + "---|" * len(GPUS))
     failed, loops = 0, []

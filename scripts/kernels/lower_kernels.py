@@ -1,10 +1,10 @@
-"""Lower each kernel to CUDA for GPUs that are not here, with the jax that is installed.
+"""Lower each kernel to CUDA for absent GPUs, with the installed jax.
 
     python -m scripts.kernels.lower_kernels
 
-Prints a table in markdown; ends with 1 if anything fails. ``make lower-all`` does it for a range
-of jax versions. Lowering finds what interpreting cannot: shapes and operations that a GPU cannot
-have.
+The program prints a table in markdown, and exits with 1 if anything fails. ``make lower-all`` does
+this for several jax versions. Lowering finds shapes and operations that a GPU does not support;
+interpreting does not find these.
 """
 
 import sys
@@ -22,7 +22,7 @@ from jaxinfer.pallas_kernels import ampere_decode, generic, grouped, hopper, wri
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 GPUS = {"H100": "NVIDIA H100 80GB HBM3", "A100": "NVIDIA A100-SXM4-80GB", "L4": "NVIDIA L4"}
-# Query heads per KV head, head size, tokens per page.
+# Query heads per KV head, head size, and tokens per page.
 SHAPES = (
     (1, 64, 16),
     (3, 80, 8),
@@ -35,12 +35,13 @@ SHAPES = (
     (5, 192, 16),
 )
 S, C, T, M, P = 8, 4, 256, 64, 600
-# Experts, their sizes and rows: Mixtral's and Qwen 3's, decodes and prompts; none divides.
+# Number of experts, their sizes, and rows: Mixtral's and Qwen 3's, for decodes and prompts; none of
+# them divides evenly.
 EXPERTS = ((8, 4096, 14336, 16), (128, 2048, 768, 256), (128, 2048, 768, 32768), (6, 80, 48, 200))
 
 
 class Variant(NamedTuple):
-    """A kernel with its options, abstract arguments, and the GPUs that it is for."""
+    """A kernel with its options, its abstract arguments, and the GPUs that it supports."""
 
     name: str
     run: Callable[..., Any]
@@ -49,9 +50,9 @@ class Variant(NamedTuple):
 
 
 def variants() -> Iterator[Variant]:
-    """Every kernel in every shape and dtype; every other one with a window.
+    """Yield every kernel in every shape and dtype; every second one has a window.
 
-    Of two KV heads; and of one, as each is where the heads of a stage lie on several devices.
+    Kernels have two KV heads, or one, as when the heads of a stage are spread over several devices.
     """
     for G, H, B, dtype, K, window, name in _cases():
         decode, chunks, written = _arguments(K, G, H, B, dtype)
@@ -78,7 +79,7 @@ def variants() -> Iterator[Variant]:
 
 
 def ampere_variants() -> Iterator[Variant]:
-    """Kernels for devices that must be described in full: Mosaic takes others for an H100."""
+    """Yield kernels for devices that must be described in full; Mosaic takes others for an H100."""
     for G, H, B, dtype, K, window, name in _cases():
         if not ampere_decode.why_not(H, G, B, jnp.dtype(dtype)):
             decode, _, _ = _arguments(K, G, H, B, dtype)
@@ -136,16 +137,16 @@ def _arguments(K: int, G: int, H: int, B: int, dtype: str) -> tuple[Any, Any, An
 
 
 def lower(variant: Variant, gpu: str) -> str:
-    """Lower a kernel and say how it went, in a word or in the error's first line."""
+    """Lower a kernel; return ``yes``, or what is wrong in a few words."""
     try:
         text = lowered(variant, gpu)
-    except Exception as error:  # Whatever it is, the table has it.
+    except Exception as error:  # The table shows any error.
         return f"{type(error).__name__}: {error}".splitlines()[0][:80]
     return "yes" if "triton" in text or "mosaic_gpu" in text else "without a kernel"
 
 
 def lowered(variant: Variant, gpu: str) -> str:
-    """A kernel lowered to CUDA, as text."""
+    """Return a kernel lowered to CUDA, as text."""
     device = AbstractDevice(device_kind=GPUS[gpu], num_cores=None, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):

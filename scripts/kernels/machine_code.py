@@ -1,4 +1,4 @@
-"""Counts of a kernel's loop over tiles in machine code, by NVIDIA's disassembler."""
+"""Counts instructions in a kernel's loop over tiles, with NVIDIA's disassembler."""
 
 import re
 import subprocess
@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-# By what instructions begin with: products of matrices, powers of two and reciprocals, waits for
-# what is in flight, barriers, copies to and from shared memory, and memory that holds spills.
+# Kinds by the first letters of instructions: products of matrices, powers of two and reciprocals,
+# waits for copies in flight, barriers, copies to and from shared memory, and spills to memory.
 PRODUCTS = ("HGMMA", "HMMA", "IMMA", "QGMMA")
 COUNTED = {
     "products": PRODUCTS,
@@ -25,14 +25,14 @@ _LABEL = re.compile(r"^(\.L_[\w$]+):")
 
 
 class Instruction(NamedTuple):
-    """An instruction's name, with what it jumps to if it does."""
+    """The name of an instruction; for a jump, also its target."""
 
     name: str
     target: str | None
 
 
 def disassembler() -> Path | None:
-    """Return NVIDIA's nvdisasm out of its wheel (``nvidia-cuda-nvdisasm``); None without it."""
+    """Return the path of nvdisasm in its wheel (``nvidia-cuda-nvdisasm``); None without it."""
     package = find_spec("nvidia")
     folders = package.submodule_search_locations or () if package else ()
     return next((found for root in folders for found in Path(root).glob("*/bin/nvdisasm")), None)
@@ -42,9 +42,9 @@ def tile_loop(text: str) -> dict[str, int] | None:
     """Count the instructions of the shortest loop with products; None if there is no such loop.
 
     Args:
-        text: of one kernel, as nvdisasm prints it. A loop is what lies between a label and a jump
-            back to it; not where the program ends in between, as it does before the places where
-            waits go on.
+        text: machine code of one kernel, as nvdisasm prints it. A loop is the code between a label
+            and a jump back to it. Code in which the program ends is no loop; it stands before the
+            places where waits continue.
     """
     labels: dict[str, int] = {}
     code: list[Instruction] = []
@@ -72,7 +72,7 @@ def _is(name: str, names: tuple[str, ...]) -> bool:
 
 
 def disassemble(cubin: Path) -> str:
-    """Machine code as text.
+    """Return machine code as text.
 
     Raises:
         CalledProcessError: the disassembler does not know the file's GPU.

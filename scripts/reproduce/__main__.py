@@ -1,4 +1,4 @@
-"""The command that makes results of papers, in parts: ``python -m scripts.reproduce``."""
+"""The command that makes the results of a paper, in parts: ``python -m scripts.reproduce``."""
 
 from importlib import import_module
 from pathlib import Path
@@ -35,8 +35,8 @@ def main(
 ) -> None:
     """Make a paper's tables, pictures and claims, and print them.
 
-    Parts that the same code has made from the same data are kept, so that a command that was
-    killed goes on when it is given again.
+    Parts that the same code has made from the same data are kept. If a command was killed, the same
+    command therefore continues it.
     """
     from jaxinfer.errors import JaxinferError
     from scripts.reproduce.making import Maker, summary

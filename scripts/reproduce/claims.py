@@ -1,4 +1,4 @@
-"""A paper's claims beside ours, and the file that lists them."""
+"""A paper's claims compared with our results, and the file that lists them."""
 
 import csv
 from collections.abc import Sequence
@@ -8,20 +8,24 @@ from typing import Literal, get_args
 
 from scripts.tables import Row, show_table, write_csv
 
-# What was fitted to the paper, what follows without, what was taken from it; and what is compared
-# with our own closed forms, other simulators or nothing, since no paper has a figure of it.
+# Fitted to the paper; following without a fit; taken from the paper; and compared with our own
+# closed forms or other simulators, because no paper has such a figure.
 Kind = Literal["calibrated", "predicted", "input", "consistency"]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A claim beside what came out here.
+    """A claim, compared with our result.
 
     Attributes:
-        paper: its own figure or words; empty where it has none, which is a claim of consistency.
-        reference: what ours is compared with there: a closed form, another simulator, one.
-        tolerance: how far off a figure may be, in words; ``criterion``: the test of any other
-            claim. One of them is empty.
+        claim: what is compared.
+        paper: the paper's figure or words; empty if it has none (a claim of consistency).
+        reference: if the paper has none, what ours is compared with: a closed form, another
+            simulator, or one.
+        ours: our figure or words.
+        tolerance: how far off a figure may be, in words; empty if there is a criterion.
+        criterion: the test of any other claim; empty if there is a tolerance.
+        kind: how the claim came about.
         met: whether ours is within the tolerance, or passes the test.
     """
 
@@ -44,7 +48,7 @@ class Target:
 def by_share(
     claim: str, value: float, ours: float, share: float, kind: Kind = "predicted"
 ) -> Target:
-    """A figure that may be off by a share of the paper's, or, for consistency, of a reference."""
+    """Return the target of a figure that may differ by a share of the paper's or a reference."""
     met = abs(ours - value) <= share * abs(value)
     tolerance = f"{100 * share:g} %"
     return Target(claim, *_sides(value, kind), _rounded(ours), tolerance, "", kind, met)
@@ -53,7 +57,7 @@ def by_share(
 def by_amount(
     claim: str, value: float, ours: float, most: float, unit: str = "", kind: Kind = "predicted"
 ) -> Target:
-    """A figure that may be off by so much, in units of its own."""
+    """Return the target of a figure that may differ by at most ``most``, in its own unit."""
     tolerance, met = f"{most:g} {unit}".rstrip(), abs(ours - value) <= most
     return Target(claim, *_sides(value, kind), _rounded(ours), tolerance, "", kind, met)
 
@@ -61,17 +65,17 @@ def by_amount(
 def holds(
     claim: str, paper: str, ours: str, met: bool, criterion: str, kind: Kind = "predicted"
 ) -> Target:
-    """A claim of the paper in words (an order, a direction, a bound), and the test it has here."""
+    """Return the target of a claim in words (an order, a direction, a bound), with our test."""
     return Target(claim, paper, "", ours, "", criterion, kind, met)
 
 
 def agrees(claim: str, ours: str, met: bool, criterion: str) -> Target:
-    """A claim of our own, which is in no paper, and the test it has here."""
+    """Return the target of a claim that is in no paper, with our test."""
     return Target(claim, "", "", ours, "", criterion, "consistency", met)
 
 
 def _sides(value: float, kind: Kind) -> tuple[float | str, float | str]:
-    """The paper's figure and the reference, of which one is empty."""
+    """Return the paper's figure and the reference; one of them is empty."""
     return ("", _rounded(value)) if kind == "consistency" else (value, "")
 
 
@@ -87,7 +91,7 @@ def show_claims(rows: Sequence[Row]) -> None:
 
 
 def read_claims(path: Path) -> list[Row]:
-    """Rows of a ``targets.csv``, as they are written; none where there is no such file."""
+    """Return rows of a ``targets.csv`` as they are written; none if the file does not exist."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -97,12 +101,12 @@ def read_claims(path: Path) -> list[Row]:
 def write_claims(
     path: Path, made_by: str, claims: Sequence[Target], order: Sequence[str] = ()
 ) -> None:
-    """Write a row for each claim, and in its last column the command that has made it.
+    """Write a row for each claim, with the command that has made it in the last column.
 
-    Claims that the command made before are dropped; other commands' are left.
+    Claims that the same command has made before are replaced; those of other commands stay.
 
     Args:
-        order: of commands, by which rows are sorted; those of others come first.
+        order: commands in the order by which rows are sorted; rows of other commands come first.
     """
     rows = [row for row in read_claims(path) if row["made_by"] != made_by]
     for claim in claims:

@@ -1,8 +1,8 @@
-"""Counts the claims met, by page and kind: the table in docs/results/README.md.
+"""Count the met claims by page and kind, for the table in docs/results/README.md.
 
     python -m scripts.reproduce.count_claims
 
-Reads ``targets.csv`` of all pages, and writes the table anew.
+The program reads ``targets.csv`` of all pages, and replaces the table.
 """
 
 import csv
@@ -21,7 +21,7 @@ HEAD = f"| page | {' | '.join(KINDS)} |"
 
 
 def claims() -> list[dict[str, str]]:
-    """Rows of all pages, each with its page."""
+    """Return the rows of all pages, each with its page."""
     rows = []
     for path in sorted(RESULTS.glob("*/targets.csv")):
         with path.open(newline="", encoding="utf-8") as file:
@@ -30,7 +30,7 @@ def claims() -> list[dict[str, str]]:
 
 
 def table() -> str:
-    """Lines of markdown: claims that are met of all, by page and kind, and their sums."""
+    """Return the table in markdown: met claims of all claims, by page and kind, and sums."""
     met: Counter[tuple[str, str]] = Counter()
     every: Counter[tuple[str, str]] = Counter()
     for row in claims():
@@ -50,7 +50,7 @@ def table() -> str:
 
 @click.command()
 def main() -> None:
-    """Put the table in the place of the one that is there, at the file's end."""
+    """Replace the table at the end of the file."""
     text = README.read_text(encoding="utf-8")
     README.write_text(text[: text.index(HEAD)] + table() + "\n", encoding="utf-8")
 

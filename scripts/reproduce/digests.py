@@ -1,4 +1,4 @@
-"""Digests of what parts are made from."""
+"""Digests of code and data, to tell whether results are current."""
 
 import hashlib
 from functools import cache
@@ -12,13 +12,13 @@ from scripts.tables import CONFIGS
 
 @cache
 def digest_of_code() -> str:
-    """A digest of the package, of the scripts, and of the run files and tables that they use."""
+    """Return a digest of the package, the scripts, and the run files and tables that they use."""
     scripts = digest_of(Path(__file__).parents[1])
     return key_of(code_version(), scripts, digest_of(CONFIGS), contents([str(CONFIGS)]))
 
 
 def digests_of(path: Path) -> dict[str, str]:
-    """The SHA-256 of a file, or of all files in a folder, by their paths in it."""
+    """Return the SHA-256 of a file, or of each file in a folder, by its path in it."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     return {
         str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()

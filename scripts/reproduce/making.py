@@ -1,4 +1,4 @@
-"""Makes parts of a reproduction, or keeps those that the same code and data have made before."""
+"""Makes the parts of a reproduction, or keeps parts that the same code and data have made."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -16,12 +16,15 @@ from scripts.tables import Row, read_csv, show_table, write_csv
 
 
 class Maker:
-    """Makes parts into a folder.
+    """Makes parts, and writes them to a folder.
 
     Args:
-        name: the reproduction's, in commands.
-        data: the folder with its inputs; None if there is none.
-        overwrite: whether parts that other code or data have made are made again.
+        name: name of the reproduction, in commands.
+        reproduction: the reproduction.
+        out: folder for the results.
+        data: folder with its inputs; None if there is none.
+        jobs: number of processes.
+        overwrite: whether to replace parts that other code or data have made.
     """
 
     def __init__(
@@ -40,10 +43,10 @@ class Maker:
         self._done: set[str] = set()
 
     def make(self, parts: Iterable[str]) -> None:
-        """Make the parts that are asked for, or all that have their inputs.
+        """Make the requested parts, or all parts that have their inputs.
 
         Raises:
-            MissingInput: a part that was asked for lacks an input, or all parts do.
+            MissingInput: a requested part lacks an input, or all parts do.
             JaxinferError: the folder has a part that other code or data have made.
         """
         asked = list(parts)
@@ -73,7 +76,7 @@ class Maker:
             print(f"\n{part} was left out: {why}")
 
     def made_by(self, part: str) -> str:
-        """The command that makes a part, as ``targets.csv`` has it."""
+        """Return the command that makes a part, as in ``targets.csv``."""
         return f"scripts.reproduce {self.name} --part {part}"
 
     def _show(self, part: str) -> None:
@@ -83,7 +86,7 @@ class Maker:
             show_table(rows)
 
     def _table(self, part: str) -> list[Row]:
-        """The rows of a part that is made, or was."""
+        """Return the rows of a part, which is made first if necessary."""
         path = self.out / f"{part}.csv"
         if part not in self._done:
             if self._is_current(part):
@@ -116,7 +119,7 @@ class Maker:
         return files
 
     def _refuse(self, parts: Iterable[str]) -> None:
-        """Raise an error if making a part would overwrite what it is not known to be.
+        """Raise an error if making a part would overwrite files of unknown origin.
 
         Raises:
             JaxinferError: see above.
@@ -134,7 +137,7 @@ class Maker:
                 )
 
     def _is_current(self, part: str) -> bool:
-        """True if a part's files are as the same code has made them from the same data."""
+        """True if the same code has made the part's files from the same data."""
         note = self._noted().get(part)
         if note is None:
             return False
@@ -155,7 +158,7 @@ class Maker:
         return found
 
     def _key(self, part: str, read: Iterable[str]) -> str:
-        """A digest of all code, and of what a part has read; of the host if seconds count."""
+        """Return a digest of all code, of a part's inputs, and of the host if it has seconds."""
         digests: dict[str, Mapping[str, str]] = {}
         for name in sorted(read):
             kind, _, what = name.partition("/")
@@ -168,10 +171,10 @@ class Maker:
 
 
 def summary(make: Callable[..., object]) -> str:
-    """The first line of a function's docstring, without its full stop."""
+    """Return the first line of a function's docstring, without its full stop."""
     return (make.__doc__ or "").strip().partition("\n")[0].rstrip(".")
 
 
 def _digests(files: Iterable[Path]) -> dict[str, str]:
-    """A digest of each file by its name; nothing of one that is not there."""
+    """Return a digest of each file by its name; missing files are left out."""
     return {path.name: key_of(digests_of(path)) for path in files if path.exists()}

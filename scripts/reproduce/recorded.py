@@ -1,4 +1,4 @@
-"""Simulations whose records are read, and not kept."""
+"""Simulations whose records are read and then deleted."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def recorded(
     config: RunFile, work: Sequence[BenchRequest], read: Callable[[Path], T]
 ) -> tuple[RunMetrics, T]:
-    """A simulation's metrics, and what ``read`` makes of its folder."""
+    """Return a simulation's metrics, and the result of ``read`` on its folder."""
     with TemporaryDirectory() as folder:
         metrics = simulate(config, work, folder)
         (run,) = Path(folder).iterdir()

@@ -49,14 +49,14 @@ AICONFIGURATOR = (
 
 @dataclass(frozen=True)
 class Part:
-    """Results of a part of a reproduction.
+    """Results of one part of a reproduction.
 
     Attributes:
-        rows: a table, which is written as CSV under the part's name; none if it is empty.
-        claims: a paper's beside ours.
-        pictures: by their file's name without ``.png``.
-        beside: more tables, by their file's name without ``.csv``.
-        files: others that it has written into ``--out``.
+        rows: a table, which is written as CSV under the part's name; empty for none.
+        claims: the paper's claims, with our results.
+        pictures: pictures, by their file's name without ``.png``.
+        beside: further tables, by their file's name without ``.csv``.
+        files: names of further files that the part has written to ``--out``.
     """
 
     rows: Sequence[Row] = ()
@@ -71,13 +71,13 @@ class Reproduction:
     """A paper's results, in parts that can be made one by one.
 
     Attributes:
-        paper: its name, as readers know it.
-        inputs: files and folders of ``--data`` by name, and what each of them is.
-        parts: functions that make them, in the order in which they are shown. The first line of
-            their docstrings is shown as well.
-        timed: parts with seconds that a host takes; another host makes them anew.
-        by_name: parts that are made only where ``--part`` names them: they run the engine itself,
-            or take hours.
+        paper: name of the paper for readers.
+        inputs: descriptions of the files and folders in ``--data``, by name.
+        parts: functions that make the parts, in the order of the output. ``--list`` shows the first
+            line of their docstrings.
+        timed: names of parts with seconds of a host; they are made again on another host.
+        by_name: names of parts that are made only if ``--part`` names them, because they run the
+            engine or take hours.
     """
 
     paper: str
@@ -88,20 +88,20 @@ class Reproduction:
 
 
 class MissingInput(JaxinferError):
-    """A file that a part needs is not in ``--data``."""
+    """A file that a part needs is missing in ``--data``."""
 
 
 class Inputs:
-    """Inputs that parts are made from: files, tables of other parts, and processes.
+    """Inputs of parts: files, tables of other parts, and processes.
 
     Args:
-        data: the folder of ``--data``; None if none was given.
-        out: the folder of ``--out``.
-        table: makes another part, or takes it as it is kept, and gives its rows.
-        jobs: processes of ``pool``; by default one for each core.
+        data: folder of ``--data``; None if none was given.
+        out: folder of ``--out``.
+        table: returns the rows of another part, which it makes if they are not kept.
+        jobs: number of processes of ``pool``; by default one for each core.
 
     Attributes:
-        read: names of files and parts that have been asked for since it was last cleared, as
+        read: names of the files and parts that were requested since the set was last cleared, as
             ``data/NAME`` and ``part/NAME``.
     """
 
@@ -121,10 +121,10 @@ class Inputs:
         self._pool: ProcessPoolExecutor | None = None
 
     def path(self, name: str) -> Path:
-        """The path of a file or folder of ``--data``.
+        """Return the path of a file or folder of ``--data``.
 
         Raises:
-            MissingInput: it is not there.
+            MissingInput: it does not exist.
         """
         self.read.add(f"data/{name}")
         path = (self._data or Path()) / name
@@ -135,10 +135,10 @@ class Inputs:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Refuse folders of ``--data`` in which a file is missed here.
+        """Refuse folders of ``--data`` that lack a file which is read in this context.
 
         Raises:
-            MissingInput: one is not there.
+            MissingInput: a file does not exist.
         """
         try:
             yield
@@ -150,16 +150,16 @@ class Inputs:
             raise
 
     def work(self, name: str, count: int | None = None) -> list[BenchRequest]:
-        """Requests of a trace of ``--data``; the first so many."""
+        """Return the requests of a trace in ``--data``, or the first ``count`` of them."""
         return list(read_workload(self.path(name), count))
 
     def rows(self, part: str) -> list[Row]:
-        """The table of another part, in which what looks like a number is one."""
+        """Return the table of another part; text that looks like a number becomes a number."""
         self.read.add(f"part/{part}")
         return self._table(part)
 
     def shared(self, make: Callable[[Inputs], T]) -> T:
-        """Return an input of several parts, made once; ``make`` is given these inputs."""
+        """Return an input of several parts, made once; ``make`` receives these inputs."""
         with self.noting() as read:
             if make not in self._shared:
                 self._shared[make] = make(self), read
@@ -169,7 +169,7 @@ class Inputs:
 
     @contextmanager
     def noting(self) -> Iterator[set[str]]:
-        """A context in which ``read`` is a set of its own."""
+        """Return a context in which ``read`` is a separate set."""
         before, self.read = self.read, set()
         try:
             yield self.read
@@ -178,20 +178,20 @@ class Inputs:
 
     @property
     def pool(self) -> ProcessPoolExecutor:
-        """Processes for simulations, started when they are first asked for."""
+        """Processes for simulations, started at the first use."""
         if self._pool is None:
             self._pool = self._open.enter_context(process_pool(self.jobs))
         return self._pool
 
     @property
     def kept(self) -> Path:
-        """A folder for what parts keep themselves until a run that was killed goes on."""
+        """A folder for results that parts keep themselves, so that a killed run can continue."""
         folder = self.out / "kept"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def code(self, *names: str) -> str:
-        """A digest of all code and of these inputs, which goes with what a part keeps itself."""
+        """Return a digest of all code and of these inputs, for results that a part keeps itself."""
         return key_of(digest_of_code(), {name: digests_of(self.path(name)) for name in names})
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The simulator beside other simulators and engines, on their measurements."""
+"""Compares the simulator with other simulators and engines, on their measurements."""

@@ -1,4 +1,4 @@
-"""Clusters and requests on which both worlds are to decide alike, drawn by a seed."""
+"""Draws clusters and requests on which both worlds must make the same decisions."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxinfer import SamplingParams
 
-# A tiny Llama, whose weights are drawn: decisions ask for no language.
+# A tiny Llama with random weights, because decisions do not depend on language.
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": 32,
     "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -14,20 +14,20 @@ MODEL: dict[str, Any] = {
     "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": 256,
 }  # fmt: skip
-# A request is at most of so many tokens, in prompt and output.
+# Largest number of tokens of a request, prompt and output together.
 PROMPT, OUTPUT = 110, 40
 SHARES = {name: {"weight": number + 1, "max_waiting": 2} for number, name in enumerate("pqde")}
 PAIRS = {"prefill": ["p", "q"], "decode": ["d", "e"]}
 UNITS = [{"prefill": ["p"], "decode": ["d"]}, {"prefill": ["q"], "decode": ["e"]}]
 HAND_OFFS = ("on_demand", "at_end", "when_room", "per_chunk", "per_segment")
-# Attention elsewhere takes less time, so that heads are handed out.
+# Attention elsewhere takes less time, so that heads are moved out.
 ATTENTION = {
     "p": {"per_pair": 1e-4, "per_entry": 1e-6},
     "q": {"per_pair": 1e-4, "per_entry": 1e-6},
     "d": {"per_pair": 5e-5, "per_entry": 5e-7, "exchange": 1e-5},
     "e": {"per_pair": 6e-5, "per_entry": 5e-7, "exchange": 1e-5},
 }
-# By name: groups, each of which has an instance, and options; of a tuple, one is drawn.
+# For each name: groups, each with an instance, and options; one value of a tuple is drawn.
 SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "single": ("p", {}),
     "pipeline_parallel": ("pq", {}),
@@ -51,7 +51,7 @@ SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
     "takeover": ("pqde", {"spared": (0.01, 0.2)}),
     "aladdin": ("pqde", {"ttft_s": 60.0, "atgt_s": 2.0, "heartbeat_s": 0.002}),
 }  # fmt: skip
-# By name, in what they differ from instances that have room.
+# For each name, differences to instances that have room.
 CLUSTERS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "small": {"num_pages": 20, "watermark": 0.0},
@@ -59,7 +59,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
     "meshes": {},
     "processes": {},
 }
-# By name: the cluster, how requests are sampled, and what happens to the run.
+# For each name: the cluster, how requests are sampled, and what happens during the run.
 WORKLOADS: dict[str, tuple[str, bool, str]] = {
     "greedy": ("roomy", False, ""),
     "seeded": ("roomy", True, ""),
@@ -74,7 +74,7 @@ WORKLOADS: dict[str, tuple[str, bool, str]] = {
 
 
 def sections(system: str, cluster: str, seed: int) -> dict[str, Any]:
-    """A run file of a system on a cluster."""
+    """Return a run file of a system on a cluster."""
     rng = random.Random(f"{seed} {system} {cluster}")
     names, given = SYSTEMS[system]
     options = {name: _one(rng, value) for name, value in given.items()}
@@ -103,7 +103,8 @@ def sections(system: str, cluster: str, seed: int) -> dict[str, Any]:
         elif cluster == "roomy" and "hand_off" in options:
             instances["p"]["segments"] = 2
     if cluster == "processes":
-        whole = len(instances) > 1 or len(groups) == 1  # Else, an attention group alone comes back.
+        # Otherwise, an attention group returns alone.
+        whole = len(instances) > 1 or len(groups) == 1
         groups = {
             name: group | {"process": "own"} | ({"restart": 1} if whole or name == "d" else {})
             for name, group in groups.items()
@@ -126,11 +127,11 @@ Sections = dict[str, dict[str, Any]]
 def _spread(
     rng: random.Random, groups: Sections, cluster: str, engine: dict[str, Any]
 ) -> tuple[Sections, Sections]:
-    """An instance whose heads may lie on two more groups; or with two stages that share one.
+    """Add an instance whose heads may be on two more groups, or whose two stages share a group.
 
-    With room, one of them, that which is shared, has two devices.
+    If there is room, the shared group has two devices.
     """
-    # A request of 19 pages for each of two heads just fits the small ones.
+    # A request of 19 pages for each of two heads just fits into the small ones.
     own, near, far = (12, 11, 8) if cluster == "small" else (30, 14, 12)
     pools = [{"group": "d", "num_pages": near}, {"group": "e", "num_pages": far}]
     halves = rng.choice(["never", "by_time", "always"])
@@ -148,7 +149,7 @@ def _spread(
 
 
 def _pipeline(groups: Sections, cluster: str, engine: dict[str, Any]) -> tuple[Sections, Sections]:
-    """Two stages; on one group where its process is to come back."""
+    """Return two stages; they are on one group if that group's process is restarted."""
     names = ["p", "q"]
     if cluster == "meshes":
         groups = {name: {"devices": 2, "tensor_parallel_size": 2} for name in names}
@@ -159,7 +160,7 @@ def _pipeline(groups: Sections, cluster: str, engine: dict[str, Any]) -> tuple[S
 
 
 def _as_meshes(groups: Sections, instances: Sections) -> None:
-    """The first instance on two devices; the last one, with larger pages, of two stages."""
+    """Give the first instance two devices, and the last one larger pages and two stages."""
     names = [*instances]
     first, last = names[0], names[-1]
     groups[first] = {"devices": 2, "tensor_parallel_size": 2}
@@ -174,7 +175,7 @@ def _as_meshes(groups: Sections, instances: Sections) -> None:
 
 
 def asked(rng: random.Random, drawn: bool) -> list[tuple[list[int], SamplingParams]]:
-    """Nine prompts, those of more than 40 tokens beginning alike, and how they are sampled."""
+    """Return nine prompts with sampling options; those of over 40 tokens begin alike."""
     shared = [rng.randrange(256) for _ in range(PROMPT)]
     found = []
     for number in range(9):
@@ -194,6 +195,6 @@ def asked(rng: random.Random, drawn: bool) -> list[tuple[list[int], SamplingPara
 
 
 def wait_for(there: Callable[[], object], sleep: Callable[[float], None]) -> None:
-    """Look every so often, until something is there."""
+    """Poll until something is there."""
     while not there():
         sleep(0.01)

@@ -1,4 +1,4 @@
-"""Ledgers of real runs beside the simulator's decisions on what they were told: docs/proof.md.
+"""Compare ledgers of real runs with the simulator's decisions; see docs/proof.md.
 
 python -m scripts.validate.decisions docs/results/proof/decisions.csv --seed 1
 """
@@ -44,7 +44,7 @@ from scripts.validate.decision_cases import (
 )
 
 COUNTS = "entries", "preemptions", "transfers", "slice_moves", "cached_tokens"
-# Kinds of decisions, and of events that ask for some: a matrix is to have all of them.
+# Kinds of decisions, and of events that lead to some; a matrix must have all of them.
 KINDS = (
     "admissions", "chunks", "hand_offs", "preemptions", "reassignments", "slice_moves",
     "role_changes", "prefix_hits", "halves", "stops", "losses", "returns", "without_shards",
@@ -59,7 +59,7 @@ COLUMNS = (
 
 
 def ledgers(system: str, workloads: Sequence[str], seed: int, folder: Path) -> Iterator[Row]:
-    """Run workloads on a system, those of one cluster on one that is loaded once."""
+    """Run workloads on a system; a cluster is loaded once for all of its workloads."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
@@ -105,19 +105,20 @@ def serve(llm: LLM, rng: random.Random, workload: str, runs: Path) -> None:
 
 
 def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
-    """Kill a process after some steps, and wait for it to be back after some more."""
+    """Kill a process after some steps, and wait after some more steps until it is back."""
     restarts = llm.cluster.restarts
     assert restarts
     name = rng.choice([*llm.cluster.engines])
     worker = llm.cluster.engines[name].worker
     steps, first, more = 0, rng.randint(3, 9), rng.choice([0, 0, 2, 5])
-    if isinstance(worker, PipelineWorker):  # It goes on without its attention group meanwhile.
+    # It continues without its attention group in the meantime.
+    if isinstance(worker, PipelineWorker):
         home: Any = restarts._homes["d"]
         (at,) = home.processes.values()
     else:
         at, home = worker.process, restarts._of[name]  # type: ignore[union-attr]
         if len(llm.cluster.engines) == 1:
-            more = 0  # No step ends until it is back.
+            more = 0  # No step ends until it has returned.
 
     def on_step(done: StepDone) -> None:
         nonlocal steps
@@ -131,7 +132,7 @@ def losing(llm: LLM, rng: random.Random) -> Callable[[StepDone], None]:
 
 
 def outcome(folder: Path) -> Row:
-    """A row of a run: how its two ledgers differ, and what has happened in it."""
+    """Return the row of a run: the differences of its two ledgers, and the events of the run."""
     found, entries = check_decisions(folder), read_ledger(folder / NAME)
     counts = Counter(kind for kind, *_ in entries)
     run = read_run_json(folder)
@@ -175,13 +176,13 @@ def kinds_of(entries: Iterable[Entry]) -> Counter[str]:
 
 
 def never(rows: Iterable[Row]) -> list[str]:
-    """The kinds of decisions that no run of a matrix has made."""
+    """Return the kinds of decisions that no run of a matrix has made."""
     made = {each.partition(":")[0] for row in rows for each in str(row["kinds"]).split()}
     return [name for name in KINDS if name not in made]
 
 
 def summary(path: Path) -> str:
-    """A sentence: how many runs there are, how many ledgers are equal, and what happened in all."""
+    """Return a sentence with the numbers of runs, of equal ledgers, and of all events."""
     rows = read_csv(path)
     sums = Counter[str]()
     for row in rows:
@@ -189,7 +190,7 @@ def summary(path: Path) -> str:
     equal = sum(not row["difference"] for row in rows)
     counts = ", ".join(f"{sums[c]:,} {c.replace('_', ' ')}" for c in (*COUNTS, "lost", "back"))
     text = f"Of {len(rows)} runs, {equal} have equal ledgers: {counts}."
-    if "kinds" not in rows[0]:  # An older file.
+    if "kinds" not in rows[0]:  # This file is older.
         return text
     kinds = Counter(each.partition(":")[0] for row in rows for each in str(row["kinds"]).split())
     made = ", ".join(f"{name.replace('_', ' ')} in {kinds[name]}" for name in KINDS)
@@ -202,18 +203,20 @@ def summary(path: Path) -> str:
 @click.option("--system", "systems", multiple=True, type=click.Choice([*SYSTEMS]))
 @click.option("--workload", "workloads", multiple=True, type=click.Choice([*WORKLOADS]))
 def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequence[str]) -> None:
-    """Run systems over workloads, and write to OUT, a CSV file, which ledgers are equal.
+    """Run systems on workloads, and write the comparison of their ledgers to OUT, a CSV file.
 
-    By default, all systems and all workloads. A matrix in which a kind of decision never occurs
-    fails, as one does whose ledgers differ.
+    By default, all systems and all workloads run. The program fails if ledgers differ, or if a kind
+    of decision never occurs.
     """
-    # Most of the time goes into compilation, little into what it makes.
+    # Most of the time goes into compilation, and little into running the programs.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     jax.config.update("jax_num_cpu_devices", 8)
-    process.SILENCE_S = 600.0  # Whoever is killed breaks off; a busy machine may be silent.
+    # A killed process closes its connections; a busy machine may be silent.
+    process.SILENCE_S = 600.0
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
-        profile.FOLDER = Path(temporary, "profiles")  # What is measured here is nobody else's.
+        # Profiles measured here must not be used elsewhere.
+        profile.FOLDER = Path(temporary, "profiles")
         for seed, system, cluster in product(seeds, systems or SYSTEMS, CLUSTERS):
             names = [n for n in workloads or WORKLOADS if WORKLOADS[n][0] == cluster]
             here: list[Row] = []
@@ -221,7 +224,7 @@ def main(out: str, seeds: Sequence[int], systems: Sequence[str], workloads: Sequ
                 for row in ledgers(system, names, seed, Path(temporary)):
                     click.echo(f"{system}, {row['workload']}: {row['difference'] or 'equal'}")
                     here.append(row)
-            except Exception as error:  # The others of the matrix are of use without it.
+            except Exception as error:  # The other rows of the matrix are useful without it.
                 why = f"{type(error).__name__}: {one_line(error)}"
                 click.echo(f"{system}, {names[len(here)]}: {why}", err=True)
                 failed = {"seed": seed, "system": system, "difference": why}

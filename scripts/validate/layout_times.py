@@ -1,12 +1,12 @@
-"""Layers under layouts, measured on eight host devices beside what their costs say.
+"""Measure layers under layouts on eight host devices, and compare with the cost model.
 
     python -m scripts.validate.layout_times OUT.csv
 
-One layer of a small model, with weights, under each layout, in both phases and two sizes; medians
-of rounds in turns. What is predicted goes by rates that are measured in the same rounds: matrix
-products, reads of a weight, passes over memory that is there and over memory that is new, and
-collectives. Prints Kendall's tau of all cases, and of the layouts of each phase and size. Nothing
-else should run meanwhile.
+The program runs one layer of a small model, with weights, under each layout, in both phases and two
+sizes. Figures are medians of rounds in which the cases take turns. Predictions use rates that are
+measured in the same rounds: of matrix products, of reads of a weight, of passes over existing and
+over new memory, and of collectives. The program prints Kendall's tau over all cases, and over the
+layouts of each phase and size. Nothing else should run on the machine.
 """
 
 import math
@@ -45,15 +45,15 @@ MODEL = ModelShape(
     num_key_value_heads=8, vocab_size=256,
 )  # fmt: skip
 CONTEXT = 128
-# Tokens of a prompt, or sequences.
+# Tokens of a prompt, or numbers of sequences.
 SIZES = {"prefill": (256, 1024), "decode": (32, 128)}
-# Without experts, those of experts are megatron and sequence_parallel.
+# Without experts, layouts of experts equal megatron and sequence_parallel.
 NAMES = [name for name in LAYOUTS if not name.startswith("expert_")]
 ROUNDS = 5
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Seconds until a result is there."""
+    """Return the seconds until a result is there."""
     started = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - started
@@ -61,16 +61,18 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one of the devices while the others do the same.
+    """Rates of one device while the other devices do the same.
 
     Attributes:
         launch: seconds of a program that does nothing.
-        flops: per second; ``product``: seconds of a product per number of its weight, by rows.
+        flops: FLOPs per second of a large product.
+        product: seconds of a product divided by the size of its weight, by number of rows.
         stream: bytes per second that sums and norms read and write.
-        fresh: bytes per second of memory that the system gives anew, in pages that it clears.
-        each: kind of collective -> bytes that a device sends per second, and seconds besides.
-        last: bytes per second of an all-gather along an array's last axis, whose pieces are rows
-            that lie apart.
+        fresh: bytes per second of memory that the system allocates, in pages that it clears.
+        each: for each kind of collective, the bytes that a device sends per second, and additional
+            seconds.
+        last: bytes per second of an all-gather along an array's last axis, whose pieces are
+            separate rows.
     """
 
     launch: float
@@ -82,16 +84,18 @@ class Rates:
     last: float
 
 
-# Rows of a square product, and of products by a weight; numbers that a device has of other arrays.
+# Rows of a square product, and of products with a weight; and a device's share of other arrays, in
+# numbers.
 SQUARE, ROWS = 512, (1, 4, 16, 64, 256)
 NUMBERS, LARGE, SMALL = 1 << 21, 1 << 24, 1 << 12
 CHAIN = 9
-# Bytes from which on malloc of glibc has a buffer's pages from the system, and returns them.
+# From this number of bytes on, glibc's malloc takes a buffer's pages from the system, and returns
+# them.
 FRESH = 32 << 20
 
 
 def calibration(mesh: Mesh) -> dict[str, Callable[[], Any]]:
-    """Runs whose seconds give the rates."""
+    """Return runs whose seconds give the rates."""
     cut = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     def ones(*shape: int) -> jax.Array:
@@ -121,10 +125,10 @@ def calibration(mesh: Mesh) -> dict[str, Callable[[], Any]]:
 
 
 def rates(seconds: Mapping[str, float]) -> Rates:
-    """The rates by the seconds of those runs.
+    """Return the rates, from the seconds of those runs.
 
-    A collective's own seconds are those that one more of a program takes; its rate is that of a
-    large one without them.
+    The additional seconds of a collective are those by which one more of them lengthens a program.
+    Its rate is that of a large collective without these seconds.
     """
     launch = seconds["launch"]
 
@@ -154,7 +158,7 @@ def rates(seconds: Mapping[str, float]) -> Rates:
     )
 
 
-# As functions of a device's part, of which all have the same size, and the mesh's axes.
+# As functions of a device's part, which has the same size on all devices, and of the mesh's axes.
 COLLECTIVES: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
     "all-reduce": jax.lax.psum,
     "all-gather": partial(jax.lax.all_gather, tiled=True),
@@ -163,7 +167,7 @@ COLLECTIVES: dict[str, Callable[[jax.Array, Any], jax.Array]] = {
 
 
 def in_place(x: jax.Array) -> Callable[[], jax.Array]:
-    """A run that adds to an array where it lies: no memory is new."""
+    """Return a run that adds to an array in place, without new memory."""
     held = [x]
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
 
@@ -176,19 +180,20 @@ def in_place(x: jax.Array) -> Callable[[], jax.Array]:
 
 @jax.jit
 def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product on each device."""
+    """Multiply on each device."""
     return jnp.einsum("bij,bjk->bik", x, y)
 
 
 @jax.jit
 def increase(x: jax.Array) -> jax.Array:
-    """A pass over what each device has."""
+    """Pass over the data of each device."""
     return x + 1
 
 
 def collective(mesh: Mesh, kind: str, numbers: int, chain: int = 1) -> Callable[[], jax.Array]:
-    """Collectives, one after the other, of an array of so many numbers, as ``dataflow.Collective``
-    counts them.
+    """Return a run of ``chain`` successive collectives of an array of ``numbers`` numbers.
+
+    ``dataflow.Collective`` defines how numbers are counted.
     """
     here = numbers // DEVICES if kind == "all-gather" else numbers
     spec = PartitionSpec(mesh.axis_names)
@@ -207,7 +212,7 @@ def collective(mesh: Mesh, kind: str, numbers: int, chain: int = 1) -> Callable[
 
 
 def layer(layout: Layout, mesh: Mesh, phase: str, tokens: int) -> Callable[[], Any]:
-    """A compiled layer with its arrays; decodes write their KV in place."""
+    """Return a compiled layer with its arrays; decodes write their KV in place."""
     flow = LayoutFlow(MODEL, layout, MESH)
     target = CompileTarget("cpu", (mesh.size,))
     program = Program(flow.model, layout, mesh, CONTEXT, np.dtype("float32"), target)
@@ -228,11 +233,11 @@ def layer(layout: Layout, mesh: Mesh, phase: str, tokens: int) -> Callable[[], A
 
 
 def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
-    """Seconds of a layer by what its flow multiplies, reads and sends, and the memory it needs.
+    """Return the seconds of a layer by its products, reads, collectives and new memory.
 
-    On these devices products of few rows are far from the rate of many (16 rows take five times as
-    long as one, 256 twenty times), so each takes what those with rows beside its own do. A
-    reduce-scatter is an all-reduce here.
+    On these devices, products of few rows are far from the rate of products of many rows: 16 rows
+    take five times as long as one, and 256 take twenty times as long. Each product therefore takes
+    the measured time for its number of rows. A reduce-scatter counts as an all-reduce here.
     """
     flow = LayoutFlow(MODEL, layout, MESH)
     part = flow.layer.attention
@@ -240,7 +245,7 @@ def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
     multiplied = sum(
         each.weights * product_s(tokens * each.rows, rates) for each in flow.layer.products
     )
-    # A prompt's scores are all computed, and then masked.
+    # All scores of a prompt are computed, and then masked.
     pairs, entries = (
         (tokens * tokens, tokens)
         if phase == "prefill"
@@ -248,11 +253,11 @@ def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
     )
     H = flow.model.head_size
     flops = 4 * pairs * part.tokens * part.heads * H
-    # A row by a weight takes as long as the weight's reading.
+    # A product of one row takes as long as reading the weight.
     read_s = 2 * entries * part.kv_heads * H * rates.product[1]
-    # Each half of a layer has a norm, which reads its input twice and writes, and a sum of two:
-    # six passes over the residual stream, where it lies. Scores are written, read for their
-    # largest, read and written as shares, and read for the sum and the product.
+    # Each half of a layer has a norm, which reads its input twice and writes it, and a sum of two
+    # arrays. These are six passes over the residual stream, in place. Scores are written, read for
+    # the maximum, read and written as shares, and read for the sum and for the product.
     places = flow.layout.activations.get("residual", {})
     pieces = math.prod(ways(place, MESH) for place in places.values())
     passes = 2 * 6 * tokens * MODEL.hidden_size / pieces
@@ -268,22 +273,25 @@ def predicted(layout: Layout, rates: Rates, phase: str, tokens: int) -> float:
 
 
 def product_s(rows: float, rates: Rates) -> float:
-    """Seconds of a product per number of its weight; of more rows than measured, in proportion."""
+    """Return the seconds of a product divided by the size of its weight.
+
+    Beyond the measured numbers of rows, the seconds are proportional to the rows.
+    """
     most = max(ROWS)
     found = np.interp(min(rows, most), ROWS, [rates.product[each] for each in ROWS])
     return float(found) * max(rows / most, 1.0)
 
 
 def is_apart(each: Collective) -> bool:
-    """True of a weight that is gathered along its last axis."""
+    """True for a weight that is gathered along its last axis."""
     return "T" not in each.letters and each.letters.endswith("D")
 
 
 def fresh_bytes(flow: LayoutFlow) -> float:
-    """Bytes of gathered weights that a device has new memory for in each run.
+    """Return the bytes of new memory for gathered weights that a device needs in each run.
 
-    One buffer has them all, and those that are gathered along their last axis twice: as they come,
-    and in order.
+    One buffer holds all of them. Weights that are gathered along their last axis are in it twice:
+    as they arrive, and in order.
     """
     weights = [each for each in flow.layer.collectives if "T" not in each.letters]
     needed = 4 * sum(each.numbers * (1 + is_apart(each)) for each in weights)
@@ -291,18 +299,21 @@ def fresh_bytes(flow: LayoutFlow) -> float:
 
 
 def tau(pairs: Sequence[tuple[float, float]]) -> float:
-    """Kendall's tau: the share of pairs in one order, less that in the other."""
+    """Return Kendall's tau: the share of pairs in the same order, minus the share of the others."""
     signs = [np.sign(a[0] - b[0]) * np.sign(a[1] - b[1]) for a, b in combinations(pairs, 2)]
     return float(np.mean(signs))
 
 
 def in_turns(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Medians of seconds in rounds in which the runs take turns, after one that does not count."""
+    """Return medians of seconds, of rounds in which the runs take turns.
+
+    A first round does not count.
+    """
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(1 + ROUNDS):
         for name, run in runs.items():
             if name in NAMES:
-                # The one before may have left memory that is returned meanwhile.
+                # The previous run may have left memory that is returned during this one.
                 seconds_of(run)
             seconds = seconds_of(run)
             if number:
@@ -311,7 +322,7 @@ def in_turns(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def said(rates: Rates) -> str:
-    """The rates in a line."""
+    """Return the rates as one line of text."""
     products = ", ".join(f"{rows}: {1e9 * s:.2f}" for rows, s in rates.product.items())
     each = ", ".join(f"{k} {r / 1e9:.2f}, {s * 1e6:.0f}" for k, (r, s) in rates.each.items())
     return (

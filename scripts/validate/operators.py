@@ -1,12 +1,13 @@
-"""The simulator beside this engine: one workload for real, and by `profile --operators` of it.
+"""Compare the simulator with this engine, by tables of `profile --operators`.
 
     python -m scripts.validate.operators --out DIR
 
-Profiles configs/cpu/operators.yaml with one and with two devices (``--tables FOLDER``: takes what
-such a profile has written), serves the same requests for real, all at once, with mixed batches and
-with prompts first, several rounds in turns, and simulates each. Prints both, writes
-``operators.csv`` and, of the real steps beside the tables, by kind, ``operator_steps.csv``. Nothing
-else should run meanwhile.
+The program profiles configs/cpu/operators.yaml with one and with two devices. With
+``--tables FOLDER``, it takes what an earlier profile has written. It then serves the same requests
+for real, all present at the start, with mixed batches and with prompts first, in several rounds in
+turns. It simulates each of these runs, too. It prints both, and writes ``operators.csv``. It also
+writes ``operator_steps.csv``, which compares the real steps with the tables, by kind. Nothing else
+should run on the machine.
 """
 
 import random
@@ -43,7 +44,7 @@ Row = dict[str, Any]
 
 
 def workload() -> list[BenchRequest]:
-    """Prompts and answers of many lengths, all there at the start."""
+    """Return prompts and answers of many lengths, all present at the start."""
     rng = random.Random(0)
     return [
         BenchRequest(None, rng.randint(20, 250), rng.randint(4, 60), 0.0) for _ in range(REQUESTS)
@@ -59,7 +60,7 @@ def kind_of(limits: StepLimits, work: Work) -> str:
 
 
 class Steps:
-    """Seconds of one real run's steps, and of the same by the tables, by kind."""
+    """Seconds of the steps of one real run, measured and by the tables, by kind."""
 
     def __init__(self, tables: str) -> None:
         cluster = prepare(load_run_file(tables))
@@ -68,7 +69,7 @@ class Steps:
         self.seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, done: StepDone) -> None:
-        """Add one that has ended."""
+        """Add an ended step."""
         work = done.batch.work
         both = done.end - done.start, sum(self._modelled.cost.stages(work))
         self.seconds[kind_of(self._limits, work)].append(both)
@@ -80,7 +81,7 @@ class Steps:
 
 
 def limits_of(run_file: str) -> StepLimits:
-    """Return the sizes that the steps of its one instance are padded to."""
+    """Return the padded sizes of the steps of the only instance."""
     (engine,) = load_run_file(run_file).cluster().instances.values()
     assert engine.max_model_len
     return StepLimits(
@@ -93,7 +94,7 @@ def limits_of(run_file: str) -> StepLimits:
 
 
 def serve(tables: Path, work: Sequence[BenchRequest]) -> dict[tuple[int, str], Any]:
-    """Serve for real; return by way a list of metrics and steps, one for each round."""
+    """Serve for real; return, for each way, a list of metrics and steps by round."""
     from jaxinfer.lab.measure import measure
     from jaxinfer.llm import LLM
     from jaxinfer.runtime.stage.devices import count_cpu_devices
@@ -116,7 +117,7 @@ def serve(tables: Path, work: Sequence[BenchRequest]) -> dict[tuple[int, str], A
 
 
 def compared(way: tuple[int, str], real: Sequence[RunMetrics], ours: RunMetrics) -> list[Row]:
-    """Compare each figure: the median of the real rounds, and how far ours is from it."""
+    """Compare each figure: the median of the real rounds, and the error of ours."""
     rows = []
     for name, field in FIGURES.items():
         rounds = [getattr(metrics, field) for metrics in real]
@@ -170,7 +171,7 @@ def by_kind(way: tuple[int, str], steps: Steps, wall_s: float) -> list[Row]:
 
 
 def off(ours: float, theirs: float) -> float:
-    """Return by how many percent of theirs ours is above it."""
+    """Return by how many percent ours is above theirs."""
     return 100 * (ours / theirs - 1)
 
 

@@ -1,11 +1,12 @@
-"""aiconfigurator's own figures of measured points, in an environment of its own.
+"""Write aiconfigurator's figures for measured points, in its own environment.
 
-    pip install aiconfigurator==0.12.0        # in an environment of its own
+    pip install aiconfigurator==0.12.0        # in its own environment
     python scripts/validate/peer_estimates.py POINTS.csv OUT.csv
 
-OUT.csv has ``id``, ``aiconfigurator_ttft_ms`` and ``aiconfigurator_tpot_ms``, or ``refused``, by
-its newest tables of the row's backend. ``python -m scripts.validate.silicon --peer OUT.csv`` sets
-them beside ours. What its distribution has of measured points is not read.
+OUT.csv has ``id``, ``aiconfigurator_ttft_ms`` and ``aiconfigurator_tpot_ms``, or ``refused``. The
+figures come from the newest tables for the row's backend.
+``python -m scripts.validate.silicon --peer OUT.csv`` compares them with ours. This program does not
+read the measured points of aiconfigurator's own distribution.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-# Names under which it ships a model's shape.
+# Names of model shapes that it ships.
 MODELS = {
     "meta-llama/Llama-3.1-70B": "meta-llama/Meta-Llama-3.1-70B",
     "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B",
@@ -21,7 +22,7 @@ MODELS = {
     "Qwen/Qwen3-235B-A22B-FP8": "Qwen/Qwen3-235B-A22B-FP8",
     "openai/gpt-oss-120b": "openai/gpt-oss-120b",
 }
-# Formats of products and of experts, where the rows' are others than the checkpoints'.
+# Formats of products and of experts, for rows whose formats differ from the checkpoint's.
 FORMATS = {
     "Qwen/Qwen3-235B-A22B-FP8": ("fp8_block", "fp8_block"),
     "openai/gpt-oss-120b": ("bfloat16", "w4a16_mxfp4"),
@@ -29,7 +30,7 @@ FORMATS = {
 
 
 def estimate(row: dict[str, str]) -> dict[str, object]:
-    """A point's figures in milliseconds, or why there are none."""
+    """Return a point's figures in milliseconds, or the reason why there are none."""
     from aiconfigurator.cli.api import cli_estimate
 
     given = row["gemm_quant_mode"] or "bfloat16"
@@ -63,7 +64,7 @@ def estimate(row: dict[str, str]) -> dict[str, object]:
 
 
 def main(points: str, out: str) -> None:
-    """Estimate all aggregated points of models that are known."""
+    """Estimate all aggregated points of known models."""
     with Path(points).open(newline="", encoding="utf-8") as file:
         rows = [
             row

@@ -1,7 +1,9 @@
-"""The page of results of docs/proof.md: ledgers, faults of hand-offs, clean pairs, costs of checks.
+"""Write the page of results of docs/proof.md.
 
-python -m scripts.validate.decisions docs/results/proof/decisions.csv --seed 1
-python -m scripts.validate.proof docs/results/proof.md
+The page has ledgers, faults of hand-offs, clean pairs, and costs of checks.
+
+    python -m scripts.validate.decisions docs/results/proof/decisions.csv --seed 1
+    python -m scripts.validate.proof docs/results/proof.md
 """
 
 import math
@@ -33,7 +35,8 @@ from scripts.validate.decisions import summary
 from scripts.validate.faults.registry import all_faults
 from scripts.validate.faults.scenario import MODEL, PAIRS, WIDE, WINDOWED, scenario
 
-# Pairs of layouts drawn besides those that ship, for faults and for clean hand-offs.
+# Numbers of drawn pairs of layouts, in addition to those that ship, for faults and for clean
+# hand-offs.
 DRAWN_FAULTS, DRAWN_CLEAN = 15, 60
 MODELLED = "configs/modelled/disaggregated.yaml"
 REQUESTS, ROUNDS = 500, 12
@@ -45,7 +48,7 @@ Found = tuple[Counter[str], Counter[str], list[str]]
 
 
 def drawn(seed: int, count: int) -> list[Pair]:
-    """Pairs of any two layouts, with one of three models."""
+    """Draw pairs of any two layouts, with one of three models."""
     rng = random.Random(seed)
     found = []
     for _ in range(count):
@@ -69,7 +72,7 @@ def layout(rng: random.Random, model: GoldenModel) -> KVLayout:
 
 
 def faults(pairs: list[Pair]) -> Found:
-    """Count faults and those rightly named by name, and put the others into words."""
+    """Count faults and those named correctly, by name, and describe the others."""
     made, named, others = Counter[str](), Counter[str](), []
     for fault in all_faults(pairs):
         found = fault.findings()
@@ -82,7 +85,7 @@ def faults(pairs: list[Pair]) -> Found:
 
 
 def alarms(pairs: list[Pair]) -> int:
-    """Clean hand-offs in which something is found."""
+    """Return the number of clean hand-offs in which something is found."""
     found = 0
     for source, dest, model in pairs:
         case = scenario(source, dest, model)
@@ -91,7 +94,11 @@ def alarms(pairs: list[Pair]) -> int:
 
 
 def ledger_cost() -> tuple[float, list[float], int]:
-    """CPU seconds of simulations without a ledger; what one adds, as a share; and their steps."""
+    """Measure simulations with and without a ledger.
+
+    Returns:
+        CPU seconds without a ledger, the shares that a ledger adds, and the number of steps.
+    """
     config = load_run_file(MODELLED)
     work = config.requests(lambda text: None)[:REQUESTS]
     steps = 0
@@ -112,23 +119,24 @@ def ledger_cost() -> tuple[float, list[float], int]:
         seconds = dict(zip(order, in_turns(*map(simulation, order)), strict=True))
         plain.append(seconds[False])
         shares.append(seconds[True] / seconds[False])
-    # Whoever goes first pays for the other one, too: both orders count alike.
+    # The first job also pays for the other one, so both orders count equally.
     both = [math.sqrt(one * other) - 1 for one, other in batched_pairs(shares)]
     return min(plain), both, steps
 
 
 def batched_pairs(values: list[float]) -> list[tuple[float, float]]:
-    """Pairs of neighbours."""
+    """Return pairs of neighbours."""
     return list(zip(values[::2], values[1::2], strict=True))
 
 
 def in_turns(
     one: Callable[[Callable[[], None]], None], other: Callable[[Callable[[], None]], None]
 ) -> tuple[float, float]:
-    """CPU seconds of two jobs that take turns, so that what else the machine does slows both.
+    """Return the CPU seconds of two jobs that take turns, so that other work slows both.
 
     Args:
-        one: calls what it is given wherever the other may go on; ``other`` likewise.
+        one: job that calls its argument wherever the other job may continue.
+        other: the other job, which does the same.
     """
     gates = threading.Semaphore(1), threading.Semaphore(0)
     seconds, ended = [0.0, 0.0], [False, False]
@@ -158,10 +166,11 @@ def in_turns(
 
 
 def verify_cost() -> tuple[float, float]:
-    """CPU seconds of a run, and of all checksums that ``verify_transfers`` would add to it.
+    """Return the CPU seconds of a run, and those that ``verify_transfers`` would add to it.
 
-    The difference of two runs would be their noise. What verifying computes is known: of each slab,
-    a checksum where it leaves and, where it lands, what lies in the pages and its checksum.
+    The difference of two runs would be mostly noise. The work of verification is known. Each slab
+    needs a checksum at the source. At the destination, it needs a read of the pages, and a
+    checksum.
     """
     engine = {"page_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": PROMPT,
               "num_pages": 200, "max_model_len": PROMPT + OUTPUT,
@@ -197,14 +206,14 @@ def verify_cost() -> tuple[float, float]:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """CPU seconds of all threads."""
+    """Return the CPU seconds of all threads."""
     before = time.process_time()
     work()
     return time.process_time() - before
 
 
 def by_name(found: Mapping[str, Found]) -> list[dict[str, str | int]]:
-    """A row per name: how many faults there were in each group of pairs, and rightly named."""
+    """Return a row per name: numbers of faults and of correct names, by group of pairs."""
     names = sorted({name for made, _, _ in found.values() for name in made})
     return [
         {
@@ -217,7 +226,7 @@ def by_name(found: Mapping[str, Found]) -> list[dict[str, str | int]]:
 
 
 def page(tables: Path) -> str:
-    """The page; its faults by name go into a folder."""
+    """Return the page; write its faults by name to a folder."""
     pairs = {"shipped": list(PAIRS), "drawn": drawn(1, DRAWN_FAULTS)}
     found = {of: faults(some) for of, some in pairs.items()}
     tables.mkdir(exist_ok=True)
@@ -261,7 +270,7 @@ def page(tables: Path) -> str:
 
 
 def added(shares: list[float]) -> str:
-    """Median and quartiles."""
+    """Return the median and the quartiles as text."""
     low, middle, high = statistics.quantiles(shares, n=4)
     return f"{middle:+.1%} ({low:+.1%} to {high:+.1%})"
 

@@ -1,8 +1,9 @@
-"""Collectives of compiled layers beside closed forms, for layouts, meshes, models and phases.
+"""Compare collectives of compiled layers with closed forms, by layout, mesh, model and phase.
 
     python -m scripts.validate.sharding table.csv
 
-A row for each; ends with 1 if one differs. Two cores take four minutes.
+The table has a row for each case. The program exits with 1 if one differs. It takes four minutes on
+two cores.
 """
 
 import sys
@@ -30,7 +31,7 @@ TOKENS, SEQUENCES, CONTEXT = 2048, 64, 2048
 def question(
     model: ModelShape, mesh: str, tokens: int, sequences: int, context: int
 ) -> LayoutQuestion:
-    """The question that is asked of XLA for CPUs."""
+    """Return the question for XLA for CPUs."""
     x, y = map(int, mesh.split("x"))
     sizes, card = {"x": x, "y": y}, find_gpu("H100-SXM")
     return LayoutQuestion(
@@ -56,7 +57,7 @@ def rows(meshes: Sequence[str], models: Mapping[str, ModelShape], cache: Path) -
 
 
 def row(found: LayoutFinding) -> Row:
-    """Counts and numbers of both, by kind."""
+    """Return the counts and sizes of both, by kind of collective."""
     cells: Row = {"layout": found.layout, "phase": found.phase}
     for kind in KINDS:
         for source, counts in (("compiled", found.compiled), ("closed", found.closed)):
@@ -74,7 +75,7 @@ def _cells(name: str, counts: Counts, kind: str) -> Row:
 @click.option("--mesh", "meshes", multiple=True, default=MESHES, show_default=True)
 @click.option("--model", "models", multiple=True, default=MODELS, show_default=True)
 def main(out: Path, meshes: tuple[str, ...], models: tuple[str, ...]) -> None:
-    """Write the table, and say how many rows are equal."""
+    """Write the table, and print how many rows are equal."""
     found = list(rows(meshes, {name: find_model(name) for name in models}, FOLDER.expanduser()))
     write_csv(out, found)
     equal = sum(each["equal"] for each in found)

@@ -1,13 +1,15 @@
-"""Writes the tables of operators that ship, out of those that aiconfigurator publishes.
+"""Write the shipped tables of operators, from those that aiconfigurator publishes.
 
     python -m scripts.validate.shipped_tables --operators FOLDER --profiles FOLDER --out DIR
 
-FOLDERs have H100 and H200 as Parquet (as `jaxinfer validate` reads them), and A100 and L40S as CSV.
-DIR gets, for each card, its numbers and a file of arrays per operator: heads of 128, prompts and
-decodes without windows, products in bfloat16 and fp8 at some numbers of rows, experts of models in
-`configs/models.yaml`; times to four digits. Otherwise, two tables change: where a card's peak FLOPs
-forbid its prompts' attention, that of the card with the same peak takes its place; and A100's
-all-reduces are NCCL's of 16 bits, under the name of bfloat16.
+The folders have tables of H100 and H200 as Parquet (as `jaxinfer validate` reads them), and of A100
+and L40S as CSV. For each card, DIR gets its numbers, and one file of arrays per operator. The
+tables have heads of 128, prompts and decodes without windows, products in bfloat16 and fp8 at some
+numbers of rows, and experts of models in `configs/models.yaml`. Times are rounded to four digits.
+
+Two tables change in other ways. If a card's attention for prompts is faster than its peak FLOPs
+permit, the table of the card with the same peak takes its place. A100's all-reduces are NCCL's of
+16 bits, under the name of bfloat16.
 """
 
 import csv
@@ -27,7 +29,7 @@ VERSIONS = {"h100_sxm": "0.19.0", "h200_sxm": "0.19.0", "a100_sxm": "0.14.0", "l
 COLLECTIVES = "0.14.0"
 KINDS = {"h100_sxm": "H100-SXM", "h200_sxm": "H200", "a100_sxm": "A100-80G-SXM", "l40s": "L40S"}
 NAMES = {"h100_sxm": "h100", "h200_sxm": "h200", "a100_sxm": "a100", "l40s": "l40s"}
-# Another card's table, since the card's own has times that its peak forbids.
+# Cards whose own table has times that their peak forbids, with the card whose table replaces it.
 INSTEAD = {("h200_sxm", "context_attention_perf"): "h100_sxm"}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -72,7 +74,7 @@ def main(operators: Path, profiles: Path, out: Path) -> None:
 
 
 def _read(operators: Path, profiles: Path, card: str, name: str, version: str) -> Columns | None:
-    """A table's columns; None where the card has none."""
+    """Return a table's columns; None if the card has no such table."""
     for path in operators.glob(f"{card}/*/vllm/{version}/{name}.parquet"):
         from pyarrow import parquet
 
@@ -87,7 +89,7 @@ def _read(operators: Path, profiles: Path, card: str, name: str, version: str) -
     found = {column: np.array([row[column] for row in rows]) for column in rows[0]}
     if name == "custom_allreduce_perf":
         found = _of(found, (found["op_name"] == "all_reduce") & (found["nccl_dtype"] == "half"))
-        # Times of 16 bits, whatever they stand for.
+        # Times of 16 bits, under whatever name.
         found["allreduce_dtype"] = np.full(len(found["latency"]), "bfloat16")
     return found
 
@@ -97,7 +99,7 @@ def _of(columns: Columns, which: np.ndarray) -> Columns:
 
 
 def chosen(name: str, columns: Columns) -> Columns:
-    """The rows that ship."""
+    """Return the rows to ship."""
     which = np.ones(len(columns["latency"]), bool)
     words = {"gemm_perf": "gemm_dtype", "moe_perf": "moe_dtype"}
     if name in words:
@@ -121,7 +123,7 @@ def chosen(name: str, columns: Columns) -> Columns:
 
 
 def write(path: Path, columns: Columns, keys: Sequence[str]) -> None:
-    """Write points once, with their median times to four digits, in the keys' order."""
+    """Write each point once, with the median of its times to four digits, in the keys' order."""
     times: dict[tuple[Any, ...], list[float]] = {}
     own = [key for key in keys if key in columns]
     points = zip(*(columns[key].astype(str).tolist() for key in own), strict=True)
@@ -139,7 +141,7 @@ def write(path: Path, columns: Columns, keys: Sequence[str]) -> None:
 
 
 def _numbers(card: str) -> dict[str, Any]:
-    """The numbers that are read of a card; aiconfigurator's shares of its bandwidth."""
+    """Return the numbers of a card, with aiconfigurator's shares of its bandwidth."""
     gpu = find_gpu(KINDS[card])
     found: dict[str, Any] = {
         "ships_as": {"name": NAMES[card], "backend": "vllm", "version": VERSIONS[card]},

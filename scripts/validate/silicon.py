@@ -1,13 +1,13 @@
-"""The scoreboard of measured points: ours as published, by ablation, and with one number fitted.
+"""Make the tables of measured points: as published, without rules, and with one fitted number.
 
     python -m scripts.validate.silicon --points points.csv --operators FOLDER --out DIR
 
-Each variant is a run of ``jaxinfer validate`` in a folder of its own below DIR, which goes on where
-it was cut off. DIR gets ``groups.csv``, ``experts.csv`` (of models with experts),
-``ablations.csv``, ``tried.csv`` (what might explain groups that are far off) and ``halves.csv``,
-with ``--peer FILE`` of ``peer_estimates.py`` also ``peer.csv`` and ``peer_experts.csv``, and with
-``--log`` ``logs.csv``; none has a point's own figures. The number, ``sequence_s``, is fitted on one
-half of the points and tested on the other.
+Each variant is a run of ``jaxinfer validate`` in its own folder below DIR; an interrupted run
+continues. DIR gets ``groups.csv``, ``experts.csv`` (models with experts), ``ablations.csv``,
+``tried.csv`` (possible explanations for groups with large errors) and ``halves.csv``. With
+``--peer FILE`` of ``peer_estimates.py``, it also gets ``peer.csv`` and ``peer_experts.csv``, and
+with ``--log``, ``logs.csv``. None of these has the figures of a single point. The fitted number,
+``sequence_s``, is fitted on one half of the points and tested on the other.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ from jaxinfer.lab.validate.points import Point, read_points
 from scripts.tables import Row, read_csv, show_table, write_csv
 
 Group = Callable[[Point], bool]
-# Its engines' launches and operators are known.
+# Engines whose launch scripts and operators are known.
 DENSE = ("Llama-3.1-8B", "Llama-3.1-70B", "Qwen3-32B")
 WHOLE, REPLICAS = "Qwen3 235B, attention on all GPUs", "Qwen3 235B, attention in replicas"
-# Of these, vLLM on H200 alone has tables of experts; all other points are refused by name. Rows do
-# not say in how many replicas attention is: several where experts have more GPUs than it.
+# Of these, only vLLM on H200 has tables of experts; all other points are refused. Rows do not say
+# how many replicas attention has; there are several if experts have more GPUs than attention.
 EXPERTS: Mapping[str, Group] = {
     WHOLE: lambda point: _has_experts(point, "Qwen3-235B") and point.attention_dp == 1,
     REPLICAS: lambda point: _has_experts(point, "Qwen3-235B") and point.attention_dp > 1,
     "gpt-oss 120B": lambda point: _has_experts(point, "gpt-oss"),
 }
 FULL_CARD = "Qwen3 32B, SGLang 0.5.8"
-# Above, a point takes as long as ten others.
+# A point above this takes as long as ten others.
 LONGEST = 8191
 FITTED = "0.00002"
 TRIED = ("0", "0.00001", FITTED, "0.00003")
@@ -45,7 +45,7 @@ BUDGETS = (
     "max_num_tokens", "max_num_tokens_then", "max_prefill_tokens", "vllm_budget",
     "inferencex_vllm", "inferencex_trtllm", "batch_wait",
 )  # fmt: skip
-# By name: rules left out, and values set.
+# For each name: rules that are left out, and values that are set.
 VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "as published": ((), ()),
     "one budget of 8,192, chunks for all, no correction": (
@@ -71,11 +71,11 @@ VARIANTS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "today's budget for 1.0.0rc3": (("max_num_tokens_then",), ()),
     "SGLang's prompts first for all": (("max_prefill_tokens",), ()),
 }
-# By group and name: what was left out or set to see whether it explains how far off it is.
+# For each group and name: what was left out or set, to see whether it explains the error.
 ATTEMPTS: Mapping[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = (
     {
         (FULL_CARD, "as published"): ((), ()),
-        # By Little's law 5.2 requests of 1,024 tokens, or 2.7 of 2,048, are served at once.
+        # By Little's law, 5.2 requests of 1,024 tokens, or 2.7 of 2,048, are served at once.
         (FULL_CARD, "room for 6,000 tokens"): ((), ("engine.num_pages=375",)),
         (FULL_CARD, "room for 19,200 tokens"): ((), ("engine.num_pages=1200",)),
     }
@@ -184,7 +184,7 @@ def _has_experts(point: Point, model: str) -> bool:
 
 
 def try_all(points: Path, operators: str, out: Path) -> dict[tuple[str, str], Path]:
-    """Run what might explain groups that are far off."""
+    """Try possible explanations for groups with large errors."""
     chosen: dict[str, Group] = {
         **EXPERTS,
         FULL_CARD: lambda p: p.group[2] == "sglang" and p.group[3].startswith("0.5.8"),
@@ -202,7 +202,7 @@ def try_all(points: Path, operators: str, out: Path) -> dict[tuple[str, str], Pa
 
 
 def run_log(log: str, run_file: str, operators: str, out: Path) -> list[Row]:
-    """Figures of a log of requests beside those of its simulation."""
+    """Return figures of a log of requests, compared with those of its simulation."""
     name = Path(run_file).stem
     command = [sys.executable, "-m", "jaxinfer", "validate", log, "--run", run_file]
     _call([*command, "--operators", operators, "--out", str(out / name)])
@@ -223,7 +223,7 @@ def run(
     without: Iterable[str],
     settings: Iterable[str],
 ) -> Path:
-    """Run one variant, or go on with it; what it changes nothing of is ``known``."""
+    """Run or continue one variant; results that it does not change come from ``known``."""
     command = [sys.executable, "-m", "jaxinfer", "validate", str(points), "--operators", operators]
     command += ["--known", str(known)] if known != out else []
     for rule in (*without, "fitted"):
@@ -240,14 +240,14 @@ def _call(command: Sequence[str]) -> None:
 
 
 def groups(name: str, out: Path) -> list[Row]:
-    """A row per group of a run."""
+    """Return a row per group of a run."""
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     summary.pop("left_out")
     return [{"run": name, "group": group} | _columns(found) for group, found in summary.items()]
 
 
 def row(out: Path) -> Row:
-    """A row of the points of a run."""
+    """Return a row for all points of a run."""
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return _columns(summary["all"])
 
@@ -290,7 +290,7 @@ def halves(fits: Mapping[str, Path]) -> list[Row]:
 
 
 def beside(peer: Path, runs: Mapping[str, Path]) -> list[Row]:
-    """Median errors of the peer and of ours, on the points that the peer has figures for."""
+    """Return median errors of the peer and of ours, on the points with figures by the peer."""
     theirs = {each["id"]: each for each in read_csv(peer) if not each["refused"]}
     ours = {name: {each["id"]: each for each in _usable(out)} for name, out in runs.items()}
     rows = []
@@ -316,7 +316,7 @@ def beside(peer: Path, runs: Mapping[str, Path]) -> list[Row]:
 def _median_error(
     measured: Sequence[Row], predicted: Sequence[Row], figure: str, prefix: str
 ) -> float | str:
-    """Median of the size of a figure's error, in percent."""
+    """Return the median absolute error of a figure, in percent."""
 
     def milliseconds(found: Row, point: Row, of: str) -> float:
         if figure != "e2e":
@@ -336,7 +336,7 @@ def _usable(out: Path) -> list[Row]:
 
 
 def _errors(points: Sequence[Row], engine: str, half: int) -> list[float]:
-    """Errors of TPOT of an engine's points in one half, which a digest of their ids decides."""
+    """Return errors of TPOT of an engine's points in one half, chosen by a digest of their ids."""
     return [
         abs(each["tpot_ms"] / each["silicon_tpot_ms"] - 1)
         for each in points

@@ -1,4 +1,4 @@
-"""The simulator beside Vidur, on Vidur's own profile.
+"""Compare the simulator with Vidur, on Vidur's own profile.
 
     python -m scripts.validate.vidur --tables FOLDER --requests request_metrics.csv.gz --out DIR
 
@@ -26,7 +26,7 @@ RUN_FILE = CONFIGS / "vidur" / "codellama_34b.yaml"
 @click.option("--requests", "path", required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path))
 def main(tables: str, path: Path, out: Path) -> None:
-    """Print mean and p99 of TTFT and of decode time per token of both."""
+    """Print mean and p99 of TTFT, and of decode time per token, of both."""
     with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
         theirs = list(csv.DictReader(file))
     gaps = [float(row["request_inter_arrival_delay"] or 0) for row in theirs]
@@ -48,7 +48,7 @@ def main(tables: str, path: Path, out: Path) -> None:
             [float(row["prefill_e2e_time"]) for row in theirs],
             [r.token_times[0] - r.arrival for r in ours],
         ),
-        # Vidur divides by all output tokens, the first included.
+        # Vidur divides by the number of all output tokens, including the first.
         "decode per token": (
             [float(row["decode_time_execution_plus_preemption_normalized"]) for row in theirs],
             [(r.token_times[-1] - r.token_times[0]) / len(r.token_times) for r in ours],

@@ -1,11 +1,12 @@
-"""Vidur's profiles as the tables that ``simulate.tables`` reads.
+"""Convert Vidur's profiles to the tables that ``simulate.tables`` reads.
 
     python -m scripts.validate.vidur_tables --mlp mlp.csv.gz --attention attention.csv.gz \
         --all-reduce all_reduce.csv.gz --tensor-parallel 2 --out FOLDER
 
-As Vidur's execution time predictor adds them up: no embedding and no head; decodes of more than one
-sequence a tenth longer (its ``attention_decode_batching_overhead_fraction``); each all-reduce with
-0.02 ms for its launch (``nccl_cpu_launch_overhead_ms``).
+The tables add up times in the same way as Vidur's execution time predictor. They have no embedding
+and no head. Decodes of more than one sequence take a tenth longer (its
+``attention_decode_batching_overhead_fraction``). Each all-reduce includes 0.02 ms for its launch
+(``nccl_cpu_launch_overhead_ms``).
 """
 
 import csv
@@ -40,7 +41,7 @@ def rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def medians(path: Path, where: Mapping[str, str], at: str, operator: str) -> dict[float, float]:
-    """Milliseconds of an operator; points that were measured twice are averaged."""
+    """Return milliseconds of an operator; points that were measured twice are averaged."""
     found: dict[float, list[float]] = defaultdict(list)
     for row in rows(path):
         if all(row[name] == value for name, value in where.items()):
@@ -49,7 +50,7 @@ def medians(path: Path, where: Mapping[str, str], at: str, operator: str) -> dic
 
 
 def attention(path: Path, tp: int, prefill: bool) -> dict[tuple[float, float], float]:
-    """Milliseconds by chunk or batch, and by context; contexts that are missing, by a line."""
+    """Return milliseconds by chunk or batch, and by context; missing contexts are on a line."""
     count, operator = (
         ("prefill_chunk_size", "attn_prefill") if prefill else ("batch_size", "attn_decode")
     )

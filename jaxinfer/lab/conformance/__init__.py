@@ -1,10 +1,10 @@
-"""A conformance kit for hand-offs of KV between engines: numpy alone, no engine of ours.
+"""A conformance kit for KV hand-offs between any engines; it needs only numpy.
 
-Golden entries say by their values which request, layer, head and token they belong to (``golden``);
-two sides lay them out as their engines do (``layout``, ``side``); after any hand-off, ``check``
+The value of each golden entry says which request, layer, head and token it belongs to (``golden``).
+Two sides store them as their engines do (``layout``, ``side``). After any hand-off, ``check``
 compares the entries that arrived, and names the fault by the origin of wrong ones. ``mover`` is a
-correct hand-off between any two layouts, and ``faults`` has incorrect ones. ``adapter`` is the
-whole seam to an engine. docs/proof.md has the table of names.
+correct hand-off between any two layouts, and ``faults`` has incorrect ones. ``adapter`` is the only
+interface to an engine. docs/proof.md has the table of names.
 """
 
 from jaxinfer.lab.conformance.adapter import HandOffEngine, hand_over

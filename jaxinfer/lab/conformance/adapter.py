@@ -1,4 +1,4 @@
-"""The seam to an engine: four methods, of about twenty lines in all."""
+"""The interface to an engine: four methods, about twenty lines in total."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,36 +13,36 @@ Pools = Mapping[LayerPages, tuple[Pool, Pool]]
 
 
 class HandOffEngine(Protocol):
-    """An end of a hand-off in the engine under test.
+    """One end of a hand-off in the engine under test.
 
     Attributes:
-        layout: how its pools lie.
-        num_pages: of each pool.
+        layout: layout of its pools.
+        num_pages: number of pages of each pool.
     """
 
     layout: KVLayout
     num_pages: int
 
     def write(self, pools: Pools) -> None:
-        """Set all pages of the engine, keys and values of each layer and device."""
+        """Set all pages of the engine: keys and values of each layer and device."""
 
     def read(self) -> Pools:
-        """The pages as they are now."""
+        """Return the current pages."""
 
     def reserve(self, request: int, length: int) -> list[int]:
-        """The pages that the engine gives to a request of that length."""
+        """Return the pages that the engine gives to a request of that length."""
 
 
 class HandOff(Protocol):
     """The hand-off under test."""
 
     def __call__(self, request: int, length: int) -> None:
-        """Move a request's entries; return when they lie in the destination's pages."""
+        """Move a request's entries; return when they are in the destination's pages."""
 
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Name what an adapter has given in the error that it is not as it must be."""
+    """Name the adapter's method in the error of an invalid value."""
     try:
         yield
     except ValueError as error:
@@ -58,11 +58,11 @@ def hand_over(
     *,
     whole_pages: bool = False,
 ) -> list[Finding]:
-    """Have an engine hand over golden requests, one after another; return what is wrong.
+    """Let an engine hand over golden requests, one after another; return the faults.
 
     Raises:
-        ValueError: there are no requests, or more than golden entries tell from what pools held
-            before; or an adapter's method gives what cannot be, and is named.
+        ValueError: there are no requests, or more than golden entries can distinguish from the
+            former contents of pools; or an adapter's method returns an invalid value, and is named.
     """
     if not 1 <= len(lengths) <= FORMER:
         raise ValueError(f"lengths has {len(lengths)} requests, must have 1 to {FORMER}")

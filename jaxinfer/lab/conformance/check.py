@@ -1,4 +1,4 @@
-"""The check of a hand-off: does every entry lie where it should, and which fault was it if not?"""
+"""Checks a hand-off: whether every entry is where it should be, and if not, which fault it was."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from jaxinfer.lab.conformance.reread import other_readings
 from jaxinfer.lab.conformance.rules import RULES, Case, Named, by_rest
 from jaxinfer.lab.conformance.side import Side
 
-# Findings of one request; what is left then is noise of the first ones.
+# Largest number of findings for one request; further ones are consequences of the first.
 _MOST = 6
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault by its name, and where it shows.
+    """A named fault, and where it shows.
 
     Attributes:
         name: see the table in docs/proof.md.
-        request: None for what lies outside of all requests that were handed over.
-        blocks: entries that it explains, in blocks of 16 channels.
-        text: the first of them, in words.
+        request: the affected request; None for entries outside of all requests handed over.
+        blocks: number of blocks of 16 channels that it explains.
+        text: description of the first of them.
     """
 
     name: str
@@ -51,11 +51,11 @@ def check(
     """Check requests that a hand-off has moved; return an empty list if all is well.
 
     Args:
-        dest: destination after the hand-off; ``before``: destination before it, to check that all
-            other entries are unchanged.
+        dest: destination after the hand-off.
+        before: destination before the hand-off, to check that all other entries are unchanged.
         freed: requests whose pages at the destination were given to others before the end.
         slab_tokens: tokens sent as one slab; used only to name a swap.
-        wire: the format that travels, by default the narrower one of the two sides.
+        wire: format in which entries are sent, by default the narrower one of the two sides.
         whole_pages: whether a last page may be copied whole, with the source's unused entries.
 
     Returns:
@@ -63,7 +63,7 @@ def check(
         Within each part, the findings that explain most blocks come first.
 
     Raises:
-        ValueError: there is nothing to check, or a side has no such request.
+        ValueError: there is nothing to check, or a side does not have a request.
     """
     _refuse(source, dest, requests, wire)
     found: list[Finding] = []
@@ -72,7 +72,7 @@ def check(
         found += _explain(Case(wrong, source, dest, slab_tokens, freed))
     if before is not None:
         found += _elsewhere(before, dest, requests, freed, whole_pages)
-    # A page of 8 bits is rounded more coarsely for whatever else lies in it.
+    # The entries of an 8-bit page share a scale, so other entries may make rounding coarser.
     return sorted(found, key=lambda f: (f.name == "rounded", f.request is None, -f.blocks))
 
 
@@ -94,7 +94,7 @@ def _refuse(source: Side, dest: Side, requests: Sequence[int], wire: str | None)
 
 
 def _explain(case: Case) -> list[Finding]:
-    """Name the wrong blocks of a request: greedily, by the rule that explains the most."""
+    """Name a request's wrong blocks: repeatedly apply the rule that explains the most."""
     found: list[Finding] = []
     while len(case.wrong) and len(found) < _MOST:
         named: list[Named] = [each for rule in RULES for each in rule(case)]
@@ -128,7 +128,7 @@ def _finding(name: str, wrong: Wrong, text: str) -> Finding:
 def _elsewhere(
     before: Side, dest: Side, requests: Sequence[int], freed: Sequence[int], whole_pages: bool
 ) -> list[Finding]:
-    """Name what was written outside of what the requests have."""
+    """Name entries that were written outside of the requests' pages."""
     counts: dict[str, tuple[int, str]] = {}
     for kind, origin, where in changed_elsewhere(before, dest, requests):
         late = np.isin(origin.request, freed)

@@ -1,4 +1,4 @@
-"""Comparison of the KV that arrived with what should have: wrong blocks, and their owners."""
+"""Compares the KV that arrived with what should have: wrong blocks, and their owners."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,19 +11,21 @@ from jaxinfer.lab.conformance.layout import KVLayout, LayerPages
 from jaxinfer.lab.conformance.mover import narrower
 from jaxinfer.lab.conformance.side import Side
 
-# Entries of a page of 8 bits may be rounded once more where two slabs write it.
+# Entries of an 8-bit page may be rounded once more if two slabs write to it.
 _ROUNDINGS = 2
-# Of float32 products and quotients by a scale.
+# Rounding of float32 products and quotients by a scale.
 _FLOAT32 = 1e-6
 
 
 @dataclass
 class Wrong:
-    """Blocks of a request that hold something else than they should; arrays of N.
+    """Blocks of a request with wrong contents; arrays of N.
 
     Attributes:
-        shards: what the numbers in ``shard`` stand for; ``index``: of the head on its device.
-        origin: whose entries they are; ``zero``: those that are 0 throughout.
+        shards: the shards that the numbers in ``shard`` refer to.
+        index: index of the head on its device.
+        origin: owner of the entries.
+        zero: whether a block is all 0.
         ratio: ratio of a block's unit to that of its origin's golden entries; 0 without an origin.
     """
 
@@ -54,7 +56,7 @@ class Wrong:
 
 
 def wrong_blocks(source: KVLayout, dest: Side, request: int, wire: str | None) -> Wrong:
-    """Find the blocks of a request at the destination that differ by more than formats round."""
+    """Find a request's blocks at the destination that differ by more than rounding allows."""
     shards = list(dest.pools)
     formats = source, wire or narrower(source.kv_dtype, dest.layout.kv_dtype), dest.layout
     rows = [_of_shard(number, shard, dest, request, formats) for number, shard in enumerate(shards)]
@@ -93,10 +95,11 @@ def _of_shard(
 
 
 def allowed_change(golden: np.ndarray, source: KVLayout, wire: str, dest: KVLayout) -> np.ndarray:
-    """[2, T, K, H]: how far formats may let each entry differ from its golden one.
+    """Return [2, T, K, H]: how far formats may let each entry differ from its golden one.
 
-    Without scales it is rounded to the nearest in each format in turn, which is known; what has
-    been in 8 bits is so far off as that format lets it, and by as much again in each narrower one.
+    Without scales, an entry is rounded to the nearest number in each format in turn, which is
+    exactly known. In 8 bits, it may differ by as much as that format allows, and by the same amount
+    again in each narrower format.
     """
     allowed, nearest, size = np.zeros_like(golden), golden, np.abs(golden)
     is_known = True
@@ -119,7 +122,7 @@ def allowed_change(golden: np.ndarray, source: KVLayout, wire: str, dest: KVLayo
 
 
 def _largest_of_pages(size_2TKH: np.ndarray, page_size: int) -> np.ndarray:
-    """The largest number of each token's page and head."""
+    """Return the largest number in each token's page and head."""
     pages = np.arange(0, size_2TKH.shape[1], page_size)
     by_page = np.maximum.reduceat(size_2TKH.max(-1, keepdims=True), pages, axis=1)
     return np.repeat(by_page, page_size, axis=1)[:, : size_2TKH.shape[1]]
@@ -131,8 +134,8 @@ def changed_elsewhere(
     """Yield what a hand-off changed outside of its requests' entries, by the place.
 
     Yields:
-        ``tail`` or ``other``: in a request's last page past its length, or in another page; whose
-        entries lie there, and where: [N, 2], pages and offsets.
+        ``tail`` (in a request's last page past its length) or ``other`` (in another page); the
+        owner of the entries there; and where: [N, 2], pages and offsets.
     """
     tails = {
         dest.tables[r][dest.lengths[r] // dest.layout.page_size]: dest.lengths[r]
@@ -159,7 +162,7 @@ def changed_elsewhere(
                 continue
             blocks = found[:, at].reshape(-1, BLOCK)
             changed = (found[:, at] != was[:, at]).reshape(-1, BLOCK).any(-1)
-            # A last page's rest may be cleared.
+            # The rest of a last page may be cleared.
             changed &= blocks.any(-1) if name == "tail" else True
             origin = dest.model.origins(blocks[changed]).at(np.s_[:, 0])
             of_token = found[0, 0].size // BLOCK

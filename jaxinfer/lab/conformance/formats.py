@@ -10,10 +10,10 @@ class Format:
     """A number format of KV entries.
 
     Attributes:
-        storage: numpy's type of the same size, in which entries lie.
-        largest: for entries that need scales, the number that a page's largest becomes.
-        relative, absolute: the largest change by rounding, as a share of the number and of
-            ``largest``.
+        storage: numpy's type of the same size, in which entries are stored.
+        largest: for formats with scales, the number to which a page's largest entry is scaled.
+        relative: largest change by rounding, as a fraction of the number.
+        absolute: largest change by rounding, as a fraction of ``largest``.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Format:
 
     @property
     def scaled(self) -> bool:
-        """Tell whether entries are to be multiplied by a scale."""
+        """Tell whether entries are multiplied by a scale."""
         return self.largest is not None
 
 
@@ -41,7 +41,7 @@ FORMATS = {
 
 
 def _e4m3_values() -> np.ndarray:
-    """float32 [256]: each byte's number as e4m3fn: 1 sign, 4 exponent and 3 mantissa bits."""
+    """Return float32 [256]: each byte's e4m3fn number (1 sign, 4 exponent, 3 mantissa bits)."""
     byte = np.arange(256)
     sign = np.where(byte & 0x80, -1.0, 1.0)
     exponent, mantissa = (byte >> 3) & 15, byte & 7
@@ -57,7 +57,7 @@ _POSITIVE = _E4M3[:0x7F]
 
 
 def encode(numbers: np.ndarray, name: str) -> np.ndarray:
-    """Round numbers that fit, already divided by their scale, to how they are stored."""
+    """Round numbers that fit, already divided by their scale, to their stored form."""
     x = np.asarray(numbers, np.float32)
     if name == "float16":
         with np.errstate(over="ignore"):
@@ -71,7 +71,7 @@ def encode(numbers: np.ndarray, name: str) -> np.ndarray:
         size = np.minimum(np.abs(x), _POSITIVE[-1])
         above = np.searchsorted(_POSITIVE, size).clip(1, len(_POSITIVE) - 1)
         low, high = _POSITIVE[above - 1], _POSITIVE[above]
-        # Ties go to the even mantissa, which is that of the even byte.
+        # Ties go to the even mantissa, which is also the even byte.
         up = (size - low > high - size) | ((size - low == high - size) & (above % 2 == 0))
         byte = np.where(up, above, above - 1)
         return (byte | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
@@ -79,7 +79,7 @@ def encode(numbers: np.ndarray, name: str) -> np.ndarray:
 
 
 def decode(stored: np.ndarray, name: str) -> np.ndarray:
-    """float32: what stored numbers stand for, before any scale."""
+    """Return stored numbers as float32, without any scale."""
     if name == "bfloat16":
         return (stored.astype(np.uint32) << 16).view(np.float32)
     if name == "float8_e4m3fn":

@@ -1,11 +1,11 @@
-"""Golden KV entries of a tiny model: each says by its value whose it is, in any number format.
+"""Golden KV entries of a tiny model: each value identifies its owner, in any number format.
 
-A block of 16 channels is a code word: an entry is +-1 or +-1.5 (two bits), times 1, 2 or 4 by its
-tokens, head and layer. Two channels give the code word's unit, the other 28 bits the number of the
-request, layer, keys or values, token, head and block, so that no two blocks have the same. The
-code is read by ratios within a block: it survives entries of 8 bits, and a scale that is another
-page's shows as the same code times a number. Powers of two alone would hide a narrower format on
-the way; a share of up to 2^-7 by place shows it.
+A block of 16 channels is a code word. An entry is +-1 or +-1.5 (two bits), times 1, 2 or 4 by its
+token, head and layer. Two channels give the code word's unit. The other 28 bits are the number of
+the request, layer, keys or values, token, head and block, so that no two blocks are equal. The code
+is read from ratios within a block. It therefore survives entries of 8 bits, and a scale from
+another page shows as the same code times a number. Powers of two alone would hide a narrower format
+on the way; a part of up to 2^-7, which depends on the place, shows it.
 """
 
 import math
@@ -17,18 +17,18 @@ import numpy as np
 
 BLOCK = 16
 _CODE_BITS = 28
-# Odd, so that multiplying is one to one, and with bits all over.
+# Odd, so that multiplication is one to one, with bits in all places.
 _SPREAD = 0x9E3779B1
 _UNSPREAD = pow(_SPREAD, -1, 1 << _CODE_BITS)
-# Tokens that have the same power of two.
+# Number of tokens that have the same power of two.
 _RUN = 8
-# Requests of pools' pasts, from here on; of those that are handed over the numbers are smaller.
+# Earlier requests of pools have numbers from here on; handed-over requests have smaller ones.
 FORMER = 12
 MAX_REQUESTS = 16
 
 
 def check_counts(whose: str, counts: Mapping[str, object], least: int = 1) -> None:
-    """Raise ValueError for the first number that is no integer, or is too small."""
+    """Raise ValueError for the first number that is not an integer, or is too small."""
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
             raise ValueError(f"{whose}: {name} is {value!r}, must be an integer from {least} on")
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
     """Owners of the entries in some blocks; arrays of one shape, -1 for blocks without an owner.
 
     Attributes:
-        unit: what the block's entries are multiples of; ``request`` to ``block`` tell the place.
+        unit: number of which the block's entries are multiples.
     """
 
     request: np.ndarray
@@ -50,7 +50,7 @@ class Origin(NamedTuple):
     unit: np.ndarray
 
     def at(self, key: Any) -> "Origin":
-        """Select entries by a mask, or by another key of numpy's."""
+        """Select entries by a mask, or by another numpy key."""
         return Origin._make(x[key] for x in self)
 
 
@@ -59,7 +59,7 @@ class GoldenModel:
     """The sizes of a tiny model, and its golden entries.
 
     Attributes:
-        windows: of each layer, how many tokens back it attends, None for all.
+        windows: for each layer, how many tokens back it attends; None for all.
     """
 
     layers: int = 4
@@ -85,14 +85,14 @@ class GoldenModel:
         return self.layers, 2, self.max_tokens, self.heads, self.head_dim // BLOCK
 
     def first_needed(self, layer: int, length: int) -> int:
-        """The first token whose entries the next token still attends to."""
+        """Return the first token whose entries the next token still attends to."""
         window = self.windows[layer] if self.windows else None
         return 0 if window is None else max(0, length + 1 - window)
 
     def entries(
         self, request: int, layer: int, tokens: np.ndarray, heads: np.ndarray
     ) -> np.ndarray:
-        """float32 [2, T, K, H]: keys and values of some of a request's tokens and heads."""
+        """Return float32 [2, T, K, H]: keys and values of some of a request's tokens and heads."""
         part, token, head, block = np.meshgrid(
             np.arange(2), tokens, heads, np.arange(self.head_dim // BLOCK), indexing="ij"
         )
@@ -102,7 +102,7 @@ class GoldenModel:
         number = request * np.prod(self._sizes, dtype=np.int64) + place
         code = (number * _SPREAD) % (1 << _CODE_BITS)
         bits = (code[..., None] >> np.arange(_CODE_BITS)) & 1
-        # The two channels that tell the unit have signs alone.
+        # The two channels that identify the unit only have signs.
         sign, half = bits[..., :BLOCK], np.zeros((*code.shape, BLOCK), np.int64)
         half[..., 1], half[..., 2:14] = 1, bits[..., BLOCK:]
         fine = 1 + (number[..., None] * 31 + np.arange(BLOCK) * 7) % 16 / 2048
@@ -113,19 +113,20 @@ class GoldenModel:
     def unit(
         self, layer: np.ndarray | int, part: np.ndarray, token: np.ndarray, head: np.ndarray
     ) -> np.ndarray:
-        """The power of two that a place's entries are multiples of."""
+        """Return the power of two of which a place's entries are multiples."""
         mixed = token // _RUN * 5 + head * 3 + np.asarray(layer) * 7 + part
         return 2.0 ** (mixed * 40503 // 64 % 3)
 
     def origins(self, found: np.ndarray) -> Origin:
-        """Read the code words of [..., H]: arrays [..., H / 16]."""
+        """Read the code words of [..., H]; returns arrays [..., H / 16]."""
         x = found.reshape(*found.shape[:-1], found.shape[-1] // BLOCK, BLOCK)
         with np.errstate(all="ignore"):
             x = x.astype(np.float64)
             unit = np.abs(x[..., 0])
             size = np.abs(x) / unit[..., None]
             half = size > 1.25
-            # What no code word has: other sizes, and other bits in the two channels beside it.
+            # A pattern that no code word has: other sizes, and other bits in the two channels next
+            # to it.
             sound = (unit > 0) & (np.abs(size - np.where(half, 1.5, 1)) < 0.22).all(-1)
         sound &= half[..., 1] & ~half[..., 0] & ~half[..., 14:].any(-1)
         bits = np.concatenate([x < 0, half[..., 2:14]], -1).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Layouts of one side's KV: its devices, its pages, and the order within a page."""
+"""Layout of one side's KV: its devices, its pages, and the order within a page."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxinfer.lab.conformance.golden import GoldenModel, check_counts
 
 # A page's axes: N tokens, H heads, D channels.
 Order = Literal["NHD", "HND", "HDN"]
-# From [page, head, token, channel], as this package computes.
+# From [page, head, token, channel], the order in this package.
 _AXES: dict[str, tuple[int, ...]] = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3), "HDN": (0, 1, 3, 2)}
 
 
@@ -20,11 +20,12 @@ class KVLayout:
     """A side's layout.
 
     Attributes:
-        tp: devices that KV heads are split over; more than there are heads have copies, and where
-            heads do not divide, the last device's are padded.
-        stages: layers of each pipeline stage, () for one stage.
-        keys, values: the order of a page's axes. ``HDN`` has a channel's tokens side by side.
-        kv_dtype: of the entries; those of 8 bits have a scale per page and head.
+        tp: number of devices over which KV heads are split. With more devices than heads, heads are
+            copied; if heads do not divide, the last device is padded.
+        stages: numbers of layers of each pipeline stage; () for one stage.
+        keys: order of a page's axes for keys. ``HDN`` has a channel's tokens side by side.
+        values: order of a page's axes for values.
+        kv_dtype: format of entries; those of 8 bits have a scale per page and head.
     """
 
     tp: int = 1
@@ -63,7 +64,7 @@ class KVLayout:
                 layer += 1
 
     def heads_of(self, model: GoldenModel, rank: int) -> np.ndarray:
-        """The model's heads that a device holds, in its order; -1 for padding."""
+        """Return the model's heads on a device, in its order; -1 for padding."""
         if self.tp > model.heads:
             if self.tp % model.heads:
                 raise ValueError(f"tp is {self.tp}, the model has {model.heads} KV heads")
@@ -73,7 +74,7 @@ class KVLayout:
         return np.where(heads < model.heads, heads, -1)
 
     def order(self, part: int) -> Order:
-        """The order of axes of keys (0) or values (1)."""
+        """Return the order of axes of keys (0) or values (1)."""
         return self.values if part else self.keys
 
 
@@ -87,7 +88,7 @@ class LayerPages:
 
 
 def to_order(pages_PKBH: np.ndarray, order: str) -> np.ndarray:
-    """Reorder [page, head, token, channel] as a pool has it."""
+    """Reorder [page, head, token, channel] to a pool's order."""
     return np.ascontiguousarray(pages_PKBH.transpose(_AXES[order]))
 
 

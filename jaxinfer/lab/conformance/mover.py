@@ -1,4 +1,4 @@
-"""A correct hand-off between any two layouts, step by step; ``faults`` gets single steps wrong."""
+"""A correct hand-off between any two layouts, in steps that ``faults`` can get wrong."""
 
 import numpy as np
 
@@ -10,14 +10,14 @@ SLAB_TOKENS = 32
 
 
 class Mover:
-    """Moves requests' entries from one side's pages to another's, in slabs of some tokens."""
+    """Moves requests' entries from one side's pages to another's, in slabs of tokens."""
 
     def __init__(self, source: Side, dest: Side) -> None:
         self.source, self.dest = source, dest
         self.wire = narrower(source.layout.kv_dtype, dest.layout.kv_dtype)
 
     def move(self, request: int) -> None:
-        """Move all of a request's entries to the pages that the destination has for it."""
+        """Move all of a request's entries to its pages at the destination."""
         stop = self.source.lengths[request]
         for shard in self.dest.pools:
             for start in range(0, stop, SLAB_TOKENS):
@@ -25,10 +25,10 @@ class Mover:
                 self.put(shard, request, tokens, self.travel(self.take(shard, request, tokens)))
 
     def finish(self) -> None:
-        """Do what is to be done when all requests have been moved: nothing."""
+        """Finish after all requests have been moved; does nothing here."""
 
     def take(self, shard: LayerPages, request: int, tokens: range) -> np.ndarray:
-        """[2, T, K, H]: the entries of a destination's shard, out of the source's pages."""
+        """Return [2, T, K, H]: entries of a destination's shard, from the source's pages."""
         heads = self.dest.layout.heads_of(self.dest.model, shard.rank)
         found = np.zeros((2, len(tokens), len(heads), self.dest.model.head_dim), np.float32)
         for index, head in enumerate(heads.tolist()):
@@ -37,13 +37,13 @@ class Mover:
         return found
 
     def take_head(self, shard: LayerPages, head: int, request: int, tokens: range) -> np.ndarray:
-        """[2, T, H]: one head's entries."""
+        """Return [2, T, H]: entries of one head."""
         layer, rank, place = self.find(shard.layer, head)
         table = self.source_table(request)
         return self.read(layer, rank, table, tokens)[:, :, place]
 
     def find(self, layer: int, head: int) -> tuple[int, int, int]:
-        """Find a head at the source: its layer, rank, and index on that rank."""
+        """Return the layer, rank and index of a head at the source."""
         layout, model = self.source.layout, self.source.model
         for rank in range(layout.tp):
             (index,) = np.nonzero(layout.heads_of(model, rank) == head)
@@ -52,20 +52,20 @@ class Mover:
         raise AssertionError(f"no rank has head {head}")
 
     def source_table(self, request: int) -> list[int]:
-        """The request's pages at the source."""
+        """Return the request's pages at the source."""
         return self.source.tables[request]
 
     def dest_table(self, request: int) -> list[int]:
-        """The request's pages at the destination."""
+        """Return the request's pages at the destination."""
         return self.dest.tables[request]
 
     def read(self, layer: int, rank: int, table: list[int], tokens: range) -> np.ndarray:
-        """[2, T, K, H]: entries of a source's shard."""
+        """Return [2, T, K, H]: entries of a source's shard."""
         (shard,) = (s for s in self.source.pools if (s.layer, s.rank) == (layer, rank))
         return self.source.get(shard, table, tokens.start, tokens.stop)
 
     def travel(self, slab: np.ndarray) -> np.ndarray:
-        """Give the entries of a slab as they arrive."""
+        """Return the entries of a slab as they arrive."""
         return decode(encode(slab, self.wire), self.wire)
 
     def put(self, shard: LayerPages, request: int, tokens: range, slab: np.ndarray) -> None:
@@ -74,10 +74,10 @@ class Mover:
 
 
 def narrower(one: str, other: str) -> str:
-    """The format that travels between two."""
+    """Return the format in which entries are sent between two formats."""
     sizes = [
         ("float32" if FORMATS[name].scaled else name) for name in (one, other)
-    ]  # Dequantised where it leaves.
+    ]  # It is dequantised at the source.
     return min(sizes, key=lambda name: FORMATS[name].storage.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""Pages whose entries have no known owner, read once more as if laid out in another way."""
+"""Reads pages whose entries have no known owner again, in other layouts."""
 
 from collections.abc import Iterator
 from itertools import permutations
@@ -11,13 +11,13 @@ from jaxinfer.lab.conformance.golden import BLOCK
 from jaxinfer.lab.conformance.layout import from_order
 from jaxinfer.lab.conformance.side import Side
 
-# Share of a page's blocks that have to be golden in another reading.
+# Share of a page's blocks that must be golden in another reading.
 _ENOUGH = 0.4
 _TWO_BYTES = ("float16", "bfloat16")
 
 
 def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, str]]:
-    """Yield a name, the blocks, and a text where another reading finds the request's entries."""
+    """Yield a name, the blocks, and a text if another reading finds the request's entries."""
     nobody = (wrong.origin.request < 0) & ~wrong.zero
     table = np.asarray(dest.tables[wrong.request])
     name = dest.layout.kv_dtype
@@ -42,7 +42,7 @@ def other_readings(dest: Side, wrong: Wrong) -> Iterator[tuple[str, np.ndarray, 
 
 
 def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield pages in other formats, in other orders, and from another channel on."""
+    """Yield pages in other formats, in other orders, and shifted by channels."""
     for other in FORMATS:
         form = FORMATS[other]
         if other == name:
@@ -80,7 +80,7 @@ def _readings(pages: np.ndarray, name: str, order: str) -> Iterator[tuple[str, s
 
 
 def _channel_order(dest: Side, here: Wrong) -> str:
-    """Say how the channels of one part of a shard lie, if each block is golden in its own place."""
+    """Return the order of channels in one part of a shard, if each block is golden in its place."""
     shard, part = here.shards[here.shard[0]], here.part[0]
     length = dest.lengths[here.request]
     x_TKH = dest.get(shard, dest.tables[here.request], 0, length)[part]

@@ -1,6 +1,6 @@
-"""Names for what is wrong, each with the test that a wrong block has to pass.
+"""Names of faults, each with a test that a wrong block must pass.
 
-Every test goes by where a block's entries came from, and none by how a fault was made.
+Every test uses only where a block's entries came from, not how a fault was made.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ Named = tuple[str, np.ndarray, str]
 
 @dataclass(frozen=True)
 class Case:
-    """The blocks that are left to explain, and what is known of both sides."""
+    """The blocks that are not yet explained, and what is known of both sides."""
 
     wrong: Wrong
     source: Side
@@ -27,11 +27,11 @@ class Case:
 
     @property
     def own(self) -> np.ndarray:
-        """Blocks that hold entries of their own request."""
+        """Return the blocks that hold entries of their own request."""
         return self.wrong.origin.request == self.wrong.request
 
     def differs(self, *names: str) -> np.ndarray:
-        """Own blocks whose place differs from where they lie in these coordinates alone."""
+        """Return own blocks whose origin differs from their place only in these coordinates."""
         found = self.own.copy()
         for name in ("layer", "part", "token", "head", "block"):
             apart = getattr(self.wrong.origin, name) != getattr(self.wrong, name)
@@ -57,16 +57,16 @@ def by_owner(case: Case) -> Iterator[Named]:
 
 
 def by_absence(case: Case) -> Iterator[Named]:
-    """Entries that have not been written: what the destination's page held before is there."""
+    """Entries that have not been written, so that the page's former contents are still there."""
     wrong = case.wrong
     length, B = case.dest.lengths[wrong.request], case.dest.layout.page_size
     never = wrong.origin.request == case.dest.former
     if (wrong.token[wrong.zero] == length - 1).all():
-        never |= wrong.zero  # A page of 8 bits is cleared from where its last write has ended.
+        never |= wrong.zero  # An 8-bit page is cleared from the end of its last write.
     if not never.any():
         return
     text = "holds what the destination's page held before, or zeros"
-    # A head or layer of which nothing has arrived, on a device where other things have.
+    # A head or layer of which nothing has arrived, on a device to which other entries have come.
     whole = _whole_parts(case, never)
     yield "part never sent", never & whole, text
     never = never & ~whole
@@ -87,7 +87,7 @@ def by_absence(case: Case) -> Iterator[Named]:
 
 
 def _whole_parts(case: Case, never: np.ndarray) -> np.ndarray:
-    """Blocks of keys or values of a device's head in a layer that lacks all tokens."""
+    """Return blocks of keys or values of a device's head in a layer that lacks all tokens."""
     wrong, length = case.wrong, case.dest.lengths[case.wrong.request]
     whole = np.zeros(len(wrong), bool)
     if length < 2:
@@ -125,13 +125,13 @@ def by_coordinate(case: Case) -> Iterator[Named]:
 
 
 def _exchanged(case: Case, shift: np.ndarray) -> np.ndarray:
-    """Blocks whose token is of another slab, at the same place in it."""
+    """Return blocks whose token belongs to another slab, at the same place in it."""
     slab = case.slab_tokens
     return (shift % slab == 0) & (shift != 0) & _covers_slabs(case, shift)
 
 
 def _covers_slabs(case: Case, shift: np.ndarray) -> np.ndarray:
-    """Tell whether all tokens of the slab that a block lies in have moved as it has."""
+    """Tell whether all tokens of a block's slab have moved in the same way."""
     wrong, slab = case.wrong, case.slab_tokens
     length = case.dest.lengths[wrong.request]
     found = np.zeros(len(wrong), bool)
@@ -145,7 +145,7 @@ def _covers_slabs(case: Case, shift: np.ndarray) -> np.ndarray:
 
 
 def by_order(case: Case) -> Iterator[Named]:
-    """The request's own entries, where another order of a page's axes would have them."""
+    """The request's own entries, at the place that another order of a page's axes gives."""
     text = "holds that of token {token}, head {head}: pages are {order}, taken for {other}"
     for side, ours in ((case.dest, True), (case.source, False)):
         for part in (0, 1):
@@ -160,7 +160,7 @@ def by_order(case: Case) -> Iterator[Named]:
 
 
 def _misread(case: Case, layout: KVLayout, order: str, other: str, ours: bool) -> np.ndarray:
-    """Blocks whose origin is where a page has them if one order is taken for another."""
+    """Return blocks whose origin is explained by mistaking one order of a page for another."""
     wrong, model, B = case.wrong, case.dest.model, layout.page_size
     if ours:
         index, heads_of = wrong.index, wrong.shards
@@ -169,7 +169,7 @@ def _misread(case: Case, layout: KVLayout, order: str, other: str, ours: bool) -
         ranks, index = _places(layout, model.heads, wrong.head)
     width = len(layout.heads_of(model, 0))
     page, offset = np.divmod(wrong.token, B)
-    # The reader has ``order`` in mind at the destination, ``other`` at the source.
+    # The reader expects ``order`` at the destination, and ``other`` at the source.
     here, there = (order, other) if ours else (other, order)
     flat = index * B + offset if here == "HND" else offset * width + index
     if there == "HND":
@@ -182,14 +182,14 @@ def _misread(case: Case, layout: KVLayout, order: str, other: str, ours: bool) -
 
 
 def _places(layout: KVLayout, num_heads: int, head: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first rank that has each head, and the head's index there."""
+    """Return the first rank that has each head, and the head's index there."""
     if layout.tp > num_heads:
         return head * (layout.tp // num_heads), np.zeros_like(head)
     return np.divmod(head, -(-num_heads // layout.tp))
 
 
 def by_value(case: Case) -> Iterator[Named]:
-    """The right entries, by their code, and wrong as numbers."""
+    """Entries with the right code but wrong values."""
     here = case.own & case.differs()
     scaled = here & (np.abs(np.log2(np.maximum(case.wrong.ratio, 1e-9))) > 0.35)
     name = "scale of another page" if _by_page(case, scaled) else "scaled"
@@ -199,7 +199,7 @@ def by_value(case: Case) -> Iterator[Named]:
 
 
 def _by_page(case: Case, scaled: np.ndarray) -> bool:
-    """Tell whether a side has scales, and blocks of several pages are off by unlike factors."""
+    """Tell whether a side has scales, and several pages are wrong by different factors."""
     if all(
         pool.scale_PK is None
         for side in (case.source, case.dest)
@@ -213,7 +213,7 @@ def _by_page(case: Case, scaled: np.ndarray) -> bool:
 
 
 def _is_everywhere(case: Case, here: np.ndarray) -> bool:
-    """Tell whether some of these blocks are of each token that the request needs."""
+    """Tell whether each token that the request needs has some of these blocks."""
     length = case.dest.lengths[case.wrong.request]
     layers = np.unique(case.wrong.layer[here])
     first = min(case.dest.model.first_needed(layer, length) for layer in layers)
@@ -230,7 +230,7 @@ def by_rest(case: Case) -> Iterator[Named]:
     yield "changed", np.ones(len(case.wrong), bool), "holds nobody's entries"
 
 
-# From the most telling to the least: the first one that explains as much as any other counts.
+# From the most specific rule to the least: the first one that explains as much as any other wins.
 RULES: Sequence[Callable[[Case], Iterator[Named]]] = (
     by_owner,
     by_absence,

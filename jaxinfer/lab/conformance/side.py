@@ -1,4 +1,4 @@
-"""A side of a hand-off: pools of pages, and which pages each request has."""
+"""A side of a hand-off: pools of pages, and each request's pages."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,8 @@ class Pool:
     """A shard's pages of keys or of values.
 
     Attributes:
-        pages: as stored, in the layout's order; ``scale_PK``: None of entries without scales.
+        pages: pages as stored, in the layout's order.
+        scale_PK: scales; None for entries without scales.
     """
 
     pages: np.ndarray
@@ -36,9 +37,10 @@ class Side:
     """An engine's KV.
 
     Attributes:
-        num_pages: pages of each pool; page 0 belongs to no request and may hold anything.
-        former: of what the pools held before, the number that golden requests count from.
-        tables: each request's pages in token order; ``lengths``: its tokens.
+        num_pages: number of pages of each pool; page 0 belongs to no request and may hold anything.
+        former: number from which the golden requests count that the pools held before.
+        tables: each request's pages in token order.
+        lengths: each request's number of tokens.
         pools: keys and values of each shard.
     """
 
@@ -51,7 +53,7 @@ class Side:
     pools: dict[LayerPages, tuple[Pool, Pool]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Fill the pools with what former requests have left, so that it is known when read."""
+        """Fill the pools with entries of former requests, so that stale contents are recognised."""
         check_counts("Side", {"num_pages": self.num_pages})
         if not FORMER <= self.former < MAX_REQUESTS:
             raise ValueError(
@@ -77,10 +79,10 @@ class Side:
         return Pool(to_order(pages, self.layout.order(part)), scale_PK)
 
     def add(self, request: int, length: int, pages: list[int]) -> None:
-        """Note a request and its pages; they hold what they held.
+        """Register a request and its pages; their contents do not change.
 
         Raises:
-            ValueError: it is there already, has no golden entries, or these cannot be its pages.
+            ValueError: it is already registered, has no golden entries, or the pages are invalid.
         """
         check_counts("add", {"request": request}, least=0)
         check_counts(f"request {request}", {"length": length})
@@ -142,7 +144,7 @@ class Side:
     def _rescale(
         self, pool: Pool, order: str, page_T: np.ndarray, offset_T: np.ndarray, x_TKH: np.ndarray
     ) -> None:
-        """Write to pages of 8 bits; what lies before a page's first token is rounded again."""
+        """Write to pages of 8 bits; entries before a page's first token are rounded again."""
         assert pool.scale_PK is not None
         name = self.layout.kv_dtype
         pages, at_T = np.unique(page_T, return_inverse=True)
@@ -158,7 +160,7 @@ class Side:
         pool.scale_PK[pages] = scale_MK
 
     def get(self, shard: LayerPages, table: list[int], start: int, stop: int) -> np.ndarray:
-        """float32 [2, T, K, H] of the device's own heads, in token order."""
+        """Return float32 [2, T, K, H] of the device's own heads, in token order."""
         page_T, offset_T = np.divmod(np.arange(start, stop), self.layout.page_size)
         page_T = np.asarray(table)[page_T]
         found = []
@@ -171,7 +173,7 @@ class Side:
         return np.stack(found)
 
     def take_pages(self, other: "Side", request: int) -> None:
-        """Have the pages of a request of the other side, which lie in the same pools."""
+        """Use the pages of a request of the other side, which are in the same pools."""
         table = other.tables[request]
         for shard, pair in other.pools.items():
             for mine, theirs in zip(self.pools[shard], pair, strict=True):
@@ -180,14 +182,14 @@ class Side:
                     mine.scale_PK[table] = theirs.scale_PK[table]
 
     def copy(self) -> "Side":
-        """A copy whose pages are its own."""
+        """Return a copy with its own pages."""
         return copy.deepcopy(self)
 
     def load(self, pools: Mapping[LayerPages, tuple[Pool, Pool]]) -> None:
-        """Take what an engine's pools hold.
+        """Set the contents of all pools to those of an engine.
 
         Raises:
-            ValueError: they are not as the layout has them: shards, shapes, dtypes, or scales.
+            ValueError: shards, shapes, dtypes or scales do not match the layout.
         """
         if not isinstance(pools, Mapping):
             raise ValueError(f"pools are {type(pools).__name__}, must be a mapping")

@@ -1,4 +1,4 @@
-"""Golden KV from one side's pages to another's: our own hand-offs under the conformance kit."""
+"""Checks our own hand-offs with the conformance kit's golden KV."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,12 +14,12 @@ from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage.stage import Stage
 
-# The one request that is handed over.
+# The only request that is handed over.
 REQUEST = 1
 
 
 def golden_model(sides: Sequence[Sequence[Stage]]) -> tuple[GoldenModel | None, str]:
-    """The kit's model of what all sides' instances hold, or None and why there is none."""
+    """Return the kit's model of all sides' instances, or None and the reason why there is none."""
     plan = sides[0][0].plan
     tokens = max(s.plan.num_pages * s.plan.limits.page_size for stages in sides for s in stages)
     layers = sum(len(stage.kv) for stage in sides[0])
@@ -30,7 +30,7 @@ def golden_model(sides: Sequence[Sequence[Stage]]) -> tuple[GoldenModel | None, 
 
 
 def layout_of(stages: Sequence[Stage]) -> KVLayout:
-    """Describe the layout of an instance's pools in the kit's words."""
+    """Describe the layout of an instance's pools in the kit's terms."""
     plan = stages[0].plan
     keys: Order = "HND" if keys_by_token(plan.config.kernels) else "HDN"
     return KVLayout(
@@ -72,7 +72,7 @@ class GoldenEnd:
         self.side.load(self._pools())
 
     def _whole(self, layer: int, part: int) -> Pool:
-        """Pages of all devices together."""
+        """Return the pages of all devices together."""
         ranks = [pair[part] for shard, pair in self.side.pools.items() if shard.layer == layer]
         pages = np.concatenate([pool.pages for pool in ranks], axis=1)
         scales = [pool.scale_PK for pool in ranks if pool.scale_PK is not None]

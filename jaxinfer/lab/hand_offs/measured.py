@@ -1,4 +1,6 @@
-"""Hand-offs of every side to every other: does a prompt's KV arrive, how rounded, what follows?"""
+"""Hands KV over between all pairs of sides, and checks its arrival, rounding and the
+next tokens.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,9 +34,9 @@ from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
-# Tokens of a step with prefill.
+# Number of tokens of a step with prefill.
 CHUNK = 64
-# The first transfer pays for set-up; of the others, the quickest counts.
+# The first transfer includes set-up; of the others, the fastest counts.
 TRANSFERS = 3
 
 
@@ -43,14 +45,17 @@ class HandOffCheck:
     """The outcome of a hand-off between a pair of sides.
 
     Attributes:
-        verdict: ``exact``: every bit of every entry; ``rounds``: within what the formats allow;
-            ``wrong``: not; ``refused``.
-        max_change, rms_change, bound: see ``compare_entries``.
-        reason: why it is refused, or what was left out.
-        same_tokens: greedy tokens, from the first one on, that the reference draws, too.
-        logprob_change: the log probability's largest difference over those tokens.
-        num_bytes, seconds: size and time of the prompt's KV.
-        fault: of a hand-off that is wrong, what the conformance kit calls it.
+        verdict: ``exact`` if every bit of every entry is equal, ``rounds`` if changes are within
+            what the formats allow, ``wrong`` if not, or ``refused``.
+        max_change: see ``compare_entries``.
+        rms_change: see ``compare_entries``.
+        bound: see ``compare_entries``.
+        reason: reason for a refusal, or what was left out.
+        same_tokens: number of first greedy tokens that equal the reference's.
+        logprob_change: largest difference of the log probability over those tokens.
+        num_bytes: size of the prompt's KV.
+        seconds: time to send the prompt's KV.
+        fault: the conformance kit's name for a wrong hand-off.
     """
 
     source: str
@@ -69,7 +74,7 @@ class HandOffCheck:
 
 @dataclass
 class _Prompt:
-    """A request on one side, with the tokens drawn so far."""
+    """A request on one side, with the tokens sampled so far."""
 
     request: RequestState
     hold: HeldPages
@@ -81,15 +86,17 @@ class _Prompt:
 
 
 class Conformance:
-    """The sides as instances of one model, each on devices of its own.
+    """The sides as instances of one model, each on its own devices.
 
     Args:
-        sides: by name; the first one is the reference, whose own tokens all others are held to.
-        prompt: token ids; ``outputs``: tokens to draw.
+        sides: sides by name; the first one is the reference, to whose tokens all others are
+            compared.
+        prompt: token ids of the prompt.
+        outputs: number of tokens to sample.
 
     Attributes:
-        refused: of those that cannot be loaded, why.
-        left_out: why no golden entries are handed over; "" if they are.
+        refused: reasons for the sides that cannot be loaded.
+        left_out: reason why no golden entries are handed over; "" if they are.
     """
 
     def __init__(
@@ -106,7 +113,7 @@ class Conformance:
         self._layers, self._load_format = checkpoint.config.num_hidden_layers, load_format
         self.refused: dict[str, str] = {}
         self._check(self._config)
-        # JAX counts devices once.
+        # JAX counts devices only once.
         count_cpu_devices([self._config(self._able)])
         self._check(lambda side: plan_cluster(checkpoint.config, self._config(side)))
         if not self._able:
@@ -124,7 +131,7 @@ class Conformance:
         return {name: side for name, side in self.sides.items() if name not in self.refused}
 
     def _check(self, try_out: Callable[[dict[str, HandOffSide]], object]) -> None:
-        """Note each side that cannot be."""
+        """Record each side that cannot be loaded."""
         for name, side in self._able.items():
             try:
                 try_out({name: side})
@@ -137,7 +144,7 @@ class Conformance:
         for name, side in sides.items():
             groups[name], instance = side.sections(name, self._layers)
             instances[name] = instance | {
-                # Two requests, and the padding page.
+                # Pages of two requests, and the padding page.
                 "num_pages": 2 * -(-total // side.page_size) + 1,
                 "max_num_seqs": 1,
                 "max_num_batched_tokens": CHUNK,
@@ -150,9 +157,11 @@ class Conformance:
         return ClusterConfig.model_validate({"groups": groups, "instances": instances})
 
     def outcomes(self) -> Iterator[HandOffCheck]:
-        """Yield the outcome of each side with each, itself included, in the order of the sides."""
+        """Yield the outcome for each pair of sides, including equal ones, in the order of the
+        sides.
+        """
         engines = self._cluster.engines
-        # Before all else: golden entries fill whole pools.
+        # This comes first, because golden entries fill whole pools.
         faults = {pair: self._golden_fault(*pair) for pair in product(engines, engines)}
         reference = self._alone(next(iter(engines)))
         for source in self.sides:
@@ -268,7 +277,7 @@ class Conformance:
         )  # fmt: skip
 
     def _send(self, channel: Channel, dest: Engine, sent: _Prompt, transfer: Transfer) -> float:
-        """Seconds until the KV lies in the destination's pages."""
+        """Return the seconds until the KV is in the destination's pages."""
         landed: SimpleQueue[Landed | Failed] = SimpleQueue()
         jax.block_until_ready([stage.kv for stage in _stages(dest)])
         start = time.perf_counter()
@@ -284,7 +293,7 @@ class Conformance:
         return hold
 
     def _prefill(self, name: str) -> _Prompt:
-        """The prompt on one side, in chunks, and the first token."""
+        """Compute the prompt on one side, in chunks, and the first token."""
         done = _Prompt(_request(self._prompt, self._outputs), self._reserve(name))
         for start in range(0, len(self._prompt), CHUNK):
             count = min(CHUNK, len(self._prompt) - start)
@@ -324,6 +333,6 @@ def _stages(engine: Engine) -> list[Stage]:
 
 
 def _same(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Count the equal tokens, from the first one on."""
+    """Count the equal tokens from the start."""
     both = zip(tokens, others, strict=True)
     return next((i for i, (a, b) in enumerate(both) if a != b), len(tokens))

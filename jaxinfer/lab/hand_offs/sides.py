@@ -1,4 +1,4 @@
-"""The sides of a conformance table: few instances whose settings cover all pairs."""
+"""Chooses the sides of a conformance table: few instances whose settings cover all pairs."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +13,12 @@ from jaxinfer.options.validation import did_you_mean, parse_yaml
 
 @dataclass(frozen=True)
 class HandOffSide:
-    """The settings that a side of a hand-off has of its own, by their names in run files.
+    """The settings of one side of a hand-off, with their names in run files.
 
     Attributes:
-        kernels: decides how keys lie: ``plain`` has them by head dimension, others by token.
-        stages: pipeline stages; the first ones have fewer layers.
+        kernels: decides the layout of keys: ``plain`` stores them by head dimension, others by
+            token.
+        stages: number of pipeline stages; the first ones have fewer layers.
     """
 
     dtype: str = "float32"
@@ -45,8 +46,8 @@ class HandOffSide:
         tp = self.tensor_parallel_size
         instance: dict[str, Any] = {"group": group}
         if self.stages > 1:
-            # Unequal ones: cuts of sides with unlike numbers of stages seldom fall together. More
-            # than there are layers are refused as they stand.
+            # Unequal cuts, because cuts of sides with different numbers of stages seldom coincide.
+            # More cuts than layers are refused as they are.
             many = self.stages > layers
             counts = by_shares(layers, [1] if many else range(1, self.stages + 1))
             stages: list[dict[str, Any]] = [{"group": group, "layers": count} for count in counts]
@@ -57,9 +58,9 @@ class HandOffSide:
 
 
 Values = Mapping[str, Sequence[Any]]
-# Orders in which the greedy cover is sought: the smallest one counts.
+# Number of orders in which the greedy cover is tried; the smallest cover is used.
 _TRIES = 30
-# What each setting is tried with; the first of each make the reference.
+# Values to try for each setting; the first of each make the reference.
 VALUES: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16"),
     "kv_cache_dtype": ("auto", "int8", "fp8"),
@@ -70,15 +71,15 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Of a setting's values, what they are in words.
+# Names of a setting's values.
 _KIND_WORDS: Mapping[type, str] = {int: "an integer from 1 on", str: "a name"}
 
 
 def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """``VALUES`` with those that are given as ``NAME=A,B`` in place of their own.
+    """Return ``VALUES``, with those given as ``NAME=A,B`` replaced.
 
     Raises:
-        JaxinferError: there is no such setting, it is given twice, or a value is of another type.
+        JaxinferError: a setting is unknown or given twice, or a value has another type.
     """
     values, seen = dict(VALUES), dict[str, str]()
     for text in given:
@@ -111,11 +112,11 @@ def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def covering_sides(values: Values) -> list[HandOffSide]:
-    """Few sides such that any two values of two settings stand together in one of them.
+    """Return few sides such that any two values of two settings occur together in one of them.
 
-    Those that can be exact, whose KV is kept in their own dtype, have each value of the other
-    settings with each dtype besides. All pairs of such sides then have any two settings of the one
-    beside any two of the other. The first side has the first of all values.
+    Sides whose hand-offs can be exact keep KV in their own dtype. Among these, each value of the
+    other settings also occurs with each dtype. In pairs of such sides, any two settings of one then
+    meet any two of the other. The first side has the first of all values.
     """
     first, *rows = (
         HandOffSide(*row) for row in product(*(values[field.name] for field in fields(HandOffSide)))
@@ -128,7 +129,9 @@ def covering_sides(values: Values) -> list[HandOffSide]:
 
 
 def _cover(sides: Sequence[HandOffSide]) -> list[HandOffSide]:
-    """Greedily: the one that brings the most is next, the first of equals."""
+    """Choose sides greedily: each time the one that covers the most new pairs, the first
+    of equals.
+    """
     brought = {side: set(_wanted(side)) for side in sides}
     left = set().union(*brought.values())
     chosen = [sides[0]]

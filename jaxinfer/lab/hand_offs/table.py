@@ -1,4 +1,4 @@
-"""The outcomes of all pairs of sides, as tables for the terminal, in markdown and as CSV."""
+"""Tables of the outcomes of all pairs of sides: for the terminal, in markdown and as CSV."""
 
 import csv
 import statistics
@@ -20,10 +20,10 @@ TableCells = tuple[Sequence[str], list[Sequence[str]]]
 def conformance_tables(
     sides: "Mapping[str, HandOffSide]", outcomes: "Sequence[HandOffCheck]", outputs: int
 ) -> dict[str, TableCells]:
-    """Header and rows of each table, by its title.
+    """Return header and rows of each table, by its title.
 
     Args:
-        outputs: tokens that each pair was asked for.
+        outputs: number of tokens that each pair was asked for.
     """
     return {
         "Sides": (
@@ -104,7 +104,7 @@ def _summary(ends: tuple[str, str], outcomes: "Sequence[HandOffCheck]", outputs:
 
 
 def _reasons(outcomes: "Iterable[HandOffCheck]") -> list[list[str]]:
-    """A side's own reason once, for all that it is in."""
+    """List the reasons; a side's own reason is listed once for all its pairs."""
     found: dict[str, list[HandOffCheck]] = {}
     for outcome in outcomes:
         if outcome.reason:
@@ -131,7 +131,7 @@ def as_rich(title: str, cells: TableCells) -> Table:
 
 
 def as_markdown(title: str, cells: TableCells) -> str:
-    """A heading and a table."""
+    """Return a heading and a table in markdown."""
     columns, rows = cells
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join([f"### {title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
@@ -143,7 +143,7 @@ def write_conformance(
     outcomes: "Sequence[HandOffCheck]",
     outputs: int,
 ) -> None:
-    """``conformance.md``, and ``conformance.csv`` with a line for each pair and all settings."""
+    """Write ``conformance.md``, and ``conformance.csv`` with a line per pair and all settings."""
     tables = conformance_tables(sides, outcomes, outputs)
     text = "\n".join(as_markdown(*item) for item in tables.items() if item[1][1])
     (folder / "conformance.md").write_text(text, encoding="utf-8")

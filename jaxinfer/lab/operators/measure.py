@@ -1,7 +1,8 @@
-"""Measures the parts of an engine's steps, on devices of the user's kind (``profile --operators``).
+"""Measures the parts of an engine's steps on the user's devices (``profile --operators``).
 
-Of each step there are two engines, with few layers and with more, in turns, so that what else the
-machine does meets both; ``steps/operators.py`` makes layers, attention and the rest of that.
+Each step runs on two engines, one with few layers and one with more, in turn, so that other work on
+the machine affects both. ``steps/operators.py`` derives layers, attention and the rest from these
+times.
 """
 
 import time
@@ -33,22 +34,23 @@ from jaxinfer.steps.operators import Depths, Operators
 from jaxinfer.steps.times import Part
 
 ROUNDS = 3
-# Of each step in a row, of which the first has the host's part.
+# Number of times that each step runs in a row; the first includes the host's part.
 _STEPS = 3
 
 
 @dataclass(frozen=True)
 class MeasuredDegree:
-    """The measured times of the steps of one degree of tensor parallelism.
+    """The measured times of the steps for one degree of tensor parallelism.
 
     Attributes:
         model: the model, padded to the devices.
-        over_devices: layers were measured over as many devices as share them, all-reduces
-            included; else one device had its shard.
+        over_devices: whether layers were measured on as many devices as share them, with
+            all-reduces; otherwise one device had its shard.
         depths: numbers of layers of the two models.
-        checks: other steps of the deeper model, from which nothing was made, and their seconds.
-        host_s: seconds that the host adds to a step that is not launched ahead, by sequences.
-        spread: by how much the rounds of a step differ, in the median: quartiles by the median.
+        checks: seconds of other steps of the deeper model, which no table was made from.
+        host_s: seconds that the host adds to a step that is not launched ahead: per step and per
+            sequence.
+        spread: how much the rounds of a step differ: the interquartile range divided by the median.
     """
 
     engine: Engine
@@ -62,7 +64,7 @@ class MeasuredDegree:
 
 
 def the_instance(cluster: ClusterConfig) -> str:
-    """The name of the one instance.
+    """Return the name of the only instance.
 
     Raises:
         JaxinferError: there are several, or it has stages.
@@ -94,11 +96,11 @@ def the_instance(cluster: ClusterConfig) -> str:
 
 
 def choose_depths(config: ModelConfig, given: tuple[int, int] | None) -> tuple[int, int]:
-    """Layers of the two models: those that are given, or a third and all.
+    """Return the numbers of layers of the two models: the given ones, or a third and all.
 
     Raises:
-        JaxinferError: the model has fewer, or the layers that the deeper one has more are of
-            other kinds than those of the shallower, or the model is a mixture of experts.
+        JaxinferError: the model has fewer layers, the additional layers of the deeper model are of
+            other kinds than those of the shallower one, or the model is a mixture of experts.
     """
     if config.num_experts:
         raise JaxinferError(
@@ -125,11 +127,11 @@ def measure_operators(
     depths: tuple[int, int],
     progress: Progress,
 ) -> MeasuredDegree:
-    """Measure the cluster's one instance, with random weights; nothing else should run meanwhile.
+    """Measure the cluster's only instance with random weights; nothing else should run meanwhile.
 
     Args:
-        degree: degree of tensor parallelism; over as many devices where they are there, else by the
-            shard of one.
+        degree: degree of tensor parallelism; measured on this number of devices if there are
+            enough, otherwise with the shard of one.
 
     Raises:
         JaxinferError: the model does not fit, or its sizes do not divide.
@@ -211,7 +213,7 @@ def _measure(
 
 
 def measure_heads(engine: Engine) -> dict[int, float]:
-    """Seconds of logits and a token for each row, by the rows that steps are padded to."""
+    """Return the seconds of logits and sampling, by the number of rows that steps are padded to."""
     (stage,) = engine.stages
     assert isinstance(stage, Stage)
     found: dict[int, float] = {}
@@ -231,7 +233,7 @@ def measure_heads(engine: Engine) -> dict[int, float]:
 
 
 def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds per step and per sequence: a line through the medians, neither of them below 0."""
+    """Fit a line through the medians: seconds per step and per sequence, neither below 0."""
     by_rows: dict[int, list[float]] = defaultdict(list)
     for rows, seconds in points:
         by_rows[rows].append(seconds)

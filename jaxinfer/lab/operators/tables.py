@@ -35,19 +35,20 @@ from jaxinfer.simulate.costs.operator_folder import (
 )
 from jaxinfer.steps.operators import write_operators
 
-# What of an engine's options decides the times and shapes of steps, and what a run schedules by.
+# Options of an engine that decide the times and shapes of steps, and options by which a run is
+# scheduled.
 _OPTIONS = (
     "page_size", "max_num_seqs", "max_num_batched_tokens", "token_buckets", "max_model_len",
     "enable_prefix_caching", "launch_ahead", "chunks_in_flight", "watermark", "kv_cache_dtype",
 )  # fmt: skip
-# Sizes of a copy, in bytes, and of a product's matrices, by which an unknown device is described.
+# Sizes of a copy in bytes, and of a product's matrices, that are measured on an unknown device.
 _COPY, _PRODUCT = 1 << 28, 2048
 
 
 def profile_operators(
     config: RunFile, degrees: Sequence[int], layers: tuple[int, int] | None, out: Path
 ) -> None:
-    """Measure, write and check; the folder is new.
+    """Measure, write and check tables in a new folder.
 
     Raises:
         JaxinferError: see ``the_instance``, ``choose_depths`` and ``measure_operators``.
@@ -124,7 +125,7 @@ def _degree(devices: int, measured: MeasuredDegree) -> Degree:
 
 
 def _numbers(platform: str | None) -> Gpu:
-    """Measure here, as far as possible, a device that ``configs/gpus.yaml`` does not have."""
+    """Measure, as far as possible, the numbers of a device that ``configs/gpus.yaml`` lacks."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     return Gpu(
         bf16_tflops=round(product_rate(_PRODUCT) / 1e12, 4),

@@ -1,1 +1,1 @@
-"""Placements found by search: what stands where, for a goal, simulated by the serving code."""
+"""Searches for the best placement for a goal, with simulations by the serving code."""

@@ -1,13 +1,14 @@
-"""The rate of requests that no run on a modelled cluster exceeds, under any system.
+"""An upper bound on the request rate of a modelled cluster, under any system.
 
-A linear program over rates per second. Each instance computes prompt tokens and decodes, each kind
-by its position in the request, in steps that each yield a token: those of others could have been
-in these at no more cost. Their times are convex in what a step holds, so that many steps with given
-totals take no less than as many that are all alike (``StepFloor``). The totals of all instances are
-those of the workload's requests.
+A linear program over rates per second. Each instance computes prompt tokens and decodes, each
+divided by position in the request, in steps. Every step is assumed to yield a token: work of steps
+that yield none could be added to others at no more cost. Step times are convex in a step's
+contents, so steps with given totals take at least as long as equal steps (``StepFloor``). The
+totals of all instances are those of the workload's requests.
 
-Left out, all to the bound's favour: whole pages, the budget of a step, KV of prompts under way, the
-order of a request's work, what links carry, and what preemption computes again.
+The program ignores whole pages, the token budget of a step, KV of unfinished prompts, the order of
+a request's work, the capacity of links, and recomputation after preemptions. All of these make the
+bound higher.
 """
 
 from collections import Counter
@@ -24,25 +25,27 @@ from jaxinfer.simulate.costs.model import Padded, Pipeline
 from jaxinfer.simulate.costs.step_floor import ProductFloor, StepFloor
 from jaxinfer.workload.bench_request import BenchRequest
 
-# Kinds of work by their positions in a request: so many of prompts' tokens, and of decodes.
+# Number of kinds of work by position in a request, for prompts and for decodes each.
 BINS = 8
-# Units in which the program counts: solvers take coefficients below 1e-9 for 0.
+# Units of the program, because solvers treat coefficients below 1e-9 as 0.
 _TOKENS, _ENTRIES = 1e3, 1e6
 
 
 class HasFloor(Protocol):
-    """The times of a stage's steps, where their least is known."""
+    """The times of a stage's steps, if a lower bound on them is known."""
 
     def floor(self) -> StepFloor: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
 class Span:
-    """The mean work of one request at some positions: as prompt tokens, or as decodes.
+    """The mean work of one request at some positions, as prompt tokens or as decodes.
 
     Attributes:
-        low, high: positions from ``low`` on and below ``high``.
-        tokens: at these; ``entries``: KV entries that they see, their own included.
+        low: first position.
+        high: end of the positions.
+        tokens: number of tokens at these positions.
+        entries: KV entries that these tokens see, including their own.
     """
 
     low: int
@@ -53,12 +56,12 @@ class Span:
 
 @dataclass(frozen=True)
 class InstanceLimits:
-    """The limits of one kind of instance, of which there are some alike.
+    """The limits of one kind of instance.
 
     Attributes:
-        stages: the least times of each stage's steps.
-        seats: tokens that a step samples at most.
-        pool: KV entries that the decodes of a step see at most.
+        stages: least step times of each stage.
+        seats: largest number of tokens that a step samples.
+        pool: largest number of KV entries that the decodes of a step see.
     """
 
     stages: tuple[StepFloor, ...]
@@ -68,15 +71,18 @@ class InstanceLimits:
 
 @dataclass(frozen=True)
 class Bound:
-    """The bound of a cluster and a workload, and what each part of a request is worth by it.
+    """The bound of a cluster and a workload, and the resulting worth of each part of a request.
+
+    The parts of a mean request are worth 1 in total. In no period of any run is more worth done per
+    second than ``rate``.
 
     Attributes:
         rate: requests per second.
-        prompts, decodes: spans of positions.
-        token_worth: by span of prompts and then of decodes, in requests per token; ``entry_worth``:
-            per KV entry that such a token sees; ``first_worth``: per first token of an answer. What
-            a request has in the mean is worth 1, and no stretch of any run has more worth per
-            second than ``rate``.
+        prompts: spans of positions of prompt tokens.
+        decodes: spans of positions of decodes.
+        token_worth: requests per token, by span of prompts and then of decodes.
+        entry_worth: requests per KV entry that such a token sees.
+        first_worth: requests per first token of an answer.
     """
 
     rate: float
@@ -91,8 +97,8 @@ def bound_of(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> Bound:
     """Bound the rate at which a cluster serves a workload.
 
     Raises:
-        JaxinferError: the least times of some instance's steps are not known, or prompts that begin
-            alike are kept.
+        JaxinferError: an instance has no lower bound on its step times, or prefix caching is on for
+            prompts with common beginnings.
     """
     kinds = Counter(_capacity(name, each) for name, each in cluster.instances.items())
     caching = any(each.config.enable_prefix_caching for each in cluster.instances.values())
@@ -118,7 +124,7 @@ def _capacity(name: str, instance: ModelledInstance) -> InstanceLimits:
 
 
 def spans(first: np.ndarray, end: np.ndarray) -> tuple[Span, ...]:
-    """The mean work of requests that have a token at each position from ``first`` to ``end``."""
+    """Return the mean work of requests with a token at each position from ``first`` to ``end``."""
     edges = np.unique(np.linspace(first.min(), max(end.max(), first.min() + 1), BINS + 1).round())
     found = []
     for low, high in pairwise(edges.astype(int)):
@@ -139,10 +145,10 @@ def solve(
     """Solve the program.
 
     Args:
-        kinds: how many instances there are of each.
-        longest: tokens of a prompt, and so of a chunk, at most.
+        kinds: number of instances of each kind.
+        longest: largest number of tokens of a prompt, and therefore of a chunk.
     """
-    from scipy.optimize import linprog  # Slow to import.
+    from scipy.optimize import linprog  # Imported here, because it is slow.
 
     program = _Program()
     rate = program.variable()
@@ -180,13 +186,15 @@ def _instance(
     decodes: Sequence[Span],
     longest: int,
 ) -> tuple[list[tuple[int, int]], int]:
-    """Add what instances of one kind do per second; returns tokens and entries, by span, and first
-    tokens.
+    """Add the work per second of instances of one kind.
+
+    Returns:
+        Variables of tokens and entries, by span, and the variable of first tokens.
     """
     first, steps, placed = program.variable(_TOKENS), program.variable(), []
     for span in (*prompts, *decodes):
         tokens, entries = program.variable(_TOKENS), program.variable(_ENTRIES)
-        # Each token sees all before it and itself.
+        # Each token sees all earlier ones and itself.
         program.at_most({tokens: span.low + 1, entries: -1})
         program.at_most({tokens: -span.high, entries: 1})
         placed.append((tokens, entries))
@@ -211,7 +219,7 @@ def _instance(
 
 
 class _Program:
-    """A linear program over variables that are not negative, as it is written down."""
+    """A linear program over non-negative variables."""
 
     def __init__(self) -> None:
         self._units: list[float] = []
@@ -219,20 +227,20 @@ class _Program:
         self._less: list[tuple[Mapping[int, float], float]] = []
 
     def variable(self, unit: float = 1.0) -> int:
-        """A new variable that the solver counts in ``unit``."""
+        """Add a variable that the solver counts in ``unit``."""
         self._units.append(unit)
         return len(self._units) - 1
 
     def equal(self, row: Mapping[int, float]) -> None:
-        """The sum is 0."""
+        """Require that the sum is 0."""
         self._equal.append(row)
 
     def at_most(self, row: Mapping[int, float], most: float = 0.0) -> None:
-        """The sum is at most so much."""
+        """Require that the sum is at most ``most``."""
         self._less.append((row, most))
 
     def product(self, product: ProductFloor, tokens: Mapping[int, float], steps: int) -> int:
-        """A new variable: seconds of a matrix product over a number of tokens and steps."""
+        """Add a variable: seconds of a matrix product over a number of tokens and steps."""
         seconds = self.variable()
         self.at_most({each: n * product.compute_s for each, n in tokens.items()} | {seconds: -1})
         moved = {each: n * product.moved_s for each, n in tokens.items()}
@@ -240,14 +248,14 @@ class _Program:
         return seconds
 
     def row(self, coefficients: Mapping[int, float]) -> np.ndarray:
-        """Coefficients of all variables, in the solver's units."""
+        """Return the coefficients of all variables, in the solver's units."""
         found = np.zeros(len(self._units))
         for variable, coefficient in coefficients.items():
             found[variable] = coefficient * self._units[variable]
         return found
 
     def matrices(self) -> dict[str, np.ndarray]:
-        """The constraints as ``scipy.optimize.linprog`` takes them."""
+        """Return the constraints as arguments of ``scipy.optimize.linprog``."""
         return {
             "A_ub": np.array([self.row(row) for row, _ in self._less]),
             "b_ub": np.array([most for _, most in self._less]),

@@ -24,9 +24,9 @@ class Candidate:
         refused: reason why it cannot run, if its planner knows one; it is not simulated.
         outputs: largest number of output tokens per request if the candidate serves one phase of
             requests; 1 means the prompt alone.
-        uncounted: groups that cost nothing, since they stand for the other phase.
-        wanted: requests per second that its planner means it to carry, if any; where it carries
-            fewer, the result says so.
+        uncounted: groups that cost nothing, because they belong to the other phase.
+        wanted: requests per second that its planner expects, if any; if it serves fewer, the result
+            says so.
     """
 
     axes: Mapping[str, Axis]
@@ -44,7 +44,7 @@ class Candidate:
 
     @property
     def whole(self) -> bool:
-        """True if it serves whole requests, all of it counted."""
+        """True if it serves whole requests and all of its groups count."""
         return self.outputs is None and not self.uncounted
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Costs:
     usd: float | None
 
     def amount(self, of: Cost) -> float:
-        """The amount of a cost.
+        """Return the amount of a cost.
 
         Raises:
             JaxinferError: the amount is not known.
@@ -81,16 +81,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class Score:
-    """The rate that a candidate carries and its costs, or why there is none.
+    """The rate that a candidate can serve and its costs, or the reason why there is none.
 
     Attributes:
-        rate: requests per second at which it keeps the targets; 0 if at none, infinite if at any.
-        given_up: it missed the targets at the rate to beat, or its bound lies below that rate and
-            nothing was simulated.
-        figures: those found at that rate, by target (see ``Verdict``).
+        rate: requests per second at which it meets the targets; 0 if it meets them at no rate,
+            infinite if at every rate.
+        given_up: set if it missed the targets at the rate to beat, or if its bound is below that
+            rate and nothing was simulated.
+        figures: figures at that rate, by target (see ``Verdict``).
         refused: reason why it cannot run at all.
-        enough: number of requests needed for a verdict, if they were too few for the rate (see
-            ``TriedRate``).
+        enough: number of requests needed for a verdict, if there were too few (see ``TriedRate``).
     """
 
     rate: float
@@ -101,10 +101,11 @@ class Score:
     enough: int | None = None
 
 
-# A rate, in requests per second, above which its planner holds that a candidate carries nothing,
-# without simulation; infinite where it knows none. A search is as right as its bounds.
+# Returns the upper bound on a candidate's requests per second, which its planner knows without a
+# simulation; infinite if it knows none. A search is only as correct as its bounds.
 Bound = Callable[["Candidate"], float]
-# About what rate a candidate may have: who comes first, and where its search begins.
+# Returns a guess of a candidate's rate. It decides the order of candidates, and where a search
+# begins.
 Guess = Callable[["Candidate"], float]
 
 
@@ -112,7 +113,7 @@ class Search(Protocol):
     """The questions that planners ask about candidates for their problem."""
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
-        """Return each one's largest rate; with ``rate``, whether it carries that one."""
+        """Return each candidate's largest rate; with ``rate``, whether it can serve that rate."""
 
     def best(
         self,
@@ -131,14 +132,14 @@ class Search(Protocol):
 
 
 class Planner(Protocol):
-    """Walks through candidates. Each search makes a new one from its ``Options``."""
+    """Searches among candidates. Each search makes a new planner from its ``Options``."""
 
     Options: type[Options]
 
     def __init__(self, options: Any) -> None: ...
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """Return the best one for a problem, asking a search what others come to.
+        """Return the best candidate for a problem, using a search to evaluate candidates.
 
         Raises:
             JaxinferError: there is none.

@@ -1,4 +1,4 @@
-"""Content of a run file, independent of its groups' names."""
+"""Run files in a canonical form, independent of their groups' names."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,16 +9,17 @@ from jaxinfer.errors import JaxinferError
 
 
 def nameless(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Equal of run files that differ in names of groups alone, numbered as instances use them.
+    """Return an equal value for run files that differ only in the names of groups.
 
-    A group's name that stands elsewhere, too, may mean something there: then all names count.
-    Instances keep theirs, by which systems know them.
+    Groups are numbered in the order in which instances use them. If a group's name also occurs
+    elsewhere, it may have a meaning there, and all names count. Instances keep their names, by
+    which systems know them.
     """
     try:
         used = as_run_file(data).cluster().instances
         data = replicate_cluster(data)
     except JaxinferError:
-        return data  # It is none, which will be said.
+        return data  # It is no such value; a later check reports that.
     if not isinstance(data.get("groups"), dict):
         return data
     places = (place for instance in used.values() for place in instance.places)
@@ -40,7 +41,7 @@ def nameless(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _on(place: Any, numbers: Mapping[str, str]) -> Any:
-    """An instance, a stage or an attention group, by its group's number."""
+    """Return an instance, a stage or an attention group with its group's number."""
     if isinstance(place, str):
         return numbers[place]
     found = dict(place)
@@ -53,7 +54,7 @@ def _on(place: Any, numbers: Mapping[str, str]) -> Any:
 
 
 def _words(value: object) -> Iterator[str]:
-    """Keys and texts."""
+    """Yield all keys and texts."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A whole search: the planner's way, and a second look at what it chose."""
+"""A whole search: the planner's search, and a second look at its choice."""
 
 import math
 
@@ -10,14 +10,14 @@ from jaxinfer.lab.plan.search import DrivenSearch
 
 
 class PlannerFailed(JaxinferError):
-    """A planner's own mistake, of which no other requests would be free."""
+    """A mistake of the planner itself, which other requests would not avoid."""
 
 
 def choose(planner: Planner, search: DrivenSearch) -> Choice:
-    """The best candidate, looked at once more with fresh seeds.
+    """Return the best candidate, simulated again with fresh seeds.
 
     Raises:
-        JaxinferError: see ``find``; or its targets hold at any rate.
+        JaxinferError: see ``find``; or its targets are met at any rate.
     """
     candidate, score = find(planner, search)
     if math.isinf(score.rate):
@@ -28,11 +28,11 @@ def choose(planner: Planner, search: DrivenSearch) -> Choice:
 
 
 def find(planner: Planner, search: DrivenSearch) -> tuple[Candidate, Score]:
-    """The best candidate, simulated as a whole with the goal's seeds.
+    """Return the best candidate and its score, simulated as a whole with the goal's seeds.
 
     Raises:
-        PlannerFailed: the planner raises what it should not, or returns no candidate.
-        JaxinferError: there is none.
+        PlannerFailed: the planner raises an unexpected exception, or returns no candidate.
+        JaxinferError: there is no best candidate.
     """
     try:
         candidate = planner.plan(search.problem, search)

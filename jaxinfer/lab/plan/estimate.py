@@ -1,4 +1,4 @@
-"""Rates that a cluster may keep, by means instead of a simulation: a guess, for the order only."""
+"""Estimates a cluster's rate from means, without simulation, only to order candidates."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -12,14 +12,15 @@ from jaxinfer.workload.lengths import BenchRequest
 
 
 def guess_rate(config: RunFile, work: Sequence[BenchRequest], targets: Targets) -> float:
-    """Requests per second of all instances, each of which does all of a request.
+    """Estimate the requests per second of all instances, if each serves whole requests.
 
-    Of each, as many requests of mean lengths run as its seats and its pool hold, all at different
-    tokens, and a step has a decode of each and the prompts that keep up with them. Where a step as
-    large as there may be takes longer than the targets leave between tokens, it is that much less.
+    Each instance runs as many requests of mean length as fit into its seats and pool, all at
+    different tokens. A step has one decode for each of them, and the prompt tokens that replace
+    those that end. If the largest such step takes longer than the targets allow between tokens,
+    steps are smaller.
 
     Raises:
-        JaxinferError: the cluster cannot be what the run file says.
+        JaxinferError: the run file does not describe a valid cluster.
     """
     cluster = prepare(config)
     prompt = fmean(item.prompt_len for item in work)
@@ -44,7 +45,9 @@ def _rate(instance: ModelledInstance, prompt: float, output: float, limit: float
 def _gap(
     instance: ModelledInstance, decodes: float, chunk: float, prompt: float, context: float
 ) -> float:
-    """Seconds between tokens if all steps have the same numbers of decodes and prompt tokens."""
+    """Return the seconds between tokens if all steps have equal numbers of decodes and prompt
+    tokens.
+    """
     n, c = max(round(decodes), 1), max(round(chunk), 0)
     chunks = [(round(prompt / 2), c)] if c > 1 else []
     tokens = n + c * bool(chunks)

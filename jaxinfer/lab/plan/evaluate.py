@@ -1,4 +1,4 @@
-"""Evaluates a candidate: a search for its rate, by simulations in other processes."""
+"""Evaluates a candidate by searching for its rate, with simulations in other processes."""
 
 import math
 import pickle
@@ -30,11 +30,11 @@ class Question(NamedTuple):
     """A question about a candidate.
 
     Attributes:
-        data: the contents of its run file.
-        floor: a rate that it has to carry to be of interest, if it has to.
-        seeds: those of the arrivals.
+        data: contents of its run file.
+        floor: rate that it must reach to be of interest, if any.
+        seeds: seeds of the arrivals.
         outputs, uncounted: see ``Candidate``.
-        start: a rate to begin with (see ``capacity``).
+        start: first rate to try (see ``capacity``).
     """
 
     data: Mapping[str, object]
@@ -46,11 +46,11 @@ class Question(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """A simulation that is asked for.
+    """A simulation to run.
 
     Attributes:
         data, seeds, outputs: see ``Question``.
-        rate: requests per second; 0 for a sample of them, one at a time (see ``alone``).
+        rate: requests per second; 0 for a sample of requests, served one at a time (see ``alone``).
         requests: number of the workload's requests to use; None for all.
     """
 
@@ -61,13 +61,13 @@ class Simulation(NamedTuple):
     requests: int | None
 
 
-# Of a simulation, what it comes to; or, in words, why it cannot be.
+# The result of a simulation, or the reason why there is none.
 Simulate = Callable[[Simulation], TriedRate]
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Simulates run files; goes to other processes, which unpack its requests once."""
+    """Simulates run files. It is sent to other processes, which unpack its requests once."""
 
     goal: Goal
     work: Sequence[BenchRequest]
@@ -83,11 +83,11 @@ class Evaluator:
         return _unpacked, (self._packed,)
 
     def costs(self, data: Mapping[str, object], uncounted: Collection[str] = ()) -> Costs:
-        """Return the costs of a run file's cluster, but for some groups.
+        """Return the costs of a run file's cluster, without some groups.
 
         Raises:
-            JaxinferError: it is no run file, its parts do not fit together, or it has GPUs
-                without a price where dollars count.
+            JaxinferError: the run file is invalid, or has GPUs without a price although dollars
+                count.
         """
         placement, there = model_groups(resolve(as_run_file(data)))
         groups = [group for name, group in there.items() if name not in uncounted]
@@ -104,7 +104,7 @@ class Evaluator:
         return Costs(gpus, total_watts(placement, groups), usd)
 
     def __call__(self, asked: Simulation) -> TriedRate | str:
-        """Simulate at one rate; the figures, or the reason why it cannot be."""
+        """Simulate at one rate; return the result, or the reason why it is impossible."""
         try:
             config, work = as_run_file(asked.data), self._work(asked.requests, asked.outputs)
             if asked.rate:
@@ -114,7 +114,7 @@ class Evaluator:
             return str(error)
 
     def score(self, asked: Question, simulate: Simulate) -> Score:
-        """The score of a run file, by simulations one after another."""
+        """Return the score of a run file, from successive simulations."""
         try:
             costs = self.costs(asked.data, asked.uncounted)
             return self._score(asked, costs, simulate)
@@ -157,7 +157,7 @@ class Evaluator:
         return [replace(item, max_tokens=min(item.max_tokens, outputs)) for item in work]
 
     def _check_phases(self, outputs: int | None) -> None:
-        """Refuse targets of whole requests, where phases are asked for."""
+        """Refuse targets of whole requests if only one phase is simulated."""
         if outputs is None:
             return
         if self.targets.reference:

@@ -1,4 +1,4 @@
-"""Results of a search, kept in a file, so that a search that was killed goes on."""
+"""Results of a search in a file, so that an interrupted search can continue."""
 
 import fcntl
 import hashlib
@@ -13,27 +13,28 @@ from jaxinfer.files.made_from import code_version
 
 
 def key_of(*what: object) -> str:
-    """Return the key by which a result is found again: equal for equal JSON values."""
+    """Return the key of a result; equal JSON values give equal keys."""
     text = json.dumps(_text_keys(what), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _text_keys(value: object) -> object:
-    """Keys that JSON can sort: YAML's may be numbers beside names."""
+    """Make keys sortable for JSON: YAML's may be numbers next to names."""
     if isinstance(value, Mapping):
         return {str(key): _text_keys(item) for key, item in value.items()}
     return [_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class EvaluationCache:
-    """JSON values by key, of one version of the program.
+    """JSON values by key, for one version of the program.
 
     Args:
-        path: of JSON lines, one for each; None keeps them in memory alone.
-        version: of all that values depend on besides their keys; by default ``code_version``.
+        path: file of JSON lines, one per value; None keeps them only in memory.
+        version: identifies everything that values depend on except their keys; by default
+            ``code_version``.
 
     Attributes:
-        of_others: how many lines of the file are of another version, which do not count.
+        of_others: number of lines that belong to another version, and are ignored.
 
     Raises:
         JaxinferError: a line of the file is damaged, or another process writes to it.
@@ -60,7 +61,7 @@ class EvaluationCache:
     def _read(self, path: Path) -> None:
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:  # Killed in the midst of a line.
+        if whole != data:  # The process was killed while it wrote this line.
             path.write_bytes(whole)
         for number, line in enumerate(whole.splitlines(), 1):
             try:
@@ -81,15 +82,15 @@ class EvaluationCache:
             self._values[key] = value
 
     def _sum(self, key: str, value: Any) -> str:
-        """A checksum, by which a damaged line is known."""
+        """Return a checksum that reveals a damaged line."""
         return key_of(self._version, key, value)[:16]
 
     def get(self, key: str) -> Any:
-        """The value of this key, or None."""
+        """Return the value of this key, or None."""
         return self._values.get(key)
 
     def add(self, key: str, value: Any) -> None:
-        """Keep one; several threads may."""
+        """Store a value; several threads may do so."""
         line = {"key": key, "value": value, "version": self._version, "sum": self._sum(key, value)}
         with self._lock:
             self._values[key] = value
@@ -98,7 +99,7 @@ class EvaluationCache:
                 self._file.flush()
 
     def close(self) -> None:
-        """Close the file; what threads find later is kept in memory alone."""
+        """Close the file; results of threads after that are kept only in memory."""
         with self._lock:
             if self._file:
                 self._file.close()

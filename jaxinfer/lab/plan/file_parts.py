@@ -1,6 +1,6 @@
-"""Merging of the models and workloads of run files with those of their plan or sweep file.
+"""Merges the models and workloads of run files with those of a plan or sweep file.
 
-What the plan or sweep file says wins.
+Options of the plan or sweep file take precedence.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,10 +11,11 @@ from jaxinfer.config.run_file import SHORT
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, read_yaml
 
-# Of a workload, what says which requests there are, and of that, where they come from.
+# Options of a workload that select its requests, and those of them that name their source.
 REQUESTS = ("trace", "tokenizer", "synthetic", "only", "limit", "arrivals")
 SOURCES = ("trace", "synthetic")
-# Options by which a group of options is another one: the rest of the file's does not go with it.
+# Options that make a group another kind of group; the file's other options of the group are then
+# dropped.
 _DECIDES = {
     "arrivals": ("kind",),
     "synthetic": ("lengths", "input_len", "output_len"),
@@ -25,7 +26,7 @@ def read_file(file: str) -> dict[str, Any]:
     """Read a run file's mapping.
 
     Raises:
-        JaxinferError: it cannot be read, or is none.
+        JaxinferError: the file cannot be read, or is not a mapping.
     """
     data = read_yaml(Path(file))
     if not isinstance(data, dict):
@@ -34,10 +35,10 @@ def read_file(file: str) -> dict[str, Any]:
 
 
 def with_workload(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """A run file's part, its model and workload as ``run`` has them, or else as it has itself.
+    """Return a run file's part, with model and workload from ``run`` or else from the file.
 
     Args:
-        run: what all have in common.
+        run: common options.
     """
     found = dict(data)
     if run.get("model") is not None:
@@ -51,7 +52,7 @@ def with_workload(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, 
 
 
 def without_requests(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a plan's candidate: of the file's workload, what is told of its requests."""
+    """Do the same for a plan's candidate; of the file's workload, only options are kept."""
     found = {name: value for name, value in data.items() if name != "workload"}
     if run.get("model") is not None:
         found.pop("model", None)
@@ -65,9 +66,10 @@ def without_requests(data: Mapping[str, Any], run: Mapping[str, Any]) -> dict[st
 
 
 def joined(own: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's workload with what all have in common, which wins.
+    """Merge a file's workload with the common one, which takes precedence.
 
-    A trace or lengths of the one leave out those of the other, and so do arrivals of another kind.
+    A trace or lengths of the common workload remove those of the file, and arrivals of another kind
+    replace the file's.
     """
     found = dict(own)
     if any(common.get(name) is not None for name in SOURCES):
@@ -88,13 +90,13 @@ def joined(own: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
 def common_of(
     files: Iterable[str], run: Mapping[str, Any], with_times: bool
 ) -> tuple[Any, Mapping[str, Any] | None]:
-    """The model and the workload that all files have, where ``run`` has none; None of each.
+    """Return the model and the workload that all files share, if ``run`` has none.
 
     Args:
-        with_times: whether arrivals count.
+        with_times: whether arrivals must be equal.
 
     Raises:
-        OptionError: files have other requests, or it cannot be read.
+        OptionError: files have different requests, or one cannot be read.
     """
     datas = {file: read_file(file) for file in files}
     models = {str(data.get("model")): data.get("model") for data in datas.values()}

@@ -1,4 +1,4 @@
-"""Explains why no candidate will do: which is nearest, and what it lacks."""
+"""Explains why no candidate meets the targets: the nearest one, and what it lacks."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets
 
 
 def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> str:
-    """Names the candidate that comes nearest, with its figures and the required ones."""
+    """Return a line with the nearest candidate, its figures and the required ones."""
     if not tried:
         return "the planner finds no candidates: no placement fits on the GPUs given"
     missed = [(c, s) for c, s in tried if s.figures]
@@ -32,13 +32,15 @@ def why_nothing(tried: Sequence[tuple[Candidate, Score]], problem: Problem) -> s
 
 
 def more_requests(enough: int | None) -> str:
-    """The advice where targets hold at any rate: how many requests would tell, if that is known."""
+    """Return advice for targets that are met at any rate, with the number of requests if known."""
     count = "more requests" if enough is None else f"{enough} requests or more"
     return f"give {count}, or tighter targets"
 
 
 def _lack(score: Score, targets: Targets) -> tuple[int, float]:
-    """The number of targets of which nothing is known, and the distance from the worst other."""
+    """Return the number of targets without a figure, and the distance from the worst
+    other target.
+    """
     if isinstance(targets, PercentileTargets):
         pairs = zip(score.figures.values(), targets.limits, strict=True)
         lacks = [None if value is None else value / limit for value, (_, _, limit) in pairs]
@@ -49,7 +51,7 @@ def _lack(score: Score, targets: Targets) -> tuple[int, float]:
 
 
 def _asked_for(targets: Targets) -> list[str]:
-    """The limit that each figure has to keep, in words."""
+    """Return the limit of each figure, in words."""
     if isinstance(targets, PercentileTargets):
         return [f"at most {limit:g}" for _, _, limit in targets.limits]
     assert isinstance(targets, RequestTargets)

@@ -1,4 +1,4 @@
-"""Layers of each stage of a pipeline, where stages differ in speed and memory."""
+"""Divides layers among pipeline stages that differ in speed and memory."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 def even_times(
     total: int, fixed: Sequence[float], each: Sequence[float], most: Sequence[int]
 ) -> list[int] | None:
-    """Layers with which the slowest stage is as quick as can be; None where they do not fit.
+    """Return layers that make the slowest stage as fast as possible; None if they do not fit.
 
     Args:
-        fixed: seconds of each stage; ``each``: of each of its layers.
-        most: layers that each stage's memory holds.
+        fixed: seconds of each stage without layers.
+        each: seconds of each of its layers.
+        most: number of layers that each stage's memory can hold.
     """
     stages = range(len(each))
     if total < len(each) or sum(most) < total or min(most) < 1:
@@ -18,7 +19,7 @@ def even_times(
     level = (total + sum(f / e for f, e in zip(fixed, each, strict=True))) / sum(
         1 / e for e in each
     )
-    # Below the level, so that the greedy steps that follow only add.
+    # Start below the level, so that the greedy steps only add layers.
     layers = [min(max(int((level - fixed[i]) / each[i]), 1), most[i]) for i in stages]
 
     def seconds(stage: int, more: int) -> float:

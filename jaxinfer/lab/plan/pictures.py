@@ -1,4 +1,4 @@
-"""Pictures of a search: costs against rates, and times to first tokens against those between."""
+"""Pictures of a search: costs over rates, and times to first tokens over times between tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxinfer.report.pictures import save_picture
 from jaxinfer.simulate.targets import PercentileTargets
 
 BLUE, GREY = "#0072B2", "0.6"
-# Around the chosen one.
+# The frame around the chosen one.
 RING: dict[str, Any] = {
     "s": 110,
     "facecolors": "none",
@@ -29,16 +29,16 @@ GIVEN_UP: dict[str, Any] = {
     "c": GREY,
     "label": "misses the targets at this rate",
 }
-# More than so many names would not be read.
+# More names than this would be unreadable.
 MOST_NAMES = 16
-# So many points are all named.
+# Up to this many points are all named.
 FEW = 10
 
 
 def names_of(candidates: Sequence[Candidate], longest: int = 60) -> dict[tuple[object, ...], str]:
-    """Short names of candidates by their keys: the axes in which they differ.
+    """Return short names of candidates by their keys: the axes in which they differ.
 
-    Words stand alone, numbers behind the last part of their axis' name.
+    Words are used alone; numbers follow the last part of their axis' name.
     """
     axes = dict.fromkeys(name for candidate in candidates for name in candidate.axes)
     differ = [n for n in axes if len({str(c.axes.get(n)) for c in candidates}) > 1] or list(axes)
@@ -54,9 +54,9 @@ def names_of(candidates: Sequence[Candidate], longest: int = 60) -> dict[tuple[o
 
 
 def draw_rates(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
-    """Cost against rate, and what no other candidate for whole requests beats in both.
+    """Draw cost over rate, with the Pareto front of candidates for whole requests.
 
-    Of candidates that all cost the same, the best ones by name.
+    If all candidates cost the same, draw the best ones by name.
     """
     of = cost_of(search)
     scored = [
@@ -110,7 +110,7 @@ def _draw_names(
 ) -> None:
     from matplotlib.figure import Figure
 
-    # The largest rates, and then what is known to carry less than another.
+    # The largest rates, and then candidates that are known to be below another.
     best = sorted(scored, key=lambda each: (bool(each[1].given_up), -each[1].rate))
     shown = best[:MOST_NAMES]
     figure = Figure((7.5, 1.7 + 0.27 * len(shown)), layout="constrained")
@@ -149,7 +149,8 @@ def _draw_names(
 def draw_latencies(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
     """Draw TTFT over TBT of fully searched candidates at their largest rates, with the limits.
 
-    Draws nothing unless the targets are percentiles of both: the search has no other figures.
+    Draws nothing unless the targets are percentiles of both, because the search has no other
+    figures.
     """
     from matplotlib.figure import Figure
 
@@ -180,7 +181,7 @@ def draw_latencies(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
         best = [c for c in drawn if at[c.key] in front or c.key == chosen.key]
         labelled = _label(axes, drawn, best, at)
         ends = [max(ends[0], *gaps), max(ends[1], *firsts)]
-        # From 0 on, unless all that there is would be far from it.
+        # The axis starts at 0, unless all values would be far from it.
         starts = [
             0.9 * m if (m := min(v)) > e / 2 else 0.0
             for v, e in zip((gaps, firsts), ends, strict=True)
@@ -212,7 +213,7 @@ def _label(
     best: Sequence[Candidate],
     at: Mapping[tuple[object, ...], tuple[float, float]],
 ) -> list[str]:
-    """Number all points, or, of many, the best ones; the lines that say what the numbers are."""
+    """Number all points, or only the best ones of many; return lines that explain the numbers."""
     from matplotlib.patheffects import withStroke
 
     named = sorted(drawn if len(drawn) <= FEW else best[:MOST_NAMES], key=lambda c: at[c.key])
@@ -232,7 +233,7 @@ def _label(
 
 
 def _explain(figure: Any, axes: Any, lines: Sequence[str]) -> None:
-    """A legend below the axes, and what their numbers are."""
+    """Add a legend below the axes, and the lines that explain the numbers."""
     from matplotlib.lines import Line2D
 
     handles, labels = axes.get_legend_handles_labels()
@@ -248,6 +249,6 @@ def _explain(figure: Any, axes: Any, lines: Sequence[str]) -> None:
 
 
 def _unit(search: DrivenSearch) -> str:
-    """Return the unit of the figure that the goal is about."""
+    """Return the unit of the goal's figure."""
     goal = search.problem.goal
     return COSTS[goal.minimise] if goal.minimise else f"requests/s{PER[goal.maximise or 'cluster']}"

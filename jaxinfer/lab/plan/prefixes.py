@@ -1,4 +1,4 @@
-"""The most that a prefix cache may spare."""
+"""An upper bound on the tokens that a prefix cache saves."""
 
 from collections.abc import Sequence
 from itertools import compress, count, pairwise
@@ -9,10 +9,10 @@ from jaxinfer.workload.bench_request import BLOCK, BenchRequest, modelled_tokens
 
 
 class _Units(NamedTuple):
-    """A prompt as units that are equal or not: tokens, or whole blocks of them.
+    """A prompt as a sequence of comparable units: tokens, or whole blocks of them.
 
     Attributes:
-        length: tokens; the last block may have fewer than the others.
+        length: number of tokens; the last block may have fewer than the others.
     """
 
     units: Sequence[int]
@@ -23,20 +23,21 @@ class _Units(NamedTuple):
 def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     """Return for each prompt the most tokens that a cache may hold from other requests.
 
-    The requests may come in any order. The count is all tokens but the last if another whole prompt
-    is a prefix of this one, as that request's output may continue it; and 0 if the prompt's tokens
-    are not known.
+    The requests may come in any order. If another whole prompt is a prefix of this one, the count
+    is all tokens except the last, because that request's output may continue it. If the prompt's
+    tokens are not known, the count is 0.
     """
     found = [_of_synthetic(item, work) for item in work]
-    # Block by block where all are known by their blocks: unrolled, a trace fills the memory.
+    # Compared by blocks if all prompts are known by blocks, because expanding a trace would fill
+    # the memory.
     unit = 1 if any(item.prompt_token_ids for item in work) else BLOCK
     known = sorted(
         _prompt(item, n, unit)
         for n, item in enumerate(work)
         if item.has_tokens and not item.has_stretches
     )
-    # In this order, those that begin most alike are next to each other, and those that a prompt is
-    # the beginning of come right behind it.
+    # In this order, prompts with the longest common beginnings are neighbours, and a prompt is
+    # directly followed by those that begin with it.
     beginnings: list[int] = []
     for a, b in pairwise(known):
         common = _common(a, b, unit)
@@ -68,7 +69,7 @@ def _prompt(item: BenchRequest, number: int, unit: int) -> _Units:
 
 
 def _common(a: _Units, b: _Units, unit: int) -> int:
-    """The tokens that two prompts begin with alike."""
+    """Return the number of tokens in the common prefix of two prompts."""
     differs = next(compress(count(), map(ne, a.units, b.units)), None)
     most = min(a.length, b.length)
     return most if differs is None else min(differs * unit, most)

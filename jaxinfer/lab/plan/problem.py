@@ -1,4 +1,4 @@
-"""Plan files: a planner, a goal, and what all candidates have in common."""
+"""Plan files: a planner, a goal, and the common options of all candidates."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -18,7 +18,7 @@ from jaxinfer.simulate.targets import Criterion, Targets
 from jaxinfer.workload.lengths import BenchRequest
 
 T = TypeVar("T", bound=Options)
-# Of a run file, what a candidate completes; the rest is checked before any is looked at.
+# Parts of a run file that a candidate sets; the rest is checked before any candidate.
 _OF_CANDIDATES = ("engine", "groups", "instances", "links", "system", "simulate")
 Per = Literal["cluster", "gpu", "usd", "watt"]
 Cost = Literal["gpus", "usd", "watts"]
@@ -35,8 +35,8 @@ class Goal(Options):
         rate: Requests per second for ``minimise``. They arrive as a Poisson process.
         slo, attainment, criterion: Targets, as for ``jaxinfer capacity``.
         seeds: Number of seeds for arrivals, the same for all candidates. They count from 0.
-        fresh_seeds: Number of further seeds that check the best candidate. The best of many is in
-            part lucky.
+        fresh_seeds: Number of further seeds that check the best candidate. The best of many
+            candidates is partly lucky.
         requests_per_gpu: Requests for each GPU of a candidate; by default all requests.
         precision: Share by which a rate found may be too low.
         top: With ``maximise``, number of best candidates whose rate is searched in full.
@@ -86,7 +86,7 @@ class Replan(Options):
     beside: Named[str] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse two costs of reloading and none, and names that are taken."""
+        """Refuse both or neither of the costs of reloading, and names that are taken."""
         if (self.reload_gb_s is None) == (self.reload_s is None):
             raise JaxinferError("give either reload_gb_s or reload_s")
         for name in ("replanned", "static", "oracle"):
@@ -99,9 +99,9 @@ class Problem(Options):
 
     Attributes:
         planner: Planner's name, or ``my_module:MyPlanner``, and its options.
-        goal: The measure of the best.
-        run: Part that all candidates' run files have in common, with the workload. What it lacks of
-            model and requests is as the planner's files have it, where they agree.
+        goal: Measure of the best candidate.
+        run: Common part of all candidates' run files, with the workload. If it has no model or no
+            requests, they are taken from the planner's files, which must agree.
         prices: Dollars per hour of a GPU by name; by default those of a hardware file's nodes.
         replan: Plan again whenever the load has shifted.
     """
@@ -113,7 +113,7 @@ class Problem(Options):
     prices: Named[float] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse prices that are none, and options that ``replan`` does not use."""
+        """Refuse invalid prices, and options that ``replan`` does not use."""
         for name, usd in self.prices.items():
             if not usd > 0:
                 raise OptionError(f"prices.{name} is {usd:g}, must be above 0")
@@ -124,10 +124,10 @@ class Problem(Options):
         self._take_from_files()
 
     def _take_from_files(self) -> None:
-        """Complete ``run`` by what the planner's run files say.
+        """Complete ``run`` from the planner's run files.
 
         Raises:
-            OptionError: it has no requests, and theirs differ.
+            OptionError: it has no requests, and the files' differ.
         """
         files = self.planner.get("files") or self.planner.get("file")
         try:
@@ -135,7 +135,7 @@ class Problem(Options):
             for path in paths:
                 read_file(path)
         except (JaxinferError, TypeError):
-            return  # The planner says what is wrong with them.
+            return  # The planner reports what is wrong with them.
         model, workload = common_of(paths, self.run, with_times=bool(self.replan))
         taken = {"model": model, "workload": workload}
         taken = {name: value for name, value in taken.items() if value is not None}
@@ -144,10 +144,10 @@ class Problem(Options):
 
     @cached_property
     def work(self) -> Sequence[BenchRequest]:
-        """The workload's requests; their times do not count.
+        """The workload's requests; their arrival times are ignored.
 
         Raises:
-            JaxinferError: there is none, or it cannot be read.
+            JaxinferError: there are none, or they cannot be read.
         """
         common = {name: value for name, value in self.run.items() if name not in _OF_CANDIDATES}
         try:
@@ -161,21 +161,21 @@ class Problem(Options):
             raise within("run", error) from None
 
     def for_work(self, work: Sequence[BenchRequest], share: float) -> "Problem":
-        """The same of some of the requests, at this share of the goal's rate where it has one."""
+        """Return the problem for some of the requests, at this share of the goal's rate, if any."""
         goal = self.goal
         if goal.rate is not None:
             goal = goal.model_copy(update={"rate": goal.rate * share})
         found = Problem(
             planner=self.planner, goal=goal, run=self.run, prices=self.prices, replan=self.replan
         )
-        found.__dict__["work"] = work  # What the cached property would have found.
+        found.__dict__["work"] = work  # The value that the cached property would compute.
         return found
 
     def served(self, gpus: int) -> Sequence[BenchRequest]:
         """Return the requests with which a candidate of ``gpus`` GPUs is simulated.
 
         Raises:
-            JaxinferError: ``goal.requests_per_gpu`` asks for more than there are.
+            JaxinferError: ``goal.requests_per_gpu`` asks for too many requests.
         """
         each = self.goal.requests_per_gpu
         return requests_for(gpus, self.work, each) if each else self.work
@@ -185,7 +185,7 @@ class Problem(Options):
         return {}
 
     def hits_of(self, work: Sequence[BenchRequest]) -> list[int]:
-        """See ``best_hits``, of the workload's first requests; found once for each number."""
+        """Return ``best_hits`` for the workload's first requests; computed once for each number."""
         if len(work) not in self._hits:
             self._hits[len(work)] = best_hits(work)
         return self._hits[len(work)]
@@ -211,10 +211,10 @@ class Problem(Options):
 
 
 def merge(base: Mapping[str, Any], more: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Merge two mappings, nested mappings too; otherwise values of ``more`` win.
+    """Merge two mappings and their nested mappings; otherwise values of ``more`` win.
 
     Args:
-        where: in a run file they are: a name that stands for options there goes with others.
+        where: position in a run file; a name that stands for options there merges with others.
     """
     found = dict(base)
     for key, value in more.items():
@@ -232,7 +232,7 @@ def load_problem(path: str | Path, settings: Sequence[str] = ()) -> Problem:
     """Read a plan file, and apply settings such as ``goal.seeds=3``.
 
     Raises:
-        JaxinferError: the file or a setting is not what it should be.
+        JaxinferError: the file or a setting is wrong.
     """
     return load_options(Problem, "plan file", path, settings)
 
@@ -241,10 +241,10 @@ def load_options(kind: type[T], what: str, path: str | Path, settings: Sequence[
     """Read a file of options, and apply settings.
 
     Args:
-        what: the file is, in messages.
+        what: kind of the file, for messages.
 
     Raises:
-        JaxinferError: the file or a setting is not what it should be.
+        JaxinferError: the file or a setting is wrong.
     """
     try:
         data = read_yaml(Path(path))

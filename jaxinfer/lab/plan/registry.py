@@ -1,4 +1,4 @@
-"""Planners by name: those that come with jaxinfer, and a user's own."""
+"""Planners by name: jaxinfer's, and the user's own."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,13 +22,13 @@ PLANNERS = {
 
 
 def make_planner(config: Mapping[str, Any]) -> Planner:
-    """A new planner for one search.
+    """Make a new planner for one search.
 
     Args:
         config: its ``name``, or ``my_module:MyPlanner``, and its options.
 
     Raises:
-        JaxinferError: there is no such planner, or its options do not fit it.
+        JaxinferError: the planner is unknown, or the options do not fit it.
     """
     made: Planner = make_by_name("planner", config, PLANNERS, _refusal)
     return made

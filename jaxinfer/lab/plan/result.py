@@ -20,19 +20,20 @@ from jaxinfer.lab.plan.problem import Cost, Goal, Problem
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import too_few
 
-# What a maximised rate is divided by, in words.
+# For each goal that is maximised, the phrase that follows the rate.
 PER = {"cluster": "", "gpu": " per GPU", "usd": " per dollar an hour", "watt": " per watt"}
 
-# What is minimised, likewise.
+# For each goal that is minimised, the words for its unit.
 COSTS = {"gpus": "GPUs", "usd": "dollars an hour", "watts": "watts"}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The best candidate, looked at again as a whole.
+    """The best candidate, simulated again as a whole.
 
     Attributes:
-        score: of the search's seeds; ``fresh``: rates with others, one each.
+        score: score with the search's seeds.
+        fresh: rates with other seeds, one each.
     """
 
     candidate: Candidate
@@ -50,9 +51,9 @@ class Choice:
 
 
 def rows(search: DrivenSearch) -> list[dict[str, Any]]:
-    """Rows of the table: each candidate that was looked at, its axes, costs and result.
+    """Return the rows of the table: each candidate that was tried, its axes, costs and result.
 
-    An axis that is called as one of the other columns is ``axes.`` and its name.
+    An axis with the name of another column becomes ``axes.`` and its name.
     """
     found: list[dict[str, Any]] = []
     front = {candidate.key for candidate in front_of(search)}
@@ -63,9 +64,9 @@ def rows(search: DrivenSearch) -> list[dict[str, Any]]:
             "usd_per_hour": costs and costs.usd,
             "watts": costs and costs.watts,
             "requests_s": score.rate if score.figures else None,
-            "enough_requests": score.enough,  # Empty where they were.
+            "enough_requests": score.enough,  # None if there were enough.
             "given_up": score.given_up,
-            # At a rate that it misses, it is worth nothing.
+            # At a rate that misses the targets, it has no value.
             "value": search.value(score) if score.figures and not score.given_up else None,
             "front": "yes" if candidate.key in front else None,
             **{name.replace(" ", "_"): value for name, value in score.figures.items()},
@@ -77,7 +78,7 @@ def rows(search: DrivenSearch) -> list[dict[str, Any]]:
 
 
 def best_few(search: DrivenSearch, count: int) -> Table:
-    """The best candidates for the terminal, and after them those that were given up, if any.
+    """Return the best candidates for the terminal, followed by those that were abandoned, if any.
 
     Only axes in which candidates differ have a column.
     """
@@ -116,7 +117,7 @@ def _shown(value: object) -> str:
 
 
 def refusals(search: DrivenSearch) -> str | None:
-    """A line with the number of refused candidates and the first reason; None without any."""
+    """Return a line with the number of refused candidates and the first reason, or None."""
     refused = [(c, s.refused) for c, s in search.tried.values() if s.refused]
     if not refused:
         return None
@@ -128,9 +129,9 @@ def refusals(search: DrivenSearch) -> str | None:
 
 
 def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
-    """Write a CSV; columns in the order in which they first occur, but ``refused`` last."""
+    """Write a CSV file; columns in the order in which they first occur, but ``refused`` last."""
     columns = list(dict.fromkeys(name for row in table for name in row))
-    columns.sort(key="refused".__eq__)  # Last, since it is long.
+    columns.sort(key="refused".__eq__)  # It comes last, because it is long.
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
@@ -138,14 +139,14 @@ def write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
 
 
 def value_in_words(goal: Goal, value: float) -> str:
-    """Say how good something is, with its unit."""
+    """Return a value of the goal in words, with its unit."""
     if goal.minimise:
         return f"{-value:g} {COSTS[goal.minimise]} at {goal.rate:g} requests/s"
     return f"{value:.4g} requests/s{PER[goal.maximise or 'cluster']}"
 
 
 def head(search: DrivenSearch, choice: Choice, name: str) -> list[str]:
-    """Return the lines in which the run file says where it comes from."""
+    """Return the comment lines that say where the run file comes from."""
     goal = search.problem.goal
     refused = sum(score.refused is not None for _, score in search.tried.values())
     costs = choice.score.costs
@@ -193,13 +194,13 @@ def capacity_command(problem: Problem, name: str) -> str:
 def write_run_file(
     path: Path, problem: Problem, candidate: Candidate, lines: list[str], force: bool = False
 ) -> None:
-    """The chosen one, with its story at its head.
+    """Write the chosen candidate's run file, with its origin as a comment.
 
     Args:
         force: overwrite existing files.
 
     Raises:
-        JaxinferError: one is there that is not as it was written.
+        JaxinferError: the file exists, and was edited.
     """
     write_sealed(path, problem.run_file(candidate.part), lines, force)
 
@@ -207,13 +208,13 @@ def write_run_file(
 def write_sealed(
     path: Path, data: Mapping[str, Any], lines: Sequence[str], force: bool = False
 ) -> None:
-    """A run file with lines of comment at its head, and one at its end that an edit breaks.
+    """Write a run file with comment lines at the top, and a checksum at the end.
 
     Args:
         force: overwrite existing files.
 
     Raises:
-        JaxinferError: one is there that is not as it was written.
+        JaxinferError: the file exists, and was edited.
     """
     if path.exists() and not force and not is_untouched(path):
         raise JaxinferError(
@@ -226,12 +227,12 @@ def write_sealed(
 
 
 def _seal(data: bytes) -> bytes:
-    """The line that ends a file, by which an edited one is known."""
+    """Return the last line of a file, which reveals edits."""
     return f"# sha256 of what is above: {hashlib.sha256(data).hexdigest()}\n".encode()
 
 
 def is_untouched(path: Path) -> bool:
-    """Tell whether a file is as ``write_sealed`` left it."""
+    """Tell whether a file is unchanged since ``write_sealed`` wrote it."""
     data = path.read_bytes()
     above, line, _ = data.rpartition(b"# sha256 of what is above: ")
     return bool(line) and data == above + _seal(above)
@@ -241,7 +242,7 @@ FrontPoint = tuple[float, float]
 
 
 def frontier(points: Iterable[FrontPoint]) -> list[FrontPoint]:
-    """Points that no other one is below in one number and not above in the other, in order."""
+    """Return, in order, the points that are on the Pareto front."""
     found: list[FrontPoint] = []
     for x, y in sorted(points):
         if not found or y < found[-1][1]:
@@ -250,7 +251,7 @@ def frontier(points: Iterable[FrontPoint]) -> list[FrontPoint]:
 
 
 def in_full(search: DrivenSearch) -> list[tuple[Candidate, Score]]:
-    """Candidates for whole requests whose largest rate is known."""
+    """Return candidates for whole requests whose largest rate is known."""
     return [
         (candidate, score)
         for candidate, score in search.tried.values()
@@ -259,15 +260,15 @@ def in_full(search: DrivenSearch) -> list[tuple[Candidate, Score]]:
 
 
 def cost_of(search: DrivenSearch) -> Cost:
-    """Dollars where all candidates have a price, else GPUs."""
+    """Return dollars if all candidates have a price, otherwise GPUs."""
     costs = [score.costs for _, score in search.tried.values() if score.costs]
     return "usd" if costs and all(each.usd is not None for each in costs) else "gpus"
 
 
 def front_of(search: DrivenSearch) -> list[Candidate]:
-    """Candidates of ``in_full`` that no other one beats in cost and rate, the cheapest first.
+    """Return the candidates of ``in_full`` on the Pareto front of cost and rate, cheapest first.
 
-    Of equals the first that was looked at.
+    Among equal ones, the first that was tried counts.
     """
     of, found = cost_of(search), in_full(search)
     points = [(s.costs.amount(of), -s.rate) for _, s in found if s.costs]

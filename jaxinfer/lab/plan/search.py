@@ -1,4 +1,4 @@
-"""The one driver of all planners: what is simulated when, on which cores, and what is kept."""
+"""The common driver of all planners: decides what is simulated when, and stores the results."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from jaxinfer.lab.plan.problem import Cost, Per, Problem
 from jaxinfer.simulate.capacity import Ladder, TriedRate
 from jaxinfer.simulate.targets import Verdict
 
-# What a maximised rate is divided by.
+# The divisor of a maximised rate.
 DIVIDED_BY: Mapping[Per, Cost | None] = {
     "cluster": None,
     "gpu": "gpus",
@@ -27,10 +27,11 @@ DIVIDED_BY: Mapping[Per, Cost | None] = {
 
 
 class _Prospect(NamedTuple):
-    """A candidate that can be, and what is known of it without simulation.
+    """A valid candidate, and what is known of it without simulation.
 
     Attributes:
-        bound, guess: in requests per second.
+        bound: upper bound of its rate, in requests per second.
+        guess: estimate of its rate, in requests per second.
     """
 
     candidate: Candidate
@@ -40,7 +41,7 @@ class _Prospect(NamedTuple):
 
     @property
     def promise(self) -> float:
-        """The rate that decides how soon it is looked at."""
+        """The rate that decides how soon it is tried."""
         return self.bound if self.guess is None else min(self.guess, self.bound)
 
     @property
@@ -50,45 +51,45 @@ class _Prospect(NamedTuple):
 
 
 def _in_full(score: Score) -> bool:
-    """Tell whether the score has the largest rate that there is, neither 0 nor infinite."""
+    """Tell whether the score has the exact largest rate, neither 0 nor infinite."""
     return not score.refused and not score.given_up and 0 < score.rate < math.inf
 
 
 class MapSimulations(Protocol):
-    """``map``, or a pool's, which several threads call."""
+    """``map``, or that of a pool of processes, called by several threads."""
 
     def __call__(
         self, call: Evaluator, asked: Iterable[Simulation], /
     ) -> Iterator[TriedRate | str]:
-        """Return the results of all, in their order."""
+        """Return the results of all simulations, in their order."""
 
 
 class Watcher:
-    """Is told of a search's progress; this one does nothing with it."""
+    """Receives a search's progress; this one does nothing with it."""
 
     def expect(self, count: int) -> None:
-        """Hear that ``count`` more candidates are going to be looked at."""
+        """Expect ``count`` more candidates."""
 
     def simulated(self, candidate: Candidate, tried: TriedRate) -> None:
-        """A rate of a candidate's was simulated, or found among what was kept; in any thread."""
+        """Record that a rate of a candidate was simulated, or found in the cache; in any thread."""
 
     def scored(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
-        """A candidate was looked at; the best one so far."""
+        """Record a candidate's score, and the best candidate so far."""
 
 
 class DrivenSearch:
     """Simulates candidates for planners; see ``Search``.
 
-    Which candidate is looked at, from which rate on, depends on the problem alone: neither on how
-    many cores there are nor on which of them is first.
+    Which candidates are tried, and from which rate on, depends only on the problem, not on the
+    number of cores or on which of them is first.
 
     Args:
-        map_calls: runs an evaluator over simulations, as a pool of processes would. With one that
-            is not ``map``, all candidates of a wave are looked at at a time.
-        kept: where simulations are kept; what is there already is not simulated again.
+        map_calls: runs an evaluator over simulations, for example in a pool of processes. Unless it
+            is ``map``, all candidates of a wave are tried at the same time.
+        kept: cache of simulations; those found there are not simulated again.
 
     Attributes:
-        tried: each candidate that was looked at, in that order, and its latest score.
+        tried: each candidate that was tried, in order, with its latest score.
     """
 
     def __init__(
@@ -106,17 +107,17 @@ class DrivenSearch:
         self._map, self._prune = map_calls, prune
         self._kept, self._watcher = kept or EvaluationCache(), watcher or Watcher()
         self._best: Candidate | None = None
-        # With targets, of which a file may have another reference than before.
+        # With the targets, because a file may have another reference than before.
         self._digest = key_of(repr([problem.work, problem.targets]))
 
-    # What planners ask.
+    # The functions that planners call.
 
     def scores(self, candidates: list[Candidate], rate: float | None = None) -> list[Score]:
-        """Score each in full; those of equal keys are looked at once.
+        """Return the full score of each candidate; those with equal keys are tried once.
 
         Args:
-            rate: one that a cluster is to carry, in place of the goal's; its key is to tell the
-                two apart.
+            rate: rate that a cluster must serve, instead of the goal's; candidates for different
+                rates need different keys.
         """
         floor = self.problem.goal.rate if rate is None else rate
         found = {key: score for key, (_, score) in self.tried.items() if _in_full(score)}
@@ -135,20 +136,20 @@ class DrivenSearch:
         bound: Bound = lambda candidate: math.inf,
         guess: Guess | None = None,
     ) -> Candidate:
-        """The best, with as little work as that takes.
+        """Return the best candidate, with as little work as possible.
 
-        Those of the best guesses, or else bounds, come first. Each has to be better than the best
-        (of ``goal.top``, the last of so many) of the waves before; one that is not, at the rate
-        that this takes, is given up. Of equals the first wins.
+        Candidates with the best guesses, or else bounds, come first. Each must beat the
+        ``goal.top``-th best of earlier waves; one that does not, at the required rate, is
+        abandoned. Among equal ones, the first wins.
 
         Raises:
-            JaxinferError: none keeps the targets, none can be, or one keeps them at any rate.
+            JaxinferError: none meets the targets, none is valid, or one meets them at any rate.
         """
         distinct, top = self._distinct(candidates), self.problem.goal.top
         self._watcher.expect(sum(c.key not in self.tried for c in distinct))
         limits = [known for c in distinct if (known := self._known(c, bound, guess))]
         limits.sort(key=lambda each: -self._value(each.promise, each.costs))
-        # The best so far, and what they are worth.
+        # The best candidates so far, and their values.
         best: list[tuple[float, Candidate]] = []
         while limits:
             least = best[top - 1][0] if len(best) >= top and self._prune else None
@@ -186,9 +187,9 @@ class DrivenSearch:
         return self.evaluator.costs(self.problem.run_file(candidate.part), candidate.uncounted)
 
     def fresh_rates(self, candidate: Candidate) -> list[float]:
-        """The largest rates of a candidate with seeds that the search has not had, one each.
+        """Return a candidate's largest rates with seeds that the search has not used, one each.
 
-        None where its targets hold at any rate with one of them.
+        Empty if its targets are met at any rate with one of them.
         """
         goal = self.problem.goal
         seeds = range(goal.seeds, goal.seeds + goal.fresh_seeds)
@@ -204,7 +205,7 @@ class DrivenSearch:
         assert score.costs
         return self._value(score.rate, score.costs)
 
-    # How.
+    # Helpers.
 
     def _value(self, rate: float, costs: Costs) -> float:
         goal = self.problem.goal
@@ -214,13 +215,13 @@ class DrivenSearch:
         return rate / costs.amount(per) if per else rate
 
     def _is_out(self, rate: float, costs: Costs, floor: float | None, least: float | None) -> bool:
-        """Tell whether a candidate of which this rate is the bound needs no simulation."""
+        """Tell whether a candidate whose bound is this rate needs no simulation."""
         if floor is not None and rate < floor:
             return True
         return least is not None and self._value(rate, costs) <= least
 
     def _floor(self, least: float | None, costs: Costs) -> float | None:
-        """The lowest rate at which a cluster of these costs is better than the best."""
+        """Return the lowest rate at which a cluster with these costs beats the best."""
         goal = self.problem.goal
         if goal.minimise or least is None:
             return goal.rate
@@ -228,7 +229,7 @@ class DrivenSearch:
         return ladder.rate(ladder.above(least / self._value(1.0, costs)))
 
     def _known(self, candidate: Candidate, bound: Bound, guess: Guess | None) -> "_Prospect | None":
-        """Return what is known of a candidate without simulation; None if it cannot be."""
+        """Return what is known of a candidate without simulation; None if it is invalid."""
         try:
             if candidate.refused:
                 raise JaxinferError(candidate.refused)
@@ -239,7 +240,7 @@ class DrivenSearch:
             return None
         most = bound(candidate)
         for what, rate in (("guess", guessed), ("bound", most)):
-            if rate is not None and not rate >= 0:  # NaN is not, either.
+            if rate is not None and not rate >= 0:  # This also refuses NaN.
                 raise JaxinferError(
                     f"planner {self.problem.planner['name']}: the {what} of {candidate} is {rate}, "
                     "must be requests/s, a number from 0 on"
@@ -259,7 +260,9 @@ class DrivenSearch:
     def _look_at(
         self, wave: Sequence[tuple[Candidate, float | None, float | None]]
     ) -> Iterator[Score]:
-        """Simulate some, each with floor and start (see ``Question``); each score in turn."""
+        """Simulate candidates, each with floor and start (see ``Question``); yield scores
+        in order.
+        """
         seeds = tuple(range(self.problem.goal.seeds))
         asked: list[tuple[Candidate, Question]] = []
         refusals: list[str | None] = []
@@ -286,7 +289,7 @@ class DrivenSearch:
         return Question(data, floor, seeds, candidate.outputs, candidate.uncounted, start)
 
     def _ask(self, asked: Sequence[tuple[Candidate, Question]]) -> Iterator[Score]:
-        """Ask for each score as soon as it is there; equal ones are looked for once."""
+        """Yield each score as soon as it is known; equal questions are answered once."""
         parts = [self._part(each) for _, each in asked]
         keys = [
             (part, each.floor, each.seeds, each.outputs, each.uncounted)
@@ -305,14 +308,14 @@ class DrivenSearch:
             yield found[key]
 
     def _scores(self, asked: Sequence[tuple[Candidate, Question, str]]) -> Iterator[Score]:
-        """Yield scores in turn; of a pool, all at a time, a thread for each search of a rate."""
+        """Yield scores in order; with a pool, all searches run at once, each in a thread."""
         if self._map is map or not asked:
             yield from map(self._score, asked)
             return
         threads = ThreadPoolExecutor(len(asked))
         try:
             yield from threads.map(self._score, asked)
-        finally:  # Who waits for them after a signal may wait long.
+        finally:  # After a signal, waiting for them could take long.
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _score(self, asked: tuple[Candidate, Question, str]) -> Score:
@@ -326,10 +329,10 @@ class DrivenSearch:
         return self.evaluator.score(each, simulate)
 
     def _simulate(self, part: str, simulation: Simulation) -> TriedRate:
-        """The result of one simulation, as it was kept or else run now.
+        """Return the result of one simulation, from the cache or run now.
 
         Raises:
-            JaxinferError: it cannot be; that is not kept, since it may be mended elsewhere.
+            JaxinferError: it is impossible; that is not stored, since other files may correct it.
         """
         key = key_of(part, *simulation[1:])
         if known := self._kept.get(key):
@@ -341,8 +344,10 @@ class DrivenSearch:
         return found
 
     def _part(self, asked: Question) -> str:
-        """A key of all that a candidate's simulations depend on, but for what is asked of each."""
-        # What does not count is told by its name.
+        """Return a key of everything that a candidate's simulations depend on, except
+        the question.
+        """
+        # Names that do not count.
         data = asked.data if asked.uncounted else nameless(asked.data)
         return key_of(self._digest, data, contents(asked.data))
 

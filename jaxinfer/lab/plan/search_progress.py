@@ -17,17 +17,17 @@ from jaxinfer.lab.plan.candidate import Candidate, Score
 from jaxinfer.lab.plan.search import Watcher
 from jaxinfer.simulate.capacity import AT_ONCE, TriedRate
 
-# Without a terminal, a line in so many seconds.
+# Without a terminal, a line is printed after this many seconds.
 EVERY_S = 10.0
-# Of a candidate, about how many, until there is one to go by.
+# Assumed number of simulations of a candidate, until one is known.
 SIMULATIONS = 10
 
 
 class Bar:
-    """A bar where there is a terminal, else a line from time to time.
+    """A progress bar on a terminal; otherwise a line from time to time.
 
     Args:
-        total: None where it is not known.
+        total: number of steps; None if unknown.
     """
 
     def __init__(self, total: int | None = None) -> None:
@@ -39,7 +39,7 @@ class Bar:
         self._task = self._bar.add_task("", total=total)
 
     def advance(self, said: str) -> None:
-        """Note that one more is done."""
+        """Record that one more is done."""
         self._done += 1
         count = f"{self._done} of {self._total}" if self._total else f"{self._done} tried"
         self._bar.update(self._task, advance=1, description=f"{count}; {said}")
@@ -68,9 +68,9 @@ def _load(rate: float) -> str:
 
 
 class SearchBar(Watcher):
-    """Shows a search's progress: the share done, what is looked at, the time left, and the best.
+    """Shows a search's progress: the share done, what is being tried, the time left, and the best.
 
-    A bar where there is a terminal, else a line from time to time.
+    It is a bar on a terminal; otherwise a line from time to time.
     """
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class SearchBar(Watcher):
         self._began = time.monotonic()
         self._said = -math.inf
         self._expected, self._simulations = 0, 0
-        # Simulations by candidate: of those that are done, and of the others. Several searches may
-        # have the same candidates.
+        # Numbers of simulations by candidate, of those that are done and of the others. Several
+        # searches may have the same candidates.
         self._done: list[int] = []
         self._running: Counter[object] = Counter()
         self._best = "none keeps the targets yet"
@@ -102,7 +102,7 @@ class SearchBar(Watcher):
             self._tell()
 
     def simulated(self, candidate: Candidate, tried: TriedRate) -> None:
-        """Note that one rate of a candidate is simulated."""
+        """Record that one rate of a candidate was simulated."""
         with self._lock:
             self._simulations += 1
             self._running[candidate.key] += 1
@@ -111,10 +111,10 @@ class SearchBar(Watcher):
             self._tell()
 
     def scored(self, candidate: Candidate, score: Score, best: Candidate | None) -> None:
-        """Note that one candidate more is done."""
+        """Record that one more candidate is done."""
         with self._lock:
             self._done.append(self._running.pop(candidate.key, 0))
-            self._expected = max(self._expected, len(self._done))  # One may be looked at again.
+            self._expected = max(self._expected, len(self._done))  # One may be evaluated again.
             if best:
                 self._best = f"best: {best}"
             self._tell(last=len(self._done) == self._expected)
@@ -125,7 +125,7 @@ class SearchBar(Watcher):
         each = sum(full) / len(full) if full else float(SIMULATIONS)
         running = sum(min(count / each, 0.9) for count in self._running.values())
         share = (len(self._done) + running) / max(self._expected, 1)
-        # A candidate that is looked at again, when all are done, makes more than the whole.
+        # A candidate that is evaluated again at the end would exceed the total.
         return (time.monotonic() - self._began) * max(1 / share - 1, 0.0) if share else None
 
     def _tell(self, last: bool = False) -> None:
@@ -148,8 +148,8 @@ class SearchBar(Watcher):
 
 
 class PointBar(Bar):
-    """A bar of the points of a sweep that have figures."""
+    """A bar of the points of a sweep that are done."""
 
     def update(self, point: Candidate, figures: Mapping[str, object]) -> None:
-        """There are some of one more."""
+        """Record that one more point is done."""
         self.advance(str(point))

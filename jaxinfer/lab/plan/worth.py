@@ -1,4 +1,4 @@
-"""A run's speed while it neither fills nor drains, by its bound's prices of a request's parts."""
+"""A run's speed in its steady part, by the value that the bound gives each part of a request."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from jaxinfer.lab.plan.bound import Bound, Span
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
 
-# Shares of all worth between which a run is taken to be steady.
+# Shares of the total value between which a run counts as steady.
 _STEADY = 0.15, 0.65
 
 
 class WorthDone:
-    """The worth of a run's work over time. Work that is done again counts once.
+    """The worth of a run's work over time. Repeated work counts once.
 
     Args:
-        bound: of the run's cluster and workload.
+        bound: bound of the run's cluster and workload.
     """
 
     def __init__(self, bound: Bound) -> None:
@@ -28,7 +28,7 @@ class WorthDone:
         self._worths: list[np.ndarray] = []
 
     def add_step(self, done: StepDone) -> None:
-        """A step has ended: count its chunks of prompts."""
+        """Count the prompt chunks of a step that has ended."""
         gained = 0.0
         for row in done.rows:
             request, stop = row.request, min(row.start + row.count, row.request.prompt_len)
@@ -41,31 +41,31 @@ class WorthDone:
             self._worths.append(np.array([gained]))
 
     def add_request(self, request: RequestState, times: Sequence[float]) -> None:
-        """A request has ended, whose tokens were there at these times."""
+        """Count a request that has ended, whose tokens came at these times."""
         self._reached.pop(request.id, None)
         reached = self._decode.until(request.prompt_len + np.arange(len(times)))
         self._times.append(np.array(times))
         self._worths.append(np.diff(reached, prepend=reached[0] - self._bound.first_worth))
 
     def share(self) -> float:
-        """The rate of the steady part of the run by the bound's.
+        """Return the rate of the run's steady part, divided by the bound's.
 
-        Work of requests that have not ended by then counts, too. At most 1 whatever a system does,
-        but for the worth of the steps that are under way at the window's beginning, one or more for
-        each instance: they count in whole.
+        Work of requests that have not ended by then counts, too. The share is at most 1 for any
+        system, except for the steps that are in flight when the window begins (one or more per
+        instance), which count in full.
         """
         times, worths = np.concatenate(self._times), np.concatenate(self._worths)
         order = np.argsort(times, kind="stable")
         times, done = times[order], np.cumsum(worths[order])
         first, last = (int(np.searchsorted(done, part * done[-1])) for part in _STEADY)
         seconds = times[last] - times[first]
-        # All that ends at the first moment was done before.
+        # Work that ends at the first moment was done before.
         first = int(np.searchsorted(times, times[first], side="right")) - 1
         return float((done[last] - done[first]) / seconds / self._bound.rate)
 
 
 class _Worth:
-    """Sum the worth of all positions up to one: a quadratic by spans."""
+    """The summed worth of all positions up to a given one: a quadratic function per span."""
 
     def __init__(
         self, spans: Sequence[Span], token: Sequence[float], entry: Sequence[float]
@@ -83,7 +83,7 @@ class _Worth:
         return worth
 
     def until(self, end: np.ndarray | int) -> np.ndarray:
-        """The worth of all positions below ``end``, less what is the same for all."""
+        """Return the worth of all positions below ``end``, without a constant."""
         if not len(self._low):
             return np.zeros(np.shape(end))
         ends = np.maximum(np.asarray(end, float), self._low[0])

@@ -1,1 +1,1 @@
-"""Lengths of answers, learned from a model's own: a classifier, and what it has to beat."""
+"""Predicts lengths of answers with a classifier trained on a model's own answers."""

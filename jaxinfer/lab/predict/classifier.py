@@ -17,10 +17,10 @@ from jaxinfer.options.validation import Options
 
 
 class Classifier(nnx.Module):
-    """Linear to the classes, behind one layer of hidden units if there are any.
+    """A linear classifier, with one hidden layer if there are hidden units.
 
     Args:
-        num_hidden: units; 0 is logistic regression.
+        num_hidden: number of hidden units; 0 is logistic regression.
     """
 
     def __init__(self, num_features: int, num_hidden: int, num_classes: int, seed: int = 0) -> None:
@@ -29,7 +29,7 @@ class Classifier(nnx.Module):
         self.out = nnx.Linear(num_hidden or num_features, num_classes, rngs=rngs)
 
     def __call__(self, x_NF: jax.Array) -> jax.Array:
-        """Logits [N, K]."""
+        """Return logits [N, K]."""
         return self.out(jax.nn.gelu(self.hidden(x_NF)) if self.hidden else x_NF)
 
 
@@ -38,8 +38,9 @@ class Training(Options):
 
     Attributes:
         epochs: number of passes over the examples.
-        batch: examples of one step of the optimiser.
-        learning_rate, weight_decay: parameters of AdamW.
+        batch: number of examples per step of the optimiser.
+        learning_rate: learning rate of AdamW.
+        weight_decay: weight decay of AdamW.
         seed: seed of the first weights and of the order of examples.
     """
 
@@ -53,7 +54,7 @@ class Training(Options):
 def train(
     x_NF: np.ndarray, class_N: np.ndarray, num_classes: int, num_hidden: int, options: Training
 ) -> Classifier:
-    """A new classifier that has seen the examples."""
+    """Return a new classifier trained on the examples."""
     model = Classifier(x_NF.shape[1], num_hidden, num_classes, options.seed)
     optimiser = optax.adamw(options.learning_rate, weight_decay=options.weight_decay)
     graphdef, state = nnx.split(model)
@@ -66,7 +67,7 @@ def train(
 
 
 def _batches(count: int, options: Training) -> Iterator[np.ndarray]:
-    """Yield batches of one shape; examples left over in one epoch may come in another."""
+    """Yield batches of equal shape; the remainder of one epoch may come in another."""
     rng, size = np.random.default_rng(options.seed), min(options.batch, count)
     for _ in range(options.epochs):
         order = rng.permutation(count)
@@ -88,10 +89,10 @@ def _step(
 
 @partial(jax.jit, static_argnums=0)
 def likeliest(graphdef: Any, state: Any, x_NF: Any) -> jax.Array:
-    """The likeliest class of each example, of a model that ``nnx.split`` has taken apart."""
+    """Return the likeliest class of each example, for a model split by ``nnx.split``."""
     return jnp.argmax(nnx.merge(graphdef, state)(x_NF), -1)
 
 
 def classify(model: Classifier, x_NF: np.ndarray) -> np.ndarray:
-    """The likeliest class of each example."""
+    """Return the likeliest class of each example."""
     return np.asarray(likeliest(*nnx.split(model), x_NF))

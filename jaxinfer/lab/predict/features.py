@@ -1,4 +1,4 @@
-"""Features of a prompt for a classifier, and the classes: buckets of the answer's length.
+"""Features of a prompt, and the classes: buckets of the answer's length.
 
 Shape suffixes: N prompts, F features, K classes.
 """
@@ -8,18 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Odd numbers: their products modulo a power of two keep all tokens apart.
+# Odd numbers, whose products modulo a power of two differ for different tokens.
 _HASH, _HASH_NEXT = 2654435761, 40503
 
 
 @dataclass(frozen=True)
 class LengthBuckets:
-    """Class k is the lengths from ``k * granularity`` up to the next one's, not included.
+    """Buckets of lengths: class k begins at ``k * granularity``, and ends before the next class.
 
     Attributes:
-        granularity: tokens of a bucket.
-        cap: length at which answers were cut off: those of this length or more are in the last
-            class.
+        granularity: number of tokens of a bucket.
+        cap: length at which answers were cut off; longer answers are in the last class.
     """
 
     granularity: int
@@ -27,15 +26,18 @@ class LengthBuckets:
 
     @property
     def count(self) -> int:
-        """Classes, that of the answers cut off included."""
+        """Number of classes, including that of answers that were cut off."""
         return -(-self.cap // self.granularity) + 1
 
     def of(self, length: int) -> int:
-        """The class of an answer of ``length`` tokens."""
+        """Return the class of an answer of ``length`` tokens."""
         return self.count - 1 if length >= self.cap else length // self.granularity
 
     def bounds(self, bucket: int) -> tuple[int, int]:
-        """Output tokens, at least and at most; nothing is known beyond the cap."""
+        """Return the smallest and largest number of output tokens.
+
+        Nothing is known beyond the cap.
+        """
         low, high = bucket * self.granularity, (bucket + 1) * self.granularity
         return (self.cap, self.cap) if bucket == self.count - 1 else (low, min(high, self.cap))
 
@@ -44,7 +46,7 @@ def bag_of_tokens(token_ids: Sequence[int], rows: int) -> np.ndarray:
     """Hash a prompt's tokens and pairs of neighbours to a bag of norm 1, and add its log length.
 
     Args:
-        rows: features of the bag, before the one that is the logarithm of the prompt's length.
+        rows: number of features of the bag; one more is the logarithm of the prompt's length.
     """
     tokens = np.asarray(token_ids, np.int64)
     pairs = tokens[:-1] * _HASH_NEXT + tokens[1:] * _HASH + 1

@@ -1,4 +1,4 @@
-"""A trained classifier as the predictor of a run."""
+"""A trained classifier that predicts lengths during a run."""
 
 import json
 from collections.abc import Sequence
@@ -22,12 +22,14 @@ _KIND = "jaxinfer length classifier"
 
 
 class About(Options):
-    """A file's description of its classifier.
+    """A classifier file's description of its contents.
 
     Attributes:
-        model: the model whose answers it has learned from.
-        vocab_size: size of its vocabulary; prompts of others are refused where they can be told.
-        granularity, cap: see ``LengthBuckets``.
+        model: model whose answers it was trained on.
+        vocab_size: size of its vocabulary; prompts for others are refused if they can be
+            recognised.
+        granularity: see ``LengthBuckets``.
+        cap: see ``LengthBuckets``.
         rows: see ``bag_of_tokens``.
         num_hidden: see ``Classifier``.
     """
@@ -48,7 +50,7 @@ class About(Options):
 def train_on_prompts(
     prompts: Sequence[Sequence[int]], lengths: Sequence[int], about: About, options: Training
 ) -> Classifier:
-    """A classifier that has seen these prompts, and how long their answers were."""
+    """Return a classifier trained on these prompts and the lengths of their answers."""
     x_NF = np.stack([bag_of_tokens(prompt, about.rows) for prompt in prompts])
     class_N = np.asarray([about.buckets.of(length) for length in lengths])
     return train(x_NF, class_N, about.buckets.count, about.num_hidden, options)
@@ -61,10 +63,10 @@ def save(model: Classifier, about: About, path: Path) -> None:
 
 
 def load(path: Path) -> tuple[Classifier, About]:
-    """Read what ``save`` has written.
+    """Read a file that ``save`` has written.
 
     Raises:
-        JaxinferError: the file cannot be read, is damaged, or is something else.
+        JaxinferError: the file cannot be read, is damaged, or has other contents.
     """
     try:
         with safe_open(path, "numpy") as file:
@@ -101,17 +103,17 @@ class LengthClassifierOptions(Options):
     """Options of ``LengthClassifier``.
 
     Attributes:
-        path: the file that ``python -m scripts.reproduce predictor`` has written.
+        path: File that ``python -m scripts.reproduce predictor`` has written.
     """
 
     path: str
 
 
 class LengthClassifier:
-    """Predicts the bucket that is likeliest by the prompt.
+    """Predicts the likeliest bucket for a prompt.
 
     Raises:
-        JaxinferError: there is no such file, or it is no classifier.
+        JaxinferError: the file does not exist, or is not a classifier.
     """
 
     Options = LengthClassifierOptions
@@ -124,7 +126,7 @@ class LengthClassifier:
         self._cpu = jax.devices("cpu")[0]
         with jax.default_device(self._cpu):
             self._likeliest = partial(likeliest, *nnx.split(model))
-        # Compiled ahead: a run's first request does not wait for it.
+        # Compiled ahead, so that a run's first request does not wait for it.
         self.bucket_of([0])
 
     def bucket_of(self, token_ids: Sequence[int]) -> int:
@@ -134,7 +136,7 @@ class LengthClassifier:
             return int(self._likeliest(bag_F[None])[0])
 
     def __call__(self, request: PromptView) -> tuple[int, int]:
-        """The bounds of that bucket."""
+        """Return the bounds of that bucket."""
         tokens = request.prompt_token_ids
         if not len(tokens):
             raise JaxinferError(

@@ -1,1 +1,1 @@
-"""The study of layouts: all candidates by closed forms and by compilers."""
+"""Studies layouts: candidates priced by closed forms and checked by compilers."""

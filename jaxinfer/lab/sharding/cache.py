@@ -1,4 +1,4 @@
-"""Compiled layers, kept from run to run by all that they depend on."""
+"""A cache of compiled layers, keyed by everything that they depend on."""
 
 import contextlib
 import hashlib
@@ -13,16 +13,16 @@ from jaxinfer.lab.sharding.compiling import Compiled, LayerJob
 from jaxinfer.lab.sharding.targets import CompileTarget
 
 FOLDER = Path("~/.cache/jaxinfer/sharding")
-# Packages that decide what is compiled.
+# Packages that affect the compiled programs.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "numba")
 
 
 class CompiledCache:
-    """A file for each layer that was compiled.
+    """A file for each compiled layer.
 
     Args:
-        folder: made when something is kept; a user without a home keeps nothing.
-        target, mesh, model, dtype: what all jobs have in common.
+        folder: created when something is stored; a user without a home directory stores nothing.
+        target, mesh, model, dtype: common to all jobs.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class CompiledCache:
     ) -> None:
         self._folder = folder
         versions = [f"{name} {version_of(name)}" for name in _COMPILERS]
-        # Programs are of all: models have the activations' names, how specs are made, experts.
+        # Programs depend on all of these: the models have the activations' names, the specs and the
+        # experts.
         folders = ("hardware", "sharding", "models", "pallas_kernels")
         code = [digest_of(PACKAGE / name) for name in folders]
         asked = [str(target), list(mesh.items()), model.model_dump(), dtype]
@@ -46,7 +47,7 @@ class CompiledCache:
         return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
     def get(self, job: LayerJob) -> Compiled | None:
-        """The kept result of a job; None where there is none, or it cannot be read."""
+        """Return the stored result of a job; None if there is none, or it cannot be read."""
         try:
             found = json.loads(self._path(job).read_text(encoding="utf-8"))
             return Compiled.of(found)
@@ -54,7 +55,7 @@ class CompiledCache:
             return None
 
     def add(self, job: LayerJob, compiled: Compiled) -> None:
-        """Keep one; a file that another process writes at once has the same."""
+        """Store a result; if another process writes the same file, it has the same contents."""
         path = self._path(job)
         part = path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):

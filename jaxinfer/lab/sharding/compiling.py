@@ -1,4 +1,4 @@
-"""A process of its own that compiles layers in many layouts: jobs as JSON in, results as lines out.
+"""A separate process that compiles layers in many layouts: jobs as JSON in, results as lines out.
 
 python -m jaxinfer.lab.sharding.compiling < jobs.json
 """
@@ -31,9 +31,11 @@ class LayerJob:
     """A layer, or the head, to compile.
 
     Attributes:
-        name: of the layout; ``layout``: what that is, see ``as_text``.
+        name: name of the layout.
+        layout: the layout as text, see ``as_text``.
         part: ``prefill``, ``decode`` or ``head``.
-        tokens: of the step; ``context``: KV entries that a decode sees, its own included.
+        tokens: number of tokens of the step.
+        context: KV entries that a decode sees, including its own.
     """
 
     name: str
@@ -48,10 +50,11 @@ class Compiled:
     """The compiler's result of a job.
 
     Attributes:
-        collectives: kind -> arrays, and numbers of them that each device sends.
-        temporaries: numbers of all that is neither an argument nor a result, on one device.
-        compile_s: seconds.
-        ragged: experts are multiplied by ``jax.lax.ragged_dot``, as engines do nowhere.
+        collectives: kind -> (number of arrays, numbers that each device sends).
+        temporaries: size in numbers, on one device, of everything that is neither argument nor
+            result.
+        compile_s: seconds to compile.
+        ragged: whether experts are multiplied by ``jax.lax.ragged_dot``, which engines never use.
     """
 
     collectives: dict[str, tuple[int, float]]
@@ -61,7 +64,7 @@ class Compiled:
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "Compiled":
-        """Read what was written as JSON."""
+        """Read a result from JSON."""
         kinds = {kind: (int(n), float(size)) for kind, (n, size) in found["collectives"].items()}
         seconds = float(found["compile_s"])
         return cls(kinds, float(found["temporaries"]), seconds, bool(found["ragged"]))
@@ -92,9 +95,9 @@ def compile_all(
     dtype: str,
     jobs: Sequence[LayerJob],
 ) -> Iterator[Compiled | str]:
-    """Compile jobs in a process of its own, and yield each when it is done, or why it is not.
+    """Compile jobs in a separate process; yield each result, or the reason for a failure.
 
-    A process that a job ends is followed by another for the next one.
+    If a job ends the process, another one is started for the next job.
 
     Raises:
         JaxinferError: the target's compiler is not installed, or does not start.
@@ -171,13 +174,13 @@ def _main() -> None:
         answer({"error": str(error)})
         return
     answer({"devices": len(devices)})
-    # XLA for CPUs computes 16-bit floats in 32 bits, and moves them so: we count numbers.
+    # XLA for CPUs computes and sends 16-bit floats in 32 bits, so numbers are counted, not bytes.
     dtype = "float32" if target.is_cpu else asked["dtype"]
     for job in asked["jobs"]:
         model = ModelShape.model_validate(asked["model"])
         try:
             answer(asdict(_compiled(LayerJob(**job), target, devices, asked["mesh"], model, dtype)))
-        except Exception as error:  # Whatever JAX or XLA finds wrong with this one.
+        except Exception as error:  # Any error that JAX or XLA raises for this one.
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             answer({"error": f"the compiler for {target}: {said}"})
 

@@ -1,17 +1,17 @@
-"""Tokens at which one layout's seconds pass another's."""
+"""Finds the numbers of tokens at which one layout becomes faster than another."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-# Seconds of a step by its tokens.
+# Returns the seconds of a step with a number of tokens.
 SecondsOf = Callable[[int], float]
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """A number of tokens from which on ``faster`` takes less time than ``slower`` does."""
+    """A number of tokens from which on ``faster`` takes less time than ``slower``."""
 
     tokens: int
     faster: str
@@ -19,7 +19,7 @@ class Crossing:
 
 
 def token_counts(most: int) -> list[int]:
-    """Numbers of tokens to look at: two in each doubling, from 1 on."""
+    """Return numbers of tokens to examine: two per doubling, from 1 on."""
     found, power = [1, 2], 2
     while power < most:
         found += [power * 3 // 2, power * 2]
@@ -28,10 +28,10 @@ def token_counts(most: int) -> list[int]:
 
 
 def crossings(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[Crossing]:
-    """Crossings between two of these counts, by tokens; layouts that are alike never cross.
+    """Return crossings between two of these counts, by tokens; equal layouts never cross.
 
-    Where seconds go up in stairs and two layouts cross several times between neighbouring counts,
-    one of the crossings is found.
+    If seconds rise in steps and two layouts cross several times between neighbouring counts, one of
+    the crossings is found.
     """
     found = []
     for one, two in combinations(seconds, 2):
@@ -47,7 +47,7 @@ def crossings(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[C
 
 
 def fastest(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[tuple[int, str]]:
-    """The fastest layouts, each with the tokens from which on it is; of equal ones, the first.
+    """Return the fastest layouts, each with the tokens from which on it is; first of equals.
 
     Seconds may be infinite.
     """
@@ -55,7 +55,7 @@ def fastest(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[tup
     marks = sorted({*counts, *(each.tokens for each in crossings(seconds, counts))})
     for count in marks:
         best = min(seconds, key=lambda name: seconds[name](count))
-        # Where nothing has a finite time, nothing is the fastest.
+        # If no time is finite, no layout is the fastest.
         last = seconds[found[-1][1]](count) if found else math.inf
         if _sign(seconds[best](count), last) < 0:
             found.append((count, best))
@@ -63,14 +63,14 @@ def fastest(seconds: Mapping[str, SecondsOf], counts: Sequence[int]) -> list[tup
 
 
 def _sign(one: float, two: float) -> int:
-    """-1 where the first is less, 1 where it is more, 0 where they are equal but for rounding."""
+    """Return -1 if the first is less, 1 if it is more, and 0 if they are equal up to rounding."""
     if math.isclose(one, two, rel_tol=1e-9):
         return 0
     return -1 if one < two else 1
 
 
 def _first(one: SecondsOf, two: SecondsOf, low: int, high: int, before: int) -> int:
-    """The least count above ``low`` at which the two no longer stand as ``before``."""
+    """Return the least count above ``low`` at which the comparison is no longer ``before``."""
     while high - low > 1:
         middle = (low + high) // 2
         if _sign(one(middle), two(middle)) in (before, 0):

@@ -1,4 +1,4 @@
-"""Products of a mixture's experts that layers are compiled with: the engine's, or XLA's."""
+"""Products of experts with which layers are compiled: the engine's or XLA's."""
 
 from importlib.util import find_spec
 
@@ -10,7 +10,7 @@ from jaxinfer.pallas_kernels.choice import Grouped, grouped
 
 
 def ragged_matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) -> jax.Array:
-    """Products by XLA, in the weights' dtype."""
+    """Multiply with XLA, in the weights' dtype."""
     x_RD = x_RD.astype(weight_EDF.dtype)
     return jax.lax.ragged_dot(x_RD, weight_EDF, count_E, preferred_element_type=jnp.float32)
 
@@ -18,7 +18,7 @@ def ragged_matmul(x_RD: jax.Array, weight_EDF: jax.Array, count_E: jax.Array) ->
 def ragged_gated(
     x_RD: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, count_E: jax.Array
 ) -> jax.Array:
-    """Compute both products by XLA, and the gate."""
+    """Compute both products and the gate with XLA."""
     gate_RF, up_RF = (ragged_matmul(x_RD, weight, count_E) for weight in (gate_EDF, up_EDF))
     return jax.nn.silu(gate_RF) * up_RF
 
@@ -27,9 +27,9 @@ RAGGED = Grouped(ragged_matmul, ragged_gated, rounds=True)
 
 
 def expert_products(target: CompileTarget, dtype: jnp.dtype, D: int, F: int) -> Grouped:
-    """The products of an engine on such devices, for experts of D x F on each.
+    """Return an engine's products on such devices, for experts of D x F on each.
 
-    XLA's own where it has no kernels there: on TPUs, and on CPUs without numba.
+    Returns XLA's own if there are no kernels: on TPUs, and on CPUs without numba.
     """
     kernels = "plain"
     if target.is_cpu and find_spec("numba"):

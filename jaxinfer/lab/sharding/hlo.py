@@ -1,11 +1,11 @@
-"""Collectives in a compiled module's text: the one place that says what counts as how much.
+"""Counts collectives in a compiled module's text; the only place that defines how to count.
 
-An array counts as one collective, whatever the compiler has put together. XLA for CPUs makes no
-reduce-scatter: an all-reduce that a slice follows is counted as the all-reduce that it is. XLA for
-TPUs has both in one kernel, a computation named ``all-reduce-scatter``: that is a reduce-scatter.
-It also writes one that runs in parallel to other work as several, its beginning, steps and end, of
-one channel: they count once. Those that programs ask for under ``shard_map`` all have the same
-channel, and are no steps. What is in a loop counts once, too.
+Each array counts as one collective, even if the compiler has combined several. XLA for CPUs makes
+no reduce-scatter: an all-reduce that is followed by a slice counts as an all-reduce. XLA for TPUs
+puts both into one kernel, a computation named ``all-reduce-scatter``, which counts as a
+reduce-scatter. It also divides a collective that overlaps with other work into a beginning, steps
+and an end with one channel; they count once. Collectives that programs request under ``shard_map``
+all have the same channel, and are not such steps. A collective in a loop counts once, too.
 """
 
 import math
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from jaxinfer.sharding.collectives import Collective, moved
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-# Kind -> how many arrays, and how much of them each device sends.
+# For each kind, the number of arrays, and how much of them each device sends.
 Counts = dict[str, tuple[int, float]]
 
 _LINE = re.compile(
@@ -32,7 +32,7 @@ _USED_AXIS = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")
 
 
 def counted(found: Iterable[Collective]) -> Counts:
-    """Closed forms by kind, in numbers."""
+    """Return closed-form counts by kind, in numbers."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for each in found:
         totals[each.kind][0] += 1
@@ -41,10 +41,10 @@ def counted(found: Iterable[Collective]) -> Counts:
 
 
 def counts(hlo: str) -> Counts:
-    """Collectives of a compiled module by kind, in numbers.
+    """Return a compiled module's collectives by kind, in numbers.
 
-    ``dataflow.moved`` has the rings' shares: of an all-gather's result, of what a device puts into
-    the others.
+    ``dataflow.moved`` has the share that a ring sends: of an all-gather's result, and of a device's
+    input for the others.
     """
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     channels: set[str] = set()
@@ -68,7 +68,7 @@ def counts(hlo: str) -> Counts:
 
 
 def _sizes(result: str, kind: str, starts: bool, devices: int) -> list[int]:
-    """Numbers of each array that is moved, whole."""
+    """Return the size of each moved array, whole, in numbers."""
     sizes = [_numbers(dims) for dims in _ARRAY.findall(result)]
     if starts and kind == "collective-permute":
         return sizes[1:2]
@@ -76,7 +76,7 @@ def _sizes(result: str, kind: str, starts: bool, devices: int) -> list[int]:
         sizes = sizes[len(sizes) // 2 :]
     if kind == "reduce-scatter":
         return [size * devices for size in sizes]
-    # An all-to-all is of one array, in a piece for each device.
+    # An all-to-all has one array, with a piece for each device.
     return [sum(sizes)] if kind == "all-to-all" else sizes
 
 
@@ -85,7 +85,7 @@ def _numbers(dims: str) -> int:
 
 
 def _devices(groups: str) -> int:
-    """The number of devices of one group, in any of the three ways to write groups."""
+    """Return the number of devices of one group, from any of the three notations."""
     if listed := _LISTED.match(groups):
         return listed[1].count(",") + 1
     if iota := _IOTA.match(groups):

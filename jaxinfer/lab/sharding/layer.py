@@ -1,7 +1,7 @@
-"""A decoder layer, and the head, of abstract arrays; activations have the names of the models'.
+"""A decoder layer and the head, as abstract arrays; activations have the models' names.
 
-They have no scales, biases and rotations, which move nothing between devices. Shape suffixes: T
-tokens, S sequences, C KV entries, N query heads, K KV heads, H head dim, D model dim, F
+Scales, biases and rotations are left out, because they move nothing between devices. Shape
+suffixes: T tokens, S sequences, C KV entries, N query heads, K KV heads, H head dim, D model dim, F
 feed-forward, E experts, V vocabulary.
 """
 
@@ -33,7 +33,8 @@ from jaxinfer.models.sharding import spec
 from jaxinfer.pallas_kernels.choice import Grouped
 from jaxinfer.sharding.shapes import layer_parameters
 
-# KV entries that attention reads at a time, as kernels do: scores are never whole in memory.
+# Number of KV entries that attention reads at a time, as kernels do, so that memory never has all
+# scores.
 BLOCK = 512
 
 
@@ -42,14 +43,15 @@ class Program:
 
     Args:
         model: model whose heads and columns divide over the mesh, see ``shapes.padded``.
-        context: KV entries that a decode sees, its own included.
+        context: KV entries that a decode sees, including its own.
         dtype: dtype of all arrays.
         target: devices of the mesh.
 
     Attributes:
-        products: kernel for the products of a mixture's experts; None for dense models.
-        parts: axes that cut the tokens of KV; ``scattered``: those of them over which results are
-            scattered by heads as they are added up.
+        products: kernels for the products of experts; None for dense models.
+        parts: axes that cut the tokens of KV.
+        scattered: those of ``parts`` over which results are scattered by heads while they are
+            summed.
     """
 
     def __init__(
@@ -83,19 +85,19 @@ class Program:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     def place(self, name: str, x: jax.Array) -> jax.Array:
-        """The activation of that name where the layout's table puts it, if it does."""
+        """Shard an activation as the layout says, if it does."""
         table = self.layout.activations.get(name)
         return x if table is None else self._put(x, self._spec(ACTIVATIONS[name], table))
 
     def for_use(self, path: str, weight: jax.Array) -> jax.Array:
-        """The weight as it is multiplied: whole over the axes that it is gathered over."""
+        """Return a weight as it is multiplied: whole over the axes over which it is gathered."""
         if not self.layout.gathered:
             return weight
         left = table_in_use(path, self.layout, self.axes)
         return self._put(weight, self._spec(letters_of(path), left))
 
     def layer_arguments(self, tokens: int, decodes: bool) -> tuple[Any, ...]:
-        """Abstract residual stream, weights by path, and of decodes keys and values."""
+        """Return abstract residual stream, weights by path and, for decodes, keys and values."""
         residual = self.layout.activations.get("residual", {})
         x_TD = self._abstract((tokens, self.model.hidden_size), self._spec("TD", residual))
         weights = {
@@ -109,7 +111,7 @@ class Program:
         return x_TD, weights, (kv, kv)
 
     def head_arguments(self, rows: int) -> tuple[Any, ...]:
-        """Abstract residual stream of the rows that are sampled, and the head."""
+        """Return abstract residual stream of the sampled rows, and the head."""
         D, V = self.model.hidden_size, self.model.vocab_size
         residual = self.layout.activations.get("residual", {})
         path = "embed_VD" if self.model.tie_word_embeddings else "head_VD"
@@ -125,7 +127,7 @@ class Program:
     def layer(
         self, x_TD: jax.Array, weights: Mapping[str, jax.Array], kv: Any
     ) -> tuple[jax.Array, Any]:
-        """The residual stream after the layer; new keys and values, or with them those of all."""
+        """Return the residual stream after the layer, and the new (or all) keys and values."""
         weight = {
             path.rpartition(".")[2]: self.for_use(path, array) for path, array in weights.items()
         }
@@ -144,18 +146,18 @@ class Program:
         return self.place("residual", x_TD + self.place("residual", ffn(y_TD, weight))), kv
 
     def head(self, x_SD: jax.Array, head_VD: jax.Array) -> jax.Array:
-        """Logits; hidden states are whole where the head is."""
+        """Return logits; hidden states are replicated where the head is."""
         x_SD = self._put(self.norm(x_SD), PartitionSpec())
         return self.place("logits", jnp.einsum("sd,vd->sv", x_SD, head_VD))
 
     def norm(self, x_TD: jax.Array) -> jax.Array:
-        """RMSNorm where the feed-forward layer is gated, else LayerNorm, as OPT has it."""
+        """Apply RMSNorm if the feed-forward layer is gated, otherwise LayerNorm, as in OPT."""
         if not self.model.gated:
             x_TD = x_TD - jnp.mean(x_TD, -1, keepdims=True)
         return x_TD * jax.lax.rsqrt(jnp.mean(x_TD * x_TD, -1, keepdims=True) + 1e-5)
 
     def ffn(self, x_TD: jax.Array, weight: Mapping[str, jax.Array]) -> jax.Array:
-        """A dense feed-forward layer."""
+        """Apply a dense feed-forward layer."""
         up_TF = jnp.einsum("td,df->tf", x_TD, weight["up_DF"])
         if self.model.gated:
             up_TF = jax.nn.silu(jnp.einsum("td,df->tf", x_TD, weight["gate_DF"])) * up_TF
@@ -165,7 +167,7 @@ class Program:
         return jnp.einsum("tf,fd->td", up_TF, weight["down_FD"])
 
     def experts(self, x_TD: jax.Array, weight: Mapping[str, jax.Array]) -> jax.Array:
-        """A mixture, as the engine's; the mesh is in use."""
+        """Apply a mixture of experts as the engine does; the mesh must be in use."""
         assert self.products
         logit_TE = jnp.einsum(
             "td,de->te", x_TD, weight["router_DE"], preferred_element_type=jnp.float32
@@ -178,7 +180,7 @@ class Program:
     def attention(
         self, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, kv: Any
     ) -> tuple[jax.Array, Any]:
-        """Attention on each device with its heads, or for its tokens, as the engine's."""
+        """Apply attention on each device for its heads or tokens, as the engine does."""
         rows = named(self.layout.activations.get("heads", {}).get("T", ()), self.axes)
         heads, own = (named(self.layout.kv.get(each, ()), self.axes) for each in "KS")
         queries = self._spec("TK", {"K": heads, "T": rows})
@@ -197,11 +199,11 @@ class Program:
         return out
 
     def _first(self, axes: tuple[str, ...], count: int) -> jax.Array:
-        """The index of this device's first item, if each has ``count`` along these axes."""
+        """Return the index of this device's first item, if each has ``count`` along these axes."""
         return jax.lax.axis_index(axes) * count if axes else jnp.int32(0)
 
     def _put_together(self, most: jax.Array, total: jax.Array, out_TNH: jax.Array) -> jax.Array:
-        """Results of attention to all parts of a sequence, of those to each."""
+        """Combine the results of attention to each part of a sequence."""
         if not self.parts:
             return out_TNH / total[..., None]
         highest = jax.lax.pmax(most, self.parts)
@@ -216,7 +218,7 @@ class Program:
     def _prefill(
         self, rows: tuple[str, ...], q_TNH: jax.Array, k_CKH: jax.Array, v_CKH: jax.Array, kv: None
     ) -> tuple[jax.Array, Any]:
-        """A prompt's tokens, each seeing those up to itself."""
+        """Attend from a prompt's tokens, each to those up to itself."""
         T, N, H = q_TNH.shape
         C, K = k_CKH.shape[:2]
         position_T = self._first(rows, T) + jnp.arange(T)
@@ -245,9 +247,9 @@ class Program:
     def _decode(
         self, rows: tuple[str, ...], q_SNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array, kv: Any
     ) -> tuple[jax.Array, Any]:
-        """A token of each sequence, which sees all of that sequence's entries and its own."""
+        """Attend from one token per sequence to all of the sequence's entries and its own."""
         S, N, H = q_SNH.shape
-        # The last entry lies on the last part of each sequence.
+        # The last entry is on the last part of each sequence.
         C = kv[0].shape[1]
         is_last = self._first(self.parts, C) + C == self.context
         keys, values = (

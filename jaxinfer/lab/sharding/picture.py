@@ -1,4 +1,4 @@
-"""Seconds of a step over its tokens, a line for each layout, crossings of the fastest marked."""
+"""Draws seconds of a step over its tokens, a line per layout, with crossings of the fastest."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ from jaxinfer.lab.sharding.crossings import SecondsOf
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.plots import COLOURS, DASHES, DOT, WIDTH
 
-# Of what does not fit the cards.
+# Colour of layouts that do not fit the cards.
 FAINT = 0.3
-# A number this far from the panel's right edge, as a factor, is written to the left of its mark.
+# A number within this factor of the panel's right edge is written to the left of its mark.
 INWARD = 8
 
 
@@ -32,9 +32,10 @@ def draw_seconds(
     """Draw a panel for each phase.
 
     Args:
-        seconds: phase -> layout -> seconds by tokens; ``fitting``: infinite where it is too large.
-        fastest: phase -> from how many tokens on which layout is the fastest.
-        asked: phase -> the tokens that were asked for.
+        seconds: phase -> layout -> seconds by tokens.
+        fitting: the same, but infinite where the step does not fit.
+        fastest: phase -> numbers of tokens from which on a layout is the fastest.
+        asked: phase -> number of tokens that was asked for.
     """
     figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     panels = figure.subplots(1, len(seconds), squeeze=False)[0]
@@ -53,7 +54,7 @@ def draw_seconds(
             axes.annotate(
                 f"{count:,}",
                 (count, of_layouts[name](count)),
-                # Neighbours may be close.
+                # Neighbours may be close to each other.
                 xytext=(-7 if is_last else 7, 9 if number % 2 else -13),
                 ha="right" if is_last else "left",
                 textcoords="offset points",
@@ -88,7 +89,7 @@ def _alike(
     fitting: Mapping[str, Mapping[str, SecondsOf]],
     counts: Sequence[int],
 ) -> dict[str, list[str]]:
-    """The layouts of which none is drawn upon another, each with all that are alike."""
+    """Group layouts whose lines coincide; return one of each group with all that it stands for."""
     found: dict[tuple[float | None, ...], list[str]] = {}
     tables = [of[phase] for of in (seconds, fitting) for phase in seconds]
     for name in dict.fromkeys(name for of in tables for name in of):

@@ -1,10 +1,10 @@
-"""The fastest layout that there is: all ways to put logical axes on those of a mesh.
+"""Finds the fastest layout among all assignments of logical axes to mesh axes.
 
-An assignment says which axes of the mesh cut rows of weights (D), heads (N and K together), columns
-(F), experts (E) and tokens (T). The rest follows: tokens stay cut where neither heads nor columns
-need the axis, weights are gathered over axes that cut both rows and tokens, and the residual stream
-is cut by rows wherever weights are and tokens are not. Layouts whose KV is cut by sequences or by
-tokens are tried as they ship.
+An assignment says which mesh axes cut rows of weights (D), heads (N and K together), columns (F),
+experts (E) and tokens (T). The rest follows: tokens stay cut unless heads or columns need the axis,
+weights are gathered over axes that cut both rows and tokens, and the residual stream is cut by rows
+wherever weights are and tokens are not. Layouts whose KV is cut by sequences or by tokens are tried
+unchanged.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ Place = tuple[str, ...]
 
 @dataclass(frozen=True)
 class AxisAssignment:
-    """Axes of the mesh by what they cut, in the mesh's order."""
+    """The mesh axes that cut each logical axis, in the mesh's order."""
 
     rows: Place = ()
     heads: Place = ()
@@ -41,7 +41,7 @@ class AxisAssignment:
         return ", ".join(said) or "whole"
 
     def layout(self, axes: tuple[str, ...]) -> Layout:
-        """The layout that follows, on a mesh with these axes."""
+        """Return the layout that follows, on a mesh with these axes."""
 
         def table(**places: Place) -> Places:
             return {letter: place for letter, place in places.items() if place}
@@ -49,18 +49,18 @@ class AxisAssignment:
         def left(place: Place, *others: Place) -> Place:
             return tuple(axis for axis in place if not any(axis in other for other in others))
 
-        # What is gathered first lies innermost, so that pieces are neighbours.
+        # The first gathered axis is the innermost, so that pieces are neighbours.
         rows = left(self.rows, self.tokens)
         gathered = left(self.rows, rows)
         by_heads = left(self.tokens, self.heads)
-        # Cut over all axes that experts are, they go to their experts.
+        # Tokens that are cut over all axes of the experts are sent to their experts.
         whole = () if {*self.experts} <= {*self.tokens} else self.experts
         by_columns = left(self.tokens, self.columns, whole)
         stream = (*rows, *left(axes, self.tokens, rows)) if rows else ()
         stored = (*rows, *gathered)
         matrix = table(D=stored, N=self.heads, K=self.heads, F=self.columns, E=self.experts)
-        # Partial sums over rows are scattered over the heads and columns that they are sums of, and
-        # tokens whose weights are gathered change places with heads.
+        # Partial sums over rows are scattered over the heads and columns that they belong to.
+        # Tokens whose weights are gathered are exchanged for heads.
         heads = (*self.heads, *rows, *gathered)
         apart = left(by_heads, gathered)
         kv = table(K=heads)
@@ -87,7 +87,7 @@ class AxisAssignment:
 
 @dataclass(frozen=True)
 class PricedLayout:
-    """One of ``PRICED``, whose KV no assignment cuts as it does."""
+    """One of ``PRICED``, whose division of KV no assignment has."""
 
     name: str
 
@@ -95,13 +95,13 @@ class PricedLayout:
         return self.name
 
     def layout(self, axes: tuple[str, ...]) -> Layout:
-        """The layout on a mesh with these axes."""
+        """Return the layout on a mesh with these axes."""
         return in_use(PRICED[self.name], axes)
 
 
 @dataclass(frozen=True)
 class Found:
-    """An assignment and what its step costs."""
+    """An assignment and the cost of its step."""
 
     assignment: AxisAssignment | PricedLayout
     cost: LayoutStepCost
@@ -109,7 +109,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Step:
-    """A step to find a layout for, see ``LayoutCosts.step``; ``entries`` is all KV at its end."""
+    """A step to find a layout for, see ``LayoutCosts.step``; ``entries``: all KV entries at its
+    end.
+    """
 
     tokens: int
     sequences: int
@@ -118,13 +120,14 @@ class Step:
 
 
 class LayoutSearch:
-    """Assignments of one model on one mesh.
+    """Searches the assignments of one model on one mesh.
 
     Args:
-        links, itemsize: see ``LayoutCosts``.
+        links: see ``LayoutCosts``.
+        itemsize: see ``LayoutCosts``.
 
     Attributes:
-        tried: how many assignments were priced.
+        tried: number of assignments that were priced.
     """
 
     def __init__(
@@ -140,9 +143,9 @@ class LayoutSearch:
         self.tried = 0
 
     def of_weights(self) -> list[AxisAssignment]:
-        """Assignments of what cuts weights: each axis of a weight is cut by axes of its own.
+        """Return assignments of the axes that cut weights; each axis of a weight has its own.
 
-        Heads and columns are padded, or KV heads copied, where they do not divide.
+        If heads and columns do not divide, they are padded, or KV heads are copied.
         """
         D, E = self._model.hidden_size, self._model.num_experts
         every, experts = self._places(), self._divide(E) if E else [()]
@@ -157,7 +160,7 @@ class LayoutSearch:
         return [place for n in range(len(axes) + 1) for place in combinations(axes, n)]
 
     def _divide(self, size: int) -> list[Place]:
-        """Places whose devices divide a logical axis."""
+        """Return the sets of mesh axes whose devices divide a logical axis."""
         found = []
         for place in self._places():
             pieces = 1
@@ -168,13 +171,13 @@ class LayoutSearch:
         return found
 
     def with_tokens(self, assignment: AxisAssignment) -> Iterator[AxisAssignment]:
-        """The same with tokens on each place."""
+        """Yield the same assignment with tokens on each set of mesh axes."""
         a = assignment
         for tokens in self._places():
             yield AxisAssignment(a.rows, a.heads, a.columns, a.experts, tokens)
 
     def price(self, assignment: AxisAssignment | PricedLayout, step: Step) -> Found | None:
-        """The cost of an assignment; None where a card has no room for it, or it cannot be."""
+        """Return the cost of an assignment; None if it does not fit on a card or is invalid."""
         self.tried += 1
         costs = self._costs(assignment)
         if not costs or not self._fits(costs, step):
@@ -184,10 +187,10 @@ class LayoutSearch:
         return Found(assignment, costs.step(step.tokens, step.sequences, step.context))
 
     def best(self, step: Step, progress: Callable[[int], None] = lambda left: None) -> Found | None:
-        """The fastest assignment that fits; of equal ones, the first. None where none fits.
+        """Return the fastest assignment that fits, the first of equal ones; None if none fits.
 
-        Weights and KV do not depend on where tokens lie: what has no room for them, or reads them
-        for longer than the best step takes, is not tried any further.
+        Weights and KV do not depend on how tokens are cut. An assignment that has no memory for
+        them, or that takes longer to read them than the best step, is not tried further.
         """
         known = (self.price(PricedLayout(name), step) for name in PRICED)
         best = min(filter(None, known), key=lambda each: each.cost.step.total, default=None)
@@ -210,7 +213,7 @@ class LayoutSearch:
         layout, mesh = assignment.layout(tuple(self._mesh)), self._mesh
         try:
             return at_peaks(self._model, layout, mesh, self._gpu, self._links, self._itemsize)
-        except JaxinferError:  # The residual stream is cut by more than what divides its rows.
+        except JaxinferError:  # The residual stream is cut by more than its rows allow.
             return None
 
     def _fits(self, costs: LayoutCosts, step: Step) -> bool:
@@ -218,7 +221,9 @@ class LayoutSearch:
         return needed <= self._gpu.memory_gb * 1e9
 
     def _at_least(self, step: Step, cut: AxisAssignment) -> float:
-        """Seconds that no place of tokens can save: layers' products, on all devices at once."""
+        """Return seconds that no cutting of tokens can save: all products, spread over
+        all devices.
+        """
         model, devices = self._model, 1
         for size in self._mesh.values():
             devices *= size
@@ -244,7 +249,7 @@ def _apart(*places: Place) -> bool:
 
 
 def layout_file(assignment: AxisAssignment | PricedLayout, axes: tuple[str, ...]) -> str:
-    """A Python file with the layout of an assignment, as ``engine.layout`` takes it."""
+    """Return a Python file with an assignment's layout, for ``engine.layout``."""
     layout = assignment.layout(axes)
     lines = ["from jaxinfer.models.layouts import Layout, Rule", "", f"# {assignment}."]
     lines += ["LAYOUT = Layout(", "    parameters=("]

@@ -1,4 +1,4 @@
-"""Layouts of one model on one mesh, side by side: bytes, collectives, seconds."""
+"""Compares layouts of one model on one mesh: bytes, collectives and seconds."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,21 +24,22 @@ from jaxinfer.sharding.shapes import up
 
 # Bytes of a number, by dtype.
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bytes of a collective may differ by so much from those of a closed form.
+# Share by which a collective's bytes may differ from the closed form.
 TOLERANCE = 0.01
-# Why KV is not cut by sequences where there is one.
+# The reason why KV cannot be cut by sequences if there is only one.
 OF_DECODES = "S of KV pages: a prompt is one sequence, which one device would keep and attend to"
 
 
 @dataclass(frozen=True)
 class LayoutQuestion:
-    """A question that is asked of each layout.
+    """The question to answer for each layout.
 
     Attributes:
-        mesh: axis -> devices.
-        tokens: of a prompt that is prefilled; ``sequences``: that decode, each of which sees
-            ``context`` KV entries, its own included.
-        links: of each axis.
+        mesh: axis -> number of devices.
+        tokens: number of tokens of a prompt to prefill.
+        sequences: number of sequences that decode.
+        context: KV entries that each of them sees, including its own.
+        links: link of each axis.
     """
 
     model: ModelShape
@@ -54,27 +55,27 @@ class LayoutQuestion:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Bytes per number."""
         return ITEMSIZES[self.dtype]
 
     def job(self, name: str, layout: Layout, phase: str) -> LayerJob:
-        """The job to compile for a phase, or for the head of decodes."""
+        """Return the job to compile for a phase, or for the head of decodes."""
         tokens = self.tokens if phase == "prefill" else self.sequences
         padded = up(tokens, most_ways("TS" if phase == "head" else "T", layout, self.mesh))
         context = up(self.context, ways(layout.kv.get("C", ()), self.mesh))
         return LayerJob(name, as_text(layout, list(self.mesh)), phase, padded, context)
 
     def costs(self, layout: Layout) -> LayoutCosts:
-        """Closed forms of a layout."""
+        """Return the closed forms of a layout."""
         return at_peaks(self.model, layout, self.mesh, self.card, self.links, self.itemsize)
 
     def step(self, costs: LayoutCosts, phase: str, tokens: int | None = None) -> LayoutStepCost:
-        """A step of a phase, of other tokens if they are given."""
+        """Return the costs of a phase's step, with other tokens if given."""
         step = self.asked(phase, tokens)
         return costs.step(step.tokens, step.sequences, step.context)
 
     def asked(self, phase: str, tokens: int | None = None) -> Step:
-        """A phase's step, of other tokens if they are given."""
+        """Return a phase's step, with other tokens if given."""
         if phase == "prefill":
             prompt = tokens or self.tokens
             return Step(prompt, 1, 0, prompt)
@@ -84,16 +85,17 @@ class LayoutQuestion:
 
 @dataclass(frozen=True)
 class LayoutFinding:
-    """A layout in one phase, or its head, which each step has once.
+    """The findings on a layout in one phase, or on its head, which each step has once.
 
     Attributes:
         phase: ``prefill``, ``decode`` or ``head``.
-        cost: by closed forms; of the head, of the step of decodes.
-        kv_bytes: of all entries, ``temporary_bytes`` of a step's arrays, on one device.
-        compiled, closed: collectives of one layer by kind, in numbers: the compiler's, and by
-            closed forms for that compiler.
-        notes: what the compiler does unlike the closed forms, or what they have for its sake.
-        padding: what was added so that heads, columns and tokens divide, in words.
+        cost: cost by closed forms; for the head, that of the step of decodes.
+        kv_bytes: bytes of all KV entries on one device.
+        temporary_bytes: bytes of a step's arrays on one device.
+        compiled: one layer's collectives by kind, in numbers, as compiled.
+        closed: the same by closed forms for that compiler.
+        notes: differences of the compiler from the closed forms, or special cases for it.
+        padding: description of padding that makes heads, columns and tokens divide.
     """
 
     layout: str
@@ -118,13 +120,13 @@ class LayoutFinding:
 
     @property
     def equal(self) -> bool:
-        """True if both have as many of each kind, with the same bytes within ``TOLERANCE``."""
+        """True if numbers of each kind are equal, and bytes equal within ``TOLERANCE``."""
         return alike(self.compiled, self.closed)
 
 
 @dataclass(frozen=True)
 class RefusedLayout:
-    """A layout that cannot be, in one phase or for the head, and why."""
+    """A layout that is impossible in one phase or for the head, and the reason."""
 
     layout: str
     phase: str
@@ -132,7 +134,7 @@ class RefusedLayout:
 
 
 def alike(one: Counts, two: Counts) -> bool:
-    """True if counts are equal, and bytes within ``TOLERANCE``."""
+    """Tell whether numbers are equal, and bytes equal within ``TOLERANCE``."""
     return one.keys() == two.keys() and all(
         one[kind][0] == two[kind][0]
         and abs(one[kind][1] - two[kind][1]) <= TOLERANCE * two[kind][1]
@@ -143,7 +145,7 @@ def alike(one: Counts, two: Counts) -> bool:
 def closed_forms(
     found: Sequence[Collective], target: CompileTarget
 ) -> tuple[Counts, tuple[str, ...]]:
-    """Closed forms for a target's compiler, and what they have for its sake."""
+    """Return closed forms for a target's compiler, and notes on special cases for it."""
     notes = []
     if target.is_cpu and any(map(is_the_compilers, found)):
         notes.append("no reduce-scatter on CPU")
@@ -152,7 +154,7 @@ def closed_forms(
 
 
 def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
-    """Differences of the compiler's collectives from closed forms, in words."""
+    """Describe the differences of the compiler's collectives from closed forms."""
     if alike(compiled, closed):
         return ()
     if "collective-permute" in compiled:
@@ -162,7 +164,7 @@ def deviations(compiled: Counts, closed: Counts) -> tuple[str, ...]:
 
 
 def seconds_of(question: LayoutQuestion, layout: Layout, phase: str) -> SecondsOf:
-    """Seconds of a phase's step by its tokens, or by its sequences."""
+    """Return a function: seconds of a phase's step by its tokens, or by its sequences."""
     costs = question.costs(layout)
     return cache(lambda count: question.step(costs, phase, count).step.total)
 
@@ -170,7 +172,7 @@ def seconds_of(question: LayoutQuestion, layout: Layout, phase: str) -> SecondsO
 def where_it_fits(
     question: LayoutQuestion, layout: Layout, phase: str, seconds: SecondsOf
 ) -> SecondsOf:
-    """The same, but infinite where a card has no room for weights and KV."""
+    """Return the same function, but infinite if weights and KV do not fit on a card."""
     costs = question.costs(layout)
     room = question.card.memory_gb * 1e9 - costs.weight_bytes
 
@@ -188,11 +190,11 @@ def study(
     cache_folder: Path,
     progress: Callable[[int], None] = lambda left: None,
 ) -> tuple[list[LayoutFinding], list[RefusedLayout]]:
-    """Compile a layer in each layout and phase, and price its step; the others are refused.
+    """Compile a layer in each layout and phase, and price its step; return refused layouts, too.
 
     Args:
-        layouts: by the names or files that they were read from.
-        progress: called with how many programs are left.
+        layouts: layouts by the names or files that they were read from.
+        progress: called with the number of programs left.
 
     Raises:
         JaxinferError: no layout fits the mesh, the model and the compiler.

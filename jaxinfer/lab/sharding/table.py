@@ -1,4 +1,4 @@
-"""Tables of what layouts cost, for the terminal and as CSV."""
+"""Tables of the costs of layouts, for the terminal and as CSV."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ def tables(
     refused: Sequence[RefusedLayout],
     title: str,
 ) -> Iterator[Table]:
-    """A table for each phase, and one for the head."""
+    """Yield a table for each phase, and one for the head."""
     heads = {
         "prefill": f"prefill of {question.tokens:,} tokens",
         "decode": f"decode of {question.sequences:,} sequences, {question.context:,} tokens each",
@@ -65,12 +65,12 @@ def _table(
 
 
 def fits(question: LayoutQuestion, finding: LayoutFinding) -> bool:
-    """True if one card has room for weights, KV and temporaries."""
+    """Tell whether weights, KV and temporaries fit on one card."""
     return finding.total_bytes <= question.card.memory_gb * 1e9
 
 
 def verdict(finding: LayoutFinding, itemsize: int) -> str:
-    """A cell that says if the compiler does as the closed forms say, and what else is to know."""
+    """Return a cell that says whether the compiler matches the closed forms, with notes."""
     said = "equal" if finding.equal else _collectives(finding.closed, itemsize)
     return "; ".join([said, *finding.notes, *([finding.padding] if finding.padding else [])])
 
@@ -84,12 +84,12 @@ def _collectives(found: Counts, itemsize: int) -> str:
 
 
 def gigabytes(size: float) -> str:
-    """Bytes in 10^9."""
+    """Return bytes as a text in 10^9 bytes."""
     return f"{size / 1e9:,.1f} GB"
 
 
 def megabytes(size: float) -> str:
-    """Bytes in 10^6."""
+    """Return bytes as a text in 10^6 bytes."""
     return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e6:,.0f} MB"
 
 
@@ -100,14 +100,14 @@ UNITS = (
 
 
 def link_line(question: LayoutQuestion) -> str:
-    """Say which links the seconds are of."""
+    """Return a line on the links that the seconds assume."""
     each_s = max(link.each_s for link in question.links.values())
     said = described(question.links, question.card, question.mesh)
     return f"bandwidth of a device: {said}; each collective adds {each_s * 1e6:g} us"
 
 
 def fastest_lines(fastest: Mapping[str, Sequence[tuple[int, str]]]) -> Iterator[str]:
-    """Say from how many tokens on which layout is the fastest, a line for each phase."""
+    """Yield a line per phase: from how many tokens on which layout is the fastest."""
     for phase, found in fastest.items():
         if not found:
             continue
@@ -123,7 +123,7 @@ def write_csvs(
     refused: Sequence[RefusedLayout],
     crossed: Mapping[str, Sequence[Crossing]],
 ) -> None:
-    """Write ``layouts.csv``, and ``crossings.csv`` with those of all pairs."""
+    """Write ``layouts.csv``, and ``crossings.csv`` with the crossings of all pairs."""
     found = [row(question, each) for each in findings]
     left_out = [
         {"layout": each.layout, "phase": each.phase, "fits": False, "refused": each.why}
@@ -139,7 +139,7 @@ def write_csvs(
 
 
 def row(question: LayoutQuestion, each: LayoutFinding) -> dict[str, object]:
-    """Figures of a layout in a phase; bytes are of one device."""
+    """Return the figures of a layout in a phase; bytes are of one device."""
     found: dict[str, object] = {
         "layout": each.layout,
         "phase": each.phase,

@@ -1,6 +1,6 @@
-"""Devices to compile for that need not be there: forced host devices, TPUs, GPUs by description.
+"""Devices to compile for without having them: forced host devices, TPUs, GPUs by description.
 
-What is found here is for a process of its own: JAX must not have been started.
+Use this module in a separate process: JAX must not have been started.
 """
 
 import os
@@ -20,7 +20,7 @@ class CompileTarget:
 
     Attributes:
         kind: ``cpu``, one of ``GPUS``, or a kind of TPU such as ``v5e``.
-        shape: devices, or those of a TPU's torus along each of its axes.
+        shape: number of devices, or the axes of a TPU's torus.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class CompileTarget:
         """Read ``cpu:8``, ``h100:8`` or ``v5e:2x4``.
 
         Raises:
-            JaxinferError: it is none of these.
+            JaxinferError: the text has another form.
         """
         found = _FORM.fullmatch(text.lower())
         if not found:
@@ -62,19 +62,21 @@ class CompileTarget:
 
     @property
     def is_gpu(self) -> bool:
-        """True where XLA for CUDA compiles."""
+        """True if XLA for CUDA compiles."""
         return self.kind in GPUS
 
     @property
     def is_cpu(self) -> bool:
-        """True where XLA for CPUs compiles, with neither 16-bit floats nor reduce-scatters."""
+        """True if XLA for CPUs compiles, without 16-bit floats and reduce-scatters."""
         return self.kind == "cpu"
 
     def __str__(self) -> str:
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
     def environment(self) -> dict[str, str]:
-        """Variables of the process that compiles, which may need no device of this machine."""
+        """Return environment variables of the process that compiles, which may need no local
+        device.
+        """
         flags = os.environ.get("XLA_FLAGS", "")
         if self.is_cpu:
             flags += f" --xla_force_host_platform_device_count={self.devices}"
@@ -83,15 +85,15 @@ class CompileTarget:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags.strip(),
             "TPU_SKIP_MDS_QUERY": "1",
-            # An error's last line is the error, not a remark on how it is shown.
+            # An error's last line is the error, and not a note about its traceback.
             "JAX_TRACEBACK_FILTERING": "off",
-            # XLA warns of what it copies whole; the counts have that.
+            # XLA warns of arrays that it copies whole; the counts include them.
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }
 
 
 class GpuTarget(NamedTuple):
-    """Properties of a GPU that XLA asks for; memory in bytes, the rate in bytes per second."""
+    """Properties of a GPU that XLA asks for; memory in bytes, rate in bytes per second."""
 
     name: str
     capability: tuple[int, int]
@@ -110,7 +112,7 @@ GPUS = {
 
 
 def description(gpu: GpuTarget) -> str:
-    """XLA's description of a GPU, a GpuTargetConfigProto.
+    """Return XLA's description of a GPU, a GpuTargetConfigProto.
 
     Without a driver's version, XLA leaves calls, branches and loops out of command buffers.
     """
@@ -136,7 +138,7 @@ def description(gpu: GpuTarget) -> str:
 
 
 def check_installed(target: CompileTarget) -> None:
-    """Check that there is a compiler for a target; JAX is not started for that.
+    """Check that there is a compiler for a target, without starting JAX.
 
     Raises:
         JaxinferError: it is not installed.
@@ -149,10 +151,10 @@ def check_installed(target: CompileTarget) -> None:
 
 
 def devices_of(target: CompileTarget) -> list[Any]:
-    """The devices, in the process that compiles.
+    """Return the devices, in the process that compiles.
 
     Raises:
-        JaxinferError: what knows them is not installed, or has none like them.
+        JaxinferError: the plugin for them is not installed, or has no such devices.
     """
     import jax
     from jax.experimental import topologies
@@ -171,6 +173,6 @@ def devices_of(target: CompileTarget) -> list[Any]:
         options = {"platform": "tpu", "topology_name": str(target)}
     try:
         return list(topologies.get_topology_desc(**options).devices)
-    except Exception as error:  # Whatever the plugin finds wrong with the name.
+    except Exception as error:  # Any error that the plugin raises for the name.
         said = str(error).splitlines()[0]
         raise JaxinferError(f"--for {target}: {said}") from None

@@ -1,5 +1,7 @@
-"""A GPU's efficiencies (``roofline.Efficiency``) from measured steps: those whose roofline comes
-closest, by least squares of the relative error. What the points cannot tell is left as it was.
+"""Fits a GPU's efficiencies (``roofline.Efficiency``) to measured steps.
+
+The fit minimises squared relative errors of the roofline's times. Efficiencies that the points do
+not determine are left unchanged.
 """
 
 import csv
@@ -27,16 +29,16 @@ from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs.model import StageCost
 from jaxinfer.simulate.costs.roofline import KernelEfficiency, RooflineStage
 
-# In the order in which they are given up last.
+# Numbers that can be fitted; the last ones are given up first.
 NAMES = ("flops", "bandwidth", "step_s", "sequence_s")
-# Of 1 / flops, 1 / bandwidth and the engine's seconds.
+# Limits of 1 / flops, 1 / bandwidth and the engine's seconds.
 _LOWER, _UPPER = np.array([1.0, 1.0, 0.0, 0.0]), np.array([1e3, 1e3, np.inf, np.inf])
-# What a number must change of the steps' times that the others could not change alike.
+# A number must change the steps' times by at least this share in a way that the others cannot.
 _TELLS = 0.05
-# How strongly numbers stay where they were while it is not known which ones the points tell.
+# Weight with which numbers stay at their start while it is unknown which ones the points determine.
 _PULL = 0.01
 
-# Of a step's tokens and contexts.
+# Largest number of tokens, and largest context, of a step.
 _MOST = 10**7
 
 StageFor = Callable[[KernelEfficiency], StageCost]
@@ -46,10 +48,11 @@ class MeasuredStep(Options):
     """A measured step: a chunk of a prompt together with decodes.
 
     Attributes:
-        chunk_tokens: 0 for no chunk; ``chunk_context``: KV entries before it.
-        decodes: rows of one token; ``decode_context``: KV entries that each sees, its own
-            included, on average.
-        seconds: that the step took.
+        chunk_tokens: tokens of the chunk; 0 for no chunk.
+        chunk_context: KV entries before the chunk.
+        decodes: number of rows of one token.
+        decode_context: mean number of KV entries that each of them sees, including its own.
+        seconds: duration of the step.
     """
 
     chunk_tokens: int = Field(ge=0, le=_MOST)
@@ -67,7 +70,10 @@ class MeasuredStep(Options):
 
     @property
     def work(self) -> Work:
-        """The work; the chunk's last token is sampled, and a single token is a row like decodes."""
+        """Return the work.
+
+        The chunk's last token is sampled, and a single token counts as a decode.
+        """
         single, chunk = self.chunk_tokens == 1, self.chunk_tokens > 1
         rows, tokens = self.decodes + single + chunk, self.decodes + self.chunk_tokens
         seen = round(self.decodes * self.decode_context) + single * (self.chunk_context + 1)
@@ -81,8 +87,10 @@ class Calibration:
 
     Attributes:
         fitted: names of the numbers fitted to the points; the others are unchanged.
-        mape: mean of the absolute relative errors; ``points``: number of points.
-        worst: the largest relative error, with its sign; ``worst_point``: where it is.
+        mape: mean of the absolute relative errors.
+        worst: largest relative error, with its sign.
+        worst_point: point of this error.
+        points: number of points.
     """
 
     efficiency: KernelEfficiency
@@ -123,8 +131,10 @@ def read_points(path: str | Path) -> list[MeasuredStep]:
 
 
 class _Problem:
-    """Relative errors over numbers in which a step's time is linear by parts: 1 / flops,
-    1 / bandwidth, and the engine's seconds in units in which they are as large as the steps.
+    """Relative errors as a function of numbers in which a step's time is piecewise linear.
+
+    These are 1 / flops, 1 / bandwidth, and the engine's seconds, in units that make them as large
+    as the steps.
     """
 
     def __init__(
@@ -139,7 +149,7 @@ class _Problem:
         self._fixed = np.array(numbers) / self._units
 
     def efficiency(self, numbers: np.ndarray) -> KernelEfficiency:
-        """Return the efficiency that has these numbers."""
+        """Return the efficiency with these numbers."""
         flops, bandwidth, *engine = (float(x) for x in numbers * self._units)
         return KernelEfficiency(1 / flops, 1 / bandwidth, *engine)
 
@@ -149,7 +159,7 @@ class _Problem:
         return np.array([stage.seconds(work) for work in self._works]) / self._measured - 1
 
     def solve(self, free: list[int], pull: float) -> np.ndarray:
-        """The best numbers; only those at ``free`` move, against ``pull``."""
+        """Return the best numbers; only those at ``free`` move, with a penalty of ``pull``."""
         bounds, fixed = (_LOWER[free], _UPPER[free]), self._fixed[free]
         weight = pull * len(self._works) ** 0.5
 
@@ -161,7 +171,7 @@ class _Problem:
         def residuals(x: np.ndarray) -> np.ndarray:
             return np.concatenate([self.errors(numbers(x)), weight * (x - fixed)])
 
-        # What limits an operator changes from part to part: a minimum need not be the only one.
+        # The limit of an operator changes from part to part, so there may be several minima.
         starts = [[1 / f, 1 / b, *self._fixed[2:]] for f, b in product((0.25, 0.8), repeat=2)]
         tries = [
             least_squares(residuals, np.clip(start, *bounds), bounds=bounds, method="dogbox")
@@ -170,10 +180,10 @@ class _Problem:
         return numbers(min(tries, key=lambda found: found.cost).x)
 
     def told(self) -> list[int]:
-        """Return the numbers that the points tell, as many as can be told apart.
+        """Return the numbers that the points determine, as many as can be distinguished.
 
-        The smaller effect of a step up and one down decides: points that only say that a GPU
-        is no slower do not say how fast it is.
+        The smaller effect of a step up and a step down decides: points that only show that a GPU is
+        not slower do not show how fast it is.
         """
         at, effects = self.solve(list(range(len(NAMES))), _PULL), []
         for step in np.diag([at[0], at[1], 1.0, 1.0]):
@@ -183,7 +193,7 @@ class _Problem:
         products = np.array(effects) @ np.array(effects).T / len(self._works)
         for size in range(len(NAMES), 1, -1):
             for some in combinations(range(len(NAMES)), size):
-                # The inverse has what each one's effect is less what the others can stand for.
+                # The inverse has each number's effect, minus what the others can replace.
                 own = np.linalg.inv(products[np.ix_(some, some)] + 1e-9 * np.eye(size)).diagonal()
                 if np.all(own <= _TELLS**-2):
                     return list(some)
@@ -193,10 +203,10 @@ class _Problem:
 def calibrate(
     stage_for: StageFor, points: Sequence[MeasuredStep], fixed: KernelEfficiency
 ) -> Calibration:
-    """The efficiencies at which a stage's times come closest to the points.
+    """Return the efficiencies at which a stage's times are closest to the points.
 
     Args:
-        fixed: for the numbers that the points cannot tell.
+        fixed: efficiencies for numbers that the points do not determine.
     """
     problem = _Problem(stage_for, points, fixed)
     told = problem.told()
@@ -209,7 +219,7 @@ def calibrate(
 
 
 def as_yaml(group: str, calibration: Calibration, options: SimulateOptions) -> str:
-    """The whole section ``simulate`` of a run file, with what has been found for a group."""
+    """Return the whole section ``simulate`` of a run file, with the efficiencies of a group."""
     section = options.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     values = {name: float(f"{x:.4g}") for name, x in asdict(calibration.efficiency).items()}
     groups = section.setdefault("groups", {})
@@ -220,7 +230,7 @@ def as_yaml(group: str, calibration: Calibration, options: SimulateOptions) -> s
 def calibration_table(
     points: Sequence[MeasuredStep], calibration: Calibration, predicted: Sequence[float]
 ) -> Table:
-    """The 20 points that are furthest off, and over it what holds for all."""
+    """Return a table of the 20 points with the largest errors, with a summary of all above."""
     kept = [name for name in NAMES if name not in calibration.fitted]
     title = f"mean error of {calibration.points} points: {calibration.mape:.1%}"
     if kept:
@@ -237,7 +247,7 @@ def calibration_table(
 
 
 def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Calibration, Table]:
-    """Calibrate a group's GPU on steps measured on an instance of one stage there.
+    """Calibrate a group's GPU on steps measured on an instance of one stage.
 
     Raises:
         JaxinferError: there is no such instance, its times come from tables, or a file is wrong.
@@ -248,9 +258,9 @@ def calibrate_group(config: RunFile, group: str, path: str | Path) -> tuple[Cali
         raise JaxinferError(f"no group {group!r}: {did_you_mean(group, cluster.groups)}")
     if kind := costs.measured:
         raise JaxinferError(f"groups.{group}: its times come from {kind}, not from efficiencies")
-    # What lies between instances does not matter here.
+    # Links between instances do not matter here.
     site = model_site(replace(resolved, pairs=()))
-    model_cluster(site)  # Refuses what does not fit.
+    model_cluster(site)  # This refuses a model that does not fit.
     alone = (stages for stages in site.stages.values() if [s.group.name for s in stages] == [group])
     part = next((stage.part for (stage,) in alone), None)
     if part is None:

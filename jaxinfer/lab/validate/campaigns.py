@@ -1,4 +1,4 @@
-"""Campaigns of measurement: rules that make a run file of each row."""
+"""Campaigns of measurements: rules that make a run file from each row."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -21,22 +21,23 @@ from jaxinfer.options.validation import (
     within,
 )
 
-# The columns whose values in ``when`` are regular expressions.
+# Columns whose values in ``when`` are regular expressions.
 _PATTERNS = ("id", "backend_version")
 _NUMBERS = ("concurrency", "isl", "osl", "tp", "moe_ep")
 # A closed-loop client's turnaround.
 _CLIENT_S = 0.002
-# More take minutes, and much more are a mistake.
+# More than this takes minutes, and much more is a mistake.
 _MOST_REQUESTS = 1_000_000
 
 
 class Client(Options):
-    """The requests of a point, by keys that rules set beside those of run files.
+    """The requests of a point, by keys that rules set next to those of run files.
 
     Attributes:
-        rounds: Requests in all, in multiples of those at once.
-        first_wave: Weight of the requests sent at once, of all; None for as many as they are.
-        shortest: Share of the nominal lengths from which on they are even.
+        rounds: Total number of requests, in multiples of the concurrency.
+        first_wave: Weight of the requests sent first, among all; None for their actual number.
+        shortest: Smallest length, as a fraction of the nominal one; lengths are uniform from there
+            on.
     """
 
     rounds: int = Field(default=10, ge=1)
@@ -54,7 +55,7 @@ class Rule(Options):
     """A part of run files that some rows have in common.
 
     Attributes:
-        name: Name by which it can be left out.
+        name: Name by which the rule can be left out.
         when: Columns and their values, all of which a row must have.
         set: Dotted keys of the run file and their values.
     """
@@ -64,7 +65,7 @@ class Rule(Options):
     set: dict[str, Any] = Field(min_length=1)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Check what a row cannot be compared with, and what cannot be set."""
+        """Refuse conditions that a row cannot be compared with, and keys that cannot be set."""
         for column, wanted in self.when.items():
             try:
                 _check_wanted(column, wanted)
@@ -81,7 +82,7 @@ class Rule(Options):
                 raise within(f"set.{key}", error) from None
 
     def holds(self, point: Point, but: str = "") -> bool:
-        """Tell whether a row is as ``when`` says, in all columns or all but one."""
+        """Tell whether a row satisfies ``when``, in all columns or all but one."""
         return all(_is(point, name, value) for name, value in self.when.items() if name != but)
 
 
@@ -89,9 +90,11 @@ class Campaigns(Options):
     """A file of campaigns.
 
     Attributes:
-        models, cards: Names of ours, by those in the rows' ``model_path`` and ``system``.
-        named: Columns of which a rule that holds must name a row's value, or it is refused.
-        rules: Rules in their order; of two with one key, the later one counts.
+        models: our names of models, by those in the rows' ``model_path``.
+        cards: our names of cards, by those in the rows' ``system``.
+        named: Columns for which a matching rule must name the row's value; otherwise the row is
+            refused.
+        rules: Rules in their order; of two with the same key, the later one counts.
     """
 
     models: dict[str, str]
@@ -100,7 +103,7 @@ class Campaigns(Options):
     rules: tuple[Rule, ...] = Field(strict=False)
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse a rule that asks for a column which the points do not have."""
+        """Refuse a rule that asks for a column which the points lack."""
         known = {*columns, *_NUMBERS, *COLUMNS, *OPTIONAL}
         asked = [(f"rule {r.name}: when", name) for r in self.rules for name in r.when]
         for where, name in [*asked, *(("named", name) for name in self.named)]:
@@ -108,7 +111,7 @@ class Campaigns(Options):
                 raise JaxinferError(f"{where}: no column {name!r}, {did_you_mean(name, known)}")
 
     def refuse_unnamed(self, point: Point) -> None:
-        """Refuse a row with a value that no rule is for."""
+        """Refuse a row with a value that no rule covers."""
         unheld: dict[str, list[Rule]] = {}
         for column in self.named:
             rules = [rule for rule in self.rules if column in rule.when]
@@ -136,8 +139,8 @@ class PointSetup:
     """A point's engine and client.
 
     Attributes:
-        data: run file, with the workload, as YAML would hold it.
-        first_wave: weight of the requests sent at once, of all; None for as many as they are.
+        data: contents of the run file, with the workload.
+        first_wave: weight of the requests sent first, among all; None for their actual number.
     """
 
     data: Mapping[str, Any]
@@ -145,12 +148,12 @@ class PointSetup:
 
     @property
     def config(self) -> RunFile:
-        """The run file, checked; raises JaxinferError where it cannot be."""
+        """Return the checked run file; raise JaxinferError if it is invalid."""
         return as_run_file(self.data)
 
     @property
     def simulated_as(self) -> str:
-        """The scheduler and the tables, by their versions."""
+        """The versions of the scheduler and the tables."""
         found = []
         for path, key in ((("engine",), "like"), (("simulate", "tables"), "version")):
             at: Any = self.data
@@ -164,10 +167,10 @@ def read_campaigns(path: str, without: Collection[str] = ()) -> Campaigns:
     """Read a file of campaigns.
 
     Args:
-        without: names of rules that are left out.
+        without: names of rules to leave out.
 
     Raises:
-        JaxinferError: it cannot be read, or has no such rule.
+        JaxinferError: the file cannot be read, or lacks such a rule.
     """
     try:
         found = Campaigns.model_validate(read_yaml(Path(data_path(path))))
@@ -188,10 +191,10 @@ def launch(
 
     Args:
         operators: folder of tables.
-        settings: dotted keys of the run file that count before all rules.
+        settings: dotted keys of the run file that take precedence over all rules.
 
     Raises:
-        JaxinferError: its model or card is not known, or a key leads nowhere.
+        JaxinferError: its model or card is unknown, or a key names no option.
     """
     row = point.row
     model = _name(campaigns.models, "model_path", row["model_path"])
@@ -207,7 +210,7 @@ def launch(
         "simulate": {"tables": {"folder": operators, "backend": row["backend"]}},
     }
     if point.attention_dp > 1:
-        # Replicas of attention, each on GPUs of its own, beside experts that all share.
+        # Replicas of attention, each on its own GPUs, and experts that all of them share.
         data["groups"]["cards"]["replicas"] = point.attention_dp
         data["instances"]["engine"]["replicas"] = point.attention_dp
         data["simulate"]["shared_experts"] = ["engine"]
@@ -227,7 +230,7 @@ def launch(
 
 
 def _workload(point: Point, client: Client) -> dict[str, Any]:
-    """Fixed lengths, or even ones from a share of the nominal ones on."""
+    """Return fixed lengths, or uniform ones from a fraction of the nominal ones on."""
     count = client.rounds * point.concurrency
     if count > _MOST_REQUESTS:
         raise JaxinferError(
@@ -264,12 +267,12 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _wanted(rules: Sequence[Rule], column: str) -> list[Any]:
-    """The values that rules name for a column."""
+    """Return the values that rules name for a column."""
     return [value for rule in rules for value in _as_list(rule.when[column])]
 
 
 def _check_wanted(column: str, wanted: Any) -> None:
-    """Refuse a value with which no row's could be compared."""
+    """Refuse a value that cannot be compared with a row's."""
     if isinstance(wanted, dict):
         if column not in _NUMBERS:
             raise JaxinferError(f"{shown(wanted)}, is for {', '.join(_NUMBERS)} alone")
@@ -317,7 +320,7 @@ def _check_sums(value: Any) -> None:
 
 
 def _reckoned(value: Any, point: Point) -> Any:
-    """A value, or the sum of a row's numbers that it describes."""
+    """Return a value, or the sum of a row's numbers that it describes."""
     if not isinstance(value, dict):
         return value
     if not _is_sum(value):

@@ -1,4 +1,4 @@
-"""A modelled world whose times are those that a ledger has of a real run."""
+"""A simulated world whose times come from the ledger of a real run."""
 
 import heapq
 from collections import defaultdict, deque
@@ -24,27 +24,29 @@ from jaxinfer.serving.world import (
 from jaxinfer.simulate.cluster import ModelledCluster
 from jaxinfer.simulate.world import SimulatedWorld
 
-# When something reached the loop: the time of its round, and its place among all that was heard.
+# When an event reached the loop: the time of its round, and its place among all events.
 When = tuple[float, int]
-# Of a transfer, what ``way_of`` says, and losses of its ends so far.
+# For each transfer, the result of ``way_of``, and the losses of its ends so far.
 Way = tuple[str, int, int]
 
 
 @dataclass
 class Measured:
-    """Measurements of a ledger, by what they are of.
+    """Measurements of a ledger, sorted by their subject.
 
     Attributes:
-        steps: by instance, and losses of it so far, in order.
-        transfers, ticks: by way, in order.
-        arrivals, losses: as they come.
-        predicted: by request, what was predicted of its output.
-        ends: by request, its reason, how many tokens it had, and more of the reason.
-        kv_token_s: seconds of one KV token by the instances that it goes between.
-        start: the time at which the loop began.
-        cached: pages that prefix caches had by then.
-        keeps_tokens: whether prompts and sampled tokens are there.
-        without: by instance, numbers of the shards that it had lost by then.
+        steps: times of steps, by instance and number of its losses so far, in order.
+        transfers: times of transfers, by path, in order.
+        ticks: times of ticks, in order.
+        arrivals: arrivals in order.
+        losses: losses in order.
+        predicted: predicted output tokens, by request.
+        ends: by request: reason of its end, number of its tokens, and details of the reason.
+        kv_token_s: seconds of one KV token, by source and destination.
+        start: time at which the loop began.
+        cached: pages that prefix caches had at the start.
+        keeps_tokens: whether prompts and sampled tokens are recorded.
+        without: numbers of the shards that were lost at the start, by instance.
     """
 
     steps: dict[tuple[str, int], deque[tuple[When, Any]]] = field(
@@ -65,11 +67,11 @@ class Measured:
     without: dict[str, list[int]] = field(default_factory=dict)
 
     def predict(self, request: RequestState) -> tuple[int, int] | None:
-        """Predict what was predicted for the real one."""
+        """Return the recorded prediction."""
         return self.predicted.get(request.id)
 
     def check_stop(self, request: RequestState, token: int) -> Stop | None:
-        """End a request where the real one's text, or its NaN, has ended it."""
+        """End a request where the real one was ended by its text or by a NaN."""
         reason, count, detail = self.ends.get(request.id, ("", 0, None))
         if len(request.output_token_ids) != count:
             return None
@@ -79,7 +81,7 @@ class Measured:
 
 
 def measured(entries: Sequence[Entry]) -> Measured:
-    """Sort what a ledger has measured by what it is of."""
+    """Sort a ledger's measurements by their subject."""
     found, lives, now = Measured(), defaultdict[str, int](int), 0.0
     for number, (kind, decided, given) in enumerate(entries):
         when = now, number
@@ -123,9 +125,9 @@ def _request(decided: Sequence[Any], given: Sequence[Any]) -> RequestState:
 
 
 class MeasuredWorld(SimulatedWorld):
-    """Has each step, transfer, arrival and loss reach the loop when the real one did.
+    """Delivers each step, transfer, arrival and loss at the time of the real one.
 
-    Its rounds are those of ``SimulatedWorld``; all that its costs would say is given.
+    Its rounds are those of ``SimulatedWorld``; recorded times replace all costs.
     """
 
     def __init__(self, given: Measured) -> None:
@@ -142,7 +144,7 @@ class MeasuredWorld(SimulatedWorld):
         heapq.heappush(self._heap, (*when, happens))
 
     def launch(self, batch: Batch) -> None:
-        """Start a step, which ends when the real one did; or never, where that was lost."""
+        """Start a step, which ends when the real one did, or never if that was lost."""
         steps = self._given.steps[batch.instance, self._lives[batch.instance]]
         if steps:
             when, (start, end, stages, tokens) = steps.popleft()
@@ -152,7 +154,7 @@ class MeasuredWorld(SimulatedWorld):
             self.start_transfer(transfer)
 
     def start_transfer(self, transfer: Transfer) -> None:
-        """Start a transfer, with its measured times."""
+        """Start a transfer with its recorded times."""
         lives = self._lives[transfer.source], self._lives[transfer.dest]
         way = way_of(transfer), *lives
         if found := self._given.transfers[way]:
@@ -172,7 +174,7 @@ class MeasuredWorld(SimulatedWorld):
         """See SimulatedWorld.
 
         Raises:
-            JaxinferError: the loop waits for what the real one has never heard of.
+            JaxinferError: the loop waits for an event that the real one never received.
         """
         events = super().due_events()
         if not events and self._is_over:

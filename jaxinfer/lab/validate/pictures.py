@@ -1,4 +1,4 @@
-"""Predicted over measured times, one picture per engine."""
+"""Draws predicted over measured times, one picture per engine."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _SIZE = (11.0, 5.2)  # Inches.
 
 
 def draw(folder: Path, ending: str, compared: Sequence[Compared]) -> list[str]:
-    """Write a scatter per engine; returns the names of the files."""
+    """Draw a scatter plot per engine; return the names of the files."""
     names = []
     for backend in sorted({each.point.row["backend"] for each in compared if each.is_predicted}):
         own = [each for each in compared if each.point.row["backend"] == backend]
@@ -25,7 +25,7 @@ def draw(folder: Path, ending: str, compared: Sequence[Compared]) -> list[str]:
 
 
 def draw_requests(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a scatter of single requests: times measured, and predicted, in milliseconds."""
+    """Draw a scatter plot of single requests: predicted over measured milliseconds."""
     figure = Figure(figsize=_SIZE, layout="constrained")
     for axes, name in zip(figure.subplots(1, 2), ("tpot", "ttft"), strict=True):
         shown = [row for row in rows if row[f"silicon_{name}_ms"] != ""]
@@ -39,7 +39,7 @@ def draw_requests(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _finish(axes: Axes, ends: Sequence[float]) -> None:
-    """Finish a picture: axes by powers, with the line on which both sides are the same."""
+    """Finish a picture: logarithmic axes, and the line on which both sides are equal."""
     line = [min(ends), max(ends)]
     axes.plot(line, line, color="black", linewidth=0.8)
     axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""Measured points: rows of a CSV with aiconfigurator's columns, and which of them may be used."""
+"""Measured points: rows of a CSV file with aiconfigurator's columns, and their valid uses."""
 
 import csv
 import math
@@ -18,13 +18,14 @@ COLUMNS = (
     "id", "backend", "backend_version", "model_path", "system", "precision", "mode", "isl", "osl",
     "gemm_quant_mode", "batch_size", "tp_size", "pp_size", "silicon_ttft_ms", "silicon_tpot_ms",
 )  # fmt: skip
-# Columns that are read where they are there.
+# Optional columns that are read.
 OPTIONAL = "note", "moe_quant_mode", "moe_tp_size", "moe_ep_size"
-# Above these, a number is taken for a mistake: it would be simulated without an end.
+# A number above this counts as a mistake, because its simulation would never end.
 _MOST_TOKENS, _MOST_AT_ONCE, _MOST_GPUS = 10_000_000, 100_000, 1024
-# A series is measured anew where a time falls by more than this as concurrency rises.
+# TTFT falls if it is shorter by more than this share at the next higher concurrency.
 _FALLS = 0.05
-# A series whose TTFT falls in more than this share of pairs, of so many or more, gives none.
+# A series gives no TTFT if it falls in more than this share of its pairs, with at least this many
+# pairs.
 _MOST_FALLING, _FEWEST_PAIRS = 0.2, 10
 _CONCURRENCY = re.compile(r"concurrency=([^\s,;]*)")
 _DEGREES = re.compile(r"_tp(\d+)(?:_\d+)?_ep(\d+)")
@@ -35,13 +36,18 @@ class Point:
     """A measured point.
 
     Attributes:
-        row: all columns as they are given.
-        concurrency: requests in flight; ``isl``, ``osl``: nominal tokens of prompt and output.
-        tp, stages: GPUs that share each layer, and pipeline stages.
-        moe_tp, moe_ep: ways that experts are shared: each cut, and whole; 1 where there are none.
-        ttft_ms, tpot_ms: measured means.
-        line: of the file, on which the row ends.
-        wrong: why the row cannot be read, or empty; its numbers are 0 then.
+        row: all given columns.
+        concurrency: number of requests in flight.
+        isl: nominal number of prompt tokens.
+        osl: nominal number of output tokens.
+        tp: number of GPUs that share each layer.
+        stages: number of pipeline stages.
+        moe_tp: number of parts into which each expert is cut.
+        moe_ep: number of parts into which whole experts are divided; 1 without experts.
+        ttft_ms: measured mean TTFT.
+        tpot_ms: measured mean TPOT.
+        line: line of the file on which the row ends.
+        wrong: reason why the row cannot be read, or empty; its numbers are then 0.
     """
 
     row: Mapping[str, str]
@@ -69,33 +75,35 @@ class Point:
 
     @property
     def attention_dp(self) -> int:
-        """Number of groups of GPUs that attend to their own requests, while all share experts."""
+        """Number of groups of GPUs that attend to their own requests while all share experts."""
         return max(self.moe_ep * self.moe_tp // max(self.tp, 1), 1)
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Model, card, backend and its version."""
+        """Model, card, backend and backend version."""
         return tuple(self.row[n] for n in ("model_path", "system", "backend", "backend_version"))
 
     @property
     def series(self) -> tuple[object, ...]:
-        """The key of points that differ in concurrency alone."""
+        """Key that is equal for points that differ only in concurrency."""
         names = ("precision", "gemm_quant_mode", "mode", "pp_size", "moe_tp_size", "moe_ep_size")
         others = (self.row.get(name, "") for name in names)
         return (*self.group, self.isl, self.osl, self.tp, *others)
 
     @property
     def e2e_ms(self) -> float:
-        """Measured mean time of a request, of its nominal length."""
+        """Measured mean time of a request with its nominal length."""
         return self.ttft_ms + (self.osl - 1) * self.tpot_ms
 
 
 @dataclass(frozen=True)
 class Use:
-    """The use that a point may be put to.
+    """What a point may be used for.
 
     Attributes:
-        tpot, ttft: whether it counts in that figure; ``why``: why not, else empty.
+        tpot: whether it counts for TPOT.
+        ttft: whether it counts for TTFT.
+        why: reason if not, otherwise empty.
     """
 
     tpot: bool
@@ -104,7 +112,7 @@ class Use:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read a file of points; of a row that cannot be read, the point says what is wrong.
+    """Read a file of points; a point whose row cannot be read says what is wrong.
 
     Raises:
         JaxinferError: the file cannot be read, lacks a column, or has one twice.
@@ -148,14 +156,14 @@ def _read(line: int, row: Mapping[str, str]) -> Point:
     def integer(name: str, least: int, most: int, empty: int | None = None) -> int:
         return _integer(name, row.get(name) or "", least, most, empty)
 
-    # Disaggregated points have sizes of both sides in place of one; none is simulated.
+    # Disaggregated points have sizes of two sides instead of one; they are not simulated.
     empty = None if row["mode"] == "agg" else 0
     if given := _CONCURRENCY.search(row.get("note") or ""):
         concurrency = _integer("concurrency of note", given[1], 1, _MOST_AT_ONCE)
     else:
         concurrency = integer("batch_size", 1, _MOST_AT_ONCE, empty)
     tp = integer("tp_size", 1, _MOST_GPUS, empty)
-    # In some rows the degree is multiplied by that of experts; the id has it as it was.
+    # In some rows, the degree is multiplied by that of experts; the id has the original one.
     if found := _DEGREES.search(row["id"]):
         degree, ep = int(found[1]), int(found[2] or 0)
         if not degree or (ep and tp not in (0, degree, degree * ep)):
@@ -203,7 +211,7 @@ def _number(name: str, text: str, least: float, wanted: str) -> float:
 
 
 def uses(points: Sequence[Point]) -> list[Use]:
-    """Decide what each point may be used for, by rules that no prediction has a part in."""
+    """Decide what each point may be used for, by rules that do not depend on predictions."""
     twice = set(_duplicates(points))
     some_stated = any(point.states_concurrency for point in points if not point.wrong)
     falling = _falling_groups([p for n, p in enumerate(points) if n not in twice and not p.wrong])
@@ -227,7 +235,7 @@ def uses(points: Sequence[Point]) -> list[Use]:
 
 
 def _duplicates(points: Sequence[Point]) -> Iterator[int]:
-    """Yield the numbers of points that are the same as one before."""
+    """Yield the numbers of points that equal an earlier one."""
     seen = set()
     for number, point in enumerate(points):
         key = (*point.series, point.concurrency, point.ttft_ms, point.tpot_ms)
@@ -238,7 +246,7 @@ def _duplicates(points: Sequence[Point]) -> Iterator[int]:
 
 
 def _falling_groups(points: Iterable[Point]) -> set[tuple[str, ...]]:
-    """Groups whose TTFT falls in too many pairs of neighbouring concurrencies."""
+    """Return the groups whose TTFT falls between too many neighbouring concurrencies."""
     series: defaultdict[tuple[object, ...], list[Point]] = defaultdict(list)
     for point in points:
         series[point.series].append(point)

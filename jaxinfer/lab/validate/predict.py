@@ -1,4 +1,4 @@
-"""A point's figures by the simulator."""
+"""Predicts a point's figures with the simulator."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from jaxinfer.simulate.run import simulate
 
 
 def predict(asked: PointSetup) -> dict[str, Any]:
-    """``ttft_ms`` and ``tpot_ms``, means of all requests; or ``refused``, why there are none."""
+    """Return ``ttft_ms`` and ``tpot_ms``, means over all requests; or ``refused`` with a reason."""
     arrivals = asked.data["workload"]["arrivals"]
     figures = RequestTimes(arrivals["concurrency"])
     try:
@@ -23,10 +23,10 @@ def predict(asked: PointSetup) -> dict[str, Any]:
 
 
 class RequestTimes:
-    """Times of a run's requests, those sent at once apart.
+    """Times of a run's requests, with those of the first wave kept separately.
 
     Args:
-        at_once: requests of the first wave.
+        at_once: number of requests in the first wave.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -44,7 +44,7 @@ class RequestTimes:
             self._times["tpot"][late].append((times[-1] - times[0]) / (len(times) - 1))
 
     def mean(self, name: str, first_wave: float | None) -> float:
-        """Seconds: the mean over all, or with this weight of the first wave."""
+        """Return mean seconds over all requests, or with this weight of the first wave."""
         first, others = self._times[name]
         if first_wave is None or not others:
             return statistics.fmean([*first, *others])

@@ -1,4 +1,4 @@
-"""A finished real run once more, in virtual time: how far the simulator is from the truth."""
+"""Repeats a finished real run in virtual time, to measure the simulator's error."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -37,11 +37,12 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ProfiledTimes:
-    """Step times of a real instance's profile.
+    """Step times from a real instance's profile.
 
     Attributes:
-        slowdowns: of each stage; ``links``: to the next one, where that is emulated.
-        hidden_bytes: of one token's hidden states.
+        slowdowns: emulated slowdown of each stage.
+        links: link to the next stage, if emulated.
+        hidden_bytes: bytes of one token's hidden states.
     """
 
     limits: StepLimits
@@ -51,19 +52,19 @@ class ProfiledTimes:
     hidden_bytes: int
 
     def stages(self, work: Work) -> list[float]:
-        """Seconds of each stage."""
+        """Return the seconds of each stage."""
         both = zip(self.times, self.slowdowns, strict=True)
         return [slowdown * times.seconds(work) for times, slowdown in both]
 
     def hops(self, work: Work) -> list[float]:
-        """Seconds between stages; hidden states are padded to their bucket."""
+        """Return the seconds between stages; hidden states are padded to their bucket."""
         tokens = self.limits.smallest(work.singles, work.tokens, work.sampled).tokens
         num_bytes = tokens * self.hidden_bytes
         return [link.seconds(num_bytes) if link else 0.0 for link in self.links]
 
 
 def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
-    """Simulate the run whose files ``folder`` has, into a numbered folder in ``out``.
+    """Simulate the run whose files are in ``folder``, into a numbered folder in ``out``.
 
     Returns:
         The real run and the simulated one.
@@ -80,7 +81,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
         raise JaxinferError(f"{folder}: the run lost an instance, or requests of it failed")
     if run["metrics"]["cached_tokens"]:
         raise JaxinferError(f"{folder}: the run used its prefix cache, whose hits are not replayed")
-    # Its costs are the profile's, whatever a model of it would have.
+    # Its costs are the profile's, not those of a model of the instance.
     config = as_run_file(run["run_file"]).model_copy(update={"simulate": SimulateOptions()})
     site = resolve(config)
     cluster = site.cluster
@@ -114,15 +115,15 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
 
 
 def _order(request: RequestRecord) -> tuple[float, list[int]]:
-    """Return the key that sorts requests as they came: ids count up, whatever else is in them."""
+    """Return a key that sorts requests by arrival; ids count up, whatever else is in them."""
     return request.arrival, [int(number) for number in re.findall(r"\d+", request.id)]
 
 
 def profile_of(folder: Path, name: str, described: Mapping[str, Any]) -> Profile:
-    """Read the profile by which an instance of a real run went.
+    """Read the profile that an instance of a real run used.
 
     Raises:
-        JaxinferError: it is not there any more.
+        JaxinferError: it no longer exists.
     """
     return read_profile(profile_file(folder, name, described))
 
@@ -133,14 +134,14 @@ def profile_file(
     described: Mapping[str, Any],
     kept: Callable[[Path], Path] = lambda path: path,
 ) -> Path:
-    """Return the file of the profile by which an instance of a real run went.
+    """Return the file of the profile that an instance of a real run used.
 
     Args:
-        folder: of the run, which has a copy if there was a profile by then.
-        kept: what is read, from the path of the profile of whole steps.
+        folder: folder of the run, which has a copy if the profile existed then.
+        kept: returns the file to read, given the path of the profile of whole steps.
 
     Raises:
-        JaxinferError: it is not there any more.
+        JaxinferError: it no longer exists.
     """
     paths = [kept(at / f"{described['profile']}.json") for at in (folder, profile_folder())]
     for path in paths:
@@ -156,7 +157,7 @@ def profile_file(
 def _instance(
     cluster: ClusterConfig, config: InstanceConfig, described: Mapping[str, Any], profile: Profile
 ) -> tuple[ModelledInstance, StepFit | None]:
-    """Model an instance as it was; also return the fit that its Balancer had to go by."""
+    """Model an instance as it was; also return the fit that its Balancer used."""
     stages = described["stages"]
     groups = [stage["group"] for stage in stages]
     slowdowns = [cluster.groups[group].slowdown for group in groups]
@@ -193,7 +194,7 @@ def _instance(
 def _paths(
     cluster: ClusterConfig, source: ModelledInstance, dest: ModelledInstance, gb_s: float
 ) -> dict[tuple[str, str], NetworkPath]:
-    """Emulated links between two instances' groups, or the speed that the probe has found."""
+    """Return the emulated links between two instances' groups, or the rate that the probe found."""
     found = {}
     for i, j, _ in shared_layers(tuple(source.layers), tuple(dest.layers)):
         ends = source.groups[i], dest.groups[j]
@@ -204,7 +205,7 @@ def _paths(
 
 
 def fidelity(real: RunRecord, simulated: RunRecord) -> Table:
-    """Figures of both runs, and by how much they differ."""
+    """Return a table of both runs' figures and their differences."""
     table = Table(box=None, pad_edge=False)
     for column in ("", "real", "simulated", "difference"):
         table.add_column(column, justify="right" if column else "left")
@@ -228,9 +229,9 @@ def fidelity(real: RunRecord, simulated: RunRecord) -> Table:
 
 
 def overruns(real: RunRecord) -> list[str]:
-    """Report instances whose emulated steps were late by over 1 % of the run: why figures differ.
+    """Report instances whose emulated steps were late by more than 1 % of the run.
 
-    Such a run is slower than the devices that it emulates, and the simulation is of the devices.
+    Such a run is slower than the devices that it emulates, so its figures differ from a simulation.
     """
     return [
         f"{name}: {late['steps']} steps overran the emulated device, by {late['seconds']:.3g} s in "
@@ -242,7 +243,7 @@ def overruns(real: RunRecord) -> list[str]:
 
 
 def furthest_apart(real: RunRecord, simulated: RunRecord) -> float:
-    """The largest gap between the two runs' output tokens so far, as a share of all of them."""
+    """Return the largest gap between both runs' output tokens so far, as a share of all tokens."""
     times = [
         np.sort([time for request in run.requests for time in request.token_times])
         for run in (real, simulated)

@@ -1,9 +1,10 @@
-"""A log of vLLM's requests compared with a simulation of them.
+"""Compares a log of vLLM's requests with a simulation of them.
 
-A log has a line of JSON for each request: tokens of its prompt and answer, when the client sent it,
-by its own clock, and when the engine noted it, had its first and its last token, by the engine's.
-Requests arrive when the client sent them. The engine takes note of one between two steps only, so
-that ``queued_ts`` is half a step later in the mean; a time to first token counts from the arrival.
+A log has a line of JSON for each request: the tokens of its prompt and answer; when the client sent
+it, by the client's clock; and when the engine queued it and produced its first and last token, by
+the engine's clock. Requests arrive when the client sent them. The engine queues requests only
+between two steps, so ``queued_ts`` is half a step later on average. A time to first token counts
+from the arrival.
 """
 
 import math
@@ -25,17 +26,17 @@ from jaxinfer.workload.bench_request import BLOCK, BenchRequest
 
 TOKENS = "input_toks", "output_toks"
 TIMES = "arrival_time", "queued_ts", "first_token_ts", "last_token_ts"
-# Above these, a number is taken for a mistake, such as nanoseconds.
+# A number above this counts as a mistake, such as nanoseconds.
 _MOST_TOKENS, _MOST_SECONDS = 10_000_000, 1e11
 Real = Mapping[str, Any]
 
 
 def read_requests(path: Path) -> list[Real]:
-    """Read vLLM's timings of the requests that have been answered; adds ``arrival``, by one clock.
+    """Read vLLM's timings of the answered requests; adds ``arrival`` on a common clock.
 
     Raises:
-        JaxinferError: the file cannot be read, or a line's field is missing, no such number, or at
-            odds with another one: a run without that request would be another run.
+        JaxinferError: the file cannot be read; or a line's field is missing, invalid, or in
+            contradiction to another one. (A run without that request would be another run.)
     """
     wrong, answered = [], []
     for number, raw in numbered_lines(path):
@@ -51,13 +52,13 @@ def read_requests(path: Path) -> list[Real]:
         raise JaxinferError(f"{wrong[0]}{more}")
     if not answered:
         raise JaxinferError(f"{path}: no request was answered")
-    # The client's clock is another: whoever was queued quickest ties the two.
+    # The client has another clock; the request that was queued fastest aligns the two.
     ahead = min(line["queued_ts"] - line["arrival_time"] for line in answered)
     return [line | {"arrival": line["arrival_time"] + ahead} for line in answered]
 
 
 def _request(line: dict[str, Any]) -> dict[str, Any]:
-    """A line's fields, checked; raises JaxinferError."""
+    """Return a line's checked fields; raise JaxinferError."""
     if missing := [name for name in (*TOKENS, *TIMES) if name not in line]:
         raise JaxinferError(f"lacks {missing[0]}")
     for name, least in zip(TOKENS, (1, 0), strict=True):
@@ -84,14 +85,14 @@ def _request(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    """Tell whether JSON has a finite number; ``parse_object`` refuses the others' names."""
+    """Tell whether JSON has a finite number; ``parse_object`` refuses NaN and infinities."""
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
     """Serve the same requests on the modelled machine.
 
-    No two prompts begin alike, but a preempted one finds its own pages in a prefix cache.
+    No two prompts have a common prefix, but a preempted one finds its own pages in a prefix cache.
     """
     start = min(line["arrival"] for line in real)
     work = [
@@ -111,7 +112,7 @@ def simulated(config: RunFile, real: Sequence[Real], out: Path) -> RunRecord:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a whole log, in seconds: as it was measured, and ours."""
+    """A figure of a whole log in seconds: measured and simulated."""
 
     name: str
     measured: float
@@ -130,7 +131,7 @@ class Figure:
 
 
 def request_rows(real: Sequence[Real], ours: Sequence[RequestRecord]) -> list[dict[str, Any]]:
-    """Return each request's given columns, and its times in milliseconds: measured and ours."""
+    """Return each request's given columns, and its measured and simulated times in milliseconds."""
     by_number = {int(request.id): request for request in ours}
     rows = []
     for number, line in enumerate(real):
@@ -146,7 +147,7 @@ def request_rows(real: Sequence[Real], ours: Sequence[RequestRecord]) -> list[di
 
 
 def _milliseconds(arrival: float, first: float, last: float, count: int) -> dict[str, Any]:
-    """A request of one token has no time per output token."""
+    """Return times in milliseconds; a request of one token has no time per output token."""
     tpot = 1e3 * (last - first) / (count - 1) if count > 1 else ""
     return {"ttft_ms": 1e3 * (first - arrival), "tpot_ms": tpot, "e2e_ms": 1e3 * (last - arrival)}
 
@@ -154,7 +155,7 @@ def _milliseconds(arrival: float, first: float, last: float, count: int) -> dict
 def figures(
     rows: Sequence[Mapping[str, Any]], real: Sequence[Real], ours: Sequence[RequestRecord]
 ) -> list[Figure]:
-    """Mean TTFT and mean TPOT over requests, and the makespan."""
+    """Return mean TTFT and mean TPOT over requests, and the makespan."""
     found = []
     for name in ("ttft", "tpot"):
         both = [

@@ -1,4 +1,4 @@
-"""Does the simulator decide as a real run did? Its ledger says, by the times that it measured."""
+"""Checks that the simulator makes a real run's decisions, given the times in its ledger."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +31,8 @@ class LedgerCheck(NamedTuple):
 
     Args:
         difference: description of the first difference, or None.
-        entries: number of entries in the real ledger; ``hash``: its hash.
+        entries: number of entries in the real ledger.
+        hash: hash of the real ledger.
         finished: whether the real run finished; if not, both ledgers end where it stopped.
     """
 
@@ -45,7 +46,7 @@ def check_decisions(folder: Path) -> LedgerCheck:
     """Give the simulator the events of a real run, and compare the two ledgers.
 
     Raises:
-        JaxinferError: the run kept no ledger, or cannot be decided upon again.
+        JaxinferError: the run kept no ledger, or its decisions cannot be repeated.
     """
     run, real = read_run_json(folder), read_ledger(folder / NAME)
     found = ledger_hash(real)
@@ -83,10 +84,11 @@ def check_decisions(folder: Path) -> LedgerCheck:
 
 
 def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[Entry]:
-    """Return the ledger of the simulator's decisions on what a real run was told.
+    """Return the ledger of the simulator's decisions for a real run's events.
 
     Args:
-        folder: of the run; ``run``: of its ``run.json``.
+        folder: folder of the run.
+        run: contents of its ``run.json``.
     """
     site = resolve(as_run_file(run["run_file"]).model_copy(update={"ledger": False}))
     if run["instances"].keys() != site.cluster.instances.keys():
@@ -106,7 +108,7 @@ def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[
         instance = modelled[name].new_instance(
             name, fits.get(name), False, given.keeps_tokens, _max_tokens, numbers_pages=True
         )
-        # Not by the costs of a model, which there are none of.
+        # Not by the costs of a model, because there are none.
         pays = by_fits(instance.shards)
         instance.halves_pay = choice(modelled[name].config.half_batches, pays)
         return instance
@@ -135,7 +137,7 @@ def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[
 
 
 def run_to_its_end(loop: ServingLoop, ledger: Ledger) -> None:
-    """Run a loop; where it goes another way than what it is told, that ends its ledger."""
+    """Run a loop; if it diverges from the recorded events, its ledger ends there."""
     try:
         loop.run()
     except Exception as error:
@@ -149,9 +151,9 @@ def _max_tokens(request: RequestState) -> int:
 def _modelled(
     folder: Path, name: str, site: Resolved, described: Mapping[str, Any]
 ) -> ModelledInstance:
-    """Model an instance's side of scheduling: its limits and its pools, as they were."""
+    """Model an instance for scheduling, with its original limits and pools."""
     config = site.cluster.instances[name]
-    # What the run has worked out, such as limits by the memory there was.
+    # Values that the run has computed, such as limits from the available memory.
     found = {
         name: value
         for name, value in described["engine"].items()
@@ -175,7 +177,7 @@ def _modelled(
 def _shards(
     folder: Path, name: str, site: Resolved, described: Mapping[str, Any]
 ) -> list[ModelledShard]:
-    """Model where KV heads of the stages may lie, with the fits that the run had to go by."""
+    """Model the places of the stages' KV heads, with the fits that the run used."""
     heads, _ = described["kv_heads"]
     halves = described["engine"]["half_batches"] == "by_time"
     slowdowns = {
@@ -220,7 +222,7 @@ _NO_COST: Any = _NoCost()
 
 
 def _fits(folder: Path, site: Resolved, run: Mapping[str, Any]) -> dict[str, StepFit]:
-    """Return the fits that the system had to go by, by instance."""
+    """Return the fits that the system used, by instance."""
     if not site.needs_fits:
         return {}
     found = {}

@@ -1,4 +1,4 @@
-"""Errors of predictions: medians, upper tenths and the order of points, by group."""
+"""Errors of predictions: medians, 90th percentiles and rank correlation, by group."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from jaxinfer.lab.validate.points import Point, Use
 
 FIGURES = ("tpot", "ttft", "e2e")
 ALL = "all"
-# The columns of results that stand beside the given ones.
+# Columns of results, next to the given ones.
 OURS = (*(f"{name}_ms" for name in ("ttft", "tpot", "e2e")), "simulated_as", "usable", "why")
 
 
@@ -22,8 +22,8 @@ class Compared:
     """A measured point and its prediction.
 
     Attributes:
-        found: ``ttft_ms`` and ``tpot_ms``, or ``refused``; None where it was left out.
-        simulated_as: the scheduler and the tables that it was simulated with.
+        found: ``ttft_ms`` and ``tpot_ms``, or ``refused``; None if the point was left out.
+        simulated_as: scheduler and tables used for the simulation.
     """
 
     point: Point
@@ -37,14 +37,16 @@ class Compared:
         return self.found is not None and "refused" not in self.found
 
     def predicted(self, name: str) -> float:
-        """Milliseconds; of a whole request, for one of nominal length, as it was measured."""
+        """Return milliseconds; for a whole request, those of one with nominal length,
+        as measured.
+        """
         assert self.found
         if name != "e2e":
             return float(self.found[f"{name}_ms"])
         return self.predicted("ttft") + (self.point.osl - 1) * self.predicted("tpot")
 
     def counts(self, name: str) -> bool:
-        """Tell whether it counts in a figure; a request's whole time has its TTFT in it."""
+        """Tell whether it counts for a figure; a request's whole time includes its TTFT."""
         return self.is_predicted and (self.use.tpot if name == "tpot" else self.use.ttft)
 
     def error(self, name: str) -> float:
@@ -54,12 +56,12 @@ class Compared:
 
     @property
     def why(self) -> str:
-        """Why there are no figures, or no TTFT that counts; else empty."""
+        """Reason why there are no figures, or no valid TTFT; otherwise empty."""
         return str((self.found or {}).get("refused") or self.use.why)
 
     @property
     def row(self) -> dict[str, Any]:
-        """The given columns and ours."""
+        """Return the given columns and ours."""
         usable = "" if not self.use.tpot else "both" if self.use.ttft else "tpot"
         ours = {
             f"{name}_ms": self.predicted(name) if self.is_predicted else ""
@@ -71,7 +73,7 @@ class Compared:
 
 
 def beside(given: Mapping[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    """A row of the given columns and ours; a given one with the name of ours is ``own_NAME``."""
+    """Return a row of the given columns and ours; given ones with our names become ``own_NAME``."""
     return {_own_name(name, {*given, *ours}, ours): value for name, value in given.items()} | ours
 
 
@@ -84,9 +86,9 @@ def _own_name(name: str, taken: Collection[str], ours: Collection[str]) -> str:
 
 
 def summarise(compared: Sequence[Compared]) -> dict[str, dict[str, Any]]:
-    """Errors by group, and those of all points.
+    """Return errors by group, and those of all points.
 
-    Of each: ``n``, of a group ``simulated_as``, and for TPOT, TTFT and a request's whole time the
+    Each has ``n``, a group's ``simulated_as``, and for TPOT, TTFT and a request's whole time the
     median and the 90th percentile of \\|error\\|, the median error, and Kendall's tau between both.
     """
     groups: dict[str, list[Compared]] = {}
@@ -131,7 +133,7 @@ def _tau(several: Sequence[Compared], name: str) -> float | None:
 
 
 def show(summary: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A line per group; errors in percent."""
+    """Return a table with a line per group; errors in percent."""
     table = Table(box=None, pad_edge=False)
     table.add_column("group")
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {

@@ -1,4 +1,4 @@
-"""Room of a worker, and the worker that takes a request: Aladdin's section 4.2.
+"""A worker's room, and the choice of a worker for a request (Aladdin, section 4.2).
 
 Letters of constraints and numbers of equations are the paper's.
 """
@@ -13,15 +13,18 @@ from jaxinfer.serving.step_fit import DecodeFit, PrefillFit
 
 @dataclass(frozen=True)
 class Limits:
-    """Targets that a worker is to keep, its pool, and the times of its steps.
+    """A worker's targets, its pool, and its step times.
 
     Attributes:
-        prefill, decode: eqs. 2 and 3.
-        ttft_s, atgt_s: seconds to a request's first token, and in the mean to each further one.
-        theta: share of the limits of (b) and (d) that may be used up.
-        gamma: share of its output tokens that a request counts with in (b): with 0 the first
-            iteration keeps the target, with 1 the last one.
-        room: KV entries of the whole pool; ``page_size``: KV entries of a page.
+        prefill: eq. 2.
+        decode: eq. 3.
+        ttft_s: target in seconds for a request's first token.
+        atgt_s: target in seconds for the mean time of each further token.
+        theta: share of the limits of (b) and (d) that may be used.
+        gamma: share of its output tokens with which a request counts in (b): with 0 the first
+            iteration meets the target, with 1 the last one.
+        room: KV entries of the whole pool.
+        page_size: KV entries of a page.
     """
 
     prefill: PrefillFit
@@ -34,7 +37,9 @@ class Limits:
     page_size: int = 1
 
     def most_context(self, batch: int) -> float:
-        """KV entries of ``batch`` decodes at which an iteration takes ``atgt_s`` (eq. 4)."""
+        """Return the KV entries of ``batch`` decodes at which an iteration takes ``atgt_s`` (eq.
+        4).
+        """
         left = self.atgt_s - self.decode.constant - self.decode.per_sequence * batch
         if self.decode.per_context > 0:
             return left / self.decode.per_context
@@ -46,11 +51,11 @@ class Job:
     """A request on a worker. All counts are in tokens.
 
     Attributes:
-        longest: KV entries that it has at most, by its token limit.
-        predicted: output tokens predicted when it was placed; ``expected``: output tokens expected
-            now.
-        done: output tokens when its worker was last looked at.
-        prefills: whether the worker computes its prompt, too; else (c) and (d) say nothing.
+        longest: largest number of KV entries, by its token limit.
+        predicted: output tokens predicted when it was placed.
+        expected: output tokens expected now.
+        done: output tokens at the last look at its worker.
+        prefills: whether the worker also computes its prompt; if not, (c) and (d) do not apply.
     """
 
     id: str
@@ -63,11 +68,11 @@ class Job:
 
     @property
     def output(self) -> int:
-        """Output tokens to count: the expected number, or those done if they are more."""
+        """Number of output tokens to count: the expected number, or those done if they are more."""
         return max(self.expected, self.done)
 
     def entries(self, page_size: int) -> tuple[int, int]:
-        """Return KV entries now, as if the last page were full, and those to come."""
+        """Return the present KV entries, as if the last page were full, and those still to come."""
         return self.prompt + self.done + page_size - 1, max(self.expected - self.done, 0)
 
 
@@ -76,8 +81,8 @@ class Seen:
     """State of a worker's requests that must be read from the worker.
 
     Attributes:
-        prompt_tokens: still to be computed.
-        slack_s: the least time that one that decodes has saved, by its target.
+        prompt_tokens: number of prompt tokens still to be computed.
+        slack_s: least time that a decoding request has saved relative to its target.
     """
 
     prompt_tokens: int = 0
@@ -86,10 +91,10 @@ class Seen:
 
 @dataclass(slots=True, eq=False)
 class WorkerAccount:
-    """An instance, and the account of what it was given.
+    """An instance, and the account of the requests given to it.
 
     Attributes:
-        empty_since: seconds; holds while ``jobs`` is empty.
+        empty_since: time in seconds; valid while ``jobs`` is empty.
         usd: dollars per hour; without prices, all workers cost the same.
     """
 
@@ -102,7 +107,7 @@ class WorkerAccount:
     _outputs: int = 0
 
     def give(self, job: Job) -> None:
-        """Book a request."""
+        """Add a request to the account."""
         self.jobs[job.id] = job
         self._prompts += job.prompt
         self._outputs += job.output
@@ -116,7 +121,7 @@ class WorkerAccount:
         return job
 
     def update(self, job: Job, done: int, expected: int) -> None:
-        """Note the output tokens of a request, and the number expected in all."""
+        """Record the output tokens of a request, and the total number expected."""
         self._outputs -= job.output
         job.done, job.expected = done, expected
         self._outputs += job.output
@@ -128,7 +133,7 @@ class WorkerAccount:
 
     @property
     def norm(self) -> float:
-        """How full the worker is: length of (batch, context), as printed, regardless of units."""
+        """Load of the worker: length of (batch, context), as printed, regardless of units."""
         return math.hypot(len(self.jobs), self.context)
 
     @property
@@ -137,7 +142,7 @@ class WorkerAccount:
         return self.limits.decode.seconds(self.context, len(self.jobs))
 
     def usd_of(self, job: Job) -> float:
-        """Dollars per hour of a request's share, of what (b) leaves or of the room of (e)."""
+        """Return the dollars per hour of a request's share, of the free context (b) or room (e)."""
         limits, decode = self.limits, self.limits.decode
         context = job.prompt + limits.gamma * job.output
         seconds = decode.per_context * context + limits.theta * decode.per_sequence
@@ -145,13 +150,15 @@ class WorkerAccount:
         return self.usd * max(of_time, sum(job.entries(limits.page_size)) / limits.room)
 
     def decodes_in_time(self, job: Job) -> bool:
-        """(b): one more request leaves iterations short enough."""
+        """(b): with one more request, iterations are still short enough."""
         limits = self.limits
         context = self.context + job.prompt + limits.gamma * job.output
         return context <= limits.theta * limits.most_context(len(self.jobs) + 1)
 
     def prefills_in_time(self, job: Job, seen: Seen) -> bool:
-        """(c), (d): its prompt, after those that wait, is in time, and in what all have saved."""
+        """(c), (d): after waiting prompts, its prompt is in time, and within what all
+        have saved.
+        """
         limits = self.limits
         if not job.prefills:
             return True
@@ -159,18 +166,20 @@ class WorkerAccount:
         return seconds <= limits.ttft_s and seconds <= limits.theta * seen.slack_s
 
     def has_room(self, job: Job) -> bool:
-        """(e): there are KV entries for all in each iteration to come, and for it by its limit."""
+        """(e): there are KV entries for all in each future iteration, and for it up to
+        its limit.
+        """
         room, size = self.limits.room, self.limits.page_size
         entries = [each.entries(size) for each in (*self.jobs.values(), job)]
         return peak_entries(entries) <= room and job.longest <= room
 
 
 def takes(worker: WorkerAccount, job: Job, see: Callable[[WorkerAccount], Seen]) -> bool:
-    """True if a worker has room for a request by (b) to (e).
+    """Tell whether a worker has room for a request by (b) to (e).
 
     Args:
-        see: looks at a worker, which brings its requests' output tokens up to date. There may be
-            more than was known, never fewer: a worker without room by (b) need not be looked at.
+        see: looks at a worker, which updates its requests' output tokens. Their number may grow but
+            never shrinks, so a worker without room by (b) need not be looked at.
     """
     if not worker.decodes_in_time(job):
         return False
@@ -182,10 +191,11 @@ def takes(worker: WorkerAccount, job: Job, see: Callable[[WorkerAccount], Seen])
 def best_fit(
     workers: Iterable[WorkerAccount], job: Job, see: Callable[[WorkerAccount], Seen]
 ) -> WorkerAccount | None:
-    """Algorithm 1: the fullest worker that has room; of empty ones, the cheapest for a request.
+    """Algorithm 1: choose the fullest worker with room; of empty ones, the cheapest for the
+    request.
 
     Args:
-        see: as of ``takes``.
+        see: see ``takes``.
     """
 
     def order(worker: WorkerAccount) -> tuple[float, float]:
@@ -195,10 +205,10 @@ def best_fit(
 
 
 def fits_alone(job: Job, workers: Iterable[WorkerAccount], late: float = 0.0) -> bool:
-    """True if one of these would take a request if it had nothing, and it were in time.
+    """Tell whether one of these workers could take a request if it were empty, and be in time.
 
     Args:
-        late: seconds that it has waited.
+        late: seconds that the request has waited.
     """
     return any(
         takes(WorkerAccount("", limits), job, lambda _: Seen())
@@ -213,10 +223,10 @@ def to_open(
     off: Sequence[WorkerAccount],
     see: Callable[[WorkerAccount], Seen],
 ) -> list[str]:
-    """Names of those that are off and that it takes for what fits nowhere else.
+    """Return the names of workers that must be switched on for requests that fit nowhere else.
 
-    Each time the one that is the cheapest for the request at hand, by its share of it. What does
-    not even fit alone takes one where none is there.
+    Each time it is the cheapest one for the request, by its share. A request that does not even fit
+    alone gets a worker only if there is none.
     """
     opened: dict[str, WorkerAccount] = {}
 

@@ -1,4 +1,4 @@
-"""Aladdin's account: what each worker was given, and how far off predictions are."""
+"""Aladdin's account: requests given to each worker, and errors of predictions."""
 
 import math
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from jaxinfer.systems.instances import capacity, most_entries
 def limits_of(
     instance: InstanceView, ttft_s: float, atgt_s: float, theta: float, gamma: float
 ) -> Limits:
-    """Return the limits of a worker, by the fits of its steps.
+    """Return the limits of a worker, from the fits of its steps.
 
     Raises:
         JaxinferError: each iteration takes too long, or step times are not known.
@@ -39,10 +39,10 @@ class WorkerLedger:
     """Workers by name, and the requests on them.
 
     Args:
-        limits: of an instance.
-        grant_gap: whether a request that decodes has saved the gap under way, too: as the paper
-            prints (d), it has its target for each token, the first one included.
-        usd: dollars per hour of a worker of this name.
+        limits: returns the limits of an instance.
+        grant_gap: whether a decoding request has also saved the gap that has begun: as the paper
+            prints (d), it has its target for each token, including the first.
+        usd: returns the dollars per hour of a worker by its name.
     """
 
     def __init__(
@@ -55,14 +55,15 @@ class WorkerLedger:
         self._history = History()
         self._workers: dict[str, WorkerAccount] = {}
         self._where: dict[str, WorkerAccount] = {}
-        # Of requests that ended early, by worker: until when they would have run, and KV entries.
+        # For each worker, requests that ended early: the time until which they would have run, and
+        # their KV entries.
         self._early: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
-        # Of this call.
+        # Requests given in this call.
         self._given: Counter[str] = Counter()
         self._slack: dict[str, float] = {}
 
     def look(self, cluster: ClusterView, *names: Sequence[str]) -> tuple[list[WorkerAccount], ...]:
-        """Lists of workers, as they are now; the books of those that are lost are closed."""
+        """Return lists of workers in their present state; accounts of lost workers are closed."""
         self._cluster = cluster
         self._given.clear()
         self._slack.clear()
@@ -79,14 +80,16 @@ class WorkerLedger:
         return self._workers[name]
 
     def job(self, request: RequestView, prefills: bool) -> Job:
-        """Return the job that is to be placed for a request, with a fresh prediction."""
+        """Return the job for a request to be placed, with a fresh prediction."""
         done = request.num_known - request.prompt_len
         expected = self._expected(request, done)
         longest = most_entries(request)
         return Job(request.id, request.prompt_len, longest, expected, expected, done, prefills)
 
     def _expected(self, request: RequestView, done: int) -> int:
-        """Output tokens, by the first prediction that is not outdone; else the limit."""
+        """Return the expected output tokens: the first prediction not yet exceeded, or
+        the limit.
+        """
         if request.predicted:
             low, high = request.predicted
             guesses = [(low + high) // 2, high]
@@ -97,7 +100,7 @@ class WorkerLedger:
         return min(found or request.max_tokens, request.max_tokens)
 
     def give(self, job: Job, worker: WorkerAccount) -> None:
-        """Book a request."""
+        """Add a request to its worker's account."""
         worker.give(job)
         self._where[job.id] = worker
         if job.prefills:
@@ -110,7 +113,7 @@ class WorkerLedger:
         return (worker, job) if worker and job else None
 
     def ended(self, request: RequestView, now: float) -> None:
-        """Learn from an answer; one that ended early leaves an error until it would have ended."""
+        """Learn from an answer; one that ended early counts as an error until its predicted end."""
         output = request.num_known - request.prompt_len
         if output:
             self._history.add(request.prompt_len, output)
@@ -122,7 +125,7 @@ class WorkerLedger:
             self._early[worker.name] = [each for each in early if each[0] > now]
 
     def see(self, worker: WorkerAccount) -> Seen:
-        """Look at a worker, and bring its requests' output up to date; once in a call."""
+        """Look at a worker, and update its requests' output tokens; once per call."""
         instance = self._cluster.instances[worker.name]
         if worker.name not in self._slack:
             self._slack[worker.name] = self._least_slack(worker, instance)
@@ -148,8 +151,8 @@ class WorkerLedger:
     def errors(self, worker: WorkerAccount) -> Errors:
         """Return the errors of a worker's predictions since the last look.
 
-        An answer that goes on beyond its prediction counts with its prompt and what is left of it;
-        one that ended early, with its entries and less than nothing, until it would have ended.
+        An answer that exceeds its prediction counts with its prompt and its remaining tokens. One
+        that ended early counts negatively, with its entries, until its predicted end.
         """
         now = self._cluster.now
         longer = [job for job in worker.jobs.values() if job.expected > job.predicted]
@@ -159,7 +162,7 @@ class WorkerLedger:
         return Errors(worker.limits.decode, tokens, len(longer) - len(shorter))
 
     def rebalance(self, workers: Sequence[WorkerAccount]) -> dict[str, str]:
-        """Requests that have not started and go to another worker, as is booked."""
+        """Return requests that have not started and move to another worker, as recorded."""
         by_name = {worker.name: worker for worker in workers}
         for worker in workers:
             self.see(worker)
@@ -179,7 +182,9 @@ class WorkerLedger:
         return moves
 
     def _unstarted(self, worker: WorkerAccount) -> dict[str, int]:
-        """Requests that wait there for their first step, and how long their answers may be."""
+        """Return requests that wait for their first step there, and their possible
+        output tokens.
+        """
         waiting = self._cluster.instances[worker.name].waiting
         return {
             request.id: worker.jobs[request.id].expected

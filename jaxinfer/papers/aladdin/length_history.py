@@ -1,12 +1,13 @@
-"""Lengths of answers by those of the past: Aladdin's predictor (sections 2.3 and 4.3)."""
+"""Predicts lengths of answers from past ones (Aladdin, sections 2.3 and 4.3)."""
 
 from bisect import bisect_right, insort
 from collections import defaultdict
 
 
 class History:
-    """Answers that have ended, by the binned length of their prompts: each bin ends at twice the
-    length of the one before.
+    """Past answers, by the binned length of their prompts.
+
+    Each bin ends at twice the length at which the one before ends.
     """
 
     def __init__(self) -> None:
@@ -15,7 +16,7 @@ class History:
         self._count = self._sum = 0
 
     def add(self, prompt_len: int, output: int) -> None:
-        """Take in an answer of ``output`` tokens."""
+        """Add an answer of ``output`` tokens."""
         number = prompt_len.bit_length()
         insort(self._bins[number], output)
         self._sums[number] += output
@@ -23,14 +24,16 @@ class History:
         self._sum += output
 
     def mean(self, prompt_len: int) -> int | None:
-        """Mean tokens of the answers in the prompt's bin, else of all; None without any."""
+        """Return the mean tokens of answers in the prompt's bin, or else of all; None
+        without any.
+        """
         number = prompt_len.bit_length()
         if found := self._bins.get(number):
             return max(round(self._sums[number] / len(found)), 1)
         return max(round(self._sum / self._count), 1) if self._count else None
 
     def mean_above(self, prompt_len: int, output: int) -> int | None:
-        """The same of those that are longer than ``output``, in the bin alone."""
+        """Return the mean of answers longer than ``output`` in the bin; None without any."""
         found = self._bins.get(prompt_len.bit_length(), [])
         longer = found[bisect_right(found, output) :]
         return round(sum(longer) / len(longer)) if longer else None

@@ -1,9 +1,9 @@
-"""Numbers of workers that keep the targets at a rate, and their GPUs (Aladdin, sections 4, 5);
-or of which kinds, where those differ.
+"""Finds the smallest number of workers that meets the targets, and their GPUs.
 
-Eq. 6 chooses a worker's size from its fitted step times, and says about how many to begin with; the
-fewest are found by simulation: exact where one worker more never does harm. Eq. 7 tells how many it
-takes from what lower rates took.
+Follows Aladdin, sections 4 and 5; with several kinds of workers, it finds the cheapest mix. Eq. 6
+chooses a worker's size from its fitted step times, and gives a first estimate of their number. The
+smallest number is found by simulation; it is exact if an additional worker never does harm. Eq. 7
+predicts the number from those at lower rates.
 """
 
 import math
@@ -34,7 +34,7 @@ from jaxinfer.papers.aladdin.sizing import (
 from jaxinfer.simulate.cluster import fit_instance, model_cluster
 from jaxinfer.simulate.targets import Targets, limits
 
-# What a run file has, and the group that each instance in it stands on.
+# A part of a run file, and the group of each instance in it.
 Part = Mapping[str, Any]
 Kinds = Mapping[str, str]
 
@@ -61,14 +61,14 @@ class AladdinOptions(Options):
     rates: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse sizes that are none."""
+        """Refuse sizes that are not numbers of GPUs."""
         for name in self.sizes:
             if not (name.isdecimal() and int(name) > 0):
                 raise OptionError(f"sizes.{name}: must be a number of GPUs")
 
 
 class AladdinPlanner:
-    """Looks for the fewest workers, of one size after the other, or for the cheapest mix."""
+    """Finds the fewest workers, trying one size after the other, or the cheapest mix."""
 
     Options = AladdinOptions
 
@@ -76,10 +76,11 @@ class AladdinPlanner:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """The cluster that costs the least.
+        """Return the cheapest cluster.
 
         Raises:
-            JaxinferError: the goal or the file is another one, or nothing keeps the targets.
+            JaxinferError: the goal or the file does not suit this planner, or nothing meets the
+                targets.
         """
         goal = problem.goal
         if goal.minimise is None:
@@ -101,13 +102,14 @@ class AladdinPlanner:
         for size in self._sizes(problem, search, base, kinds):
             most = self._options.most
             if best:
-                most = min(most, math.ceil(limit / size.cost - 1e-9) - 1)  # Cheaper than the best.
+                # It is cheaper than the best.
+                most = min(most, math.ceil(limit / size.cost - 1e-9) - 1)
             if most and (found := self._fewest(problem, search, size, most, tried)):
                 best, limit = found, search.costs(found).amount(goal.minimise)
         return search.best([best] if best else tried)
 
     def _sizes(self, problem: Problem, search: Search, base: Part, kinds: Kinds) -> list["Size"]:
-        """Return the sizes that are looked at, the best by eq. 6 first."""
+        """Return the sizes to try, the best by eq. 6 first."""
         ((instance, group),) = kinds.items()
         found = []
         for number, costs in (self._options.sizes or {"": GroupCosts()}).items():
@@ -119,13 +121,14 @@ class AladdinPlanner:
                 put_option(part, f"simulate.groups.{group}.{key}", value)
             where = f"planner.sizes.{number}" if number else "planner.file"
             found.append(_size(part, instance, group, problem, search, where))
-        found.sort(key=lambda each: -each.most.least)  # Stable: of equal ones the first.
+        # The sort is stable: of equal ones, the first comes first.
+        found.sort(key=lambda each: -each.most.least)
         return found if self._options.size == "all" else found[:1]
 
     def _fewest(
         self, problem: Problem, search: Search, size: "Size", most: int, tried: list[Candidate]
     ) -> Candidate | None:
-        """The fewest workers of a size, or those of eq. 7; None where ``most`` are not enough."""
+        """Return the fewest workers of a size, or those of eq. 7; None if ``most`` are too few."""
         if not self._options.rates:
             count = fewest(lambda n: _keeps(search, size.candidate(n), tried), size.guess, most)
             return size.candidate(count) if count else None
@@ -153,7 +156,7 @@ class AladdinPlanner:
             )
             for name, group in kinds.items()
         }
-        # Others would be refused, whatever they have: no iteration of theirs is short enough.
+        # Other workers would be refused, whatever their size, because no iteration is short enough.
         able = {name: size for name, size in sizes.items() if size.rate}
         if not able:
             raise OptionError("planner.file: no worker's iterations keep goal.slo's tpot, by eq. 6")
@@ -180,12 +183,15 @@ class Size:
     """Workers of one size, or of one kind.
 
     Args:
-        part: of a run file; ``group``, ``instance``: the names in it.
+        part: part of a run file.
+        group: name of the group in it.
+        instance: name of the instance in it.
 
     Attributes:
-        gpus: of a worker; ``cost``: of it, in what is to be the least.
+        gpus: number of GPUs of a worker.
+        cost: cost of a worker, in the unit to minimise.
         most: its output tokens per second and GPU, by eq. 6.
-        rate: requests per second that it carries by it.
+        rate: requests per second that it can serve by eq. 6.
     """
 
     def __init__(
@@ -207,17 +213,17 @@ class Size:
         self.guess = self.guess_at(goal.rate or 0.0)
 
     def guess_at(self, rate: float) -> float:
-        """Workers that carry a rate, by eq. 6."""
+        """Return the number of workers for a rate, by eq. 6."""
         return math.ceil(rate / self.rate) if self.rate else math.inf
 
     def candidate(
         self, count: int, line: WorkerCount | None = None, rate: float | None = None
     ) -> Candidate:
-        """So many workers.
+        """Return the candidate with this number of workers.
 
         Args:
-            line: eq. 7, by which they were chosen.
-            rate: of requests, where it is not the goal's.
+            line: eq. 7, if it chose the number.
+            rate: requests per second, if not the goal's.
         """
         part = dict(self._part)
         put_option(part, f"groups.{self._group}.replicas", count)
@@ -257,7 +263,7 @@ def _keeps_at(search: Search, size: Size, rate: float, count: int) -> bool:
 
 
 def _kinds(base: Mapping[str, Any], path: str) -> dict[str, str]:
-    """The workers' instances, and the group of each."""
+    """Return the workers' instances, and the group of each."""
     groups, instances = base.get("groups") or {}, base.get("instances") or {}
     found = {
         str(name): str(each.get("group")) if isinstance(each, dict) else str(each)
@@ -277,10 +283,10 @@ def _with_counts(
     counts: Mapping[str, int],
     prices: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """So many workers of each kind, with nothing left of those of which there are none.
+    """Return a run file's part with these numbers of workers, without kinds that have none.
 
     Args:
-        prices: of a worker of each kind, for a system that knows dollars.
+        prices: prices of a worker of each kind, for a system that uses dollars.
     """
     part, simulate = dict(base), dict(base.get("simulate") or {})
     part["instances"], part["groups"] = dict(base["instances"]), dict(base["groups"])
@@ -305,7 +311,7 @@ def _with_counts(
 
 
 def _between_tokens(targets: Targets) -> float:
-    """The target of the mean time between tokens, in seconds."""
+    """Return the target of the mean time between tokens, in seconds."""
     found = [limit.seconds for limit in limits(targets) if limit.metric == "tpot"]
     if not found:
         raise JaxinferError("goal.slo: eq. 6 needs tpot, in seconds: ttft=0.4,tpot=0.015")

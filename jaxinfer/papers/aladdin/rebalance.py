@@ -1,8 +1,7 @@
-"""Requests that have not started go from where answers are longer than predicted to where they are
-shorter: Aladdin's Algorithm 2 (section 4.3).
+"""Moves requests that have not started to workers with shorter answers than predicted.
 
-Our reading: a worker's error is the time of an iteration that was not predicted, and the sum of the
-absolute errors should be small.
+This is Aladdin's Algorithm 2 (section 4.3). Our reading: a worker's error is the part of an
+iteration's time that was not predicted, and the sum of the absolute errors should be small.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +15,8 @@ class Errors:
     """Errors of the predictions for one worker's requests.
 
     Attributes:
-        tokens: KV entries that are there and were not foreseen, less those the other way round.
-        requests: likewise.
+        tokens: number of unpredicted KV entries, minus predicted ones that are missing.
+        requests: number of unpredicted requests, minus predicted ones that are missing.
     """
 
     fit: DecodeFit
@@ -26,16 +25,18 @@ class Errors:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an iteration that were not foreseen."""
+        """Unpredicted seconds of an iteration."""
         return self.fit.per_context * self.tokens + self.fit.per_sequence * self.requests
 
     def plus(self, predicted: int, count: int = 1) -> "Errors":
-        """Return these with one request more, whose answer is predicted so long; by -1, less."""
+        """Return the errors with one more request of this predicted length; with ``count`` -1, one
+        less.
+        """
         return Errors(self.fit, self.tokens + count * predicted, self.requests + count)
 
 
 def total(errors: Mapping[str, Errors]) -> float:
-    """Sum over workers of the seconds that an iteration is off by, which is to be small."""
+    """Return the sum over workers of an iteration's absolute error in seconds."""
     return sum(abs(each.seconds) for each in errors.values())
 
 
@@ -47,12 +48,11 @@ def rebalance(
     """Move requests, one by one, from the worst worker to its opposite, while that helps.
 
     Args:
-        unstarted: by worker, the requests that may go, and how long their answers are predicted to
-            be.
-        move: moves a request from one worker to another if there is room; says whether.
+        unstarted: by worker, the requests that may move, and their predicted lengths.
+        move: moves a request from one worker to another if there is room; returns whether it did.
 
     Returns:
-        What the errors are then.
+        The errors after the moves.
     """
     found = dict(errors)
     left = {name: dict(requests) for name, requests in unstarted.items()}

@@ -1,4 +1,4 @@
-"""Sizes and numbers of workers: Aladdin's eqs. 6 and 7, and searches."""
+"""Sizes and numbers of workers by Aladdin's eqs. 6 and 7, and by search."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from jaxinfer.workload.lengths import BenchRequest
 
 @dataclass(frozen=True)
 class MeanRequest:
-    """Mean decode, over all iterations.
+    """The mean decode, over all iterations.
 
     Attributes:
         context: KV entries that a decode sees; a request counts once for each of its output tokens.
-        output: output tokens of a request.
+        output: number of output tokens of a request.
     """
 
     context: float
@@ -33,10 +33,11 @@ class MeanRequest:
 
 @dataclass(frozen=True)
 class MostTokens:
-    """Eq. 6: the most output tokens per second and GPU that a worker of a given size has.
+    """Eq. 6: the largest number of output tokens per second and GPU for workers of a given size.
 
     Attributes:
-        by_memory: with as many requests as its pool holds; ``by_target``: as an iteration may have.
+        by_memory: with as many requests as the pool holds.
+        by_target: with as many requests as the target allows in an iteration.
     """
 
     by_memory: float
@@ -44,18 +45,18 @@ class MostTokens:
 
     @property
     def least(self) -> float:
-        """The lower of the two, which is the one that holds."""
+        """The lower of the two, which applies."""
         return min(self.by_memory, self.by_target)
 
 
 def most_tokens(
     decode: DecodeFit, gpus: int, room: int, mean: MeanRequest, atgt_s: float
 ) -> MostTokens:
-    """Eq. 6 for workers of one size.
+    """Apply eq. 6 to workers of one size.
 
     Args:
         room: KV entries of a worker's pool.
-        atgt_s: the target of the mean time between tokens, in seconds.
+        atgt_s: target of the mean time between tokens, in seconds.
     """
     held = room / mean.context
     by_memory = held / (gpus * decode.seconds(room, held))
@@ -67,24 +68,24 @@ def most_tokens(
 
 @dataclass(frozen=True)
 class WorkerCount:
-    """Eq. 7: workers that a rate of requests takes."""
+    """Eq. 7: number of workers as a function of the request rate."""
 
     per_rate: float
     constant: float
 
     def workers(self, rate: float) -> int:
         """Return the number of workers that ``rate`` requests per second need."""
-        # A sum that is whole but for its last digits is whole.
+        # A sum that is whole except for rounding counts as whole.
         return max(math.ceil(self.per_rate * rate + self.constant - 1e-9), 1)
 
 
 def fit_workers(found: Sequence[tuple[float, int]]) -> WorkerCount:
-    """Fit rates and the fewest workers that they took, by least squares.
+    """Fit a line to rates and their smallest numbers of workers, by least squares.
 
-    The fewest is a number rounded up: in the mean, half a worker more than a line tells.
+    The smallest number is rounded up; on average, it exceeds the line by half a worker.
 
     Raises:
-        JaxinferError: there are no two rates.
+        JaxinferError: there are fewer than two rates.
     """
     squares = LeastSquares(2)
     for rate, workers in found:
@@ -96,15 +97,15 @@ def fit_workers(found: Sequence[tuple[float, int]]) -> WorkerCount:
 
 
 def fewest(keeps: Callable[[int], bool], guess: float, most: int) -> int | None:
-    """The fewest workers that keep the targets; None where ``most`` are not enough.
+    """Return the smallest number of workers that meets the targets; None if ``most`` is too few.
 
-    From the guess, away in steps that grow, then by bisection. Exact where one worker more never
-    does harm; no number is asked for twice.
+    The search moves away from the guess in growing steps, then bisects. The result is exact if an
+    additional worker never does harm. No number is tried twice.
 
     Args:
-        keeps: tells whether a number of workers keeps the targets.
+        keeps: tells whether a number of workers meets the targets.
     """
-    low, high, step = 0, most + 1, 1  # The former are too few, the latter would be enough.
+    low, high, step = 0, most + 1, 1  # The former are too few, and the latter would be enough.
     count = int(min(max(guess, 1), most))
     while high - low > 1:
         if keeps(count):
@@ -129,16 +130,18 @@ def cheapest_mix(
     rate: float,
     most: int,
 ) -> Counts | None:
-    """The cheapest workers of several kinds that keep the targets; None where ``most`` do not.
+    """Return the cheapest mix of workers that meets the targets; None if ``most`` are too few.
 
-    Exact where one worker more, of whatever kind, never does harm. For each number of the other
-    kinds, the fewest of the last are looked for among those that are cheaper than the best so far.
+    The result is exact if an additional worker of any kind never does harm. For each number of the
+    other kinds, the smallest number of the last kind is searched among mixes cheaper than the best
+    so far.
 
     Args:
-        keeps: tells whether numbers of workers of each kind keep the targets; not called if an
+        keeps: tells whether numbers of workers of each kind meet the targets; not called if an
             earlier answer decides.
-        costs: of a worker of each kind; ``rates``: about what it carries.
-        most: workers of each kind.
+        costs: cost of a worker of each kind.
+        rates: approximate rate that a worker of each kind can serve.
+        most: largest number of workers of each kind.
     """
     kept: list[Counts] = []
     missed: list[Counts] = [(0,) * len(costs)]
@@ -166,12 +169,12 @@ def cheapest_mix(
         last = most
         if best:
             left = (cost(best) - cost((*others, 0))) / costs[-1]
-            last = min(most, math.ceil(left - 1e-9) - 1)  # Cheaper than the best.
+            last = min(most, math.ceil(left - 1e-9) - 1)  # It is cheaper than the best.
         if last < 0 or (best and not known((*others, last))):
             continue
 
         def enough(number: int, row: Counts = others) -> bool:
-            return known((*row, number - 1))  # ``fewest`` counts from one.
+            return known((*row, number - 1))  # ``fewest`` starts at one.
 
         found = fewest(enough, guess(others) + 1, last + 1)
         if found:

@@ -1,6 +1,6 @@
-"""Aladdin: requests packed onto as few workers as keep their targets (sections 4 and 5).
+"""Aladdin: packs requests onto as few workers as meet their targets (sections 4 and 5).
 
-Steps have prompts or decodes, never both: the policy ``batching`` is ``prefill_first``.
+Steps have either prompts or decodes: the policy ``batching`` is ``prefill_first``.
 """
 
 import math
@@ -59,7 +59,7 @@ class AladdinOptions(Options):
     usd_per_hour: Named[Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse what has no effect."""
+        """Refuse options without effect."""
         if self.off_after_s is not None and self.heartbeat_s is None:
             raise OptionError("off_after_s: needs heartbeat_s, when it is looked at")
 
@@ -69,11 +69,11 @@ class AladdinOptions(Options):
 
 
 class Aladdin(System):
-    """A system that puts a request on the fullest worker that keeps all targets with it.
+    """Places each request on the fullest worker that still meets all targets with it.
 
-    Where none does, one is opened that is off, the cheapest for what waits. Where none is off, the
-    request waits until its first token could no longer be in time, and then goes where an iteration
-    is the shortest.
+    If there is none, a worker is switched on, the cheapest one for the waiting requests. If all are
+    on, the request waits until its first token could no longer be in time. Then it goes to the
+    worker with the shortest iterations.
     """
 
     Options = AladdinOptions
@@ -92,7 +92,7 @@ class Aladdin(System):
         self._counts = Counter(opened=0, moved=0)
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that prompts' instances exist, a worker is left, and all have prices or none."""
+        """Check that instances for prompts exist, a worker is left, and all or none have prices."""
         check_roles({"prefill": self.options.prefill}, instances)
         workers = [name for name in instances if name not in self.options.prefill]
         if not workers:
@@ -109,12 +109,12 @@ class Aladdin(System):
         return [(source, dest) for source in prefill for dest in instances if dest not in prefill]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Place the requests that fit somewhere, or can wait no longer."""
+        """Place the requests that fit somewhere, or that can wait no longer."""
         workers, off = self._look(cluster)
         prefill, given = alive(self.options.prefill, cluster), Counter[str]()
         self._waiting, found = [], []
         for request in waiting:
-            self.placed.take_back(request.id)  # It may come back from a lost instance.
+            self.placed.take_back(request.id)  # It may return from a lost instance.
         for request in waiting:
             prefills, leg = request.computed < request.prompt_len, None
             if prefill and (prefills or not (workers or off)):
@@ -130,7 +130,7 @@ class Aladdin(System):
         return found
 
     def _look(self, cluster: ClusterView) -> tuple[list[WorkerAccount], list[WorkerAccount]]:
-        """Workers that are open, and those that are off."""
+        """Return the workers that are on, and those that are off."""
         names: tuple[list[str], list[str]] = [], []
         beats = self.tick_interval
         for name, instance in cluster.instances.items():
@@ -142,7 +142,7 @@ class Aladdin(System):
     def _worker(
         self, job: Job, late: float, on: list[WorkerAccount], off: list[WorkerAccount]
     ) -> WorkerAccount | None:
-        """Book a request, ``late`` seconds old, with a worker and return that; None if it waits."""
+        """Choose a worker for a request that has waited ``late`` seconds; None if it waits on."""
         worker = best_fit(on, job, self.placed.see)
         if worker is None:
             if not on or fits_alone(job, off) or fits_alone(job, on, late):
@@ -154,12 +154,12 @@ class Aladdin(System):
         return worker
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Note the length of the answer."""
+        """Record the length of the answer."""
         self.placed.ended(request, cluster.now)
         self._waiting = [job for job in self._waiting if job.id != request.id]
 
     def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
-        """Requests that have not started go where errors are small; workers open and close."""
+        """Move requests that have not started, and switch workers on and off."""
         workers, off = self._look(cluster)
         moves = self.placed.rebalance(workers)
         opened = to_open(self._waiting, workers, off, self.placed.see)
@@ -171,5 +171,5 @@ class Aladdin(System):
         return [*(Reassign(name, (Leg(to),)) for name, to in moves.items()), *roles]
 
     def report(self) -> Mapping[str, object]:
-        """Count how often a worker was opened, and the moves of requests that had not started."""
+        """Return how often a worker was switched on, and how many unstarted requests moved."""
         return dict(self._counts)

@@ -1,1 +1,1 @@
-"""Cronus: prompts split between a weak group and a strong one."""
+"""Cronus: splits prompts between a weak group and a strong one."""

@@ -1,4 +1,4 @@
-"""Cronus' Balancer: where to cut a prompt (sections 4.3 and 4.4, Algorithm 1)."""
+"""Cronus' Balancer, which chooses where to cut a prompt (sections 4.3 and 4.4, Algorithm 1)."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -9,7 +9,7 @@ from jaxinfer.serving.system import InstanceView, StepView
 
 @dataclass(frozen=True)
 class CPILoad:
-    """State of the CPI that the Balancer knows when it cuts a request."""
+    """State of the CPI when the Balancer cuts a request."""
 
     free_pages: int
     page_size: int
@@ -19,7 +19,7 @@ class CPILoad:
 
 
 def load_of(instance: InstanceView) -> CPILoad:
-    """The CPI's statistics now."""
+    """Return the CPI's present statistics."""
     decodes = [r.computed for r in instance.running.values() if r.computed >= r.prompt_len]
     return CPILoad(
         instance.num_free_pages,
@@ -31,11 +31,11 @@ def load_of(instance: InstanceView) -> CPILoad:
 
 
 def chunked_seconds(fit: MixedFit, load: CPILoad, prompt_len: int, length: int) -> float:
-    """T_chunked: seconds for the CPI to finish a prompt of which ``length`` tokens are there.
+    """Return T_chunked: seconds for the CPI to finish a prompt whose first ``length`` tokens exist.
 
-    Eq. 1, with the iteration times of eq. 3 at the context before the first and the last chunk.
-    The listing in the paper's appendix has the prompt's length for the first one's context, and
-    calls two things n_p; eqs. 1 to 3 are followed here.
+    Eq. 1, with iteration times by eq. 3 at the contexts before the first and the last chunk. The
+    listing in the paper's appendix uses the prompt's length as the first context, and uses n_p for
+    two things; this code follows eqs. 1 to 3.
     """
     rest = prompt_len - length
     if not rest:
@@ -52,7 +52,7 @@ def chunked_seconds(fit: MixedFit, load: CPILoad, prompt_len: int, length: int) 
 def balance(
     prefill: PrefillFit, mixed: MixedFit, load: CPILoad, prompt_len: int, candidates: int
 ) -> int:
-    """Algorithm 1: L_p, the tokens of the prompt that the PPI computes."""
+    """Algorithm 1: return L_p, the number of prompt tokens that the PPI computes."""
     if load.free_pages < ceil(prompt_len / load.page_size):
         return prompt_len
 
@@ -63,10 +63,11 @@ def balance(
 
 
 class Refined:
-    """Fits of the run's own steps, once they are decided by ``ENOUGH`` of them.
+    """Fits to the run's own steps, valid once there are ``ENOUGH`` steps.
 
     Attributes:
-        prefill, mixed: None before.
+        prefill: None before.
+        mixed: None before.
     """
 
     ENOUGH = 16
@@ -77,14 +78,14 @@ class Refined:
         self._prefills, self._chunks = LeastSquares(2), LeastSquares(3)
 
     def add_prefill(self, length: int, seconds: float) -> None:
-        """A partial prefill as a whole."""
+        """Add a whole partial prefill."""
         self._prefills.add((length, 1), seconds)
         found = self._prefills.solve() if self._prefills.count >= self.ENOUGH else None
         if found and found[0] > 0:
             self.prefill = PrefillFit(*found)
 
     def add_mixed(self, step: StepView, max_tokens: int) -> None:
-        """An iteration of the CPI, if its chunks fill it: eq. 3 has no other."""
+        """Add an iteration of the CPI if it is full; eq. 3 describes only those."""
         decodes = [row.start for row in step.rows if row.start >= row.request.prompt_len]
         chunks = [row.start for row in step.rows if row.start < row.request.prompt_len]
         if not chunks or sum(row.count for row in step.rows) < max_tokens:

@@ -28,7 +28,7 @@ from jaxinfer.serving.system import (
 )
 from jaxinfer.systems.instances import alive, check_roles, whole_on_least_loaded
 
-# Cuts kept for the report, the first of a run: 12 MB.
+# Number of cuts kept for the report, the first ones of a run: 12 MB.
 REPORTED = 2**15
 
 
@@ -61,7 +61,7 @@ class CronusOptions(Options):
             raise JaxinferError("both cut_share and cut_tokens: give one of them")
 
     def fixed_cut(self, prompt_len: int) -> int | None:
-        """Tokens of a prompt that the PPI computes; None where the Balancer says so."""
+        """Return a prompt's fixed number of tokens for the PPI; None if the Balancer chooses."""
         if self.cut_share is not None:
             return round(self.cut_share * prompt_len)
         return None if self.cut_tokens is None else min(self.cut_tokens, prompt_len)
@@ -69,7 +69,7 @@ class CronusOptions(Options):
 
 @dataclass(slots=True)
 class PromptCut:
-    """A request's cut: what the Balancer expected, and what came. Times in seconds."""
+    """A request's cut, with expected and measured times in seconds."""
 
     prompt_len: int
     length: int
@@ -89,13 +89,13 @@ class Cronus(System):
         super().__init__(options)
         self.needs_fits = options.fixed_cut(0) is None
         self.cuts: dict[str, PromptCut] = {}
-        # Beyond those in the report, cuts that are needed to refine: until the PPI is done.
+        # Further cuts, which are needed for refining until the PPI is done.
         self._in_partial: dict[str, PromptCut] = {}
         self._left_out = 0
         self._refined = Refined() if options.refine else None
 
     def check(self, instances: Collection[str]) -> None:
-        """Two instances, by the names in the options."""
+        """Check that both instances exist, by the names in the options."""
         options = self.options
         check_roles({"partial": options.partial, "chunked": options.chunked}, instances)
 
@@ -104,7 +104,7 @@ class Cronus(System):
         return [(self.options.partial, self.options.chunked)]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Cut requests while the PPI takes them; with one instance lost, all run on the other."""
+        """Cut requests as long as the PPI accepts them; if one instance is lost, use the other."""
         options = self.options
         left = alive((options.partial, options.chunked), cluster)
         if len(left) == 1:
@@ -149,11 +149,11 @@ class Cronus(System):
 
     @property
     def needs_decode_rows(self) -> bool:
-        """True if predictors are refined, or a subclass watches."""
+        """True if predictors are refined, or a subclass defines ``on_step``."""
         return self._refined is not None or type(self).on_step is not Cronus.on_step
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Note how long the parts take in truth."""
+        """Record how long the parts really take."""
         for row in step.rows:
             name = row.request.id
             cut = self.cuts.get(name) or self._in_partial.get(name)
@@ -171,6 +171,6 @@ class Cronus(System):
         return ()
 
     def report(self) -> Mapping[str, object]:
-        """The requests' cuts, expected and true times; of many requests, the first ones'."""
+        """Return cuts, expected and measured times; of many requests, only the first ones."""
         cuts = {name: asdict(cut) for name, cut in self.cuts.items()}
         return {"cuts": cuts} | ({"cuts_left_out": self._left_out} if self._left_out else {})

@@ -1,1 +1,1 @@
-"""DistServe: prefill and decode on instances of their own, placed for goodput."""
+"""DistServe: prefill and decode on separate instances, placed for goodput."""

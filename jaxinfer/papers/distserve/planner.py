@@ -1,9 +1,9 @@
-"""Prefill and decode instances apart: which shapes, and how many (DistServe, section 4).
+"""Chooses shapes and numbers of prefill and decode instances (DistServe, section 4).
 
-Our readings where the paper is silent: tensor parallelism divides the heads and stays in one node,
-pipeline parallelism divides the layers; a shape fits if its pools hold the longest request; and
-what the phases promise one by one is simulated as a whole, since the requests that each of them
-loses add up.
+Our readings where the paper is silent: tensor parallelism divides the heads and stays within one
+node, pipeline parallelism divides the layers, and a shape fits if its pools hold the longest
+request. The phases' separate results are checked by simulating the whole, since requests that miss
+the targets in each phase add up.
 """
 
 import math
@@ -35,9 +35,9 @@ from jaxinfer.papers.distserve.shapes import (
 )
 
 PHASES = ("prefill", "decode")
-# A prefill instance that is now and then held up may happen to batch its prompts better.
+# A tolerance, because a prefill instance that sometimes has to wait may form better batches.
 SLACK = 1.1
-# Whence a decode instance that is alone gets its KV, in no time.
+# Name of the source from which a decode instance that is alone gets its KV, without delay.
 _SOURCE = "prompts"
 _SOURCE_GPU = {
     "bf16_tflops": 1.0,
@@ -49,12 +49,12 @@ _SOURCE_GPU = {
 }
 _INSTANT_GB_S = 1e9
 _INSTANT_S = 1e-9
-# More than decode instances that keep their targets leave unfetched.
+# More entries than decode instances that keep their targets leave unfetched.
 _SOURCE_PAGES = 2**16
 
 
 class DistServeOptions(Options):
-    """Limits on the GPUs that instances may stand on.
+    """Limits on the GPUs of instances.
 
     Attributes:
         kind: Kind of all GPUs.
@@ -72,7 +72,7 @@ class DistServeOptions(Options):
     costs: Named[GroupCosts] = Field(default_factory=dict)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse costs of what is no degree."""
+        """Refuse costs whose key is not a degree."""
         for degree in self.costs:
             if not degree.isdecimal():
                 raise OptionError(f"costs.{degree}: must be tensor parallelism, a number of GPUs")
@@ -99,11 +99,10 @@ class LowOptions(DistServeOptions):
 
 
 class Space:
-    """Shapes of a model's instances, and the run files' parts of them.
+    """Shapes of a model's instances, and the run files' parts for them.
 
     Raises:
-        JaxinferError: the goal is another than these planners', or the model or the GPU is not
-            known.
+        JaxinferError: the goal does not suit these planners, or the model or the GPU is unknown.
     """
 
     def __init__(self, options: DistServeOptions, problem: Problem) -> None:
@@ -116,7 +115,7 @@ class Space:
 
     @property
     def degrees(self) -> list[int]:
-        """GPUs of a stage: those that divide the heads."""
+        """Return the possible numbers of GPUs of a stage: those that divide the heads."""
         heads = self._model.num_attention_heads, self._model.num_key_value_heads
         most = self._options.gpus_per_node
         return [tp for tp in range(1, most + 1) if not any(count % tp for count in heads)]
@@ -139,7 +138,7 @@ class Space:
                     yield pair
 
     def refused(self, *shapes: InstanceShape) -> str | None:
-        """Say why these shapes cannot be, memory aside; None if they can."""
+        """Return why these shapes are impossible, ignoring memory; None if they are possible."""
         options = self._options
         for shape in shapes:
             if len(shape.stages) > options.nodes:
@@ -153,7 +152,10 @@ class Space:
         return None
 
     def alone(self, phase: str, shape: InstanceShape) -> Candidate:
-        """A phase of all requests on one instance; the other one takes no time."""
+        """Return a candidate with one phase of all requests on one instance.
+
+        The other takes no time.
+        """
         axes = {"placed": phase, **_axes(phase, shape, 1)}
         part = self._instance(phase, shape)
         links = chain(groups_of(phase, shape), self._options.nic_gb_s)
@@ -167,7 +169,7 @@ class Space:
         return Candidate(axes, part, (phase, shape), self.refused(shape), **more)
 
     def units(self, prefill: InstanceShape, decode: InstanceShape, count: int = 1) -> Candidate:
-        """Units of one instance of each phase, whose stages share nodes."""
+        """Return units with one instance of each phase, whose stages share nodes."""
         names = [groups_of(*each) for each in zip(PHASES, (prefill, decode), strict=True)]
         rate = self._link_gb_s * min(prefill.by_node[0], decode.by_node[0])
         links = [link(ends, rate) for ends in zip(*names, strict=True)]
@@ -187,10 +189,10 @@ class Space:
     def cluster(
         self, shapes: Sequence[InstanceShape], counts: Sequence[int], carry: float
     ) -> Candidate:
-        """So many instances of prefill and of decode, anywhere.
+        """Return numbers of prefill and decode instances, on any nodes.
 
         Args:
-            carry: rate that each phase carries alone.
+            carry: rate that each phase can serve alone.
         """
         options = self._options
         names = [groups_of(*each) for each in zip(PHASES, shapes, strict=True)]
@@ -228,9 +230,9 @@ class Space:
 
 
 class DistServeHigh:
-    """The best instance of each phase by GPUs, as many of both as the rate takes (Algorithm 1).
+    """The best instance of each phase per GPU, as many of each as the rate needs (Algorithm 1).
 
-    For nodes between which KV may go anywhere.
+    For clusters in which KV may be sent between any two nodes.
     """
 
     Options = HighOptions
@@ -239,7 +241,7 @@ class DistServeHigh:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """Return the cluster that carries the rate, as a whole."""
+        """Return the whole cluster that serves the rate."""
         space = Space(self._options, problem)
         shapes, counts, carried = [], [], []
         for phase in PHASES:
@@ -254,10 +256,10 @@ class DistServeHigh:
 
 
 class DistServeLow:
-    """The best unit by GPUs of two instances that share nodes (Algorithm 2).
+    """The best unit, per GPU, of two instances that share nodes (Algorithm 2).
 
-    For nodes between which KV does not go: stages with the same layers are on the same node, and a
-    request stays in its unit.
+    For clusters in which KV is not sent between nodes: stages with the same layers are on the same
+    node, and a request stays in its unit.
     """
 
     Options = LowOptions
@@ -266,7 +268,7 @@ class DistServeLow:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """So many units as carry the rate, as a whole."""
+        """Return as many units as serve the rate."""
         space = Space(self._options, problem)
         pairs = {pair: space.units(*pair) for pair in space.pairs()}
         best = search.best(list(pairs.values()), self._bound(problem, space, search))
@@ -278,10 +280,11 @@ class DistServeLow:
         return replace(whole, wanted=self._options.rate)
 
     def _bound(self, problem: Problem, space: Space, search: Search) -> Bound:
-        """A unit's first tokens are no sooner than those of its prefill instance alone.
+        """Return a bound: a unit's first tokens come no sooner than those of its prefill instance
+        alone.
 
-        That is quickly simulated, and tells of all units that have it; if it serves the same
-        requests, whatever the number of GPUs.
+        That instance is quickly simulated, and bounds all units that contain it, if it serves the
+        same requests, whatever the number of GPUs.
         """
         if problem.goal.requests_per_gpu:
             return lambda candidate: math.inf
@@ -313,7 +316,7 @@ def _source() -> Part:
 
 
 def _one_unit(prefill: str, decode: str) -> Part:
-    """Links by which all replicas of both hand KV over to each other."""
+    """Return the option that lets all replicas of both hand KV over to each other."""
     return _system([{"prefill": [prefill], "decode": [decode]}])
 
 

@@ -12,11 +12,11 @@ Part = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class InstanceShape:
-    """Shape of one instance: its stages, and the nodes that they stand on.
+    """Shape of one instance: its stages, and the nodes that they are on.
 
     Attributes:
-        tp: GPUs of a stage, all in one node.
-        stages: stages on each of its nodes.
+        tp: number of GPUs of a stage, all in one node.
+        stages: number of stages on each of its nodes.
     """
 
     tp: int
@@ -24,28 +24,28 @@ class InstanceShape:
 
     @property
     def pp(self) -> int:
-        """Stages in all."""
+        """Total number of stages."""
         return sum(self.stages)
 
     @property
     def gpus(self) -> int:
-        """GPUs in all."""
+        """Total number of GPUs."""
         return self.tp * self.pp
 
     @property
     def by_node(self) -> list[int]:
-        """GPUs on each of its nodes."""
+        """Number of GPUs on each of its nodes."""
         return [self.tp * count for count in self.stages]
 
 
 def packed(tp: int, pp: int, gpus_per_node: int) -> InstanceShape:
-    """Return the shape on as few nodes as hold its stages."""
+    """Return the shape that uses the fewest nodes."""
     full, rest = divmod(pp, gpus_per_node // tp)
     return InstanceShape(tp, (gpus_per_node // tp,) * full + ((rest,) if rest else ()))
 
 
 def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
-    """Count the nodes that pieces need, each within one node; the largest pieces go first."""
+    """Return the number of nodes for pieces that each need one node; the largest go first."""
     left: list[int] = []
     for piece in sorted(pieces, reverse=True):
         fits = next((number for number, free in enumerate(left) if free >= piece), None)
@@ -57,18 +57,18 @@ def num_nodes(pieces: Iterable[int], gpus_per_node: int) -> int:
 
 
 def groups_of(name: str, shape: InstanceShape) -> list[str]:
-    """Groups, one on each node; a number for each replica follows."""
+    """Return the names of groups, one per node; a number for each replica follows."""
     return [f"{name}_{node}_" for node in range(len(shape.stages))]
 
 
 def instance_part(
     name: str, shape: InstanceShape, kind: str, layers: int, costs: Part, replicas: int = 1
 ) -> Part:
-    """Groups, stages and costs of an instance, with its replicas.
+    """Return groups, stages and costs of an instance, with its replicas.
 
     Args:
-        layers: of the model, which all stages share alike.
-        costs: of its groups.
+        layers: number of the model's layers, which all stages share equally.
+        costs: costs of its groups.
     """
     names = groups_of(name, shape)
     return {
@@ -106,7 +106,7 @@ def link(ends: Iterable[str], gb_s: float) -> Part:
 
 
 def joined(parts: Sequence[Part], links: Sequence[Part]) -> Part:
-    """Parts joined in one run file's part."""
+    """Join parts into one run file's part."""
     found: dict[str, Any] = {"links": list(links)}
     for part in parts:
         found = merge(found, part)

@@ -1,7 +1,8 @@
 """DistServe: prefill and decode instances in units, and KV that is fetched (section 4.3).
 
-The runtime. What its placement search decides, the run file says: one unit of all instances where
-any link is fast (Algorithm 1), or one for each pair that shares its nodes (Algorithm 2).
+This is the runtime. The run file contains the result of the placement search: one unit of all
+instances if any link is fast (Algorithm 1), or one for each pair that shares its nodes (Algorithm
+2).
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ from jaxinfer.systems.instances import KVRoom, Names, alive, check_roles, least_
 
 
 class Unit(Options):
-    """Instances among which KV goes, by names: one prefills a request, another decodes it."""
+    """Names of instances that exchange KV: one prefills a request, another decodes it."""
 
     prefill: Names
     decode: Names
@@ -44,11 +45,11 @@ Places = Mapping[str, Unit]
 
 
 class DistServe(System):
-    """A prompt to the shortest prefill queue of all, its decoding to the least loaded of the unit.
+    """Sends a prompt to the shortest prefill queue, and its decodes to the unit's least loaded one.
 
-    KV stays with the prefill instance until a decode instance has room and fetches it: what has
-    not been fetched fills the prefill pool, and stops its admission. Of equal queues, of which the
-    empty ones are many, that in the unit with the least loaded decode instance is taken. A unit
+    KV stays with the prefill instance until a decode instance has room and fetches it. KV that is
+    not yet fetched fills the prefill pool, and stops admission there. Among equal queues (often
+    several are empty), the one in the unit with the least loaded decode instance is chosen. A unit
     that has lost one phase runs whole requests on the other.
     """
 
@@ -57,13 +58,13 @@ class DistServe(System):
 
     def __init__(self, options: DistServeOptions) -> None:
         super().__init__(options)
-        # Of each request that is or was in a prefill instance, which one.
+        # For each request that is or was in a prefill instance, the instance.
         self._prefilled: dict[str, str] = {}
         self._pools = KVRoom()
         self._units = {name: unit for unit in options.units for name in unit.prefill}
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that all are there, and each in one place of one unit."""
+        """Check that all instances exist, and that each is in one place of one unit."""
         roles = {
             f"units[{number}].{phase}": getattr(unit, phase)
             for number, unit in enumerate(self.options.units)
@@ -72,15 +73,17 @@ class DistServe(System):
         check_roles(roles, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Pairs within each unit, from each that prefills to each that decodes."""
+        """Return pairs within each unit, from each prefill to each decode instance."""
         return [pair for unit in self.options.units for pair in product(unit.prefill, unit.decode)]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """A leg to the prompt's end; when it has ended, one to the finish."""
+        """Assign a leg to the prompt's end and, when it has ended, one to the end of
+        the request.
+        """
         given: Counter[str] = Counter()
         units = self.options.units
         takers = ((alive(u.prefill, cluster) or alive(u.decode, cluster), u) for u in units)
-        # Without any left, to ask for one tells the loop that they were lost.
+        # If none is left, asking for a lost one tells the loop that all are lost.
         places = {name: unit for names, unit in takers for name in names} or self._units
         assignments = []
         for request in waiting:
@@ -93,7 +96,7 @@ class DistServe(System):
         return assignments
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Forget where it was."""
+        """Forget where the request was prefilled."""
         self._prefilled.pop(request.id, None)
 
     def _first(
@@ -108,11 +111,13 @@ class DistServe(System):
             return (Leg(name),)
         self._prefilled[request.id] = name
         legs = Leg(name, request.prompt_len), Leg(decode[0])
-        # Where no pool holds it, it is refused now, and not after its prefill.
+        # If no pool holds it, it is refused now, and not after its prefill.
         return legs[:1] if self._pools.that_hold(most_entries(request), decode, cluster) else legs
 
     def _fits(self, request: RequestView, name: str, unit: Unit, cluster: ClusterView) -> bool:
-        """True if the prompt fits into this instance, and all of it into one that decodes."""
+        """Tell whether the prompt fits into this instance, and the whole request into a decode
+        instance.
+        """
         decode, hold = alive(unit.decode, cluster), self._pools.that_hold
         if not decode or name in decode:
             return bool(hold(most_entries(request), [name], cluster))
@@ -128,7 +133,7 @@ class DistServe(System):
 
 
 def _shortest(places: Places, cluster: ClusterView, given: Mapping[str, int]) -> str:
-    """The shortest queue; of equal ones, that in the unit with the least loaded decode."""
+    """Return the shortest queue; of equal ones, that in the unit with the least loaded decode."""
     queues = {name: _load(name, cluster, given) for name in places}
     shortest = min(queues.values())
     names = [name for name, length in queues.items() if length == shortest]

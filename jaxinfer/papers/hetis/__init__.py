@@ -1,1 +1,1 @@
-"""Hetis: KV heads on several devices, chosen request by request."""
+"""Hetis: KV heads on several devices, chosen for each request."""

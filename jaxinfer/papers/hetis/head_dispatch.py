@@ -1,8 +1,8 @@
-"""Dispatch of a request's KV heads to devices: Hetis' sections 5.2 and 5.3.
+"""Dispatches a request's KV heads to devices (Hetis, sections 5.2 and 5.3).
 
-A device is a shard of one stage, an item one slice of KV heads of one request there. The time of a
-device is that of one layer's decode attention over all its items. What counts is the largest of a
-stage's devices, since a layer ends with the last of them.
+A device is a shard of one stage; an item is one slice of KV heads of one request there. A device's
+time is that of one layer's decode attention over all its items. The largest time of a stage's
+devices counts, since a layer ends with its slowest device.
 """
 
 import math
@@ -14,14 +14,16 @@ from jaxinfer.serving.step_fit import AttentionFit
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """Work that lies on a device, and the room that it has.
+    """Work on a device, and its free room.
 
     Attributes:
-        pairs: slices over all requests; ``entries``: KV entries of all of them.
-        free_pages: free pages of one slice each, with room for ``page_size`` entries.
-        others: seconds that it works for other stages meanwhile, which take turns with this one.
-        hidden: where a step is computed as two halves in turn, seconds of each half's dense part,
-            during which the other half's attention here costs nothing; None where it is not.
+        pairs: number of slices, over all requests.
+        entries: number of KV entries of all of them.
+        free_pages: number of free pages, each of one slice.
+        page_size: KV entries of a page.
+        others: seconds for which the device works for other stages, which take turns with this one.
+        hidden: if a step is computed as two halves in turn, the seconds of each half's dense part,
+            during which the other half's attention here costs nothing; otherwise None.
     """
 
     fit: AttentionFit
@@ -34,15 +36,15 @@ class DeviceLoad:
 
     @property
     def capacity(self) -> float:
-        """KV entries that its pool holds."""
+        """Number of KV entries that its pool can hold."""
         return self.entries + self.free_pages * self.page_size
 
     @property
     def seconds(self) -> float:
         """Time of one layer, in seconds (eqs. 3 and 4); an idle device takes none.
 
-        As halves, only the time counts that it is busy beyond both dense parts, or that one half's
-        attention and exchange take beyond the dense part of the other half.
+        With halves, only two times count: that for which it is busy beyond both dense parts, and
+        that by which one half's attention and exchange exceed the other half's dense part.
         """
         if not self.pairs:
             return 0.0
@@ -82,16 +84,16 @@ def dispatch(
 ) -> list[int] | None:
     """Choose how many of a request's slices each device gets, so that the slowest is least slow.
 
-    One slice at a time goes to the device that is then the fastest, of those with room. Slices of
-    one request are equal, and no device gets faster by one more, so that this is optimal for one
-    request (eq. 7 without its relaxation); the paper solves a linear program and does not say how
-    it rounds.
+    One slice at a time goes to the fastest device with room. Slices of one request are equal, and
+    no device gets faster by another slice, so this is optimal for one request (eq. 7 without its
+    relaxation). The paper solves a linear program and does not say how it rounds.
 
     Args:
-        entries, pages: KV entries and pages of each slice.
+        entries: KV entries of each slice.
+        pages: pages of each slice.
 
     Returns:
-        For each device, its slices; None without room for all.
+        The number of slices on each device; None without room for all.
     """
     loads, counts = list(loads), [0] * len(loads)
     for _ in range(slices):
@@ -106,7 +108,7 @@ def dispatch(
 
 
 def dispatch_by_memory(loads: Sequence[DeviceLoad], slices: int, pages: int) -> list[int] | None:
-    """Place each slice on the device that has the most room, without regard to time."""
+    """Place each slice on the device with the most room, ignoring time."""
     free, counts = [load.free_pages for load in loads], [0] * len(loads)
     for _ in range(slices):
         chosen = max(range(len(free)), key=free.__getitem__)
@@ -118,12 +120,12 @@ def dispatch_by_memory(loads: Sequence[DeviceLoad], slices: int, pages: int) -> 
 
 
 def can_do(seconds: float, loads: Sequence[DeviceLoad]) -> bool:
-    """True if ``seconds`` suffice for all slices on the devices after placing them again.
+    """Tell whether ``seconds`` suffice for all slices on the devices after placing them again.
 
-    The least time of which that is true is a lower bound of f* (section 5.3.1): any part of a slice
-    may go wherever a pool holds it, its pairs and its entries apart. Each device takes the entries
-    that it can, and pairs in the time that is left; if those are not all, pairs take the place of
-    entries first where that loses the fewest.
+    The least such time is a lower bound of f* (section 5.3.1): any part of a slice may go wherever
+    a pool holds it, its pairs and its entries separately. Each device takes the entries that it
+    can, and pairs in the remaining time. If some are left over, pairs replace entries first where
+    that loses the fewest.
     """
     pairs, entries = float(sum(load.pairs for load in loads)), sum(load.entries for load in loads)
     trades = []
@@ -148,12 +150,14 @@ def can_do(seconds: float, loads: Sequence[DeviceLoad]) -> bool:
 
 
 def placed_anew(loads: Sequence[DeviceLoad]) -> float:
-    """Estimate the time if all slices were placed again, each with the mean KV entries."""
+    """Estimate the time if all slices were placed again, each with the mean number of
+    KV entries.
+    """
     pairs = sum(load.pairs for load in loads)
     each = sum(load.entries for load in loads) / pairs
     fits = [load.fit for load in loads]
     pairs_s = [fit.per_pair + fit.exchange_per_pair + fit.per_entry * each for fit in fits]
-    costs = [max(cost, 1e-18) for cost in pairs_s]  # A device may attend for nothing.
+    costs = [max(cost, 1e-18) for cost in pairs_s]  # Attention may cost nothing on a device.
 
     def is_enough(seconds: float) -> bool:
         count = 0.0
@@ -161,7 +165,7 @@ def placed_anew(loads: Sequence[DeviceLoad]) -> float:
             count += max(min(load.capacity / each, load.within(seconds) / cost), 0.0)
         return count >= pairs * (1 - 1e-9)
 
-    # In so much, each device could do all that its pool holds.
+    # In this time, each device could attend to everything that its pool holds.
     low, high = 0.0, sum(pairs * cost for cost in costs)
     high += sum(2 * load.fit.constant + load.fit.exchange + load.others for load in loads)
     for _ in range(20):
@@ -171,20 +175,21 @@ def placed_anew(loads: Sequence[DeviceLoad]) -> float:
 
 
 def as_halves(loads: Sequence[DeviceLoad], whole: float, half: float) -> Sequence[DeviceLoad]:
-    """Return the loads of a stage's devices, its own first, as halves where that is faster.
+    """Return the loads of a stage's devices, its own first, as halves if that is faster.
 
-    The best placement of heads differs between halves and whole steps. So the function estimates
-    both as if all heads were placed again, and chooses the faster.
+    The best placement of heads differs between halves and whole steps. Both are therefore estimated
+    as if all heads were placed again, and the faster one is chosen.
 
     Args:
-        whole, half: seconds of a layer's dense part, of all of a step and of half of it.
+        whole: seconds of a layer's dense part in a whole step.
+        half: seconds of a layer's dense part in half a step.
 
     Returns:
-        As they are, or as halves.
+        The loads unchanged, or as halves.
     """
     extra = 2 * half - whole
     if max(load.seconds for load in loads) <= max(extra, 0.0):
         return loads
-    # Nothing hides what the own device does.
+    # Nothing hides the own device's work.
     halves = [replace(load, hidden=half if number else 0.0) for number, load in enumerate(loads)]
     return halves if placed_anew(halves) + extra < placed_anew(loads) else loads

@@ -1,8 +1,8 @@
-"""Hetis: stages on GPUs of one kind each, and the slowest GPUs for attention alone (section 4.1).
+"""Hetis: stages of one kind of GPUs, and the slowest GPUs only for attention (section 4.1).
 
-Layers are cut by what kinds of GPUs take for a prefill, and so is decided which have none. Of all
-numbers of instances and splits of stages, those whose largest stage takes least of a full step are
-simulated.
+Prefill times of the kinds of GPUs decide how layers are divided, and which GPUs get none. Of all
+numbers of instances and splits of stages, those with the fastest full step of their largest stage
+are simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class HetisOptions(Options):
     simulated: int = Field(default=8, ge=1)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse times that are none."""
+        """Refuse times that are not positive."""
         for name, seconds in self.seconds.items():
             if not seconds > 0:
                 raise OptionError(f"seconds.{name} is {seconds:g}, must be above 0")
@@ -53,11 +53,13 @@ class HetisOptions(Options):
 
 @dataclass(frozen=True)
 class GpuKinds:
-    """The cluster's GPUs by kind, the quickest first.
+    """The cluster's GPUs by kind, the fastest first.
 
     Attributes:
-        names: of the GPUs; ``counts``: how many; ``seconds``: of a prefill by one of them.
-        nodes: of each kind, the node of each GPU.
+        names: names of the GPUs.
+        counts: number of GPUs of each kind.
+        seconds: seconds of a prefill on one GPU of each kind.
+        nodes: for each kind, the node of each GPU.
     """
 
     names: Sequence[str]
@@ -67,7 +69,7 @@ class GpuKinds:
 
 
 class HetisPlanner:
-    """Ranks groupings by a full step of their largest stage, and simulates the first of them."""
+    """Ranks groupings by a full step of their largest stage, and simulates the best of them."""
 
     Options = HetisOptions
 
@@ -75,11 +77,11 @@ class HetisPlanner:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """The best of those that are simulated."""
+        """Return the best of the simulated candidates."""
         return search.best(self.candidates(problem))
 
     def candidates(self, problem: Problem) -> list[Candidate]:
-        """Return the groupings with the quickest steps, in their order.
+        """Return the groupings with the fastest steps, in order.
 
         Raises:
             JaxinferError: the plan file has no hardware file, or no grouping fits its nodes.
@@ -102,7 +104,7 @@ class HetisPlanner:
         ]
 
     def _kinds(self, costs: "StageTimes") -> GpuKinds:
-        """The quickest first."""
+        """Return the kinds of GPUs, the fastest first."""
         nodes: dict[str, list[str]] = {}
         for name, node in costs.hardware.nodes.items():
             nodes.setdefault(node.gpu, []).extend([name] * node.gpus)
@@ -172,7 +174,9 @@ class StageTimes:
         self._found: dict[tuple[str, int], float] = {}
 
     def of_layer(self, gpu: str, tp: int) -> float:
-        """Seconds of one layer on ``tp`` GPUs; infinite if ``tp`` does not divide the heads."""
+        """Return the seconds of a layer on ``tp`` GPUs; infinite if ``tp`` does not divide the
+        heads.
+        """
         key = gpu, tp
         if key not in self._found:
             self._found[key] = self._layer(gpu, tp)
@@ -188,9 +192,9 @@ class StageTimes:
         return make_stage(part, self._costs).seconds(Work(T, 0, 1, 1, 0, [(0, T)])) / total
 
     def of_largest(self, names: Sequence[str], grouping: Grouping) -> float:
-        """Seconds of the largest stage of a grouping, its layers cut evenly in time.
+        """Return the seconds of a grouping's largest stage, with layers divided evenly in time.
 
-        Infinite where one of its stages cannot be.
+        Infinite if one of its stages is impossible.
         """
         speed = 0.0
         for name, (tp, pp) in zip(names, grouping.splits, strict=True):
@@ -204,7 +208,7 @@ class StageTimes:
 
 
 def _stands(kinds: GpuKinds, grouping: Grouping) -> bool:
-    """True if each stage's GPUs are on one node."""
+    """Tell whether each stage's GPUs are on one node."""
     return all(
         len(set(stage)) == 1
         for number in range(grouping.instances)
@@ -216,7 +220,7 @@ def _stands(kinds: GpuKinds, grouping: Grouping) -> bool:
 def _nodes(
     kinds: GpuKinds, grouping: Grouping, number: int
 ) -> Iterator[tuple[list[Sequence[str]], Sequence[str]]]:
-    """Yield for each kind the nodes of an instance's stages, and of those that have no layers."""
+    """Yield for each kind the nodes of an instance's stages, and those of GPUs without layers."""
     for nodes, count, (tp, pp) in zip(kinds.nodes, kinds.counts, grouping.splits, strict=True):
         each = count // grouping.instances
         here = nodes[number * each : (number + 1) * each]
@@ -226,7 +230,7 @@ def _nodes(
 def _add_instance(
     part: dict[str, Any], number: int, kinds: GpuKinds, costs: StageTimes, grouping: Grouping
 ) -> None:
-    """Add an instance's groups on their nodes; each GPU without layers is there for all stages."""
+    """Add an instance's groups on their nodes; each GPU without layers serves all stages."""
     name = f"hetis{number}"
     stages: list[dict[str, Any]] = []
     times: list[float] = []

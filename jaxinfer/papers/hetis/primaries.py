@@ -1,7 +1,7 @@
-"""Choice of the GPUs with layers and of those with attention alone: Hetis' Parallelizer (4.1).
+"""Chooses the GPUs that have layers and those only for attention (Hetis' Parallelizer, 4.1).
 
-Kinds of GPUs have numbers, and an instance has a number of GPUs of each. The GPUs of one kind form
-one or several pipeline stages. A kind's seconds are the time that one of its GPUs takes to prefill
+Kinds of GPUs have numbers, and an instance has a number of GPUs of each kind. The GPUs of one kind
+form one or several pipeline stages. A kind's seconds are the time for one of its GPUs to prefill
 all layers.
 """
 
@@ -14,12 +14,12 @@ ShareRule = Literal["cumulative", "stepwise"]
 
 
 class Grouping(NamedTuple):
-    """Division of the cluster into equal instances, and of these into stages.
+    """A division of the cluster into equal instances, and of these into stages.
 
     Attributes:
-        instances: number of equal ones.
-        splits: for each kind, the tensor and the pipeline parallelism of its GPUs with layers in
-            one instance; (0, 0) where there are none.
+        instances: number of equal instances.
+        splits: for each kind, the tensor and pipeline parallelism of an instance's GPUs with
+            layers; (0, 0) if there are none.
     """
 
     instances: int
@@ -27,7 +27,9 @@ class Grouping(NamedTuple):
 
 
 def seconds_of(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds of the largest stage, with layers cut so that all stages take the same time."""
+    """Return the seconds of the largest stage if layers are divided so that all take
+    equally long.
+    """
     return 1 / sum(count / each for count, each in zip(counts, seconds, strict=True))
 
 
@@ -36,10 +38,10 @@ def primaries(
 ) -> list[int]:
     """Return how many GPUs of each kind keep layers.
 
-    They are left out one by one, those of the slowest kind first, as long as the largest stage gets
-    no slower than by ``most``: against all GPUs (``cumulative``) or against one step before
-    (``stepwise``). The paper's formula is lost. By steps, a pool of many GPUs is stripped of all
-    but its fastest kind, since no single one of many matters.
+    GPUs are removed one by one, those of the slowest kind first, as long as the largest stage gets
+    slower by at most ``most``: compared with all GPUs (``cumulative``) or with the step before
+    (``stepwise``). The paper's formula is lost. With ``stepwise``, a pool of many GPUs keeps only
+    its fastest kind, since no single GPU of many matters.
     """
     left = list(counts)
     allowed = seconds_of(left, seconds) * (1 + most)
@@ -57,7 +59,7 @@ def primaries(
 def groupings(
     counts: Sequence[int], seconds: Sequence[float], most: float, rule: ShareRule
 ) -> Iterator[Grouping]:
-    """Groupings: every number of instances that divides each kind, and every split of a stage."""
+    """Yield groupings: every number of instances that divides each kind, and every split."""
     common = gcd(*counts)
     for instances in (n for n in range(1, common + 1) if common % n == 0):
         here = [count // instances for count in counts]
@@ -67,5 +69,5 @@ def groupings(
 
 
 def splits_of(gpus: int) -> list[tuple[int, int]]:
-    """Tensor and pipeline parallelism of ``gpus`` GPUs."""
+    """Return the possible tensor and pipeline parallelism of ``gpus`` GPUs."""
     return [(tp, gpus // tp) for tp in range(1, gpus + 1) if gpus % tp == 0] or [(0, 0)]

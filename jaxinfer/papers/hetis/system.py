@@ -1,7 +1,7 @@
 """Hetis: the KV heads of one request on unlike devices (arXiv 2509.08309, section 5).
 
-Each stage of an instance has a group with its layers, and attention groups where KV heads may lie
-besides. Which group is which, the run file says; ``head_dispatch`` decides where heads go.
+Each stage of an instance has a group with its layers, and attention groups where KV heads may also
+lie. The run file names these groups; ``head_dispatch`` decides where heads go.
 """
 
 from collections import Counter, defaultdict
@@ -63,12 +63,12 @@ class HetisOptions(Options):
 
 
 class Hetis(System):
-    """Heads where attention stays fastest; later they move, one request at a time.
+    """Places heads where attention stays fastest; later moves them, one request at a time.
 
     A request goes to the instance with the largest share of free pages. Its prompt is attended to
-    on the devices with layers, where they have room (section 3.2); its heads are handed out when
-    that is done. It is placed again if a stage is slower than Theta allows (section 5.3.1), or if a
-    shard has no page left (5.3.2).
+    on the devices with layers, if they have room (section 3.2); its heads are distributed after
+    that. It is placed again if a stage is slower than Theta allows (section 5.3.1), or if a shard
+    has no page left (5.3.2).
     """
 
     Options = HetisOptions
@@ -81,17 +81,19 @@ class Hetis(System):
         self.needs_attention_fits = not given
         self._pools = KVRoom()
         self._counts = Counter(handed_out=0, moved_for_time=0, moved_for_memory=0)
-        # By instance, requests that were told to move, and may not have got there.
+        # By instance, requests that were told to move, and may not have moved yet.
         self._moving: defaultdict[str, set[str]] = defaultdict(set)
         # Requests whose prompts are attended to on the devices with layers.
         self._prompts: set[str] = set()
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """An empty sequence: KV goes from no instance to another."""
+        """Return no routes: KV is not sent between instances."""
         return ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Send each request to the instance with the largest share of free pages that holds it."""
+        """Send each request to the instance that holds it and has the largest share of
+        free pages.
+        """
         given: Counter[str] = Counter()
         found = []
         for request in waiting:
@@ -124,7 +126,7 @@ class Hetis(System):
     def make_room(
         self, request: RequestView, shard: int, instance: InstanceView
     ) -> Sequence[MoveSlices]:
-        """The latest request with heads on a full device goes elsewhere, if there is room."""
+        """Move the latest request with heads on a full device, if there is room elsewhere."""
         if self.options.theta is None or self._is_moving(instance):
             return ()
         there = [each for each in instance.running.values() if each.slices[shard]]
@@ -136,7 +138,7 @@ class Hetis(System):
             return ()
         slices = list(victim.slices[shard])
         entries, pages = victim.num_known, -(-victim.num_known // instance.page_size)
-        # As few as leave a page for each slice of the request; fewer where there are no more.
+        # Move as few as leave a page for each slice of the request; fewer if there are no more.
         lacking = len(request.slices[shard]) - instance.shards[shard].num_free_pages
         count = min(max(-(-lacking // pages), 1), len(slices))
         loads = list(self._loads(instance, numbers))
@@ -145,7 +147,7 @@ class Hetis(System):
         if counts is None:
             return ()
         changes = [*counts[:at], -count, *counts[at:]]
-        # The ideal, too, has to hold the page that is asked for.
+        # The ideal must also hold the requested page.
         after = [
             load.plus(n, entries, pages).grown(len(request.slices[number]))
             for load, n, number in zip(loads, changes, numbers, strict=True)
@@ -156,7 +158,7 @@ class Hetis(System):
         return [self._move(instance, victim, moves, "moved_for_memory")]
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Hand out heads whose prompts are done, or place one request again."""
+        """Distribute heads whose prompts are done, or place one request again."""
         instance = cluster.instances[step.instance]
         done = [row.request for row in step.rows if self._has_done_its_prompt(row.request)]
         self._prompts.difference_update(request.id for request in done)
@@ -175,11 +177,11 @@ class Hetis(System):
         self._prompts.discard(request.id)
 
     def report(self) -> Mapping[str, object]:
-        """Count the requests that were told to move, by reason."""
+        """Return the number of requests that were told to move, by reason."""
         return dict(self._counts)
 
     def _is_slow(self, loads: Sequence[DeviceLoad]) -> bool:
-        """True if the slowest is more than Theta behind the ideal."""
+        """Tell whether the slowest device is more than Theta slower than the ideal."""
         theta, slowest = self.options.theta, max(load.seconds for load in loads)
         assert theta is not None
         return slowest > 0 and can_do(slowest / (1 + theta), loads)
@@ -190,7 +192,7 @@ class Hetis(System):
     def _hand_out(
         self, instance: InstanceView, requests: Sequence[RequestView]
     ) -> Sequence[MoveSlices]:
-        """Place heads by eq. 7, now that only decodes are to come."""
+        """Place heads by eq. 7, now that only decodes remain."""
         moves: dict[str, list[SliceMove]] = {request.id: [] for request in requests}
         for numbers in _stages(instance.shards) if requests else ():
             loads = self._loads(instance, numbers)
@@ -206,7 +208,7 @@ class Hetis(System):
         ]
 
     def _relieve(self, instance: InstanceView, numbers: Sequence[int]) -> MoveSlices | None:
-        """Place again the largest request on a device that is too slow, if that helps."""
+        """Place the largest request on a device that is too slow again, if that helps."""
         loads = self._loads(instance, numbers)
         if not self._is_slow(loads):
             return None
@@ -251,7 +253,7 @@ class Hetis(System):
         return MoveSlices(request.id, tuple(moves))
 
     def _is_moving(self, instance: InstanceView) -> bool:
-        """True if requests move."""
+        """Tell whether requests are being moved."""
         told = (instance.running.get(name) for name in self._moving[instance.name])
         still = {each.id for each in told if each and _moves_now(each, instance)}
         self._moving[instance.name] = still
@@ -269,11 +271,11 @@ class Hetis(System):
     ) -> Sequence[DeviceLoad]:
         """Return the loads of the shards of one stage, its own first.
 
-        A pipeline's requests are in as many steps as it has stages. So the part of a
-        step that no request adds to counts once for each of these steps.
+        A pipeline's requests are in as many steps as it has stages. The fixed part of a step's time
+        therefore counts once for each of these steps.
 
         Args:
-            coming: requests that are to run besides.
+            coming: number of additional requests that will run.
         """
         stages = len({shard.stage for shard in instance.shards})
         running = max(instance.num_running + coming, 1)
@@ -286,9 +288,9 @@ class Hetis(System):
         return as_halves(loads, whole, half)
 
     def _load(self, instance: InstanceView, shard: ShardView, steps: int) -> DeviceLoad:
-        """Return the load of a shard, with the time its device works for other stages meanwhile.
+        """Return the load of a shard, with the time that its device works for other stages.
 
-        While this stage goes through its layers, they go through theirs.
+        While this stage computes its layers, the other stages compute theirs.
         """
         fit = self._fit(shard).of_steps(steps)
         others = sum(
@@ -318,23 +320,23 @@ class Hetis(System):
 
 
 def _moves_now(request: RequestView, instance: InstanceView) -> bool:
-    """True if some of its slices are in two places."""
+    """Tell whether some of its slices are in two places."""
     return sum(map(len, request.slices)) > sum(len(shard.slices) for shard in instance.shards)
 
 
 def _used(instance: InstanceView, shard: ShardView) -> int:
-    """KV entries in a shard: pages in use stand for them."""
+    """Return the KV entries in a shard, estimated from its used pages."""
     return (shard.num_pages - shard.num_free_pages) * instance.page_size
 
 
 def _share_left(instance: InstanceView, given: int) -> float:
-    """Share of all pages left free by waiting prompts and ``given`` more tokens."""
+    """Return the share of all pages that waiting prompts and ``given`` more tokens leave free."""
     prompts = instance.prompt_tokens_left + given
     return (instance.num_free_pages - prompts / instance.page_size) / instance.num_pages
 
 
 def _stages(shards: Sequence[ShardView]) -> list[list[int]]:
-    """Numbers of the shards of each stage."""
+    """Return the numbers of the shards of each stage."""
     found = defaultdict(list)
     for number, shard in enumerate(shards):
         found[shard.stage].append(number)
@@ -356,7 +358,7 @@ def _moves(
 def _changes(
     request: RequestView, numbers: Sequence[int], counts: Sequence[int]
 ) -> list[SliceMove]:
-    """Moves after which each shard has its count; what can stay stays."""
+    """Return moves after which each shard has its count; as many slices as possible stay."""
     surplus = [
         (number, piece)
         for number, count in zip(numbers, counts, strict=True)

@@ -1,4 +1,4 @@
-"""Searches to compare with: HexGen-2's guided swaps, random ones, and a genetic search."""
+"""Searches for comparison: HexGen-2's guided swaps, random swaps, and a genetic search."""
 
 import random
 
@@ -9,17 +9,18 @@ from jaxinfer.papers.hexgen2.moves import Kind, MemberPlan, apply, changes, size
 from jaxinfer.papers.hexgen2.partition import num_replicas, partition
 from jaxinfer.papers.hexgen2.refine import Scored, Scorer, climb, score
 
-# The paper's moves: a GPU changes its group (Appendix E), two swap theirs; ours, a group its role.
+# The paper's moves: a GPU changes its group (Appendix E), or two swap theirs. Our move: a group
+# changes its role.
 SWAPS: tuple[Kind, ...] = ("move", "swap", "flip")
-# Of HexGen's public search: merges, splits and swaps; how many plans, and how many new ones.
+# HexGen's public search has merges, splits and swaps; numbers of plans, and of new ones.
 GENES: tuple[Kind, ...] = ("merge", "split", "swap", "flip")
 _POPULATION, _OFFSPRING = 100, 10
-# How many groups more or fewer than memory suggests.
+# How many groups more or fewer than memory suggests are tried.
 _AROUND = 2
 
 
 def starts(scorer: Scorer, model: ModelShape, lengths: LengthStats) -> list[MemberPlan]:
-    """The partitions into as many groups as memory suggests, and some more and fewer."""
+    """Return the partitions into as many groups as memory suggests, and some more and fewer."""
     site = scorer.site
     middle = num_replicas(site, model, lengths.prompt + lengths.decodes)
     most = sum(site.gpus)
@@ -30,18 +31,18 @@ def starts(scorer: Scorer, model: ModelShape, lengths: LengthStats) -> list[Memb
 
 
 def most_gpus(plans: list[MemberPlan], least: int) -> int:
-    """A limit for groups that these plans keep."""
+    """Return a limit on the size of groups that these plans satisfy."""
     return max(least, *(size(group) for plan in plans for group, _ in plan))
 
 
 def guided(scorer: Scorer, plans: list[MemberPlan], most: int) -> Scored:
-    """Climb from each start by swaps that raise what the short role carries (section 3.4)."""
+    """Improve each start by swaps that raise what the short role can serve (section 3.4)."""
     found = [climb(scorer, score(scorer, plan), most, SWAPS) for plan in plans]
     return max(found, key=lambda each: (each.flow, each.slack))
 
 
 def random_swaps(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> Scored:
-    """Make random swaps to the best start, each kept unless it is worse."""
+    """Apply random swaps to the best start; each is kept unless it is worse."""
     rng = random.Random(seed)
     best = max((score(scorer, plan) for plan in plans), key=lambda each: (each.flow, each.slack))
     while scorer.effort.is_left:
@@ -54,7 +55,7 @@ def random_swaps(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) 
 
 
 def genetic(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> Scored:
-    """Mutations alone; the fittest by their flow stay."""
+    """Evolve by mutations only; the plans with the largest flows survive."""
     rng = random.Random(seed)
     population = [score(scorer, plan) for plan in plans]
     while scorer.effort.is_left:
@@ -66,7 +67,7 @@ def genetic(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> Sc
 
 
 def _fitness(each: Scored) -> tuple[float, float, MemberPlan]:
-    """The least is the fittest."""
+    """Return a key; the fittest plan has the least."""
     return -each.flow, -each.slack, each.plan
 
 

@@ -1,8 +1,8 @@
-"""Rate of one instance on unlike GPUs: its best stages, by the simulator's own functions.
+"""Rate of one instance on unlike GPUs with its best stages, by the simulator's own functions.
 
-HexGen-2, section 3.2, phase two: tensor parallelism within a node, pipeline parallelism over all of
-them, stages that differ in GPU, degree and layers. Rates are those of a pipeline that is full, not
-the paper's reciprocal of a latency (see ``table1``).
+HexGen-2, section 3.2, phase two: tensor parallelism within a node, pipeline parallelism across
+nodes, and stages that differ in GPU, degree and layers. Rates are those of a full pipeline, not the
+paper's reciprocal of a latency (see ``table1``).
 """
 
 from bisect import bisect_left
@@ -27,7 +27,7 @@ from jaxinfer.simulate.kv_capacity import count_pages
 
 GroupRole = Literal["prefill", "decode"]
 ROLES: tuple[GroupRole, GroupRole] = ("prefill", "decode")
-# Shares of the sequences that it may run, of which the best is taken where memory is short.
+# Shares of an instance's sequences; the best one is taken if memory is short.
 _BATCHES = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 
@@ -36,8 +36,8 @@ class PlannedStage:
     """A pipeline stage.
 
     Attributes:
-        place: the number of a node among those of its group's signature.
-        tp: GPUs.
+        place: number of a node among those of its group's signature.
+        tp: number of GPUs.
     """
 
     place: int
@@ -47,10 +47,10 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Carried:
-    """Rate that a group carries in a role, with its best stages.
+    """The rate that a group can serve in a role, with its best stages.
 
     Attributes:
-        rate: requests per second; 0 where the model, or the longest request, does not fit.
+        rate: requests per second; 0 if the model, or the longest request, does not fit.
     """
 
     rate: float = 0.0
@@ -58,35 +58,35 @@ class Carried:
 
 
 class Capacity(Protocol):
-    """Rates that groups carry, by their signature and role."""
+    """Rates that groups can serve, by their signature and role."""
 
     site: Site
 
     def carried(self, signature: Signature, role: GroupRole) -> Carried:
-        """Return what a group of this signature carries."""
+        """Return the rate of a group with this signature."""
 
 
 def signature_of(site: Site, group: Group) -> Signature:
-    """Equal for groups that are the same but for the names of nodes."""
+    """Return a signature that is equal for groups that differ only in the names of nodes."""
     return tuple(sorted((site.type_of[node], count) for node, count in group))
 
 
 def nodes_of(site: Site, group: Group) -> list[int]:
-    """The node of each place of its signature."""
+    """Return the node of each place of the group's signature."""
     return [node for _, _, node in sorted((site.type_of[n], count, n) for n, count in group)]
 
 
-# What a stage's costs depend on besides its layers: type, GPUs, whether it is first, and last.
+# What the costs of a stage depend on besides its layers: type, GPUs, whether it is first, and last.
 End = tuple[int, int, bool, bool]
 
 
 class Modelled:
-    """Capacities by the step times and pools that the simulator charges.
+    """Capacities by the simulator's step times and pools.
 
     Args:
-        engines: by role, of which what counts for pools and batches is taken.
-        costs: whose ``groups`` are names of GPUs.
-        degrees: of tensor parallelism; those that divide the model's heads are used.
+        engines: engine options by role; only those that affect pools and batches are used.
+        costs: costs whose ``groups`` are names of GPUs.
+        degrees: degrees of tensor parallelism; those that divide the model's heads are used.
         local: whether to ignore the time between a group's stages, even across nodes, for an upper
             bound.
     """
@@ -114,32 +114,32 @@ class Modelled:
         self._works: dict[tuple[GroupRole, int], tuple[Work, float]] = {}
 
     def as_local(self) -> "Modelled":
-        """The same without time between stages."""
+        """Return the same capacities without time between stages."""
         return Modelled(
             self.site, self.model, self.engines, self._costs, self.lengths, self.degrees, True
         )
 
     def on(self, site: Site) -> "Modelled":
-        """The same on others of the hardware file's GPUs."""
+        """Return the same capacities on other GPUs of the hardware file."""
         return Modelled(
             site, self.model, self.engines, self._costs, self.lengths, self.degrees, self._local
         )
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of one layer's KV of a mean prompt, on its way."""
+        """Bytes of one layer's KV of a mean prompt, as sent."""
         sizes = [self._sizes(role)[1] for role in self.engines]
         return self.lengths.prompt * self.model.kv_bytes(1, min(sizes))
 
     def carried(self, signature: Signature, role: GroupRole) -> Carried:
-        """Return what a group of this signature carries with its best stages (first of equals)."""
+        """Return the rate of a group with this signature with its best stages (first of equals)."""
         key = signature, role
         if key not in self._found:
             self._found[key] = self._best(signature, role)
         return self._found[key]
 
     def carried_by(self, signature: Signature, shape: Shape, role: GroupRole) -> Carried:
-        """Return what these stages of a group carry, with the best layers for them."""
+        """Return the rate of a group with these stages, with the best layers for them."""
         ends = self._ends(signature, shape)
         lines = [self._line(role, end, len(shape)) for end in ends]
         best = Carried()
@@ -151,7 +151,10 @@ class Modelled:
         return best
 
     def _best(self, signature: Signature, role: GroupRole) -> Carried:
-        """Return the best stages: shapes come first that would be best with layers cut freely."""
+        """Return the best stages.
+
+        Shapes that would be best with freely divided layers come first.
+        """
         ranked = []
         for shape in shapes(signature, self.site.kind_of_type, self.degrees):
             count = len(shape)
@@ -179,10 +182,10 @@ class Modelled:
         return [(signature[place][0], tp, i == 0, i == last) for i, (place, tp) in enumerate(shape)]
 
     def most_of_layers(self, type_: int, gpus: int, role: GroupRole) -> float:
-        """Requests per second times the share of the layers that GPUs have of a group: an upper
-        bound, whatever else is in the group, as if memory were free.
+        """Return an upper bound on requests per second times the share of layers of a group's GPUs.
 
-        Steps are the fewer the more stages there are, and a token takes less in a larger step.
+        It holds whatever else is in the group, as if memory were free. With more stages there are
+        fewer steps, and a token takes less time in a larger step.
         """
         best = 0.0
         for shape in shapes(((type_, gpus),), self.site.kind_of_type, self.degrees):
@@ -197,7 +200,9 @@ class Modelled:
         return best / self.model.num_hidden_layers
 
     def _line(self, role: GroupRole, end: End, stages: int) -> tuple[float, float]:
-        """Seconds of one of ``stages`` full stages: the fixed part, and the part of each layer."""
+        """Return the seconds of one of ``stages`` full stages: a fixed part, and a part
+        per layer.
+        """
         key = role, end, stages
         if key not in self._lines:
             size = self._full(role, stages)
@@ -209,7 +214,7 @@ class Modelled:
     def _splits(
         self, ends: Sequence[End], lines: Sequence[tuple[float, float]], role: GroupRole
     ) -> Iterator[list[int]]:
-        """Layers with which the slowest stage is as quick as can be, by how much KV is to fit."""
+        """Yield layers that make the slowest stage as fast as possible, for various sizes of KV."""
         total, shortest = self.model.num_hidden_layers, self.lengths.shortest_pool[role]
         if sum(self._most_layers(role, end, shortest) for end in ends) < total:
             return
@@ -236,7 +241,7 @@ class Modelled:
         layers: Sequence[int],
         role: GroupRole,
     ) -> float:
-        """Requests per second of these stages."""
+        """Return the requests per second of these stages."""
         pairs = list(zip(ends, layers, strict=True))
         entries = min(self._pool(role, end)[n - 1] for end, n in pairs)
         stages, engine = len(shape), self.engines[role]
@@ -247,8 +252,7 @@ class Modelled:
             size = ceil(batch / stages)
         seconds = [self._time(role, end, n, size) for end, n in pairs]
         seconds = [s + self._costs.hop_s * (i < stages - 1) for i, s in enumerate(seconds)]
-        # As many steps are in flight as there are stages, from the first one's start to the last
-        # one's end.
+        # As many steps are in flight as there are stages, from the first start to the last end.
         period = max(stages * max(seconds), sum(seconds) + self._hops(signature, shape, size))
         if role == "prefill":
             return self._work(role, size)[1] * stages / period
@@ -266,19 +270,21 @@ class Modelled:
 
     @property
     def _occupied(self) -> float:
-        """KV entries that a decode holds, on average, its last page in part empty."""
+        """Mean KV entries that a decode occupies, including the empty part of its last page."""
         return self.lengths.context + self.engines["decode"].page_size / 2
 
     def prefill_tokens(self, stages: int) -> int:
         """Return the tokens of a prefill step of an instance with ``stages`` stages.
 
-        Each of as many steps gets its part of the prompts that the instance may have at once, so
-        that no step gets most of them.
+        Each of as many steps gets an equal part of the prompts that the instance may have at once,
+        so that no step gets most of them.
         """
         return self._full("prefill", stages)
 
     def _full(self, role: GroupRole, stages: int) -> int:
-        """Tokens of a prefill step, or sequences of a decode step, of an instance with work."""
+        """Return the tokens of a prefill step, or sequences of a decode step, of a
+        busy instance.
+        """
         engine = self.engines[role]
         if role == "decode":
             return ceil(engine.max_num_seqs / stages)
@@ -305,7 +311,7 @@ class Modelled:
         return self._seconds[key]
 
     def _pool(self, role: GroupRole, end: End) -> list[int]:
-        """KV entries of a stage by its layers, from 1 on; 0 where they do not fit."""
+        """Return a stage's KV entries by its number of layers, from 1 on; 0 if they do not fit."""
         if (role, end) not in self._entries:
             engine, costs = self.engines[role], self._costs
             found = []
@@ -321,10 +327,10 @@ class Modelled:
         return self._entries[role, end]
 
     def _most_layers(self, role: GroupRole, end: End, wanted: float) -> int:
-        """Return the most layers with which a stage's pool has ``wanted`` entries."""
+        """Return the largest number of layers with which a stage's pool has ``wanted`` entries."""
         key = role, end, wanted
         if key not in self._limits:
-            # Pools shrink with layers: those before the first that is too small.
+            # Pools shrink with more layers, so take those before the first that is too small.
             self._limits[key] = bisect_left(
                 self._pool(role, end), True, key=lambda entries: entries < wanted
             )

@@ -1,4 +1,4 @@
-"""The best plan that is found, and how far from the best of all it may be."""
+"""The best plan found, and a bound on its distance from the optimum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class Certified:
     """A plan and its certificate.
 
     Attributes:
-        flow: requests per second over shared networks, and what they lack.
-        bound: requests per second that no plan exceeds whose groups have no more GPUs than was
-            asked for, wherever these stand.
-        within: the same of plans whose groups stay within nodes, by the network that there is.
-        per_gpu: by kind of GPU, further requests per second for one more of them.
+        flow: requests per second over shared networks, and their bottlenecks.
+        bound: upper bound on the requests per second of plans whose groups have at most the given
+            number of GPUs, wherever these are.
+        within: the same for plans whose groups stay within nodes, on the real network.
+        per_gpu: additional requests per second for one more GPU of each kind.
     """
 
     plan: MemberPlan
@@ -39,19 +39,19 @@ class Certified:
 
     @property
     def gap(self) -> float:
-        """Share by which it may be below the best."""
+        """The share by which the plan may be below the optimum."""
         return max(1 - self.flow.total / self.bound, 0.0)
 
 
 def plan_of_cells(cells: NodePlan) -> MemberPlan:
-    """Groups within nodes."""
+    """Return a plan whose groups stay within nodes."""
     return as_plan(
         (((node, count),), role) for node, groups in cells.groups.items() for count, role in groups
     )
 
 
 def plan_of_mix(site: Site, mix: PooledPlan) -> MemberPlan:
-    """The groups on nodes: each kind's GPUs of a group on the fewest, where they just fit."""
+    """Return the groups placed on nodes: a kind's GPUs of a group on as few nodes as possible."""
     free = list(site.gpus)
     kind = [site.kind_of_type[type_] for type_ in site.type_of]
     members: list[Member] = []
@@ -72,7 +72,7 @@ def plan_of_mix(site: Site, mix: PooledPlan) -> MemberPlan:
 
 
 def counts_by_kind(site: Site) -> list[int]:
-    """GPUs of each kind."""
+    """Return the number of GPUs of each kind."""
     counts = [0] * (max(site.kind_of_type) + 1)
     for type_, gpus in zip(site.type_of, site.gpus, strict=True):
         counts[site.kind_of_type[type_]] += gpus
@@ -80,7 +80,9 @@ def counts_by_kind(site: Site) -> list[int]:
 
 
 def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
-    """Requests per second whose KV the cards and links of all nodes of a kind take, at most."""
+    """Return the largest requests per second whose KV the links of all nodes of a kind
+    can carry.
+    """
     found = [0.0] * (max(site.kind_of_type) + 1)
     for node, type_ in enumerate(site.type_of):
         found[site.kind_of_type[type_]] += site.most_gb_s(node) * 1e9 / request_bytes
@@ -88,7 +90,7 @@ def cards_by_kind(site: Site, request_bytes: float) -> list[float]:
 
 
 def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0.0) -> PooledPlan:
-    """Return the best mix of the GPUs that are there; see ``best_mix``."""
+    """Return the best mix of the existing GPUs; see ``best_mix``."""
     site = capacity.site
     counts = counts_by_kind(site)
     options = configurations(capacity.as_local(), counts, most)
@@ -96,14 +98,14 @@ def mix_of(capacity: Modelled, request_bytes: float, most: int, known: float = 0
 
 
 def rent(capacity: Modelled, request_bytes: float, most: int, budget: float) -> tuple[Site, float]:
-    """Return the GPUs that carry most for ``budget`` dollars per hour.
+    """Return the GPUs that serve the most for ``budget`` dollars per hour.
 
-    As if all GPUs of a kind were in one node: the second value is requests per second that no plan
-    exceeds on any GPUs of that price.
+    It assumes that all GPUs of a kind are in one node. The second value is the requests per second
+    that no plan exceeds on any GPUs of that price.
 
     Raises:
-        JaxinferError: a node has no price, GPUs of one kind have several, or the budget pays for no
-            plan.
+        JaxinferError: a node has no price, GPUs of one kind have several, or the budget is too
+            small for any plan.
     """
     site = capacity.site
     counts, usd = counts_by_kind(site), site.usd_by_kind
@@ -132,7 +134,7 @@ def best_plan(
     """Refine the integer programs' plans over shared networks, and return the best one.
 
     Args:
-        most: GPUs of a group.
+        most: largest number of GPUs of a group.
 
     Raises:
         JaxinferError: no group holds the model and the longest request.
@@ -149,10 +151,10 @@ def best_plan(
 
 
 def certify(scorer: Scorer, plan: MemberPlan, mix: PooledPlan, within: float) -> Certified:
-    """Compare a plan with an upper bound of all plans.
+    """Compare a plan with an upper bound on all plans.
 
     Raises:
-        JaxinferError: nothing flows.
+        JaxinferError: the plan has no flow.
     """
     groups, site = scorer.placed(plan), scorer.site
     flow = scorer.flow(plan)
@@ -160,7 +162,7 @@ def certify(scorer: Scorer, plan: MemberPlan, mix: PooledPlan, within: float) ->
         raise JaxinferError("no plan is found in which both roles hold the model")
     nodes = [site.types[site.kind_of_type.index(kind)] for kind in range(len(mix.per_gpu))]
     names = [site.nodes[node].gpu for node in nodes]
-    # One GPU at two caps of its power is of two kinds.
+    # One GPU at two power caps counts as two kinds.
     names = [
         name if names.count(name) == 1 else f"{name} of {site.names[node]}"
         for name, node in zip(names, nodes, strict=True)

@@ -1,4 +1,4 @@
-"""Requests per second from prefill to decode groups: by edges of pairs, or over shared networks."""
+"""Requests per second from prefill to decode groups, over links of pairs or shared networks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,24 +11,26 @@ from scipy.sparse.csgraph import maximum_flow
 from jaxinfer.papers.hexgen2.capacity import Carried, GroupRole, nodes_of
 from jaxinfer.papers.hexgen2.gpus import Group, Site
 
-# A name in words and numbers: ("nic", node, "out"), say.
+# A name of words and numbers, such as ("nic", node, "out").
 Link = tuple[object, ...]
-# Flows are integers there, in 32 bits: the largest capacity becomes this one.
+# Flows are integers of 32 bits there; the largest capacity becomes this number.
 _LARGEST = 10**6
-# Less than this share of the whole is none.
+# A smaller share of the total than this counts as 0.
 _LEAST = 1e-7
 
 
 @dataclass(frozen=True)
 class PlacedGroup:
-    """A group in its role, with what it carries."""
+    """A group in its role, with the rate that it can serve."""
 
     group: Group
     role: GroupRole
     carried: Carried
 
     def layers(self, site: Site) -> list[tuple[int, int, int, int]]:
-        """Return for each stage its node, its GPUs, its first layer and the one after its last."""
+        """Return for each stage its node, its number of GPUs, its first layer and the end of its
+        layers.
+        """
         nodes, found, start = nodes_of(site, self.group), [], 0
         for stage in self.carried.stages:
             found.append((nodes[stage.place], stage.tp, start, start + stage.layers))
@@ -42,10 +44,12 @@ class Flow:
 
     Attributes:
         total: sum over all pairs.
-        pairs: by numbers of the prefill and of the decode group; those without any are left out.
-        per_gb_s: further requests per second for 10^9 further bytes per second of a link; one that
-            is not full has none.
-        per_request: the same for one more request per second that a group, by its number, carries.
+        pairs: rates by numbers of the prefill and of the decode group; pairs without flow are left
+            out.
+        per_gb_s: additional requests per second for 10^9 more bytes per second of a link; links
+            that are not full are left out.
+        per_request: additional requests per second for one more request per second that a group (by
+            its number) can serve.
     """
 
     total: float
@@ -55,7 +59,7 @@ class Flow:
 
 
 class KVNetwork:
-    """Links that the KV of a request goes over, and the bytes that it takes of each.
+    """Links that the KV of a request uses, and its bytes on each.
 
     Args:
         layer_bytes: bytes of one layer's KV of a mean prompt.
@@ -66,10 +70,11 @@ class KVNetwork:
         self._known: dict[tuple[PlacedGroup, PlacedGroup], dict[Link, tuple[float, float]]] = {}
 
     def lanes(self, source: PlacedGroup, dest: PlacedGroup) -> Mapping[Link, tuple[float, float]]:
-        """Bytes of a request on each link between two groups, and that link's bytes per second.
+        """Return a request's bytes on each link between two groups, and that link's bytes per
+        second.
 
-        As the simulator has it: between two stages on one node there is a link of their own, over
-        as many pairs of GPUs as the smaller one has; nodes share theirs.
+        As in the simulator, two stages on one node have their own link, over as many pairs of GPUs
+        as the smaller one has; links between nodes are shared.
         """
         key = source, dest
         if key in self._known:
@@ -94,20 +99,20 @@ class KVNetwork:
         return found
 
     def most(self, source: PlacedGroup, dest: PlacedGroup) -> float:
-        """Requests per second of a pair that has all links to itself."""
+        """Return the requests per second of a pair that has all links to itself."""
         lanes = self.lanes(source, dest).values()
         return min((rate / num_bytes for num_bytes, rate in lanes), default=np.inf)
 
 
 def split(groups: Sequence[PlacedGroup]) -> tuple[list[int], list[int]]:
-    """Numbers of those that prefill, and of those that decode, which carry something."""
+    """Return the numbers of the prefill groups, and of the decode groups, with a positive rate."""
     able = [i for i, placed in enumerate(groups) if placed.carried.rate > 0]
     prefill = [i for i in able if groups[i].role == "prefill"]
     return prefill, [i for i in able if groups[i].role == "decode"]
 
 
 def pair_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
-    """The largest flow where each pair has its links to itself (section 3.3)."""
+    """Return the largest flow if each pair has its links to itself (section 3.3)."""
     prefill, decode = split(groups)
     if not prefill or not decode:
         return Flow(0.0, {})
@@ -140,7 +145,9 @@ def pair_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
 
 
 def shared_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
-    """The largest flow where pairs share the nodes' network cards and links: a linear program."""
+    """Return the largest flow if pairs share the nodes' network cards and links
+    (linear program).
+    """
     prefill, decode = split(groups)
     pairs = [(i, j) for i in prefill for j in decode]
     if not pairs:
@@ -151,7 +158,7 @@ def shared_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
     limits = [groups[i].carried.rate for i in (*prefill, *decode)]
     rows, columns, entries, bounds = [], [], [], []
     for column, (i, j) in enumerate(pairs):
-        # Not the groups' own rates: those of a row have a price.
+        # Not the groups' own rates: the price of a row belongs to the row.
         most = np.inf
         uses: list[tuple[Link, float, float]] = [
             (("carries", i), 1.0, 0.0),
@@ -161,7 +168,7 @@ def shared_flow(groups: Sequence[PlacedGroup], network: KVNetwork) -> Flow:
             if link[0] == "within":
                 most = min(most, rate / num_bytes)
             else:
-                # In 10^9 bytes, so that the rows are of like size.
+                # In 10^9 bytes, so that the rows are of similar size.
                 uses.append((link, num_bytes / 1e9, rate / 1e9))
         for name, amount, limit in uses:
             if name not in names:

@@ -1,4 +1,4 @@
-"""Work of a workload for an instance whose steps are always full."""
+"""The work of an instance whose steps are always full."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,12 @@ class LengthStats:
     """Means and extremes of requests, in tokens.
 
     Attributes:
-        prompt: mean; ``prompt_seen``: of a token of a prompt, the mean length of that prompt.
+        prompt: mean length of a prompt.
+        prompt_seen: mean length of the prompt that a prompt token belongs to.
         decodes: mean output tokens of a decode instance, which are all but the first.
-        context: of a token that it draws, the mean number of KV entries that it sees.
-        longest_prompt: of all; ``longest``: prompt and output of one request.
+        context: mean number of KV entries that a sampled token sees.
+        longest_prompt: length of the longest prompt.
+        longest: largest sum of prompt and output of one request.
     """
 
     prompt: float
@@ -45,7 +47,10 @@ class LengthStats:
         )
 
     def prefill_step(self, tokens: int) -> tuple[Work, float]:
-        """A step full of prompts, and how many it ends; long ones come in several chunks."""
+        """Return a step full of prompts, and how many prompts it ends.
+
+        Long ones take several chunks.
+        """
         ends = tokens / self.prompt
         chunk = min(round(self.prompt_seen), tokens)
         before = round((self.prompt_seen - chunk) / 2)
@@ -60,5 +65,5 @@ class LengthStats:
 
     @cached_property
     def shortest_pool(self) -> dict[str, int]:
-        """KV entries, by role, without which an instance cannot serve all requests."""
+        """Return the KV entries, by role, that an instance needs at least to serve all requests."""
         return {"prefill": self.longest_prompt, "decode": self.longest}

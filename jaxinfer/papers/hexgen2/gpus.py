@@ -1,4 +1,4 @@
-"""The GPUs that there are: nodes of a hardware file, and what lies between them."""
+"""The available GPUs: nodes of a hardware file, and the links between them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import Catalogue, Gpu
 from jaxinfer.papers.hexgen2.stages import Signature
 
-# GPUs of one instance: nodes by number, and how many of each.
+# GPUs of one instance: the number of GPUs by number of the node.
 Group = tuple[tuple[int, int], ...]
 
 
@@ -19,8 +19,8 @@ class Site:
     """Nodes by number, in the file's order.
 
     Attributes:
-        known: GPUs and models by name, those of both files included.
-        prices: dollars per hour by the GPU's name, in place of the file's.
+        known: shipped GPUs and models and those of both files, by name.
+        prices: dollars per hour by the GPU's name, replacing the file's.
         rented: number of rented GPUs of each node; by default all.
     """
 
@@ -46,7 +46,7 @@ class Site:
 
     @cached_property
     def type_of(self) -> list[int]:
-        """Number for each node that equal ones share; one with a link of its own has no equal."""
+        """Type of each node; equal nodes share one, and a node with its own link has no equal."""
         own = {name for link in self.hardware.links for name in link.between}
         numbers: dict[object, int] = {}
         found = []
@@ -58,17 +58,17 @@ class Site:
 
     @cached_property
     def types(self) -> list[int]:
-        """First node of each type."""
+        """Number of the first node of each type."""
         return [self.type_of.index(number) for number in range(max(self.type_of) + 1)]
 
     @cached_property
     def gpu_of_type(self) -> list[Gpu]:
-        """A GPU of each type."""
+        """GPU of each type."""
         return [self.nodes[node].as_gpu(self.known) for node in self.types]
 
     @cached_property
     def kind_of_type(self) -> list[int]:
-        """Number of each type's kind of GPU; types that differ only in network share one."""
+        """Kind of GPU of each type; types that differ only in the network share one."""
         numbers: dict[tuple[str, str], int] = {}
         keys = [
             (self.nodes[node].gpu, repr(gpu))
@@ -78,7 +78,7 @@ class Site:
 
     @cached_property
     def usd_per_gpu(self) -> list[float] | None:
-        """Dollars per hour of a GPU of each node; None where one has no price."""
+        """Dollars per hour of a GPU of each node; None if a price is missing."""
         if self.prices:
             listed = [self.prices.get(node.gpu) for node in self.nodes]
             return None if None in listed else [usd for usd in listed if usd is not None]
@@ -90,7 +90,7 @@ class Site:
 
     @cached_property
     def usd_by_kind(self) -> list[float]:
-        """Dollars per hour of a GPU of each kind, where it is cheapest.
+        """Return the lowest dollars per hour of a GPU of each kind.
 
         Raises:
             JaxinferError: a node has no price.
@@ -107,7 +107,7 @@ class Site:
         return found
 
     def renting(self, gpus: Sequence[int]) -> "Site":
-        """So many GPUs of each kind alone: of the cheapest nodes, and of equal ones the first."""
+        """Return the site with only these numbers of GPUs of each kind, from the cheapest nodes."""
         usd, left = self.usd_per_gpu, list(gpus)
         assert usd is not None
         taken = [0] * len(self.nodes)
@@ -118,7 +118,7 @@ class Site:
         return Site(self.hardware, self.known, self.prices, tuple(taken))
 
     def hop(self, here: int, there: int) -> tuple[float, float]:
-        """The hop between stages on two nodes, or within one: latency, and seconds per byte."""
+        """Return latency and seconds per byte between stages on two nodes, or within one."""
         if here == there:
             gpu = self.gpu_of_type[self.type_of[here]]
             return 0.0, 1 / (gpu.link_gb_s * 1e9)
@@ -128,23 +128,23 @@ class Site:
         return common, 1 / (min(self.nodes[here].nic_gb_s, self.nodes[there].nic_gb_s) * 1e9)
 
     def hop_in(self, signature: Signature, here: int, there: int) -> tuple[float, float]:
-        """The hop between stages at two places of a group's signature; see ``hop``."""
+        """Return the same between stages at two places of a group's signature; see ``hop``."""
         a, b = (self.types[signature[place][0]] for place in (here, there))
         if here != there and a == b:
-            # Two nodes of one type, of which there is one number here.
+            # These are two nodes of one type, which has only one number here.
             b = next(
                 n for n, type_ in enumerate(self.type_of) if type_ == self.type_of[a] and n != a
             )
         return self.hop(a, b)
 
     def most_gb_s(self, node: int) -> float:
-        """Return the most GB/s that a node sends to others, or gets: its card and own links."""
+        """Return the largest GB/s that a node sends or receives: its card and its own links."""
         name = self.names[node]
         own = sum(link.gb_s for link in self.hardware.links if name in link.between)
         return self.nodes[node].nic_gb_s + own
 
     def network(self, here: int, there: int) -> Mapping[tuple[object, ...], float]:
-        """Return the links that KV goes over from node to node, with bytes per second."""
+        """Return the links that KV uses from node to node, with bytes per second."""
         a, b = self.names[here], self.names[there]
         if link := self.hardware.link(a, b):
             return {("link", a, b): link.gb_s * 1e9}

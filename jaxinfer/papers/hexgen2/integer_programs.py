@@ -1,4 +1,4 @@
-"""Integer programs: the best plan with groups within nodes, and what no plan exceeds."""
+"""Integer programs: the best plan with groups within nodes, and a bound on all plans."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from scipy.sparse import csr_array
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.hexgen2.capacity import ROLES, Capacity, GroupRole, Modelled
 
-# Solved until what is missing is less than this share.
+# A program is solved when the remaining gap is smaller than this share.
 _GAP = 1e-4
-# Nodes of the search: an end that, unlike seconds, comes at the same place each time.
+# Largest number of nodes of the search. Unlike a time limit, it always ends at the same place.
 _NODES = 200
-# Of a program: factors by column, and what they come to at most.
+# A constraint of a program: factors by column, and an upper limit.
 Constraint = tuple[dict[int, float], float]
-# Integers come as floats that are nearly so.
+# Integers are returned as floats that are nearly whole.
 _HALF = 0.5
 
 
 class Pattern(NamedTuple):
-    """Division of a node's GPUs: GPUs and role of each group, and the rates that they carry."""
+    """A division of a node's GPUs: size and role of each group, and their rates."""
 
     groups: tuple[tuple[int, GroupRole], ...]
     prefill: float
@@ -32,7 +32,7 @@ class Pattern(NamedTuple):
 
 
 def patterns(capacity: Capacity, type_: int, gpus: int, most: int) -> list[Pattern]:
-    """Return a node's patterns, without those that carry less of both phases than another."""
+    """Return a node's patterns, without those that serve less in both phases than another."""
     able = [
         (count, role, rate)
         for count in range(1, min(gpus, most) + 1)
@@ -64,8 +64,9 @@ class NodePlan:
     """A plan whose groups stay within nodes.
 
     Attributes:
-        groups: by node, GPUs and role of each group.
-        flow: requests per second; ``bound``: no other such plan has more.
+        groups: size and role of each group, by node.
+        flow: requests per second.
+        bound: upper bound for all such plans.
     """
 
     groups: Mapping[int, tuple[tuple[int, GroupRole], ...]]
@@ -74,14 +75,14 @@ class NodePlan:
 
 
 def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> NodePlan:
-    """The best plan of all whose groups stay within nodes.
+    """Return the best plan whose groups stay within nodes.
 
-    Within a node KV takes no time; from node to node it goes over the network cards, which all
-    groups of a node share, and links of its own, which count as if they were part of the card.
+    Within a node, KV takes no time. Between nodes it uses the network cards, which all groups of a
+    node share, and the nodes' own links, which count as part of the card.
 
     Args:
-        request_bytes: the KV of a mean prompt.
-        most: GPUs of a group.
+        request_bytes: bytes of a mean prompt's KV.
+        most: largest number of GPUs of a group.
     """
     site = capacity.site
     alike: dict[tuple[int, int], list[int]] = {}
@@ -92,7 +93,7 @@ def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> NodePla
         for key, nodes in alike.items()
         for pattern in patterns(capacity, *key, most)
     ]
-    # For each cell: how many nodes, what stays in them, what they send, and what they get.
+    # For each cell: the number of nodes, what stays in them, what they send, and what they get.
     many = len(cells)
     rows: list[Constraint] = []
     for n, (_, nodes, pattern) in enumerate(cells):
@@ -121,10 +122,10 @@ def within_nodes(capacity: Capacity, request_bytes: float, most: int) -> NodePla
 
 
 class Configuration(NamedTuple):
-    """A group by its GPUs of each kind, wherever they are.
+    """A group by its number of GPUs of each kind, wherever they are.
 
     Attributes:
-        shares: of each kind, requests per second times the share of the layers, at most.
+        shares: for each kind, an upper bound on requests per second times its share of the layers.
     """
 
     gpus: tuple[int, ...]
@@ -139,9 +140,10 @@ class PooledPlan:
 
     Attributes:
         groups: each kind of group, with the number of such groups.
-        flow: requests per second; ``bound``: no plan with groups of as many GPUs has more.
+        flow: requests per second.
+        bound: upper bound for all plans with groups of this size.
         per_gpu: requests per second gained by one more GPU of each kind, if GPUs were divisible.
-        gpus: number of GPUs of each kind that exist or were bought.
+        gpus: number of GPUs of each kind that exist or are rented.
     """
 
     groups: Sequence[tuple[Configuration, int]]
@@ -152,11 +154,11 @@ class PooledPlan:
 
 
 def configurations(capacity: Modelled, counts: Sequence[int], most: int) -> list[Configuration]:
-    """Return groups of up to ``most`` GPUs that carry more than all smaller ones of their kinds.
+    """Return groups of up to ``most`` GPUs that serve more than all smaller ones of their kinds.
 
     Args:
-        capacity: without time between stages, for a bound.
-        counts: GPUs of each kind.
+        capacity: capacities without time between stages, for a bound.
+        counts: number of GPUs of each kind.
     """
     site = capacity.site
     type_of_kind = [site.kind_of_type.index(kind) for kind in range(len(counts))]
@@ -195,14 +197,16 @@ def best_mix(
     budget: float = inf,
     known: float = 0.0,
 ) -> PooledPlan:
-    """The best groups of these GPUs; or, with prices, of those that a budget buys of them.
+    """Return the best groups of these GPUs or, with prices, of those that a budget can rent.
 
-    An upper bound of all plans: a kind's KV that is not used there goes over its nodes' cards, and
-    of a group of several kinds, each may have any share of the layers that its GPUs keep up with.
+    It is an upper bound on all plans: KV of one kind may use the cards of all its nodes, and in a
+    group of several kinds, each may have any share of the layers that its GPUs can compute in time.
 
     Args:
-        cards: of each kind, requests per second whose KV all its nodes together send, or get.
-        prices: dollars per hour of a GPU of each kind; ``budget``: of all.
+        cards: for each kind, requests per second whose KV all its nodes together can send or
+            receive.
+        prices: dollars per hour of a GPU of each kind.
+        budget: dollars per hour in total.
         known: flow of a known plan; the search skips plans with less flow.
 
     Raises:
@@ -211,8 +215,8 @@ def best_mix(
     kinds, many = len(counts), len(options)
     if {option.role for option in options} != set(ROLES):
         raise JaxinferError("no group of these GPUs holds the model and the longest request")
-    # Columns: how many of each configuration, GPUs of each kind, the flow, and what of it each
-    # configuration carries with the layers on each kind.
+    # Columns: the number of each configuration, GPUs of each kind, the flow, and the part of it
+    # that each configuration serves with the layers on each kind.
     flow = many + kinds
     parts = [
         (n, kind) for n, option in enumerate(options) for kind in range(kinds) if option.gpus[kind]
@@ -255,7 +259,8 @@ def best_mix(
     relaxed = linprog(
         -wanted, A_ub=matrix, b_ub=limits, bounds=[(0.0, each) for each in upper], method="highs"
     )
-    # With more of a configuration than this, even the relaxed program has no more than is known.
+    # With more of a configuration than this, even the relaxed program has no more than a known
+    # plan.
     room, costs = float(-relaxed.fun) - known * (1 - _GAP), relaxed.lower.marginals[:many]
     upper[:many] = [room // cost if cost > 0 else inf for cost in costs]
     x, value, bound = _solve(wanted, rows, integer, upper)
@@ -282,7 +287,7 @@ def _solve(
     integer: np.ndarray,
     upper: np.ndarray | None = None,
 ) -> tuple[np.ndarray, float, float]:
-    """The largest ``wanted @ x``: x, its value, and what no other has more than."""
+    """Maximise ``wanted @ x``; return x, its value, and an upper bound."""
     matrix, limits = _matrix(rows, len(wanted))
     found = milp(
         -wanted,

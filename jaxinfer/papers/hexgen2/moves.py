@@ -1,4 +1,4 @@
-"""Plans as groups of GPUs with roles, and the small changes that a search may make to them."""
+"""Plans as groups of GPUs with roles, and small changes to them for a search."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -9,28 +9,28 @@ from jaxinfer.papers.hexgen2.capacity import ROLES, GroupRole, signature_of
 from jaxinfer.papers.hexgen2.gpus import Group, Site
 
 Member = tuple[Group, GroupRole]
-# Sorted, so that equal plans are equal.
+# Sorted, so that equal plans compare as equal.
 MemberPlan = tuple[Member, ...]
 Kind = Literal["move", "swap", "flip", "merge", "split", "idle"]
 KINDS: tuple[Kind, ...] = ("move", "swap", "flip", "merge", "split", "idle")
-# GPUs that change hands at once: degrees of tensor parallelism need them by pairs and fours.
+# Numbers of GPUs that move at once: tensor parallelism needs them in pairs and fours.
 _AT_ONCE = (1, 2, 4)
 
 
 class Change(NamedTuple):
-    """Members that take the place of others."""
+    """Members that replace others."""
 
     out: tuple[Member, ...]
     into: tuple[Member, ...]
 
 
 def as_plan(members: Iterable[Member]) -> MemberPlan:
-    """Return the plan of these members; empty groups are none."""
+    """Return the plan of these members, without empty groups."""
     return tuple(sorted(member for member in members if member[0]))
 
 
 def apply(plan: MemberPlan, change: Change) -> MemberPlan:
-    """The plan after a change."""
+    """Return the plan after a change."""
     left = list(plan)
     for member in change.out:
         left.remove(member)
@@ -38,7 +38,7 @@ def apply(plan: MemberPlan, change: Change) -> MemberPlan:
 
 
 def idle_gpus(site: Site, plan: MemberPlan) -> Counter[int]:
-    """Count each node's GPUs that no group has."""
+    """Return the number of each node's GPUs that belong to no group."""
     free = Counter(dict(enumerate(site.gpus)))
     for group, _ in plan:
         free.subtract(dict(group))
@@ -46,15 +46,15 @@ def idle_gpus(site: Site, plan: MemberPlan) -> Counter[int]:
 
 
 def size(group: Group) -> int:
-    """GPUs in all."""
+    """Return the number of GPUs of a group."""
     return sum(count for _, count in group)
 
 
 def changes(site: Site, plan: MemberPlan, kinds: Collection[Kind], most: int) -> Iterator[Change]:
-    """Small changes, one of each class: those that make equal groups of equal ones are one.
+    """Yield small changes, one per class: changes that turn equal groups into equal ones are one.
 
     Args:
-        most: GPUs of a group.
+        most: largest number of GPUs of a group.
     """
     seen: set[object] = set()
 
@@ -82,7 +82,7 @@ def _all(site: Site, plan: MemberPlan, kinds: Collection[Kind], most: int) -> It
 
 
 def _alike(site: Site, many: Iterable[tuple[Member, ...]]) -> list[tuple[Member, ...]]:
-    """A member of each class: equal in types, counts, roles and in the nodes they share."""
+    """Return one representative per class: equal in types, counts, roles and shared nodes."""
     found: dict[object, tuple[Member, ...]] = {}
     for members in many:
         first: dict[int, int] = {}
@@ -143,7 +143,7 @@ def _of_two(
 def _with_idle(
     site: Site, plan: MemberPlan, singles: Sequence[Member], most: int
 ) -> Iterator[Change]:
-    """A GPU of a group is left idle; idle ones join a group, or are one of their own."""
+    """Yield changes with idle GPUs: a GPU becomes idle, or idle ones join or form a group."""
     free = idle_gpus(site, plan)
     for member in singles:
         group, role = member

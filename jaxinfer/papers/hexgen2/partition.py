@@ -1,8 +1,8 @@
-"""HexGen-2's first phase (section 3.2): GPUs into groups, and groups into roles, by their links.
+"""HexGen-2's first phase (section 3.2): divides GPUs into groups and roles by their links.
 
 Our readings where the paper is silent: recursive bisection by the second eigenvector of the
-normalised Laplacian, cut where memory comes nearest to the share of groups on that side; of
-Kernighan and Lin, the single best swap at a time; half of the groups prefill.
+normalised Laplacian, cut where memory is closest to that side's share of groups; for Kernighan and
+Lin, the single best swap at a time; half of the groups prefill.
 """
 
 from collections import Counter
@@ -18,22 +18,22 @@ from jaxinfer.papers.hexgen2.gpus import Group, Site
 from jaxinfer.papers.hexgen2.moves import MemberPlan, as_plan
 from jaxinfer.simulate.costs.model import ITEMSIZE
 
-# Requests whose KV a replica is to hold, when replicas are counted (Appendix A).
+# Number of requests whose KV a replica must hold, to count replicas (Appendix A).
 _REQUESTS = 32
-# How a fall of the squared imbalance of memory counts beside a gain of inner weight, as shares.
+# Weight of a smaller squared imbalance of memory relative to a gain of inner weight, as shares.
 _BALANCE = 1.0
-# Digits of an eigenvector that do not depend on how it was computed; how far apart two eigenvalues
-# may be that are equal, or the square of an entry and 0.
+# Digits of an eigenvector that do not depend on how it was computed; the largest distance of
+# eigenvalues that count as equal; and the largest square of an entry that counts as 0.
 _DIGITS, _EQUAL = 9, 1e-9
 
 
 def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
-    """The memory of all GPUs by that of a replica: its weights, and the KV of 32 requests.
+    """Return the memory of all GPUs divided by that of a replica: weights and KV of 32 requests.
 
-    By Table 1, which has 12 H^2 parameters in a layer, and as many KV heads as heads.
+    Follows Table 1, which has 12 H^2 parameters in a layer, and as many KV heads as heads.
 
     Args:
-        tokens: of a request.
+        tokens: number of tokens of a request.
     """
     H, layers = model.hidden_size, model.num_hidden_layers
     kv = _REQUESTS * tokens * H * ITEMSIZE
@@ -42,7 +42,7 @@ def num_replicas(site: Site, model: ModelShape, tokens: float) -> int:
 
 
 def partition(site: Site, count: int) -> MemberPlan:
-    """So many groups with roles; there are as many GPUs at least."""
+    """Return ``count`` groups with roles; there must be at least as many GPUs."""
     weights = _weights(site)
     memory, node_of = _memory(site), _node_of(site)
     parts = _bisect(weights, memory, list(range(len(memory))), count)
@@ -60,13 +60,15 @@ def partition(site: Site, count: int) -> MemberPlan:
 
 
 def roles(between: np.ndarray) -> list[GroupRole]:
-    """Half of the groups to each role, so that much weight lies between the two: by swaps."""
+    """Assign half of the groups to each role by swaps, so that much weight is between
+    both roles.
+    """
     count = len(between)
     side = np.array([i % 2 for i in range(count)])
     if count < 3:
         return [_role(s) for s in side]
     while True:
-        # Of each group, weight to its own side, less that to the other one.
+        # For each group, the weight to its own side minus the weight to the other side.
         own = between @ (2 * side - 1) * (2 * side - 1)
         gains = [
             (float(own[a] + own[b] + 2 * between[a, b]), a, b)
@@ -94,7 +96,7 @@ def _memory(site: Site) -> np.ndarray:
 
 
 def _weights(site: Site) -> np.ndarray:
-    """Bytes per second between all GPUs."""
+    """Return the bytes per second between all GPUs."""
     nodes = range(len(site.gpus))
     between = np.array([[1 / site.hop(a, b)[1] for b in nodes] for a in nodes])
     node_of = _node_of(site)
@@ -112,7 +114,7 @@ def _bisect(
     order = some[_order(weights[np.ix_(some, some)])]
     first = count // 2
     filled = np.cumsum(memory[order])
-    # A GPU at least for each group of either side.
+    # Each group of either side gets at least one GPU.
     several = filled[first - 1 : len(gpus) - (count - first)]
     cut = first + int(np.argmin(np.abs(several - filled[-1] * first / count)))
     left, right = order[:cut].tolist(), order[cut:].tolist()
@@ -120,10 +122,10 @@ def _bisect(
 
 
 def _order(weights: np.ndarray) -> np.ndarray:
-    """Order nodes by the second eigenvector; those that are equal there, by number.
+    """Order nodes by the second eigenvector; nodes that are equal there are ordered by number.
 
-    Clusters with equal parts have several. Of these, it is the one that is nearest to the first
-    node on which they do not vanish: any other one would depend on the machine's LAPACK.
+    Clusters with equal parts have several such eigenvectors. The one nearest to the first node on
+    which they do not vanish is used: any other choice would depend on the machine's LAPACK.
     """
     degree = 1 / np.sqrt(weights.sum(axis=1))
     laplacian = np.eye(len(weights)) - degree[:, None] * weights * degree[None, :]
@@ -138,13 +140,13 @@ def _order(weights: np.ndarray) -> np.ndarray:
 def _swap(
     weights: np.ndarray, memory: np.ndarray, node_of: np.ndarray, owner: np.ndarray, count: int
 ) -> None:
-    """Swap GPUs of two groups, the best two at a time, until no swap gains anything."""
+    """Swap GPUs of two groups, the best pair at a time, until no swap is an improvement."""
     whole, mean = weights.sum() / 2, memory.sum() / count
     for _ in range(len(memory)):
-        # Of each GPU, its weight to each group.
+        # For each GPU, its weight to each group.
         to = np.stack([weights[:, owner == number].sum(axis=1) for number in range(count)], axis=1)
         held = np.array([memory[owner == number].sum() for number in range(count)])
-        # Equal GPUs of a node and group are one.
+        # Equal GPUs of a node and group count as one.
         _, firsts = np.unique(node_of * count + owner, return_index=True)
         best: tuple[float, int, int] = (1e-9, -1, -1)
         for i, j in combinations(sorted(firsts.tolist()), 2):

@@ -29,9 +29,9 @@ from jaxinfer.papers.hexgen2.refine import Effort, Scored, Scorer
 from jaxinfer.papers.hexgen2.run_file import as_part, names_of
 from jaxinfer.papers.hexgen2.table1 import Table1
 
-# Of the engine, what the planner's step times and pools say nothing of.
+# Options of the engine that the planner's step times and pools do not model.
 _UNKNOWN = ("token_buckets", "num_pages")
-# Which methods draw anything.
+# Methods that draw random numbers.
 _DRAWN = {"restarts": ("programs",), "seed": ("programs", "random_swaps", "genetic")}
 
 
@@ -72,7 +72,7 @@ class HexGen2Options(Options):
     flows: int = Field(default=500, ge=1)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse degrees below 1, and options without a use."""
+        """Refuse degrees below 1, and options without effect."""
         if min(self.tensor_parallel) < 1:
             raise OptionError(f"tensor_parallel is {self.tensor_parallel}, must be from 1 on")
         if self.measured and self.tensor_parallel != (1,):
@@ -104,14 +104,14 @@ class HexGen2Planner:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """The plan of the largest flow that is found, with its certificate among the axes."""
+        """Return the plan with the largest flow found; its axes include the certificate."""
         return self.candidate(problem, self.certified(problem))
 
     def certified(self, problem: Problem) -> Certified:
-        """The plan's groups and flows, without a simulation.
+        """Return the plan's groups and flows, without a simulation.
 
         Raises:
-            JaxinferError: the plan file has no hardware file, or nothing there holds the model.
+            JaxinferError: the plan file has no hardware file, or the model fits nowhere.
         """
         options = self._options
         capacity = self.capacity(problem)
@@ -146,7 +146,7 @@ class HexGen2Planner:
         return certify(scorer, found.plan, mix_of(capacity, whole, most, cells.flow), cells.bound)
 
     def _compared(self, scorer: Scorer, capacity: Modelled) -> Scored:
-        """Search by the paper's method, or one of those that it is compared with."""
+        """Search by the paper's method, or by one of the baselines."""
         options = self._options
         plans = starts(scorer, capacity.model, capacity.lengths)
         most = most_gpus(plans, options.most_gpus)
@@ -156,7 +156,7 @@ class HexGen2Planner:
         return search(scorer, plans, most, options.seed)
 
     def capacity(self, problem: Problem) -> Modelled:
-        """Return the model of what groups carry of the plan file's workload."""
+        """Return a model of the rates that groups serve of the plan file's workload."""
         common = as_run_file(problem.run)
         costs = common.simulate
         if costs.hardware is None:
@@ -216,7 +216,7 @@ class HexGen2Planner:
         }
         caching = any(each.enable_prefix_caching for each in capacity.engines.values())
         shared = caching and any(problem.hits_of(problem.work))
-        if shared:  # Capacities count whole prompts, of which a cache may have any share.
+        if shared:  # Capacities count whole prompts, of which a cache may hold any share.
             axes |= {"bound": "none: prompts share prefixes", "gap": None, "within_nodes": None}
         else:
             axes |= {

@@ -1,4 +1,4 @@
-"""Better plans by small changes (HexGen-2, section 3.4), guided by what holds the flow back."""
+"""Improves plans by small changes (HexGen-2, section 3.4), guided by the flow's bottlenecks."""
 
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -10,18 +10,19 @@ from jaxinfer.papers.hexgen2.flow import Flow, KVNetwork, PlacedGroup, split
 from jaxinfer.papers.hexgen2.gpus import Group
 from jaxinfer.papers.hexgen2.moves import KINDS, Change, Kind, MemberPlan, apply, changes
 
-# A rate is larger than another by this share at least.
+# A rate counts as larger if it exceeds another by this share.
 _MORE = 1e-6
-# What a restart changes of the best plan, at most.
+# Largest number of changes that a restart makes to the best plan.
 _KICKS = 4
 
 
 @dataclass
 class Effort:
-    """Limits on a search, as counts, since seconds would make it another one each time.
+    """Limits on a search, as counts, since a time limit would make results differ.
 
     Attributes:
-        scored: plans whose groups' capacities are added up; ``flows``: plans whose flow is found.
+        scored: number of plans whose groups' capacities may be added up.
+        flows: number of plans whose flow may be computed.
     """
 
     scored: int
@@ -29,16 +30,16 @@ class Effort:
 
     @property
     def is_left(self) -> bool:
-        """True if there is effort left of both."""
+        """True if neither limit is reached."""
         return self.scored > 0 and self.flows > 0
 
 
 class Scorer:
-    """Flows and rates of plans, whose number is limited.
+    """Computes flows and rates of a limited number of plans.
 
     Args:
-        flow_of: over pairs, or shared networks.
-        effort: limits on all of these together.
+        flow_of: computes a flow, over pairs or shared networks.
+        effort: common limits.
     """
 
     def __init__(
@@ -53,21 +54,21 @@ class Scorer:
         self._placed: dict[tuple[Group, GroupRole], PlacedGroup] = {}
 
     def placed(self, plan: MemberPlan) -> list[PlacedGroup]:
-        """The plan's groups, with what each carries."""
+        """Return the plan's groups, with the rate of each."""
         return [self._place(*member) for member in plan]
 
     def flow(self, plan: MemberPlan) -> Flow:
-        """Return the flow of a plan; one less is left."""
+        """Return the flow of a plan; counts against the limit."""
         self.effort.flows -= 1
         return self._flow_of(self.placed(plan), self._network)
 
     def sides(self, plan: MemberPlan) -> tuple[float, float]:
-        """Return the rates that all groups of each role carry together."""
+        """Return the total rates of all groups of each role."""
         groups = self.placed(plan)
         return tuple(sum(groups[i].carried.rate for i in side) for side in split(groups))  # type: ignore[return-value]
 
     def gain(self, change: Change) -> tuple[float, float]:
-        """Return how much more each role carries after a change."""
+        """Return how much more each role can serve after a change."""
         gained = {"prefill": 0.0, "decode": 0.0}
         for members, sign in ((change.out, -1), (change.into, 1)):
             for member in members:
@@ -85,34 +86,34 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Scored:
-    """A plan, its flow, and what the role that is not short carries: a way past plateaus."""
+    """A plan, its flow, and the rate of the role that is not short, which helps past plateaus."""
 
     plan: MemberPlan
     flow: float
     slack: float
 
     def beats(self, other: "Scored") -> bool:
-        """True if its flow is larger or, of equal flows, its slack."""
+        """Tell whether its flow is larger or, if equal, its slack."""
         if abs(self.flow - other.flow) > _MORE * other.flow:
             return self.flow > other.flow
         return self.slack > other.slack * (1 + _MORE)
 
 
 def score(scorer: Scorer, plan: MemberPlan) -> Scored:
-    """A plan's."""
+    """Score a plan."""
     return Scored(plan, scorer.flow(plan).total, max(scorer.sides(plan)))
 
 
 def climb(
     scorer: Scorer, start: Scored, most: int, kinds: Collection[Kind] = KINDS, tries: int = 12
 ) -> Scored:
-    """Take the first change that makes it better, until none does.
+    """Apply the first improving change, until there is none.
 
-    Changes after which the role that is short carries most come first: that is what guides.
+    Changes after which the short role can serve the most come first.
 
     Args:
-        most: GPUs of a group.
-        tries: changes of each round whose flow is looked at.
+        most: largest number of GPUs of a group.
+        tries: number of changes per round whose flow is computed.
     """
     best = start
     while scorer.effort.is_left:
@@ -153,7 +154,7 @@ def _promising(
 def refine(
     scorer: Scorer, starts: Sequence[MemberPlan], most: int, restarts: int, seed: int
 ) -> Scored:
-    """The best that is found from any start, and then from random changes of the best."""
+    """Return the best plan found from any start, and then from random changes of the best."""
     found = [climb(scorer, score(scorer, plan), most) for plan in starts]
     best = max(found, key=lambda each: (each.flow, each.slack))
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A plan as a part of a run file: groups on nodes, stages with their layers, and flows."""
+"""A plan as part of a run file: groups on nodes, stages with their layers, and flows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
@@ -9,12 +9,12 @@ from jaxinfer.papers.hexgen2.capacity import GroupRole
 from jaxinfer.papers.hexgen2.flow import Flow, PlacedGroup
 from jaxinfer.papers.hexgen2.gpus import Site
 
-# Prompts for each step at the least, where a mean one fills it alone: short ones do not.
+# Smallest number of prompts per step if a mean prompt fills a step, because short ones do not.
 _FEWEST = 3.0
 
 
 def names_of(groups: Sequence[PlacedGroup], flow: Flow) -> dict[int, str]:
-    """Name the groups that requests go through, by number: prefill0, decode0 and so on."""
+    """Return the names of groups that have flow, by number: prefill0, decode0 and so on."""
     names: dict[int, str] = {}
     for side, role in enumerate(("prefill", "decode")):
         used = sorted({pair[side] for pair in flow.pairs})
@@ -31,12 +31,13 @@ def as_part(
     step_tokens: Callable[[int], int],
     measured: Mapping[str, GroupCosts] | None = None,
 ) -> dict[str, Any]:
-    """Return a plan's run file for ``simulate``, ``capacity`` and ``run``, less model and workload.
+    """Return a plan's run file for ``simulate``, ``capacity`` and ``run``, without model and
+    workload.
 
     Args:
-        engines: options of the instances of each role.
-        prompt: tokens of a mean one; an instance may have a full step of them for each of its
-            stages, and one more that waits.
+        engines: engine options of each role.
+        prompt: mean number of prompt tokens; an instance may have a full step of prompts for each
+            of its stages, and one more that waits.
         step_tokens: tokens of a full prefill step of an instance, by its number of stages.
         measured: costs of groups of a GPU, by its name.
     """

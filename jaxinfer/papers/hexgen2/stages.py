@@ -1,25 +1,25 @@
-"""Ways to make pipeline stages of a group's GPUs."""
+"""All ways to make pipeline stages from a group's GPUs."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import permutations, product
 
-# Of a group, the type of each of its nodes and the GPUs there, in order.
+# For each node of a group, in order: its type, and the number of GPUs there.
 Signature = tuple[tuple[int, int], ...]
 # Stages without their layers: place and GPUs of each.
 Shape = tuple[tuple[int, int], ...]
 
 
 def shapes(signature: Signature, kinds: Sequence[int], degrees: Sequence[int]) -> Iterator[Shape]:
-    """Yield all ways to make stages of a group's GPUs.
+    """Yield all ways to make stages from a group's GPUs.
 
-    Stages on GPUs of one kind follow each other, the widest first: so the stages of two groups with
-    equal GPUs differ in nothing but what lies between them. Of more than two kinds, two orders are
-    looked at, not all.
+    Stages on GPUs of one kind follow each other, the widest first. The stages of two groups with
+    equal GPUs therefore differ only in the links between them. With more than two kinds, only two
+    orders are tried.
 
     Args:
-        kinds: of each type, its kind of GPU.
-        degrees: of tensor parallelism that may be, rising.
+        kinds: kind of GPU of each type.
+        degrees: possible degrees of tensor parallelism, increasing.
     """
     there = sorted({kinds[type_] for type_, _ in signature})
     orders = list(permutations(there)) if len(there) < 3 else [tuple(there), tuple(there[::-1])]
@@ -34,7 +34,7 @@ def shapes(signature: Signature, kinds: Sequence[int], degrees: Sequence[int]) -
 
 @cache
 def _sums(count: int, parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Multisets of parts that add up to a count, each falling."""
+    """Return the multisets of parts that add up to a count, each in decreasing order."""
     if not count:
         return ((),)
     return tuple(

@@ -1,7 +1,7 @@
 """HexGen-2: requests over pairs of a prefill and a decode instance by planned flows (section 3.3).
 
-The runtime. Which instances there are, and the flows between them, a planner decides and the run
-file says.
+This is the runtime. A planner chooses the instances and the flows between them, which the run file
+contains.
 """
 
 from collections import Counter, defaultdict
@@ -35,7 +35,7 @@ class HexGen2Options(Options):
     max_in_prefill: int | Named[int] = _IN_PREFILL
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse flows and limits that are none."""
+        """Refuse flows and limits that are not positive."""
         for source, flows in self.flows.items():
             for dest, flow in flows.items():
                 if flow <= 0:
@@ -52,38 +52,40 @@ class HexGen2Options(Options):
 
 
 class Shares:
-    """Choice of the next pair, so that each has its due to within one request at all times.
+    """Chooses the next pair, so that each pair is always within one request of its due share.
 
-    Tijdeman's rule ("The chairman assignment problem", 1980). Where some may not have a request,
-    several can fall behind; of these, who is owed the most goes first, so that of n pairs none is
-    owed (n + 3) / 2. While some have no room the others take their turns, but get so many requests
-    ahead at most: a queue that is never empty would else keep all of them full, whatever their
-    shares.
+    This is Tijdeman's rule ("The chairman assignment problem", 1980). If some pairs cannot take a
+    request, several can fall behind; the one that is owed the most then goes first, so that of n
+    pairs none is owed (n + 3) / 2. While some have no room, the others continue, but only up to
+    ``ahead`` requests beyond their share. Otherwise a queue that is never empty would keep all of
+    them full, whatever their shares.
 
     Args:
-        ahead: by how many requests each may be ahead of its share.
+        ahead: number of requests by which each pair may exceed its share.
     """
 
     def __init__(self, weights: Mapping[Pair, float], ahead: Mapping[Pair, float]) -> None:
         self._weights, self._ahead = weights, ahead
-        # What each is owed, in requests; they add up to 0.
+        # The number of requests that each is owed; they add up to 0.
         self.owed = dict.fromkeys(weights, 0.0)
         self._least = 0.5 / max(len(weights) - 1, 1)
 
     def take(self, with_room: Collection[Pair], able: Collection[Pair] = ()) -> Pair | None:
-        """The next one, of some that have room; None where those that it is due to are waited for.
+        """Return the next pair among those with room; None if a pair without room must come first.
 
         Args:
-            able: all that may have it, with room or without; by default those that have.
+            able: all pairs that may have it, with or without room; by default those with room.
         """
         able = able or with_room
-        # Who may not have it gains no more than one, or it would get all that it may have later.
+        # One that cannot take it gains at most one, or it would later get everything that it
+        # missed.
         gaining = [p for p, owed in self.owed.items() if p in able or owed < 1]
         total = sum(self._weights[pair] for pair in gaining)
         owed = self.owed | {p: self.owed[p] + self._weights[p] / total for p in gaining}
         due = [pair for pair in able if owed[pair] >= self._least]
         if there := [pair for pair in due if pair in with_room]:
-            # Of those a whole request behind, who is owed the most; else who would be so first.
+            # Of those that are owed a whole request, the one owed the most; otherwise, the next to
+            # be so.
             behind = [pair for pair in there if owed[pair] > 1 - self._least]
             left = {p: (1 - self._least - owed[p]) / self._weights[p] for p in there}
             chosen = (
@@ -100,11 +102,12 @@ class Shares:
 
 
 class HexGen2(System):
-    """Each request goes to a pair, in proportion to the planned flow between the two.
+    """Sends each request to a pair, in proportion to the planned flow between the two.
 
-    Of pairs whose prefill instance has room, and whose pools hold the request. A lost instance
-    takes its pairs along; where none is left, all pairs of those that are there are equal, and
-    where all of one role are lost, each request runs whole on one of the others.
+    Only pairs whose prefill instance has room, and whose pools hold the request, are considered. A
+    lost instance takes its pairs out. If no pair is left, all pairs of the remaining instances get
+    equal shares; if all instances of one role are lost, each request runs whole on one of the
+    others.
     """
 
     Options = HexGen2Options
@@ -125,7 +128,7 @@ class HexGen2(System):
         self._some_lost = False
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that all are there, and each in one role."""
+        """Check that all instances exist, each in one role."""
         for source, flows in self.options.flows.items():
             for where, name in [("flows", source), *((f"flows.{source}", d) for d in flows)]:
                 if name not in instances:
@@ -136,11 +139,11 @@ class HexGen2(System):
             raise OptionError(f"flows: instance {left[0]!r} has none")
 
     def routes(self, instances: Collection[str]) -> Collection[Pair]:
-        """Return routes from each that prefills to each that decodes, since any may be lost."""
+        """Return routes from each prefill to each decode instance, since any may be lost."""
         return list(product(self._prefill, self._decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """A leg to the prompt's end, then one to the finish."""
+        """Assign a leg to the prompt's end, then one to the end of the request."""
         prefill, decode = alive(self._prefill, cluster), alive(self._decode, cluster)
         if bool(prefill) != bool(decode):
             return whole_on_least_loaded(prefill or decode, waiting, cluster)
@@ -153,10 +156,10 @@ class HexGen2(System):
         for request in waiting:
             holding = self._that_hold(request, cluster)
             if request.held_by in prefill:
-                # Its prompt is done, and the decode instance lost that was to have it.
+                # Its prompt is done, and the decode instance that was to get it is lost.
                 mine = [pair for pair in holding if pair[0] == request.held_by]
                 taken = self.shares.take(mine or holding)
-                assert taken  # Nobody is waited for.
+                assert taken  # None is waited for.
                 there = taken[1]
                 assignments.append(Assignment(request.id, (Leg(there),)))
                 continue
@@ -166,7 +169,7 @@ class HexGen2(System):
                 full = True
                 if not self._some_lost:
                     break
-                continue  # Of those behind it, some may need no room.
+                continue  # Some of those behind it may need no room.
             here, there = taken
             given[here] += 1
             first = Leg(here, request.prompt_len, self.options.hand_off)
@@ -174,7 +177,10 @@ class HexGen2(System):
         return assignments
 
     def _shares_of(self, flows: Mapping[Pair, float]) -> Shares:
-        """A prefill instance may be ahead by as much as it may have at once."""
+        """Return shares.
+
+        A prefill instance may be ahead by as many requests as it may have at once.
+        """
         whole: defaultdict[str, float] = defaultdict(float)
         for (here, _), flow in flows.items():
             whole[here] += flow
@@ -184,7 +190,9 @@ class HexGen2(System):
         return cluster.instances[name].num_requests + given[name] < self._most[name]
 
     def _that_hold(self, request: RequestView, cluster: ClusterView) -> Collection[Pair]:
-        """Pairs whose pools hold the prompt, and all of it; every pair where none does."""
+        """Return pairs whose pools hold the prompt and the whole request; all pairs if
+        none does.
+        """
         pairs, hold = self.shares.owed, self._pools.that_hold
         prefill = hold(request.prompt_len, self._alive[0], cluster)
         decode = hold(most_entries(request), self._alive[1], cluster)

@@ -1,6 +1,6 @@
 """Rates of a group by HexGen-2's own costs (Table 1), at the GPUs' peaks: one over a latency.
 
-With the KV width that the model has, where the table has that of as many KV heads as heads.
+The model's own KV width is used, where the table assumes as many KV heads as heads.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from jaxinfer.simulate.costs.model import ITEMSIZE
 
 
 class Table1:
-    """Capacities of the paper: for prefill of one prompt, for decode of the largest batch.
+    """The paper's capacities: prefill of one prompt, and decode of the largest batch.
 
     Args:
-        most_sequences: of that batch.
+        most_sequences: largest number of sequences of that batch.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Table1:
         self._found: dict[tuple[Signature, GroupRole], Carried] = {}
 
     def carried(self, signature: Signature, role: GroupRole) -> Carried:
-        """The reciprocal of the least latency, times the requests that have it at once."""
+        """Return the number of requests of a batch divided by their smallest latency."""
         key = signature, role
         if key not in self._found:
             best = Carried()
@@ -66,7 +66,9 @@ class Table1:
         return Carried(batch / latency, stages)
 
     def layer_seconds(self, type_: int, tp: int, role: GroupRole, batch: int) -> float:
-        """Compute and tensor parallelism of one layer, for a whole prompt or a whole output."""
+        """Return compute and tensor parallelism of one layer, for a whole prompt or a
+        whole output.
+        """
         gpu, H, B = self.site.gpu_of_type[type_], self._model.hidden_size, ITEMSIZE
         flops, bandwidth = gpu.bf16_tflops * 1e12, gpu.memory_gb_s * 1e9
         beta, s_out = gpu.link_gb_s * 1e9, self._lengths.decodes
@@ -80,7 +82,7 @@ class Table1:
         return compute + (tp - 1) * batch * H * B / (tp * beta) * 4 * s_out
 
     def _hops(self, signature: Signature, shape: Shape, role: GroupRole, batch: int) -> float:
-        """Hidden states from stage to stage, for each token that is drawn."""
+        """Return the time of hidden states between stages, for each sampled token."""
         lengths, total = self._lengths, 0.0
         for (here, _), (there, _) in pairwise(shape):
             alpha, byte_s = self.site.hop_in(signature, here, there)
@@ -92,7 +94,7 @@ class Table1:
         return total
 
     def _limits(self, signature: Signature, shape: Shape, batch: int) -> list[int]:
-        """Layers that the GPUs of each stage hold, with the KV of ``batch`` requests."""
+        """Return the layers that fit on each stage's GPUs, with the KV of ``batch`` requests."""
         H, B = self._model.hidden_size, ITEMSIZE
         tokens = batch * (self._lengths.prompt + self._lengths.decodes)
         layer = 12 * H**2 * B + tokens * self._model.kv_bytes(1, B)

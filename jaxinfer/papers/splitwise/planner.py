@@ -1,7 +1,8 @@
-"""Numbers of machines for prompts and for tokens, and their kinds (Splitwise, IV-D).
+"""Numbers and kinds of machines for prompts and for tokens (Splitwise, section IV-D).
 
-The paper simulates a grid of both numbers. Here a search walks along the edge of what keeps the
-targets, or of what a budget pays for: exact where one machine more never does harm.
+The paper simulates a grid of both numbers. Here a search walks along the edge of the region that
+meets the targets, or that a budget allows. The result is exact if an additional machine never does
+harm.
 """
 
 import math
@@ -20,16 +21,16 @@ from jaxinfer.lab.plan.problem import Cost, Problem
 from jaxinfer.options.validation import Named, OptionError, Options
 
 POOLS = ("prompt", "token")
-# Sums of dollars and watts that differ by less are equal.
+# Sums of dollars or watts that differ by less count as equal.
 ROUNDING = 1e-9
 
 
 class Most(Options):
-    """Machines of a design, at most.
+    """Largest numbers of machines in a design.
 
     Attributes:
-        prompt, token: replicas of the instances of these names, each with a group of its own; no
-            ``token`` is a cluster of one pool.
+        prompt: Replicas of the instance of this name, each with a group of its own.
+        token: Replicas of the instance of this name; without ``token``, the cluster has one pool.
     """
 
     prompt: int = Field(ge=1)
@@ -45,7 +46,7 @@ class Budget(Options):
 
     @property
     def limits(self) -> dict[Cost, float]:
-        """Limits that are given."""
+        """Return the limits that are given."""
         costs: tuple[Cost, ...] = ("gpus", "usd", "watts")
         return {of: limit for of in costs if (limit := getattr(self, of)) is not None}
 
@@ -68,11 +69,11 @@ class SplitwisePoolsOptions(Options):
 
 
 class Design:
-    """Kinds of machines, in any number up to the most.
+    """Kinds of machines, with variable numbers.
 
     Args:
-        name: in the table.
-        base: the run file's part.
+        name: name in the table.
+        base: part of the run file.
         of: costs that will be asked for.
 
     Raises:
@@ -91,7 +92,7 @@ class Design:
         largest = [most.prompt, most.token]
         whole = search.costs(self.candidate(*largest))
         self._whole = {each: whole.amount(each) for each in of}
-        # By cost, what a machine of each pool adds; of a pool that has but one, nothing is asked.
+        # For each cost, what a machine of each pool adds; 0 for a pool of at most one machine.
         self._each = {each: [0.0, 0.0] for each in of}
         for number, count in enumerate(largest):
             if count > 1:
@@ -141,7 +142,7 @@ class DesignRow:
     tokens: int
 
     def most(self, limits: Mapping[Cost, float]) -> int:
-        """Prompt machines that the limits leave; 0 where they leave none."""
+        """Return the number of prompt machines that the limits allow; 0 if none."""
         counts = range(self.design.most.prompt, 0, -1)
         return next((count for count in counts if self._fits(count, limits)), 0)
 
@@ -153,7 +154,7 @@ class DesignRow:
 
 
 class SplitwisePools:
-    """Looks for the largest rate of a budget, or for the cheapest cluster at a rate."""
+    """Finds the largest rate within a budget, or the cheapest cluster for a rate."""
 
     Options = SplitwisePoolsOptions
 
@@ -161,10 +162,11 @@ class SplitwisePools:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """The best.
+        """Return the best cluster.
 
         Raises:
-            JaxinferError: the goal is another one, a design cannot be, or nothing will do.
+            JaxinferError: the goal does not suit this planner, a design is invalid, or nothing
+                meets the targets.
         """
         goal, limits = problem.goal, self._options.at_most.limits
         if goal.maximise not in (None, "cluster"):
@@ -206,24 +208,26 @@ class SplitwisePools:
 
 
 def _largest(rows: Sequence[DesignRow], limits: Mapping[Cost, float]) -> list[Candidate]:
-    """Clusters to which the limits leave no machine to add, those with even pools first."""
+    """Return clusters to which the limits allow no more machines, those with even pools first."""
     found: dict[tuple[Design, int], DesignRow] = {}
     for row in rows:
         if prompts := row.most(limits):
-            found[row.design, prompts] = row  # Of equal numbers for prompts, the last has most.
+            found[row.design, prompts] = row  # Of equal numbers for prompts, the last has the most.
     even = sorted(found.items(), key=lambda each: abs(each[0][1] - each[1].tokens))
     return [row.design.candidate(prompts, row.tokens) for (_, prompts), row in even]
 
 
 class Staircase:
-    """Finds the cheapest cluster that keeps the targets at the goal's rate.
+    """Finds the cheapest cluster that meets the targets at the goal's rate.
 
-    A row is tried with as many prompt machines as are cheaper than the best so far. If they miss,
-    so do fewer, and the row is done with one simulation; else its fewest are found by bisection.
+    A row is tried with as many prompt machines as are cheaper than the best so far. If they miss
+    the targets, so do fewer, and the row is done after one simulation; otherwise the smallest
+    number is found by bisection.
 
     Args:
-        of: what is to be least; ``limits``: of other costs.
-        at_once: rows that are looked at at a time.
+        of: cost to minimise.
+        limits: limits on other costs.
+        at_once: number of rows that are tried at a time.
     """
 
     def __init__(
@@ -235,10 +239,10 @@ class Staircase:
         self._least = math.inf
 
     def walk(self, rows: Sequence[DesignRow]) -> Candidate:
-        """The best of all rows, several of which are looked at at a time, once there is one.
+        """Return the best of all rows; once there is a best, several rows are tried at a time.
 
         Raises:
-            JaxinferError: nothing keeps the targets.
+            JaxinferError: nothing meets the targets.
         """
         left = list(rows)
         while left:
@@ -252,7 +256,7 @@ class Staircase:
         return self._best or self._search.best(self._tried)
 
     def _cheaper(self, row: DesignRow) -> int:
-        """The most prompt machines with which a row is better than the best so far."""
+        """Return the largest number of prompt machines with which a row beats the best so far."""
         limit = min(self._limits.get(self._of, math.inf), self._least * (1 - 2 * ROUNDING))
         return row.most({**self._limits, self._of: limit})
 
@@ -262,9 +266,9 @@ class Staircase:
         return [bool(score.rate) and not score.given_up for score in scores]
 
     def _narrow(self, row: DesignRow, high: int) -> None:
-        """Narrow a number of prompt machines that keeps the targets down to the least that does."""
+        """Reduce a number of prompt machines that meets the targets to the smallest that does."""
         cheaper = self._cheaper(row)
-        if cheaper < high:  # By now another row of the wave is the best.
+        if cheaper < high:  # Another row of the wave is the best by now.
             if not cheaper or self._keep([row.design.candidate(cheaper, row.tokens)]) != [True]:
                 return
             high = cheaper
@@ -275,6 +279,6 @@ class Staircase:
                 high = middle
             else:
                 low = middle
-        # It is known: the driver hears what is the best so far.
+        # The result is known: the driver needs the best so far.
         self._best = self._search.best([row.design.candidate(high, row.tokens)])
         self._least = row.design.cost(self._of, high, row.tokens)

@@ -1,6 +1,6 @@
-"""Splitwise's pools of machines, and the account of what each of them has been given.
+"""Splitwise's pools of machines, and the account of the work given to each.
 
-All loads are in tokens. The pools derive them from the requests given and ended, without asking the
+All loads are in tokens. They are derived from the requests given and ended, without asking the
 instances.
 """
 
@@ -16,7 +16,7 @@ Role = Literal["prompt", "token"]
 ReturnWhen = Literal["opposite_done", "idle"]
 TokenQueue = Literal["memory", "tokens"]
 _PENDING, _PROMISED = attrgetter("pending"), attrgetter("promised")
-# Moves between pools kept for the report, the first of a run.
+# Number of moves between pools kept for the report, the first ones of a run.
 REPORTED = 2**15
 
 
@@ -25,11 +25,11 @@ class Machine:
     """An instance.
 
     Attributes:
-        role: the pool that it is of, and goes back to.
-        pending: prompt tokens given and not yet done, and one for each decode given.
-        decodes: of those.
-        promised: KV entries of all that was given, at its longest.
-        mixed_since: seconds; None while it is in its own pool.
+        role: pool that it belongs to, and returns to.
+        pending: prompt tokens given and not yet done, plus one for each decode given.
+        decodes: number of decodes among these.
+        promised: KV entries of everything given, at its longest.
+        mixed_since: time in seconds; None while it is in its own pool.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Machine:
 
     @property
     def has_others_work(self) -> bool:
-        """True if it still has work that is the other pool's to do."""
+        """True if it still has work that belongs to the other pool."""
         return self.decodes > 0 if self.role == "prompt" else self.pending > self.decodes
 
 
 @dataclass(slots=True, eq=False)
 class MachineJob:
-    """Machines that were given to a request: for its prompt, until that is done, and its decodes.
+    """The machines of a request: one for its prompt, until that is done, and one for its decodes.
 
     Attributes:
-        entries: KV entries that it is promised: all its tokens, as the paper counts them, one more
-            than a pool needs.
+        entries: KV entries promised to it: all its tokens, as the paper counts them, one more than
+            a pool needs.
         prompt: None once the prompt is done.
     """
 
@@ -63,18 +63,19 @@ class MachineJob:
 
 @dataclass
 class MachinePools:
-    """Pools of machines: those for prompts, for decodes, or mixed.
+    """Pools of machines for prompts, for decodes, and mixed.
 
     Args:
-        prompts, tokens: names of machines. Without the latter there are no pairs: each request runs
-            whole on the machine with the least pending.
+        prompts: names of machines for prompts.
+        tokens: names of machines for decodes. Without any there are no pairs: each request runs
+            whole on the machine with the least pending work.
 
     Attributes:
-        max_pending: tokens that a machine with a queue may have pending.
-        token_queue: what the machine for the decodes has the least of.
-        return_when: a mixed machine goes back to its pool.
-        jobs: by request.
-        moves: time, machine and where it went.
+        max_pending: largest number of pending tokens on a machine before others are used.
+        token_queue: quantity that is least on the machine chosen for decodes.
+        return_when: when a mixed machine returns to its pool.
+        jobs: jobs by request.
+        moves: time, machine and new pool of each move.
     """
 
     prompts: Iterable[str]
@@ -92,7 +93,7 @@ class MachinePools:
         self._pairs = bool(self.token)
         self._roles = {machine.name: machine.role for machine in self.everyone}
         self._seen = set(self._roles)
-        # Requests given since queues were last seen.
+        # Requests assigned since queues were last read.
         self._given: Counter[str] = Counter()
 
     @property
@@ -101,7 +102,7 @@ class MachinePools:
         return [*self.prompt, *self.mixed, *self.token]
 
     def look(self, instances: Mapping[str, InstanceView], now: float) -> None:
-        """Update the pools: lost machines leave, and machines that return have no load."""
+        """Update the pools: lost machines leave, and returning machines have no load."""
         self._given.clear()
         if instances.keys() == self._seen:
             return
@@ -119,10 +120,10 @@ class MachinePools:
     def pair(
         self, prompt_len: int, entries: int, instances: Mapping[str, InstanceView], now: float
     ) -> tuple[Machine, Machine]:
-        """The machines for a prompt and for its decodes, by joining the shortest queues.
+        """Choose the machines for a prompt and for its decodes, by the shortest queues.
 
-        Each is one of its own pool, else a mixed one, else one that the other pool gives. Where
-        that cannot be, the least busy of all takes the whole request.
+        Each comes from its own pool, or else from the mixed pool, or else from the other pool. If
+        that is impossible, the least busy of all machines takes the whole request.
         """
         prompt = self._for_prompt(self.prompt, prompt_len, instances)
         prompt = prompt or self._for_prompt(self.mixed, prompt_len, instances)
@@ -138,7 +139,7 @@ class MachinePools:
     def for_decodes(
         self, entries: int, instances: Mapping[str, InstanceView], now: float
     ) -> Machine:
-        """The machine for a request whose prompt is done."""
+        """Choose the machine for a request whose prompt is done."""
         token = self._for_decodes(entries, instances)
         if token is None and self._pairs and self.prompt:
             token = self._mix(self.prompt, min(self.prompt, key=_PROMISED), now)
@@ -166,7 +167,7 @@ class MachinePools:
         return None
 
     def give(self, request: str, job: MachineJob) -> None:
-        """Book a request on its machines."""
+        """Add a request to the accounts of its machines."""
         self.jobs[request] = job
         if job.prompt:
             job.prompt.pending += job.prompt_len
@@ -178,7 +179,7 @@ class MachinePools:
         job.token.promised += job.entries
 
     def prompt_done(self, request: str, instances: Mapping[str, InstanceView], now: float) -> None:
-        """A request's prompt is computed, or given up."""
+        """Record that a request's prompt is computed, or given up."""
         job = self.jobs[request]
         machine, job.prompt = job.prompt, None
         if machine:
@@ -198,7 +199,7 @@ class MachinePools:
             self._settle(job.token, instances, now)
 
     def repurpose(self, after_s: float, now: float) -> None:
-        """Machines that have been mixed for so long are of the other pool from now on."""
+        """Move machines that have been mixed for this long to the other pool."""
         for machine in list(self.mixed):
             if machine.mixed_since is not None and now - machine.mixed_since >= after_s:
                 machine.role = "token" if machine.role == "prompt" else "prompt"
@@ -212,7 +213,7 @@ class MachinePools:
         return machine
 
     def _settle(self, machine: Machine, instances: Mapping[str, InstanceView], now: float) -> None:
-        """Have a mixed machine go back to its pool, at the end, if it may."""
+        """Return a mixed machine to the end of its pool, if it may leave."""
         if machine.mixed_since is None or machine.name not in instances:
             return
         if self.return_when == "idle":

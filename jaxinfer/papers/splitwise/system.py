@@ -1,8 +1,8 @@
-"""Splitwise: prompts and decodes on machines of their own, and a mixed pool between (section IV).
+"""Splitwise: prompts and decodes on separate machines, with a mixed pool between (section IV).
 
-The cluster-level scheduler gives each request, as it arrives, a machine for its prompt and one for
-its decodes. Machines that are out of work for the other phase help there, in the mixed pool, and go
-back. What a machine computes in a step is its own policies' concern (``whole_prompts``).
+The cluster-level scheduler gives each arriving request a machine for its prompt and one for its
+decodes. Machines that are out of work help the other phase, in the mixed pool, and later return. A
+machine's own policies (``whole_prompts``) decide what it computes in a step.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -49,7 +49,9 @@ class SplitwiseOptions(Options):
 
 
 class Splitwise(System):
-    """Pairs of machines by joining the shortest queues, as the system's own account has them."""
+    """Gives each request a pair of machines with the shortest queues, by the system's
+    own account.
+    """
 
     Options = SplitwiseOptions
     options: SplitwiseOptions
@@ -65,28 +67,32 @@ class Splitwise(System):
         )
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that all are there, by the names in the options, and none with two roles."""
+        """Check that all instances exist, by the names in the options, and that none has
+        two roles.
+        """
         check_roles({"prompt": self.options.prompt, "token": self.options.token}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Pairs of any two, since each may be in the mixed pool; none without pairs."""
+        """Return all pairs, since each machine may be in the mixed pool; none without pairs."""
         return super().routes(instances) if self.options.token else ()
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Assign all that wait, at once; with one machine left, all run there."""
+        """Assign all waiting requests at once; if one machine is left, all run there."""
         self.pools.look(cluster.instances, cluster.now)
         if not self.pools.everyone:
-            # All are lost: the loop fails who is to go to one of them, or has them wait.
+            # All are lost: the loop fails requests for them, or lets them wait.
             return [Assignment(r.id, (Leg(self.options.prompt[0]),)) for r in waiting]
         if self.options.repurpose_after_s is not None:
             self.pools.repurpose(self.options.repurpose_after_s, cluster.now)
         return [Assignment(request.id, self._legs(request, cluster)) for request in waiting]
 
     def _legs(self, request: RequestView, cluster: ClusterView) -> tuple[Leg, ...]:
-        """Return a request's legs, two even on one machine: the end of the first is heard of."""
+        """Return a request's legs: two even on one machine, so that the first one's end is
+        reported.
+        """
         pools, length = self.pools, request.prompt_len
         where = cluster.instances, cluster.now
-        pools.take_back(request.id, *where)  # What a lost machine has left undone.
+        pools.take_back(request.id, *where)  # Work that a lost machine has not finished.
         entries = length + request.max_tokens
         if request.computed >= length:
             token = pools.for_decodes(entries, *where)
@@ -99,7 +105,7 @@ class Splitwise(System):
         return Leg(prompt.name, length, rule), Leg(token.name)
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
-        """The prompt is done."""
+        """Record that the prompt is done."""
         self.pools.prompt_done(request.id, cluster.instances, cluster.now)
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
@@ -107,7 +113,7 @@ class Splitwise(System):
         self.pools.take_back(request.id, cluster.instances, cluster.now)
 
     def report(self) -> Mapping[str, object]:
-        """Report from when on each machine was in which pool; of many moves, the first ones."""
+        """Return when each machine was in which pool; of many moves, only the first ones."""
         found = {name: [(0.0, "prompt")] for name in self.options.prompt}
         found |= {name: [(0.0, "token")] for name in self.options.token}
         for time, name, where in self.pools.moves:

@@ -1,1 +1,1 @@
-"""Takeover: our own system, in which instances take decodes over from each other."""
+"""Takeover: our own system, in which instances take over decodes from each other."""

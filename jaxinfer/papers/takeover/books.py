@@ -1,7 +1,7 @@
-"""Books of ``Takeover``: each instance as it last was, and those alike together.
+"""Accounts of ``Takeover``: the last known state of each instance, and totals of equal ones.
 
-An entry is renewed at its instance's own events alone, and changed by what the system decides
-between them: no decision looks at all requests of all instances.
+An account is updated at its instance's own events, and by the system's decisions between them, so
+that no decision reads all requests of all instances.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from jaxinfer.papers.takeover.speeds import Speeds
 from jaxinfer.serving.system import InstanceView, Leg, StepView
 from jaxinfer.systems.instances import capacity
 
-# Pools that hold less than this share of another's hand on their longest decodes to it.
+# An instance with a pool smaller than this share of another's hands its longest decodes to it.
 _SMALL = 0.25
-# Seconds over which it is told how much of its time an instance computes prompts.
+# Seconds over which the share of time with prompts is averaged.
 _MEMORY_S = 20.0
-# Steps whose prompts an instance may have in its queue: one runs, and one is launched next.
+# Number of steps of prompts that an instance may queue: one runs, and one is launched next.
 _STEPS_AHEAD = 2
-# Steps for whose growth takes leave room.
+# Number of steps of growth for which takes leave room.
 _GROWTH_STEPS = 32
-# With more than this share of its seats and of its pool free, an instance has ample room.
+# An instance has ample room if more than this share of its seats and of its pool is free.
 AMPLE = 0.5
 # An instance that computes prompts for a smaller share of its time could compute more.
 _BUSY = 0.9
@@ -28,21 +28,25 @@ _BUSY = 0.9
 
 @dataclass(eq=False, slots=True)
 class Kind:
-    """Instances alike, and what they run together.
+    """Equal instances, and totals over them.
 
     Attributes:
-        entries_held: KV entries that a pool has room for.
-        decodes, entries: that run there, and their KV entries; ``due``: those of all requests, once
-            their prompts are computed.
-        seats, room: seats, and KV entries beside what is spared, that nobody has or is promised.
-        all_seats, all_room: seats and KV entries of all of them, in use or not.
-        with_time: how many of them could compute more prompts; ``givers``: which may have a decode
-            that may be taken.
-        slowest, fastest: bounds, in seconds: no giver's steps take longer than the one, and nobody
-            with room has steps shorter than the other.
-        below: others with small pools beside these; ``is_below``: others have them there;
-            ``outlets``, ``inlets``: others that may take
-            decodes of these, and whose decodes these may take, by their pools.
+        entries_held: number of KV entries that a pool can hold.
+        decodes: number of running decodes.
+        entries: KV entries of these decodes.
+        due: KV entries of all requests once their prompts are computed.
+        seats: number of seats that are neither used nor promised.
+        room: number of such KV entries, without those to keep free.
+        all_seats: number of all seats.
+        all_room: number of all KV entries.
+        with_time: number of instances that could compute more prompts.
+        givers: instances that may have a decode to take over.
+        slowest: upper bound on the step times of givers, in seconds.
+        fastest: lower bound on the step times of instances with room, in seconds.
+        below: kinds whose pools are small compared with these.
+        is_below: whether this kind is in another one's ``below``.
+        outlets: kinds that may take over decodes of these, by their pools.
+        inlets: kinds whose decodes these may take over, by their pools.
     """
 
     speeds: Speeds
@@ -69,12 +73,12 @@ class Kind:
         return self.entries_held < _SMALL * beside.entries_held
 
     def slower_than(self, step_s: float) -> list["Book"]:
-        """Givers whose steps take longer, where ``slowest`` may be one of them."""
+        """Return givers with longer steps; call it if ``slowest`` allows that there are any."""
         self.slowest = max((each.step_s for each in self.givers), default=0.0)
         return [each for each in self.givers if each.step_s > step_s]
 
     def faster_than(self, step_s: float, times: float) -> list["Book"]:
-        """Instances with room whose steps are more than ``times`` times shorter."""
+        """Return instances with room whose steps are more than ``times`` times shorter."""
         if step_s <= times * self.fastest:
             return []
         takers = [each for each in self.books if each.has_room]
@@ -84,37 +88,45 @@ class Kind:
 
 @dataclass(eq=False, slots=True)
 class Book:
-    """An instance as it last was.
+    """The last known state of an instance.
 
     Attributes:
-        legs: of a request that goes there and stays; ``number``: in their order.
-        widest: tokens of a step, at most; ``budget``: those of a narrow one; ``most_seats``:
-            requests at once; ``most_backlog``: prompt tokens to be computed, from which on no
-            prompt begins here.
-        pages: of its pool; ``spared``: those that are to stay free, however few decodes run there.
-        decodes, entries: that run there, and their KV entries.
-        backlog: prompt tokens to be computed; ``due``: KV entries of all, once these are.
-        seats, room: seats and pages neither in use nor promised, without the pages to keep free.
-        idle: nothing was there.
-        coming: by id, pages of requests that are to come and are still elsewhere; ``to_compute``:
-            prompt tokens of those of them that lack some.
-        under_way: by id, the oldest first, of prompts that are partly computed while few requests
-            wait: arrival, tokens that are left, known ones, and KV entries that there may be.
-        told: prompt tokens of a step, as the instance was told last; None for no limit.
-        limit: those over which prompts are spread, 0 for as many as there may be; ``for_ttft``:
-            they are more than a target for TBT allows, as one for TTFT is at risk.
-        stay: requests there whose decodes are taken no more, or bound for elsewhere; ``spent``:
-            those of them that were taken as often as they may be while others wait.
-        longest: KV entries of the longest decode that may be taken, as last found: 0 if there is
-            none, None if not known since.
-        step_s: seconds of a step of the decodes that run now, without prompts; ``token_s``: of a
-            prompt's token among them, None if nobody has asked; ``attention_s``: for which the next
-            chunk attends to what is computed of its prompt, with a target for TBT.
-        is_open: a prompt may begin here, unless it is too long; ``has_room``: it could take a
-            decode, unless that is long.
+        legs: legs of a request that goes there and stays.
+        number: number in the order of instances.
+        widest: largest number of tokens of a step.
+        budget: largest number of tokens of a narrow step.
+        most_seats: largest number of requests at a time.
+        most_backlog: number of uncomputed prompt tokens from which on no prompt begins here.
+        pages: number of pages of its pool.
+        spared: number of pages to keep free, even with few decodes.
+        decodes: number of running decodes.
+        entries: KV entries of these decodes.
+        backlog: number of prompt tokens to be computed.
+        due: KV entries of all requests once their prompts are computed.
+        seats: number of seats that are neither used nor promised.
+        room: number of such pages, without those to keep free.
+        idle: whether it had no requests.
+        coming: pages of requests that will come and are still elsewhere, by id.
+        to_compute: uncomputed prompt tokens of those among them, by id.
+        under_way: partly computed prompts while few requests wait, by id, the oldest first:
+            arrival, tokens left, known tokens, and largest number of KV entries.
+        told: prompt tokens per step, as last sent to the instance; None for no limit.
+        limit: number of prompt tokens per step over which prompts are spread; 0 for no limit.
+        for_ttft: whether this number exceeds what the target for TBT allows, because that for TTFT
+            is at risk.
+        stay: requests whose decodes are no longer taken over, or that are bound for elsewhere.
+        spent: requests among these that were taken over as often as allowed while others wait.
+        longest: KV entries of the longest decode that may be taken over, as last found: 0 if there
+            is none, None if unknown since.
+        step_s: seconds of a step of the running decodes, without prompts.
+        token_s: seconds of a prompt token in such a step; None if not computed yet.
+        attention_s: seconds for which the next chunk attends to the computed part of its prompt;
+            used with a target for TBT.
+        is_open: whether a prompt may begin here, unless it is too long.
+        has_room: whether it could take over a decode, unless that is long.
         busy: share of its time in which it computed prompts.
         seen: end of its last step, in seconds.
-        open_to: all those that were open when they were last renewed, by name.
+        open_to: accounts that were open at their last update, by name.
     """
 
     view: InstanceView
@@ -155,17 +167,17 @@ class Book:
     open_to: dict[str, "Book"] = field(default_factory=dict)
 
     def of(self, kind: Kind, number: int) -> "Book":
-        """Count among others alike from now on, and for nothing until it is renewed."""
+        """Add the instance to a kind; it counts for nothing until it is updated."""
         self.kind, self.number = kind, number
         self.decodes = self.entries = self.due = self.seats = self.room = 0
         return self
 
     def pages_for(self, entries: int) -> int:
-        """Number of pages that hold ``entries`` KV entries."""
+        """Return the number of pages that hold ``entries`` KV entries."""
         return -(-entries // self.page_size)
 
     def renew(self) -> None:
-        """Write down how the instance is now."""
+        """Update the account to the instance's present state."""
         view, kind, size, coming = self.view, self.kind, self.page_size, self.coming
         running, decodes, entries, kv_entries, backlog = view.counts
         pending = len(view.waiting) + len(view.importing)
@@ -188,7 +200,7 @@ class Book:
         self.decodes, self.entries, self.backlog, self.due = decodes, entries, backlog, due
         self.seats, self.room = seats, room
         self.idle = not there and not coming
-        # Of those who stay, some may not run as yet.
+        # Some of those that stay may not run yet.
         longest = None if decodes and decodes > self.stay - pending else 0
         if longest != self.longest:
             self.look(longest)
@@ -199,7 +211,7 @@ class Book:
             del self.open_to[self.name]
 
     def widen(self, wide: bool) -> None:
-        """Have steps be as wide as may be, or narrow."""
+        """Let steps be as wide as possible, or narrow."""
         self.most_backlog = _STEPS_AHEAD * (self.widest if wide else self.budget)
 
     @property
@@ -208,7 +220,7 @@ class Book:
         return self.seats > AMPLE * self.most_seats and self.room > AMPLE * self.pages
 
     def look(self, longest: int | None) -> None:
-        """Note the longest decode that may be taken."""
+        """Record the longest decode that may be taken over."""
         self.longest = longest
         if longest == 0:
             self.kind.givers.discard(self)
@@ -216,7 +228,7 @@ class Book:
             self.kind.givers.add(self)
 
     def conclude(self) -> None:
-        """Bring up to date what follows from the rest."""
+        """Update the values that follow from others."""
         kind, seat, entries = self.kind, self.seats > 0, self.entries
         speeds = kind.speeds
         self.token_s = None
@@ -230,7 +242,9 @@ class Book:
             kind.fastest = step_s
 
     def seconds(self, tokens: int) -> float:
-        """Seconds until ``tokens`` of one more prompt are computed, after earlier prompts."""
+        """Return the seconds until ``tokens`` of one more prompt are computed, after earlier
+        prompts.
+        """
         if self.token_s is None:
             speeds = self.kind.speeds
             full_s = speeds.full_s + speeds.full_entry_s * self.entries
@@ -238,7 +252,7 @@ class Book:
         return (self.backlog + tokens) * self.token_s
 
     def note(self, step: StepView) -> None:
-        """A step has ended: with a prompt's chunk, or without."""
+        """Record a step that has ended, with or without a prompt's chunk."""
         start, had_time, chunk = self.seen, self.busy < _BUSY, False
         for row in step.rows:
             if row.start < row.request.prompt_len:
@@ -246,7 +260,7 @@ class Book:
                 break
         if step.start > start:
             start = step.start
-            self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it stood still.
+            self.busy *= exp((self.seen - start) / _MEMORY_S)  # For as long as it did nothing.
         kept = exp((start - step.end) / _MEMORY_S)
         self.busy = self.busy * kept + chunk * (1 - kept)
         self.seen = step.end
@@ -263,16 +277,17 @@ class Book:
 
 
 class Books:
-    """The books of all instances that are there.
+    """The accounts of all existing instances.
 
     Args:
-        spared: share of a pool that is to stay free.
-        narrow: share of a step's tokens that a narrow one has.
+        spared: share of a pool to keep free.
+        narrow: share of a step's tokens that a narrow step has.
 
     Attributes:
-        views: what the books are of.
-        by_name: in their order; ``kinds``: those alike together.
-        open_to: those that would begin a prompt, if there is room.
+        views: views of these instances.
+        by_name: accounts in the order of instances.
+        kinds: equal instances.
+        open_to: accounts that could begin a prompt, if there is room.
         largest: the first one with the largest pool.
     """
 
@@ -286,7 +301,7 @@ class Books:
 
     @property
     def mean_context(self) -> float:
-        """KV entries of a decode in the mean."""
+        """Mean KV entries of a decode."""
         decodes = entries = 0
         for kind in self.kinds:
             decodes += kind.decodes
@@ -294,7 +309,7 @@ class Books:
         return entries / decodes if decodes else 0.0
 
     def follow(self, instances: Mapping[str, InstanceView]) -> None:
-        """Open new books of what is there now."""
+        """Make new accounts for the present instances."""
         seen, self.views = self.views, dict(instances)
         before, self.by_name = self.by_name, {}
         self.open_to.clear()

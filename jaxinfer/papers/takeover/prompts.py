@@ -1,4 +1,4 @@
-"""Takeover's prompts while few requests wait: over several steps, and taken over under way."""
+"""Takeover's prompts while few requests wait: spread over steps, and taken over while computed."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,9 +7,9 @@ from jaxinfer.papers.takeover.slo import Slo
 from jaxinfer.serving.system import ClusterView, StepView
 from jaxinfer.systems.instances import most_entries
 
-# Steps over which prompts are spread beside decodes.
+# Number of steps over which prompts are spread among decodes.
 _STEPS = 4
-# Share of a target that may be used up by estimates, which leave prompts' attention out.
+# Share of a target that estimates may use up, because they leave out prompts' attention.
 _CLOSE = 0.9
 
 
@@ -20,17 +20,17 @@ def limit(
     now: float | None = None,
     behind: Sequence[tuple[float, int]] = (),
 ) -> int:
-    """Return the prompt tokens that a step may have with its decodes; 0 for no limit.
+    """Return the number of prompt tokens that a step may have with its decodes; 0 for no limit.
 
-    A step takes no longer for what fits beside its decodes into the time for which it reads the
-    weights. Beyond these, prompts are spread evenly over a few steps: the limit does not fall
-    before all of them are computed, as the last ones would go on for long. With a target for TBT,
-    a step has what keeps it; with one for TTFT, what keeps that, if it is more.
+    Prompt tokens that fit into the time of reading the weights cost nothing. Beyond these, prompts
+    are spread evenly over a few steps. The limit does not fall until all of them are computed,
+    since the last ones would otherwise continue for long. With a target for TBT, a step has as many
+    tokens as meet it; with one for TTFT, as many as meet that, if they are more.
 
     Args:
-        now: in seconds; None where prompts are not there as yet, whose TTFT could be at risk.
-        behind: arrivals of some that have to wait, the oldest first, and prompt tokens that are to
-            be computed here until they are, besides the backlog.
+        now: time in seconds; None if prompts are not there yet, so that no TTFT is at risk.
+        behind: for requests that have to wait, the oldest first: arrival, and prompt tokens in
+            addition to the backlog that must be computed here up to and including them.
     """
     if not (backlog and book.decodes):
         return 0
@@ -53,14 +53,14 @@ def limit(
 
 
 def _pending(book: Book) -> Iterator[tuple[float, int]]:
-    """Arrival, and tokens that are left, of prompts in the order in which they are computed."""
+    """Yield arrival and remaining tokens of prompts in the order in which they are computed."""
     yield from ((arrival, rest) for arrival, rest, *_ in book.under_way.values())
     for request in book.view.waiting:
         yield request.arrival, request.num_known - request.computed
 
 
 def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
-    """Return prompt tokens per step that compute ``tokens`` in time; a budget if none do."""
+    """Return the prompt tokens per step that compute ``tokens`` in time, or the whole budget."""
     free, token_s = _free_tokens(book) - book.decodes, _token_s(book)
     if free > 0 and tokens * book.step_s <= free * seconds:
         return -int(-tokens * book.step_s // seconds)
@@ -72,7 +72,7 @@ def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
 
 
 def cost(book: Book, tokens: int, slo: Slo) -> float:
-    """Seconds until ``tokens`` of one more prompt are computed, raised by the share of decodes.
+    """Return the seconds until ``tokens`` of one more prompt are computed, raised for decodes.
 
     The larger the share of decodes in steps, the more of them a prompt delays there.
     """
@@ -80,7 +80,7 @@ def cost(book: Book, tokens: int, slo: Slo) -> float:
 
 
 def seconds(book: Book, tokens: int, slo: Slo) -> float:
-    """Seconds until ``tokens`` of one more prompt are computed, spread over steps."""
+    """Return the seconds until ``tokens`` of one more prompt are computed, spread over steps."""
     backlog = book.backlog + tokens
     chunk = limit(book, backlog, slo)
     if not chunk:
@@ -90,24 +90,26 @@ def seconds(book: Book, tokens: int, slo: Slo) -> float:
 
 
 def _share_of_decodes(book: Book) -> float:
-    """Seconds that decodes add to a step, by those of a full step without their entries."""
+    """Return the seconds that decodes add to a step, divided by those of a full step
+    without them.
+    """
     speeds = book.kind.speeds
     return (book.step_s - speeds.step_s) / max(speeds.full_s, speeds.step_s)
 
 
 def _token_s(book: Book) -> float:
-    """Seconds of a token in a full step."""
+    """Return the seconds of a token in a full step."""
     return book.kind.speeds.full_s / book.budget
 
 
 def _free_tokens(book: Book) -> int:
-    """Tokens that are computed while the weights are read."""
+    """Return the number of tokens that are computed while the weights are read."""
     speeds = book.kind.speeds
     return int(book.budget * speeds.step_s / speeds.full_s)
 
 
 def note(book: Book, step: StepView) -> None:
-    """Note what is left of the prompts that are under way after a step."""
+    """Record what is left of the partly computed prompts after a step."""
     under_way = book.under_way
     for row in step.rows:
         request = row.request
@@ -120,13 +122,13 @@ def note(book: Book, step: StepView) -> None:
 
 
 def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
-    """Seconds by which the oldest prompt under way would be computed sooner on a faster one.
+    """Return the seconds by which the oldest partly computed prompt would be done sooner elsewhere.
 
-    It is 0 where the prompt stays: until what is computed of it would take as many seconds here as
-    the rest does there, times the share of decodes in steps there. So two instances compute parts
-    of a prompt in like times, as in Cronus (section 4.2), and the faster one has time for decodes.
-    With a target for TTFT, it stays while all prompts here are in time, and goes at once if it
-    could soon be late there, too.
+    It is 0 if the prompt should stay: until its computed part has taken as long here as the rest
+    will take there, times the share of decodes in steps there. The two instances then compute parts
+    of a prompt in similar times, as in Cronus (section 4.2), and the faster one has time for
+    decodes. With a target for TTFT, the prompt stays while all prompts here are in time, and moves
+    at once if it could soon be late there, too.
     """
     name, (arrival, rest, known, most) = next(iter(here.under_way.items()))
     if there.kind.entries_held < most or not there.has_room or there.backlog >= there.most_backlog:
@@ -150,7 +152,7 @@ def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
 
 
 def _are_in_time(book: Book, left_s: float, slo: Slo) -> bool:
-    """Tell whether all prompts of an instance are computed in time."""
+    """Tell whether all prompts of an instance will be computed in time."""
     tokens = 0
     for arrival, rest in _pending(book):
         tokens += rest
@@ -164,11 +166,11 @@ def best_take(
 ) -> tuple[Book, Book] | None:
     """Return which instance hands its oldest prompt to which, after a step of ``book``.
 
-    Those that run look at others after each of their own steps, those that are idle cannot.
+    Running instances look at others after each of their own steps; idle ones cannot.
 
     Args:
-        holders: instances that may have prompts under way; ``open_to``: instances that could begin
-            one.
+        holders: instances that may have partly computed prompts.
+        open_to: instances that could begin one.
     """
     token_s = book.kind.speeds.token_s
     pairs = [(e, book) for e in holders if e.under_way and e.kind.speeds.token_s > token_s]

@@ -1,4 +1,4 @@
-"""Takeover's targets for latencies, and what a run says of the one for TBT."""
+"""Takeover's latency targets, and a run's report on the target for TBT."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from jaxinfer.serving.system import StepView
 
 
 class Slo(Options):
-    """Targets that steps' prompt tokens go by, and prompts under way while few requests wait.
+    """Targets that limit prompt tokens in steps, and takeovers of prompts while few requests wait.
 
     Attributes:
         ttft: Seconds from a request's arrival to its first token.
@@ -22,20 +22,20 @@ class Slo(Options):
 
 
 def attention_s(book: Book, step: StepView) -> float:
-    """Seconds for which the next chunk attends to what a step has computed of its prompt."""
+    """Return the seconds for which the next chunk attends to the computed part of its prompt."""
     done = ((row.start + row.count, row.request.prompt_len) for row in step.rows)
     return book.kind.speeds.prefix_s * max((at for at, length in done if at < length), default=0)
 
 
 class StepsBesideTarget:
-    """Steps with decodes, those of them that take longer than the target for TBT, and why."""
+    """Counts steps with decodes, and those that exceed the target for TBT, with the reasons."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._longer: dict[str, int] = {}
 
     def note(self, book: Book, step: StepView, tbt: float) -> None:
-        """Count a step that has ended, by the book as it was before."""
+        """Count a step that has ended, given the account as it was before."""
         if not book.decodes:
             return
         self._steps += 1
@@ -54,7 +54,7 @@ class StepsBesideTarget:
         self._longer[why] = self._longer.get(why, 0) + 1
 
     def report(self) -> Mapping[str, object]:
-        """Say how many steps were longer, and what would keep the target."""
+        """Return how many steps were too long, and what would meet the target."""
         counts = {"with_decodes": self._steps, "longer": sum(self._longer.values())}
         if not self._longer:
             return counts

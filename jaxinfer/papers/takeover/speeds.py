@@ -1,4 +1,4 @@
-"""Speeds of an instance, for the decisions of ``Takeover``."""
+"""Speeds of an instance for the decisions of ``Takeover``."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,16 @@ from jaxinfer.serving.step_fit import StepFit
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds of an instance's work, by its fits.
+    """Seconds of an instance's work, from its fits.
 
     Attributes:
-        token_s: of a prompt's token in a full step.
-        sequence_s, entry_s: seconds added by a decode, and by each KV entry that it sees, in a step
-            with others.
-        step_s: fixed seconds of a step of decodes alone.
-        full_s: of a step with as many tokens as there may be, without its decodes' entries;
-            ``full_entry_s``: of each of these; ``prefix_s``: of each KV entry before a chunk.
+        token_s: seconds of a prompt token in a full step.
+        sequence_s: seconds that a decode adds to a step.
+        entry_s: seconds added by each KV entry that a decode sees.
+        step_s: fixed seconds of a step with only decodes.
+        full_s: seconds of a step with as many tokens as allowed, without its decodes' entries.
+        full_entry_s: seconds of each of these entries.
+        prefix_s: seconds of each KV entry before a chunk.
     """
 
     token_s: float
@@ -28,9 +29,9 @@ class Speeds:
 
     @classmethod
     def of(cls, fit: StepFit, narrow: float = 1.0) -> "Speeds":
-        """Speeds by fits; a decode's by those of mixed steps, where it has none of its own.
+        """Derive speeds from fits; without a fit of decodes, that of mixed steps is used.
 
-        A full step has the share ``narrow`` of the tokens of one that was profiled.
+        A full step has the share ``narrow`` of the tokens of a profiled one.
         """
         mixed, decode = fit.mixed, fit.decode
         entry_s, full_s = max(mixed.per_decode_context, 0.0), max(mixed.constant, 1e-9)
@@ -43,5 +44,5 @@ class Speeds:
         return cls(token_s, sequence_s, seen_s, step_s, narrow * full_s, entry_s, prefix_s)
 
     def displaced(self, context: float) -> float:
-        """Prompt tokens that could be computed in place of a decode with ``context`` entries."""
+        """Return the prompt tokens that could be computed instead of a decode with this context."""
         return 1 + (self.sequence_s + self.entry_s * context) / self.token_s

@@ -1,11 +1,11 @@
 """Takeover: free instances compute whole prompts; the best instances take over decodes.
 
-No prompt is cut ahead of time, and no length is predicted. While requests wait, an instance takes
-the decodes of those on which a decode displaces more of the prompts that wait. One with a small
-pool keeps its short decodes and hands on the longest ones, as it needs room for the next prompt.
-While few wait, decodes go from slower instances to faster ones, and so do prompts that are partly
-computed; steps have few prompt tokens beside decodes. ``docs/results/takeover.md`` says what comes
-of it.
+No prompt is split in advance, and no length is predicted. While requests wait, an instance takes
+over decodes from instances where a decode displaces more of the waiting prompts. An instance with a
+small pool keeps its short decodes and hands over the longest ones when it needs room for the next
+prompt. While few requests wait, decodes and partly computed prompts move from slower to faster
+instances, and steps with decodes have few prompt tokens. ``docs/results/takeover.md`` has the
+results.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,13 +32,14 @@ from jaxinfer.serving.system import (
 )
 from jaxinfer.systems.instances import most_entries
 
-# By how much a decode has to displace less elsewhere; for a small pool's it may be a little more.
+# A decode moves if it displaces less elsewhere by this factor; one of a small pool may displace
+# slightly more.
 _LESS, _LITTLE_MORE = 0.95, 1.1
-# A large one begins prompts, too, where decodes of small pools displace so much more.
+# A large instance starts prompts, too, if decodes of small pools displace this much more.
 _FAR_MORE = 2.0
-# By how much its steps have to be shorter, while few wait.
+# Its steps must be shorter by this factor while few requests wait.
 _SHORTER = 1.3
-# Free seats by the decodes of small pools, from which on they are left for these.
+# If an instance has fewer free seats than this per decode of small pools, they are kept for these.
 _SCARCE = 0.25
 
 
@@ -73,27 +74,28 @@ class Takeover(System):
     Options = TakeoverOptions
     options: TakeoverOptions
     needs_fits = True
-    needs_decode_rows = False  # Views count decodes: a simulation may advance them together.
+    # Views count decodes, because a simulation may advance them together.
+    needs_decode_rows = False
 
     def __init__(self, options: TakeoverOptions | None = None) -> None:
         super().__init__(options)
         self._books = Books(self.options.spared, self.options.narrow)
         self._seen: Mapping[str, InstanceView] = {}
-        # Whether more requests wait than there are instances; KV entries of the first, or 0.
+        # Whether more requests wait than there are instances; KV entries of the first one, or 0.
         self._waits, self._next = False, 0
-        # Whether instances were lost, or came back, since requests were last routed.
+        # Whether instances were lost or came back since requests were last routed.
         self._changed = False
-        # Who may have prompts under way, while few requests wait.
+        # Instances that may have prompts while few requests wait.
         self._holders: dict[str, Book] = {}
         self._takes = Takes(self._books, self.options.most_moves)
         self._beside = StepsBesideTarget()
-        # Arrivals of the first and the last that waits, if many do, and prompt tokens up to each.
+        # If many wait: arrivals of the first and the last, and the prompt tokens up to each.
         self._line: list[tuple[float, int]] = []
 
     def _follow(self, cluster: ClusterView) -> None:
-        """Keep books of the instances that are there now."""
+        """Keep accounts of the present instances."""
         self._seen = cluster.instances
-        if cluster.instances != self._books.views:  # One was lost, or is back.
+        if cluster.instances != self._books.views:  # One was lost or is back.
             self._books.follow(cluster.instances)
             self._holders, self._changed = {}, True
             there = self._books.by_name
@@ -101,16 +103,16 @@ class Takeover(System):
                 if there.get(book.name) is not book:
                     self._takes.put(name, None)
 
-    # Where requests begin.
+    # Instances on which requests start.
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Requests in their order, each where it is computed first, while there is room."""
+        """Assign requests in order, each to where it is computed first, while there is room."""
         if cluster.instances is not self._seen:
             self._follow(cluster)
         books, largest = self._books.by_name, self._books.largest
         if self._changed:
             self._changed = False
-            for request in waiting:  # Some come back from an instance that was lost.
+            for request in waiting:  # Some return from a lost instance.
                 self._takes.put(request.id, None)
         if self._takes.stale:
             for name in self._takes.stale:
@@ -125,7 +127,7 @@ class Takeover(System):
         self._next = 0
         for request in waiting:
             known, most, here = request.num_known, most_entries(request), request.held_by
-            if most > largest.kind.entries_held:  # The loop says why it ends.
+            if most > largest.kind.entries_held:  # The loop reports why it ends.
                 assignments.append(Assignment(request.id, largest.legs))
                 continue
             rest, book = known - request.computed, None
@@ -163,14 +165,14 @@ class Takeover(System):
         return best
 
     def _legs(self, book: Book, known: int, most: int) -> tuple[Leg, ...]:
-        """Return a leg for all of a request; where it cannot end here, one for what is known."""
+        """Return a leg for a whole request or, if it cannot end here, for the known tokens."""
         largest = self._books.largest
         if book.kind.entries_held >= most or book.kind is largest.kind:
             return book.legs
         return Leg(book.name, known, "when_room"), Leg(largest.name)
 
     def _is_kept(self, kind: Kind) -> bool:
-        """Tell whether these instances' room is for decodes of smaller pools."""
+        """Tell whether these instances' room is kept for decodes of smaller pools."""
         if not self.options.keeps_room or not self._takes.most_moves:
             return False
         context, decodes, due = self._books.mean_context, 0, 0
@@ -188,10 +190,10 @@ class Takeover(System):
             for each in kind.below
         )
 
-    # Who takes whose decodes.
+    # For each instance, the instances whose decodes it takes.
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Take over decodes: those of others here, and by others this instance's."""
+        """Take over decodes from other instances, and let others take over this instance's."""
         if cluster.instances is not self._seen:
             self._follow(cluster)
         book = self._books.by_name.get(step.instance)
@@ -222,7 +224,7 @@ class Takeover(System):
         return actions
 
     def _spread(self, book: Book, now: float, actions: list[Action]) -> None:
-        """Limit the prompt tokens of the next step, unless many wait and there is ample room."""
+        """Limit the prompt tokens of the next step, unless many requests wait and room is ample."""
         limit, slo, book.for_ttft = 0, self.options.slo, False
         if not self._waits:
             limit = takeover_prompts.limit(book, book.backlog, slo, now)
@@ -240,20 +242,20 @@ class Takeover(System):
             actions.append(Budget(book.name, told))
 
     def _full(self, book: Book) -> int | None:
-        """Prompt tokens of a narrow step that is full; None where no step is narrow."""
+        """Return the prompt tokens of a full narrow step; None if no step is narrow."""
         if book.budget == book.widest:
             return None
         return max(book.budget - (book.decodes if book.backlog else 0), 1)
 
     def _take_prompt(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
-        """Take over a prompt under way."""
+        """Take over a partly computed prompt."""
         holders, open_to = self._holders.values(), self._books.open_to.values()
         found = takeover_prompts.best_take(book, holders, open_to, cluster, self.options.slo)
         if found:
             self._takes.take_prompt(*found, actions)
 
     def _take_decodes(self, book: Book, actions: list[Action]) -> None:
-        """Have decodes go from others to here, and from here to others."""
+        """Move decodes from other instances here, and from here to others."""
         if book.has_room:
             for others in self._worse(book):
                 self._takes.longest_of(others, book, actions)
@@ -271,14 +273,16 @@ class Takeover(System):
                     self._takes.take_spent(other, book, actions)
 
     def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
-        """Tell whether decodes of this context are better off there, while requests wait."""
+        """Tell whether decodes with this context are better there, while requests wait."""
         if not kind.decodes:
             return False
         most = _LITTLE_MORE if kind in to.below else _LESS
         return _displaced_by(kind, to, context) < most
 
     def _worse(self, book: Book) -> Sequence[Collection[Book]]:
-        """The instances whose decodes this one takes, the worst first, those alike together."""
+        """Return the instances whose decodes this one takes over: the worst first, equal ones
+        together.
+        """
         if not self._waits:
             most, givers = _SHORTER * book.step_s, []
             for kind in self._books.kinds:
@@ -297,7 +301,7 @@ class Takeover(System):
         return [kind.givers for kind in kinds]
 
     def _better(self, book: Book) -> Iterable[Book]:
-        """The instances that take this one's decodes, the best first."""
+        """Return the instances that take over this one's decodes, the best first."""
         if not self._waits:
             takers: list[Book] = []
             for kind in self._books.kinds:
@@ -313,10 +317,10 @@ class Takeover(System):
         return (each for kind in kinds for each in kind.books if each.has_room)
 
     def _make_room(self, book: Book, actions: list[Action]) -> None:
-        """Hand decodes on to a larger pool, so that the next prompts may begin here."""
+        """Hand decodes over to a larger pool, so that the next prompts can begin here."""
         if self._next > book.kind.entries_held:
             return
-        # As if all that are to begin before the next step were as long as the first one.
+        # As if all requests that start before the next step were as long as the first one.
         prompts = max(-(-(book.most_backlog - book.backlog) // self._next), 1)
         each_decode = book.pages_for(-(-book.entries // max(book.decodes, 1)))
         lacking = max(
@@ -349,7 +353,7 @@ class Takeover(System):
         self._takes.moves.pop(request.id, None)
 
     def report(self) -> Mapping[str, object]:
-        """Count the decodes and the prompts that were taken over."""
+        """Return the numbers of decodes and prompts that were taken over."""
         taken = {"decodes_taken": self._takes.decodes, "prompts_taken": self._takes.prompts}
         if self.options.slo.tbt is None:
             return taken

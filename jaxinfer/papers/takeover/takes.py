@@ -1,4 +1,4 @@
-"""Takes of ``Takeover``: requests that go from one instance to another, and how often they have."""
+"""Moves of ``Takeover``: requests that are taken over by other instances, and how often."""
 
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush
@@ -7,24 +7,26 @@ from math import inf
 from jaxinfer.papers.takeover.books import Book, Books
 from jaxinfer.serving.system import Action, Reassign
 
-# Decodes of an instance that are taken in one step, at most: a few are looked at first.
+# Largest numbers of decodes that an instance examines first, and takes in one step.
 _AT_ONCE = 2, 30
 
 
 class Takes:
-    """Takes of decodes and of prompts, and the instances that requests are bound for.
+    """Takes decodes and prompts over, and tracks the instances that requests are bound for.
 
     Args:
-        most_moves: takes of one request, at most.
+        most_moves: largest number of takeovers of one request.
 
     Attributes:
         most_moves: as given.
-        moves: number of takes of each request; ``bound_for``: the instance that will have it, in
-            the order of the takes.
-        fixed: places of requests that must not be taken: bound for an instance, or taken too often.
-        stale: instances that handed a request on since their last step, and may have no step to
-            come.
-        decodes, prompts: how many were taken.
+        moves: number of takeovers of each request.
+        bound_for: instance that will have each request, in the order of the takeovers.
+        fixed: places of requests that must not be taken over: bound for an instance, or taken over
+            too often.
+        stale: instances that handed a request over since their last step, and may have no further
+            step.
+        decodes: number of decodes taken over.
+        prompts: number of prompts taken over.
     """
 
     def __init__(self, books: Books, most_moves: int) -> None:
@@ -36,7 +38,7 @@ class Takes:
         self.decodes = self.prompts = 0
 
     def take_prompt(self, here: Book, there: Book, actions: list[Action]) -> None:
-        """Have an instance take the oldest prompt that is under way on another."""
+        """Let an instance take over the oldest partly computed prompt of another."""
         name, (_, rest, known, _) = next(iter(here.under_way.items()))
         del here.under_way[name]
         if name in self.fixed:
@@ -51,13 +53,13 @@ class Takes:
         self.prompts += 1
 
     def longest_of(self, books: Collection[Book], to: Book, actions: list[Action]) -> None:
-        """Have one instance take the longest decodes that any of these has, while it has room."""
+        """Let an instance take over the longest decodes of any of these, while it has room."""
         left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
         by_number = {each.number: each for each in books}
         heapify(left)
         while left and to.has_room:
             book = by_number[heappop(left)[1]]
-            # The only one gives all that it may; of others, one is looked at or taken.
+            # If it is the only one, it gives all that it may; otherwise, one is examined or taken.
             wanted = inf if not left else 0 if book.longest is None else 1
             before = self.decodes
             self.take(to, book, actions, wanted)
@@ -71,13 +73,13 @@ class Takes:
         actions: list[Action],
         wanted: float = inf,
     ) -> None:
-        """Have one instance take the longest decodes of another, while it has room.
+        """Let an instance take over the longest decodes of another, while it has room.
 
         Args:
-            wanted: pages that are to come free.
+            wanted: number of pages to free.
         """
         if book.longest and to.room < to.pages_for(book.longest + 1):
-            return  # As it was when it was last looked for.
+            return  # The same as when it was last searched for.
         before = self.decodes
         book.look(self._take_longest(to, book, actions, wanted))
         if self.decodes > before:
@@ -87,7 +89,7 @@ class Takes:
     def _take_longest(
         self, to: Book, book: Book, actions: list[Action], wanted: float
     ) -> int | None:
-        """Take decodes, and return the KV entries of the longest one that is left."""
+        """Take over decodes, and return the KV entries of the longest one left."""
         kind, size = book.kind, to.page_size
         for count in _AT_ONCE:
             longest = book.view.longest_decodes(count, self.fixed)
@@ -106,7 +108,7 @@ class Takes:
         return None
 
     def _bind(self, name: str, book: Book, to: Book, pages: int, actions: list[Action]) -> None:
-        """Have a request go elsewhere, and write down that it is to come there."""
+        """Move a request to another instance, and record that it will arrive there."""
         self.moves[name], self.bound_for[name] = self.moves.get(name, 0) + 1, to
         self.fixed[name] = book
         book.stay += 1
@@ -114,7 +116,7 @@ class Takes:
         actions.append(Reassign(name, to.legs, "when_room"))
 
     def take_spent(self, to: Book, book: Book, actions: list[Action]) -> None:
-        """Take decodes that were taken as often as they may be, while there is room."""
+        """Take over decodes that reached their limit of takeovers, while there is room."""
         running = book.view.running
         for name in list(book.spent):
             request = running.get(name)
@@ -135,7 +137,7 @@ class Takes:
             before.spent.pop(name, None)
 
     def put(self, name: str, here: Book | None) -> None:
-        """Write down where a request is, or that it is nowhere."""
+        """Record where a request is, or that it is nowhere."""
         self._release(name)
         if bound := self.bound_for.pop(name, None):
             del bound.coming[name]
@@ -143,7 +145,7 @@ class Takes:
             if bound is not here:  # It was not taken after all.
                 self.moves[name] -= 1
                 there = self._books.views.get(bound.name)
-                if there and not there.num_requests:  # No step is to come that renews its book.
+                if there and not there.num_requests:  # No further step will renew its book.
                     self.stale[bound.name] = None
         if here and self.moves.get(name, 0) >= self.most_moves:
             self.fixed[name] = here

@@ -1,4 +1,4 @@
-"""Choice of the decode instance by a request's predicted length: two choices, and their books."""
+"""Chooses the decode instance by a request's predicted length, with its accounts."""
 
 import random
 from collections import defaultdict
@@ -13,7 +13,7 @@ Dispatch = Literal["two_choices", "ratio", "random", "imbalance"]
 
 
 def least_output(request: RequestView) -> int:
-    """Output tokens, at least, as predicted; the limit, where nothing is."""
+    """Return the smallest predicted number of output tokens; without prediction, the limit."""
     if request.predicted is None:
         return request.max_tokens
     return min(request.predicted[0], request.max_tokens)
@@ -21,11 +21,12 @@ def least_output(request: RequestView) -> int:
 
 @dataclass(slots=True)
 class DecodeLoad:
-    """Work of an instance that decodes, as of its last report.
+    """Work of a decode instance at its last report.
 
     Attributes:
-        room: KV entries that fit into free pages not promised to a request.
-        heavy, light: requests given to it that have not ended.
+        room: number of KV entries in free pages not promised to a request.
+        heavy: number of heavy requests given to it that have not ended.
+        light: number of light requests given to it that have not ended.
     """
 
     room: int = 0
@@ -55,17 +56,17 @@ class DecodeLoad:
 def choose(
     loads: Mapping[str, DecodeLoad], entries: int, heavy: bool, rule: Dispatch, rng: random.Random
 ) -> str:
-    """Choose the one of these instances that gets a request.
+    """Choose one of these instances for a request.
 
-    Two are drawn of those that have room for it, or, where none has, of all, and then the one with
-    more room is taken.
+    Two instances are drawn among those with room for it, and ``rule`` picks one of them. If none
+    has room, two are drawn among all, and the one with more room is chosen.
 
     Args:
-        entries: KV entries that the request will have, at least.
+        entries: least number of KV entries that the request will have.
         heavy: whether it decodes for long.
-        rule: picks one. ``two_choices``: the one with fewer of its kind, then with fewer of
-            both; ``imbalance``: the other; ``ratio``: the lower ratio of heavy to light ones;
-            ``random``: the first drawn.
+        rule: picks one. ``two_choices``: the one with fewer of its kind, then with fewer of both;
+            ``imbalance``: the other; ``ratio``: the lower ratio of heavy to light ones; ``random``:
+            the first drawn.
     """
     fitting = [name for name, load in loads.items() if load.room >= entries]
     names = fitting or list(loads)
@@ -84,13 +85,13 @@ def choose(
 
 
 class LoadReports:
-    """Record of the requests on each instance: its last report, and those given out since.
+    """The requests on each instance: its last report, and those assigned since.
 
     Args:
         seed: seed of the draws.
 
     Attributes:
-        reports: the loads by instance.
+        reports: loads by instance.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -100,7 +101,7 @@ class LoadReports:
         self._given: dict[str, tuple[str, int, bool]] = {}
 
     def report(self, instances: Iterable[InstanceView]) -> None:
-        """Take new reports, in place of all before."""
+        """Replace all reports by new ones."""
         self.reports = {}
         for instance in instances:
             promised = self._promised[instance.name]
@@ -111,10 +112,10 @@ class LoadReports:
     def place(
         self, request: RequestView, names: Iterable[str], most_light: int, rule: Dispatch
     ) -> str:
-        """Choose one of these instances for a request, and write it down.
+        """Choose one of these instances for a request, and record it.
 
         Args:
-            most_light: a request is heavy that is predicted to have more output tokens, at least.
+            most_light: predicted output tokens above which a request is heavy.
         """
         least = least_output(request)
         entries, heavy = request.prompt_len + least, least > most_light

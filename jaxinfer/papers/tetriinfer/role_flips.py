@@ -1,4 +1,4 @@
-"""Changes of role, of an instance that was hardly ever busy while all of the other role were."""
+"""Changes the role of an instance that was idle while all instances of the other role were busy."""
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -10,31 +10,31 @@ class Flips:
 
     Args:
         after: length of the observed window in seconds; None: no instance ever flips.
-        below: share of the reports of that time at which an instance that flips may have been busy,
+        below: share of the reports in that time at which an instance that flips may have been busy,
             and each of the other role idle.
     """
 
     def __init__(self, after: float | None, below: float) -> None:
         self._after, self._below = after, below
-        # Of each instance, since it has had its role: when it reported, and whether it was busy.
+        # For each instance, since it has had its role: when it reported, and whether it was busy.
         self._reports: dict[str, deque[tuple[float, bool]]] = {}
 
     def watch(self, names: Collection[str], idle: Collection[str], now: float) -> None:
-        """Take a report of all there are."""
+        """Record a report of all instances."""
         if self._after is None:
             return
         self._reports = {name: self._reports.get(name, deque()) for name in names}
         for name, reports in self._reports.items():
             reports.append((now, name not in idle))
-            # One is kept that is as old as what is looked back on.
+            # One entry is kept that is as old as the time to look back.
             while len(reports) > 1 and reports[1][0] <= now - self._after:
                 reports.popleft()
 
     def next(self, roles: Mapping[str, Sequence[str]], now: float) -> tuple[str, str] | None:
-        """An instance and the role it is to take: of several, the one that was busy the least.
+        """Return an instance and its new role: of several, the one that was busy the least.
 
         The last instance of a role stays. An instance changes only to a role that needs it;
-        otherwise a constant load would make instances go to and fro.
+        otherwise a constant load would make instances change back and forth.
 
         Args:
             roles: the two roles, and the instances in each.

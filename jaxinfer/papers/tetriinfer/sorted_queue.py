@@ -1,4 +1,4 @@
-"""Queues of prompts that are sorted some at a time, before instances that compute them."""
+"""Queues of prompts in front of instances, sorted in windows."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -8,12 +8,12 @@ from jaxinfer.serving.system import ClusterView, RequestView
 from jaxinfer.systems.instances import KVRoom
 
 Order = Literal["sjf", "ljf", "fcfs"]
-# A window is taken early enough for the step after the one under way to be full.
+# A window is taken early enough to fill the step after the current one.
 STEPS_AHEAD = 2
 
 
 def in_order(window: Sequence[RequestView], order: Order) -> list[RequestView]:
-    """Shortest prompt first, longest first, or as they came; equal ones as they came."""
+    """Order requests by shortest prompt, longest prompt or arrival; equal ones by arrival."""
     match order:
         case "sjf":
             return sorted(window, key=lambda request: request.prompt_len)
@@ -27,7 +27,7 @@ class Windows:
     """A queue for each instance.
 
     Args:
-        size: prompts that are sorted at a time.
+        size: number of prompts that are sorted together.
     """
 
     def __init__(self, size: int, order: Order) -> None:
@@ -40,15 +40,17 @@ class Windows:
         return bool(self._queues.get(name))
 
     def requests(self) -> set[str]:
-        """Requests in any queue."""
+        """Return the requests in any queue."""
         return {request for queue in self._queues.values() for request in queue}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Have queues for these instances alone; what was in others is forgotten."""
+        """Keep queues only for these instances; the contents of others are forgotten."""
         self._queues = {name: self._queues.get(name, {}) for name in names}
 
     def add(self, request: RequestView, cluster: ClusterView) -> None:
-        """Add a prompt to the queue with the fewest tokens to compute, of those that hold it."""
+        """Add a prompt to the queue with the fewest tokens to compute, among instances that hold
+        it.
+        """
 
         def tokens(name: str) -> int:
             left = cluster.instances[name].prompt_tokens_left
@@ -59,17 +61,17 @@ class Windows:
         self._queues[name][request.id] = request.prompt_len
 
     def remove(self, request: str) -> None:
-        """Take a request out that has ended, if it is there."""
+        """Remove a request that has ended, if it is queued."""
         for queue in self._queues.values():
             queue.pop(request, None)
 
     def take(
         self, there: Mapping[str, RequestView], cluster: ClusterView
     ) -> Iterator[tuple[str, RequestView]]:
-        """Return instances that have too little to do, and their next requests in order.
+        """Return instances with too little work, and their next requests in order.
 
         Args:
-            there: by id, all that are in a queue.
+            there: all queued requests, by id.
         """
         for name, queue in self._queues.items():
             if not queue:

@@ -1,8 +1,9 @@
 """TetriInfer: sorted windows of prompts, decodes placed by predicted length, roles that flip.
 
-Sections 3.2 to 3.5 of the paper. What an instance does with its requests is said by its policies:
-chunks of a fixed number of tokens are ``mixed`` with ``token_buckets`` of that one number, and
-admission for decoding is ``reserve_dynamic`` by the lower bound. ``workload.predictor`` predicts.
+This module implements sections 3.2 to 3.5 of the paper. Policies decide how an instance serves its
+requests. For chunks of a fixed number of tokens, set the policy ``mixed`` and ``token_buckets`` to
+that one number. Decode instances use the admission ``reserve_dynamic`` with the lower bound.
+``workload.predictor`` predicts the lengths of answers.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -55,10 +56,11 @@ class TetriInferOptions(Options):
 
 
 class TetriInfer(System):
-    """A prompt joins the queue with the fewest tokens to compute, and waits for its window.
+    """Queues each prompt where the fewest tokens wait, until its window is sorted.
 
-    When it is done, its request goes to one of two decode instances drawn, by loads as last
-    reported and what was given out since. Where all of a role are lost, the other serves alone.
+    When the prompt is done, its request goes to one of two randomly drawn decode instances, chosen
+    by their last reported loads and the requests assigned since. If all instances of a role are
+    lost, the others serve alone.
     """
 
     Options = TetriInferOptions
@@ -72,27 +74,30 @@ class TetriInfer(System):
         self._began |= dict.fromkeys(options.decode, "decode")
         self._pools = KVRoom()
         self._windows = Windows(options.prefill_batch, options.order)
-        # Of each request that has left them, the prefill instance.
+        # The prefill instance of each request that has left it.
         self._prefilled: dict[str, str] = {}
         self._ledger = LoadReports(options.seed)
         self._flips = Flips(options.flip_after_s, options.flip_below)
         self._flipped: list[dict[str, object]] = []
 
     def check(self, instances: Collection[str]) -> None:
-        """Check that all are there, and none in both roles."""
+        """Check that all instances exist, and that none has both roles."""
         check_roles({"prefill": self.options.prefill, "decode": self.options.decode}, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Pairs of all, since roles change; without flips, from each role to the other."""
+        """Return all pairs, since roles change; without flips, pairs from each role to
+        the other.
+        """
         if self.options.flip_after_s is not None:
             return super().routes(instances)
         return list(product(self.options.prefill, self.options.decode))
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Prompts in windows, and the requests whose prompt is done."""
+        """Assign prompts in windows, and requests whose prompts are done."""
         prefill, decode = self._in_roles(cluster).values()
         if not prefill and not decode:
-            # One that drains; without any left, to ask for one tells the loop that they were lost.
+            # One that drains. If none is left, asking for a lost one tells the loop that all are
+            # lost.
             prefill = alive(self._began, cluster) or list(self._began)
         self._windows.keep(prefill)
         queued = self._windows.requests()
@@ -102,14 +107,14 @@ class TetriInfer(System):
                 leg = Leg(self._dispatch(request, decode, cluster))
                 assignments.append(Assignment(request.id, (leg,)))
             elif request.id not in queued:
-                self._ledger.forget(request.id)  # It may come back from a lost instance.
+                self._ledger.forget(request.id)  # It may return from a lost instance.
                 self._windows.add(request, cluster)
         there = {request.id: request for request in waiting}
         for name, request in self._windows.take(there, cluster):
             self._prefilled[request.id] = name
             legs = [Leg(name, request.prompt_len)]
             if decode and not self._pools.that_hold(most_entries(request), decode, cluster):
-                legs.append(Leg(decode[0]))  # To be refused now, and not after its prefill.
+                legs.append(Leg(decode[0]))  # It is refused now, and not after its prefill.
             assignments.append(Assignment(request.id, tuple(legs)))
         return assignments
 
@@ -122,7 +127,7 @@ class TetriInfer(System):
         return roles
 
     def _dispatch(self, request: RequestView, decode: Sequence[str], cluster: ClusterView) -> str:
-        """Choose where a request decodes: where its prompt was done if nothing decodes."""
+        """Choose where a request decodes: where its prompt was computed if no instance decodes."""
         if not decode:
             return self._prefilled[request.id]
         if not self._ledger.reports.keys() >= {*decode}:
@@ -131,13 +136,13 @@ class TetriInfer(System):
         return self._ledger.place(request, names, self.options.heavy_decode, self.options.dispatch)
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Take it out of the books."""
+        """Remove the request from the accounts."""
         self._ledger.forget(request.id)
         self._prefilled.pop(request.id, None)
         self._windows.remove(request.id)
 
     def on_tick(self, cluster: ClusterView) -> Sequence[Action]:
-        """Reports of loads; then one instance may flip."""
+        """Report loads; then one instance may flip."""
         roles, instances = self._in_roles(cluster), cluster.instances
         self._ledger.report(instances[name] for name in roles["decode"])
         idle = [n for n, i in instances.items() if not i.num_requests and n not in self._windows]
@@ -149,5 +154,5 @@ class TetriInfer(System):
         return ()
 
     def report(self) -> Mapping[str, object]:
-        """The flips that were asked for, and when."""
+        """Return the flips that were requested, with their times."""
         return {"flips": self._flipped}

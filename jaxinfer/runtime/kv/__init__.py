@@ -1,1 +1,1 @@
-"""KV entries on their way between instances: slabs, stage pairs, checks."""
+"""Moves KV entries between instances: slabs, stage pairs and checks."""

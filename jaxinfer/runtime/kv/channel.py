@@ -1,37 +1,37 @@
 """The one protocol by which KV moves between instances, over any kind of link.
 
 A ``Channel`` joins two sides. A side is a process: the loop's own (``kv_endpoint.ThisProcess``), or
-another one to which the same messages travel (``process_group.AnotherProcess``). Each side has an
-end of every ``StagePair`` (``kv_endpoint.KVEndpoint``), and each end a thread that does what has to
-be waited for. A transport (``transports``) takes a slab from end to end: ``device`` where both are
-in the loop's process, ``host`` or ``transfer_server`` otherwise.
+another process, which receives the same messages (``process_group.AnotherProcess``). Each side has
+an end of every ``StagePair`` (``kv_endpoint.KVEndpoint``). Each end has a thread for jobs that
+wait. A transport (``transports``) takes a slab from end to end: ``device`` if both are in the
+loop's process, ``host`` or ``transfer_server`` otherwise.
 
 | step | thread | what it does | to blame |
 |---|---|---|---|
-| send | loop | has the source offer each slab of a transfer | source |
+| send | loop | tells the source to offer each slab of a transfer | source |
 | gather | source (1) | launches the copy out of the pages, and its checksum | source |
-| offer | source end | waits for the copy, and the step that computes it; hands it over | source |
-| hear Offered | source end (2) | has the destination pull | a lost process |
-| pull | destination end (3) | waits until the slab comes: here bytes cross | source |
+| offer | source end | waits for the copy and the step that computes it; hands it over | source |
+| hear Offered | source end (2) | tells the destination to pull | a lost process |
+| pull | destination end (3) | waits for the slab; bytes are sent during this step | source |
 | put | destination end (3) | puts it on the destination's devices, and waits | destination |
 | hear Pulled | destination end (2, 3) | posts ``Landed`` to the loop | |
-| hold back | loop | leaves it for as long as an emulated link would take | |
-| place | loop | has the destination write it; or drop it, when the transfer is given up | |
+| hold back | loop | waits for as long as an emulated link would take | |
+| place | loop | tells the destination to write it, or to drop it if the transfer is given up | |
 | scatter | destination (1) | launches the copy into the pages, which are donated | destination |
-| check | destination end | waits for the checksum of what lies there, if asked for | destination |
-| hear Checked | destination end (2) | compares it with that of what was sent | the run ends |
+| check | destination end | waits for the checksum of the pages, if verifying | destination |
+| hear Checked | destination end (2) | compares it with the source's checksum | the run ends |
 | free | loop | ``serving.transfer`` frees pages when all slabs are placed | |
 
-1. The loop's thread, or in another process its main thread, which does what messages say.
-2. Answers of another process are heard by the thread that reads them here.
-3. By ``device``, it is the source end's thread that goes on, as nothing has to come.
+1. The loop's thread. In another process, its main thread, which handles messages.
+2. If the side is another process, the thread that reads its answers.
+3. With ``device``, the source end's thread, because no bytes are sent between processes.
 
-So the loop's thread launches, and never waits. An end does its jobs in order: slabs of a pair
-arrive in the order in which they were sent. The transport holds a slab until it is pulled, then the
-destination's end does until it is placed or dropped; what fails is dropped on both sides. A process
-that is lost is to blame for all that it has not passed on, while what was pulled from it is still
-placed. Who waits for devices in this process is in ``waits_for``, where the watchdog finds whose
-devices hang.
+The loop's thread therefore launches work, but never waits. An end does its jobs in order, so slabs
+of a pair arrive in the order in which they were sent. The transport holds a slab until it is
+pulled. Then the destination's end holds it until it is placed or dropped. A slab that fails is
+dropped on both sides. If a process is lost, it is to blame for all slabs that it has not passed on.
+Slabs that were already pulled from it are still placed. ``waits_for`` lists the threads of this
+process that wait for devices. The watchdog finds there whose devices hang.
 """
 
 import threading
@@ -63,15 +63,15 @@ from jaxinfer.runtime.kv.slab import SLAB_TOKENS
 from jaxinfer.runtime.kv.stage_pair import Slab, StagePair
 from jaxinfer.serving.batch import Transfer
 
-# A process that has ended may be missed as a source before it is known why.
+# A process that has ended may be noticed as a missing source before the reason is known.
 EXPLAINED_S = 1.0
-# Numbers of slabs: none is used again, so that a late answer is known to be one.
+# Numbers of slabs. None is used twice, so that late answers can be recognised.
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class Landed:
-    """A slab is on the destination's devices; times are those of ``time.perf_counter``."""
+    """A slab has reached the destination's devices; times are those of ``time.perf_counter``."""
 
     slab: Slab
     start: float
@@ -82,17 +82,19 @@ Post = Callable[[Landed | Failed], None]
 
 
 class Channel:
-    """The way from one instance to another, on which slabs of KV move; see above.
+    """Moves slabs of KV from one instance to another; see above.
 
     Args:
-        ends: names of the two; ``sides``: the processes that have them.
-        pairs: pairs of all stages that have layers in common.
-        verify: compare checksums of what was sent and what lies in the destination's pages.
-        transports: at least one, from which the probe is to choose.
+        ends: names of the two instances.
+        sides: processes of the two instances.
+        pairs: all pairs of stages that have layers in common.
+        verify: compare checksums of what was sent with what is in the destination's pages.
+        transports: transports that the probe may choose from, at least one.
 
     Attributes:
-        transport: the one in use; ``failed``: those that the probe has failed with, and why.
-        sides: of source and destination.
+        transport: transport in use.
+        failed: transports that failed in the probe, with the reasons.
+        sides: processes of source and destination.
         token_bytes: KV bytes per token.
     """
 
@@ -110,12 +112,12 @@ class Channel:
         self.token_bytes = sum(pair.token_bytes for pair in pairs)
         self._ends, self._verify = ends, verify
         self.sides = self._source, self._dest = sides
-        # Slabs that have not been placed or, where that is asked for, not been checked.
+        # Slabs that have not been placed or, if transfers are verified, not been checked.
         self._slabs: dict[int, Slab] = {}
         self._probing: dict[int, StagePair] = {}
         self._probed: SimpleQueue[Pulled | SlabFailed] = SimpleQueue()
         self._post: Post = lambda posted: None
-        # For what has become of a slab: answers come in threads of both sides.
+        # Guards the states of slabs, because answers arrive in threads of both sides.
         self._lock = threading.Lock()
         for pair in pairs:
             form, (source, dest) = pair.form, ends
@@ -127,10 +129,10 @@ class Channel:
             side.on_loss(partial(self._lose, end))
 
     def probe(self, names: str) -> float:
-        """10^9 bytes per second of the slowest pair, by the quickest transport there is.
+        """Find the fastest transport, and return the GB/s of its slowest pair.
 
         Raises:
-            JaxinferError: a known slab does not arrive by any of them, or arrives changed.
+            JaxinferError: with every transport, a known slab does not arrive, or arrives changed.
         """
         rates: dict[TransportName, float] = {}
         for name in self._transports:
@@ -146,14 +148,14 @@ class Channel:
 
     def _probe(self, pair: StagePair, names: str) -> float:
         seconds = []
-        for _ in range(3):  # The first pays for set-up.
+        for _ in range(3):  # The first one includes set-up.
             number = next(_numbers)
             self._probing[number] = pair
             offer = Offer(pair.source_end, number, None, 0, SLAB_TOKENS, None, self.transport)
             try:
                 self._source.do(offer)
                 while (answer := self._probed.get()).slab != number:
-                    pass  # An answer about one that was given up.
+                    pass  # This answers a slab that was given up.
             except ProcessLost as error:
                 raise JaxinferError(f"{names}: {error}") from None
             finally:
@@ -170,11 +172,11 @@ class Channel:
     def send(
         self, transfer: Transfer, post: Post, stage: int | None = None, after: End | None = None
     ) -> None:
-        """Start moving; ``post`` gets each slab as it lands. Returns at once.
+        """Start a transfer; ``post`` receives each slab as it lands. Returns at once.
 
         Args:
-            stage: of the source, whose layers alone go; by default all.
-            after: done when they have been computed, where a step is to do that.
+            stage: stage of the source whose layers are sent; by default all stages.
+            after: event after which the KV exists, if a step still has to compute it.
 
         Raises:
             Exception: the source cannot launch it, or is lost.
@@ -203,16 +205,16 @@ class Channel:
         self._post = post
 
     def forget_all(self) -> None:
-        """Forget the slabs of an interrupted run, which no endpoint takes."""
+        """Forget the slabs of an interrupted run, which no endpoint will receive."""
         with self._lock:
             left = list(self._slabs.values())
         for slab in left:
             self._forget(slab)
 
     def place(self, landed: Landed) -> None:
-        """Have a slab written to its pages.
+        """Write a slab to its pages.
 
-        The ``post`` of ``send`` hears of it if that fails, or if it is not what was sent.
+        If writing fails, or if the slab is not what was sent, the ``post`` of ``send`` is told.
 
         Raises:
             Exception: the destination cannot launch it, or is lost.
@@ -228,7 +230,7 @@ class Channel:
             self._take(slab)
 
     def drop(self, landed: Landed) -> None:
-        """Forget a slab that is not to be placed."""
+        """Forget a slab that will not be written."""
         self._forget(landed.slab)
 
     def _hear(self, answer: SlabAnswer) -> None:
@@ -245,13 +247,13 @@ class Channel:
                 pull = Pull(slab.pair.dest_end, slab.number, self.transport, answer.address)
                 try:
                     self._dest.do(pull)
-                except ProcessLost as error:  # This slab alone: others may be for a new process.
+                except ProcessLost as error:  # Only this slab: others may be for a new process.
                     self._forget(slab)
                     self._post(Failed(self._ends[1], error, slab.transfer))
             case Pulled() if slab:
                 self._post(Landed(slab, answer.began, answer.ended))
             case Pulled():
-                with suppress(ProcessLost):  # Given up while it was on its way.
+                with suppress(ProcessLost):  # It was given up while it was on its way.
                     self._dest.do(Drop(answer.end, answer.slab, self.transport))
             case Checked() if slab:
                 self._check(slab, answer)
@@ -263,7 +265,7 @@ class Channel:
                 self._post(Failed(blamed, why, found_by))
 
     def _blame(self, failed: SlabFailed) -> tuple[str, ProcessLost | SlabLost]:
-        """Return the instance to blame and the reason: that its process has ended, if it has."""
+        """Return the instance to blame and the reason, which may be that its process has ended."""
         number = 0 if failed.by_source else 1
         lost = self.sides[number].why_lost(EXPLAINED_S)
         return self._ends[number], ProcessLost(lost) if lost else SlabLost(failed.line)
@@ -297,13 +299,13 @@ class Channel:
             self._post(Failed(self._ends[1], error))
 
     def _lose(self, instance: str, why: str) -> None:
-        """Give up what is on its way when one of the two is no more.
+        """Cancel slabs on their way after one of the two instances is lost.
 
-        What has been pulled needs the source no more.
+        Slabs already pulled no longer need the source.
         """
         with self._lock:
             lost = [s for s in self._slabs.values() if instance == self._ends[1] or not s.is_pulled]
-            # At once: what is heard of one of them from here on comes too late.
+            # Removed now, because later answers about them come too late.
             for slab in lost:
                 del self._slabs[slab.number]
         for slab in lost:
@@ -314,7 +316,7 @@ class Channel:
             self._probed.put(SlabFailed(pair.source_end, number, by_source, why))
 
     def _take(self, slab: Slab) -> bool:
-        """Count a slab as done with; return whether it was not."""
+        """Mark a slab as finished; return whether it was unfinished."""
         with self._lock:
             return self._slabs.pop(slab.number, None) is not None
 
@@ -324,7 +326,7 @@ class Channel:
 
     def _drop(self, slab: Slab) -> None:
         for side, end in ((self._source, slab.pair.source_end), (self._dest, slab.pair.dest_end)):
-            with suppress(ProcessLost):  # Nothing is left there then.
+            with suppress(ProcessLost):  # Nothing is left there.
                 side.do(Drop(end, slab.number, self.transport))
 
 

@@ -1,4 +1,4 @@
-"""Checks that what was sent has arrived: a slab that both ends know, and checksums."""
+"""Checks that KV arrives unchanged: a slab that both ends know, and checksums."""
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,19 @@ from jaxinfer.serving.batch import Transfer
 
 
 def checksum(slab_2LTKH: jax.Array) -> jax.Array:
-    """uint32 [L, T]: of each layer's keys and values of each token, by their bits and places."""
+    """Return uint32 [L, T]: for each layer, keys and values of each token by their bits
+    and places.
+    """
     width = slab_2LTKH.dtype.itemsize
     kind = {2: jnp.uint16, 4: jnp.uint32}[width]
     bits = jax.lax.bitcast_convert_type(slab_2LTKH, kind).astype(jnp.uint32)
     two, _, _, K, H = slab_2LTKH.shape
-    weight = 2 * jnp.arange(two * K * H, dtype=jnp.uint32) + 1  # Odd: no bit is lost.
+    weight = 2 * jnp.arange(two * K * H, dtype=jnp.uint32) + 1  # An odd factor loses no bit.
     return jnp.einsum("altkh,akh->lt", bits, weight.reshape(two, K, H))
 
 
 def known_slab(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
-    """Make the slab that both ends of a way know."""
+    """Return the slab that both ends of a channel know."""
     return np.resize((np.arange(251) - 125).astype(dtype), shape)
 
 
@@ -33,14 +35,14 @@ def compare(
     sent_LT: np.ndarray,
     found_LT: np.ndarray,
 ) -> None:
-    """Compare the checksums of a slab that was sent and of what lies in the pages.
+    """Compare the checksum of a slab that was sent with that of the destination's pages.
 
     Args:
-        tokens: first and past the last of the slab.
-        page_size: of the destination.
+        tokens: first token of the slab, and the end.
+        page_size: page size of the destination.
 
     Raises:
-        JaxinferError: they differ; names the first layer and page, and the fault where it shows.
+        JaxinferError: they differ; names the first layer and page, and the fault if it shows.
     """
     start, stop = tokens
     wrong = sent_LT[:, : stop - start] != found_LT[:, : stop - start]

@@ -1,4 +1,4 @@
-"""Slabs held back for as long as they would take over emulated links."""
+"""Holds back slabs for as long as emulated links would take."""
 
 import heapq
 import itertools
@@ -12,15 +12,15 @@ from jaxinfer.runtime.kv.stage_pair import StagePair
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.kv_shards import HeldPages
 
-# The slabs of one transfer that take one pair's way follow one another.
+# Slabs of one transfer between the same pair are sent one after another.
 Flow = tuple[Transfer, StagePair]
-# Those of several transfers may overtake each other, but not on their way to the same pages.
+# Slabs of several transfers may overtake each other, but not on their way to the same pages.
 Way = tuple[HeldPages, StagePair]
 
 
 @dataclass(eq=False)
 class _Slab:
-    """A slab on its way; ``has_come``: it waits for those before it."""
+    """A slab on its way; with ``has_come``, it only waits for earlier ones."""
 
     landed: Landed
     has_come: bool = False
@@ -29,16 +29,15 @@ class _Slab:
 class EmulatedLinks:
     """Links emulated as in a simulation: flows share a link's rate, and each pays its latency once.
 
-    A slab lands no earlier than those that have left before it to the same pages: one that is
-    written to pages of 8 bits erases what lies behind it. All times are those of
-    ``time.perf_counter``.
+    A slab lands no earlier than earlier slabs to the same pages, because writing pages of 8 bits
+    erases the entries behind. All times are those of ``time.perf_counter``.
 
     Args:
-        pairs: pairs of stages, of all routes.
+        pairs: pairs of stages of all channels.
     """
 
     def __init__(self, pairs: Iterable[StagePair]) -> None:
-        # Each way between two groups has the link's rate to itself.
+        # Each direction between two groups has the link's whole rate.
         rates: dict[Link, float] = {
             pair.groups: pair.link.gb_s * 1e9 for pair in pairs if pair.link
         }
@@ -50,13 +49,13 @@ class EmulatedLinks:
         self._now = 0.0
 
     def least_seconds(self, pairs: Iterable[StagePair]) -> float:
-        """Seconds of one KV token alone, by what is emulated of its way."""
+        """Return the seconds of one KV token on idle links, counting only emulated links."""
         return self._network.least_seconds(
             ([pair.groups], pair.token_bytes) for pair in pairs if pair.link
         )
 
     def hold_back(self, landed: Landed) -> None:
-        """Let a slab leave at its start, behind those before it; the machine has moved it."""
+        """Let a slab leave at its start, after earlier ones; the data has already been moved."""
         self._advance(landed.start)
         flow, slab = (landed.slab.transfer, landed.slab.pair), _Slab(landed)
         self._ways.setdefault(_way(landed), deque()).append(slab)
@@ -67,12 +66,12 @@ class EmulatedLinks:
 
     @property
     def next_time(self) -> float | None:
-        """Return the time when the next slab has been sent or lands; None if none is under way."""
+        """Return the next time at which a slab is sent or lands; None if none is on its way."""
         times = (self._network.next_end, self._landing[0][0] if self._landing else None)
         return min((time for time in times if time is not None), default=None)
 
     def take_landed(self, now: float) -> list[Landed]:
-        """Return the slabs that have landed by now; each one's end is when it did."""
+        """Return the slabs that have landed by now, each with the time of its landing."""
         self._advance(now)
         taken = []
         while self._landing and self._landing[0][0] <= now:
@@ -102,7 +101,7 @@ class EmulatedLinks:
                     del self._queues[flow]
 
     def _start(self, flow: Flow, time: float) -> None:
-        # Reports of several routes may come in another order than what they tell of.
+        # Reports of several routes may arrive in another order than the events.
         self._now = max(self._now, time)
         slab, (_, pair) = self._queues[flow][0].landed.slab, flow
         num_bytes = (slab.stop - slab.start) * pair.token_bytes

@@ -1,4 +1,4 @@
-"""Hidden states on their way from the stages in one process to those in the next."""
+"""Sends hidden states from the stages in one process to those in the next."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,21 @@ from jaxinfer.runtime.kv.transports import TcpTransport
 
 
 class HiddenForm(NamedTuple):
-    """The contents of a message: hidden states [T, D]."""
+    """The shape and dtype of a message: hidden states [T, D]."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
 
 
 class HiddenStates:
-    """A process's ends of a pipeline: hidden states in from earlier stages, out to later ones.
+    """A process's ends of a pipeline: receives hidden states from earlier stages, sends to later
+    ones.
 
     A step's number, the same in all processes, identifies its hidden states. A fetch may start
     before the offer, and then waits for it.
 
     Args:
-        host: the address by which this process is reached.
+        host: address of this process.
 
     Attributes:
         address: address from which the process with the later stages fetches.
@@ -39,7 +40,7 @@ class HiddenStates:
 
     def give(self, step: int, x_TD: jax.Array) -> None:
         """Wait for a step's hidden states, then offer them."""
-        # One device's copy: every one has all of it.
+        # One device's copy; every device has all of it.
         one = x_TD.addressable_shards[0].data
         self._transport.offer(step, one, HiddenForm(one.shape, one.dtype))
 
@@ -47,14 +48,14 @@ class HiddenStates:
         """Wait for a step's hidden states from the previous process; shard them as ``like``.
 
         Raises:
-            OSError, EOFError: that process cannot be reached any more.
+            OSError, EOFError: that process can no longer be reached.
         """
         assert self.before
         assert like.sharding
         form = HiddenForm(like.shape, like.dtype)
         try:
             found = self._transport.fetch(step, self.before, form, like.sharding, None)
-        except JaxinferError as error:  # It closes: nothing more will be offered.
+        except JaxinferError as error:  # It closes, so nothing more will be offered.
             raise EOFError(str(error)) from None
         return jax.device_put(found, like.sharding)
 

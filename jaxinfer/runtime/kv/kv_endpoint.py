@@ -1,4 +1,4 @@
-"""A process's ends of stage pairs: does there what a channel asks for; see ``channel``."""
+"""A process's ends of stage pairs, which carry out a channel's messages; see ``channel``."""
 
 import math
 import threading
@@ -38,19 +38,18 @@ from jaxinfer.runtime.stage.stage import Stage
 
 T = TypeVar("T")
 Hear = Callable[[SlabAnswer], None]
-# A slab that has not come after so many seconds, and those that it takes at so slow a rate, is
-# given up.
+# A slab is given up after this many seconds without arrival, or if it is slower than this rate.
 PATIENCE_S, SLOWEST_GB_S = 10.0, 0.05
 
 
 @dataclass
 class _End:
-    """An end of a stage pair, which sends or takes in.
+    """An end of a stage pair, which sends or receives slabs.
 
-    A thread does what has to be waited for, in order.
+    A thread does all jobs that have to wait, in order.
 
     Attributes:
-        patience: seconds for which a slab is waited for.
+        patience: seconds to wait for a slab.
     """
 
     instance: str
@@ -69,16 +68,16 @@ _OfSlab = Offer | Pull | Place | Drop
 
 
 class KVEndpoint:
-    """Sends and takes in the slabs of the stages that this process has.
+    """Sends and receives the slabs of the stages in this process.
 
     Args:
-        stages: of each instance.
-        post: gets the answers, in threads of the endpoint.
-        host: the address by which this process is reached.
+        stages: stages of each instance.
+        post: receives the answers, in threads of the endpoint.
+        host: address of this process.
 
     Attributes:
-        waits_for: of each thread that waits for devices now, the instance that has them, and since
-            when.
+        waits_for: for each thread that waits for devices now, the instance that has them, and the
+            time since when it waits.
     """
 
     def __init__(self, stages: Mapping[str, Sequence[Stage]], post: Hear, host: str) -> None:
@@ -89,10 +88,10 @@ class KVEndpoint:
         self._lock = threading.Lock()
 
     def do(self, message: SlabMessage) -> None:
-        """Carry out a message; what it launches is launched before this returns.
+        """Carry out a message; all that it launches has been launched when this returns.
 
         Raises:
-            Exception: what cannot be launched; of what is waited for, ``post`` hears.
+            Exception: something cannot be launched. Later failures are reported to ``post``.
         """
         match message:
             case Offer():
@@ -111,7 +110,7 @@ class KVEndpoint:
                 self._open(message)
 
     def close(self) -> None:
-        """End the threads, but wait for none that hangs."""
+        """End the threads, without waiting for a thread that hangs."""
         for end in self._ends.values():
             end.jobs.put(None)
         for transport in self._transports.values():
@@ -131,7 +130,7 @@ class KVEndpoint:
         thread.start()
 
     def _transport(self, name: TransportName) -> Transport:
-        """Return a transport, which is opened when it is first asked for."""
+        """Return a transport, which is opened on first use."""
         if name not in self._transports:
             with self._lock:
                 if name not in self._transports:
@@ -157,7 +156,7 @@ class KVEndpoint:
         self._ends[message.end].jobs.put(partial(self._attempt, message, job))
 
     def _attempt(self, message: _OfSlab, job: _Job) -> None:
-        # Whatever fails here would otherwise leave the loop waiting for ever.
+        # Without this, any failure would leave the loop waiting forever.
         end = self._ends[message.end]
         try:
             answer = job(end)
@@ -167,7 +166,7 @@ class KVEndpoint:
             self._post(answer)
 
     def _wait(self, end: _End, job: Callable[[], T]) -> T:
-        """Do what waits for an instance's devices."""
+        """Run a job that waits for an instance's devices."""
         thread = threading.get_ident()
         self.waits_for[thread] = end.instance, time.perf_counter()
         try:
@@ -207,16 +206,16 @@ class KVProcess(Protocol):
     """A process that slabs come from or go to.
 
     Attributes:
-        waits_for: see KVEndpoint; empty where another process sees to that itself.
+        waits_for: see KVEndpoint; empty for another process, which watches its own threads.
     """
 
     waits_for: Mapping[int, tuple[str, float]]
 
     def open(self, message: OpenEnd, hear: Hear) -> None:
-        """Get an end ready; ``hear`` gets its answers, in some thread."""
+        """Prepare an end; ``hear`` receives its answers, in some thread."""
 
     def do(self, message: SlabMessage) -> None:
-        """Carry a message out.
+        """Carry out a message.
 
         Raises:
             ProcessLost: the process has ended.
@@ -234,8 +233,8 @@ class ThisProcess:
     """The loop's own process as a side of channels; see ``KVProcess``.
 
     Args:
-        stages: of each instance whose slabs come from here or go here.
-        host: the address by which others reach it.
+        stages: stages of each instance whose slabs come from here or go here.
+        host: address at which others reach it.
     """
 
     def __init__(self, stages: Mapping[str, Sequence[Stage]], host: str = LOOPBACK) -> None:
@@ -253,14 +252,14 @@ class ThisProcess:
         self.endpoint.do(message)
 
     def on_loss(self, hear: Callable[[str], None]) -> None:
-        """See KVProcess; it is not lost."""
+        """See KVProcess; this process is never lost."""
 
     def why_lost(self, seconds: float) -> str | None:
         """See KVProcess."""
         return None
 
     def close(self) -> None:
-        """End its threads."""
+        """End the endpoint's threads."""
         self.endpoint.close()
 
 
@@ -271,7 +270,7 @@ def _hand_over(
     checksum: jax.Array | None,
     form: SlabFormat,
 ) -> np.ndarray | None:
-    """Offer a slab when it has been computed; its checksum, where there is one."""
+    """Offer a slab once it has been computed; return its checksum, if there is one."""
     array.block_until_ready()
     if offer.after:
         assert isinstance(offer.after, Future), "a step of another process"
@@ -281,7 +280,7 @@ def _hand_over(
 
 
 def _failed(number: int, slab: int, end: _End, error: Exception) -> SlabFailed:
-    # What does not come, or is not what it should be, is the sender's fault.
+    # If a slab does not arrive, or is wrong, the sender is to blame.
     by_source = end.source is not None or isinstance(error, OSError | EOFError | JaxinferError)
     line = one_line(error)
     if not isinstance(error, JaxinferError):
@@ -301,4 +300,4 @@ def _known(form: SlabFormat) -> np.ndarray:
 def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # Its slab is not to wait here for the next one.
+        del job  # Do not keep its slab here while waiting for the next one.

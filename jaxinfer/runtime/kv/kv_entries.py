@@ -1,4 +1,4 @@
-"""KV entries as they lie in pages, read on the host; and how far a hand-off may change them."""
+"""Reads KV entries from pages to the host, and bounds how far a hand-off may change them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,20 @@ from jaxinfer.pallas_kernels.kv_pages import LARGEST
 from jaxinfer.runtime.kv.slab import SLAB_TOKENS
 from jaxinfer.runtime.stage.stage import Stage
 
-# Entries of 8 bits by half a step of their scale at most: of equal steps, and of e4m3, whose steps
-# grow with the number above the smallest of 2^-9.
+# The largest error of entries of 8 bits is half a step of their scale. Steps are equal for int8.
+# For e4m3, they grow with numbers above the smallest one, 2^-9.
 _HALF_STEP = {"int8": (0.5, 0.0), "float8_e4m3fn": (2.0**-10, 2.0**-4)}
-# What float32 itself leaves of a scale's products and quotients.
+# The rounding error of float32 in products and quotients of a scale.
 _FLOAT32 = 4e-7
 
 
 def read_entries(
     stages: Sequence[Stage], tables: Sequence[Sequence[int]], count: int
 ) -> np.ndarray:
-    """Keys and values of a request's first tokens, float32 [L, 2, T, K, H].
+    """Return keys and values of a request's first tokens, float32 [L, 2, T, K, H].
 
     Args:
-        tables: of each stage, the request's pages in token order.
+        tables: for each stage, the request's pages in token order.
     """
     found = []
     for stage, table in zip(stages, tables, strict=True):
@@ -49,8 +49,10 @@ def allowed_change(
     """Return how far number formats let each entry that arrives differ from the one sent.
 
     Args:
-        sent: [L, 2, T, K, H], as the source holds it.
-        wire: format that travels; ``stored``: that of the destination, in pages of ``page_size``.
+        sent: [L, 2, T, K, H], as held by the source.
+        wire: format in which entries are sent.
+        stored: format of the destination.
+        page_size: tokens per page of the destination.
     """
     travels = sent.astype(wire).astype(np.float32)
     if stored.name not in LARGEST:
@@ -72,10 +74,10 @@ def allowed_change(
 def compare_entries(
     sent: np.ndarray, found: np.ndarray, allowed: np.ndarray
 ) -> Mapping[str, float]:
-    """The largest change, the mean one (root of squares) and the bound, as shares of the entries.
+    """Return the largest change, the root-mean-square change and the bound, as fractions.
 
-    The largest ones by the largest entry, the mean one by the mean entry (root of squares). An
-    entry that is NaN, or infinite, is beyond every bound.
+    The largest change is relative to the largest entry, the root-mean-square change to the
+    root-mean-square entry. An entry that is NaN or infinite exceeds every bound.
     """
     sound = np.isfinite(found) & np.isfinite(sent)
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Messages about slabs: of a channel to the two sides that it joins, and their answers.
+"""Messages from a channel to its two sides, and their answers.
 
 A side may be another process; see ``processes.messages`` for its clock.
 """
@@ -12,14 +12,14 @@ from jaxinfer.runtime.kv.slab import SlabFormat
 
 TransportName = Literal["device", "host", "transfer_server"]
 
-# To a side, done in this order.
+# Messages to a side, which are handled in this order.
 
 
 class OpenEnd(NamedTuple):
-    """Get ready to send slabs of a stage, or to take them in.
+    """Prepare to send slabs of a stage, or to receive them.
 
     Attributes:
-        end: the number by which all that follows names this end of a stage pair.
+        end: number that later messages use for this end of a stage pair.
     """
 
     end: int
@@ -31,11 +31,11 @@ class OpenEnd(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Take a slab out of these pages, once a step's stage has ended; answered with Offered.
+    """Gather a slab from these pages, once a step's stage has ended; answered with Offered.
 
     Attributes:
         table: pages of the request, in token order; None asks for a slab that both sides know.
-        after: done when the stage has computed the slab, or what names it in another process.
+        after: event after which the slab is computed, or its name in another process.
     """
 
     end: int
@@ -51,7 +51,7 @@ class Pull(NamedTuple):
     """Fetch an offered slab; answered with Pulled.
 
     Attributes:
-        known: it is to be the one that both sides know, and is not kept.
+        known: whether it must be the slab that both sides know, which is not kept.
     """
 
     end: int
@@ -79,11 +79,11 @@ class Drop(NamedTuple):
     transport: TransportName
 
 
-# From it.
+# Messages from it.
 
 
 class Offered(NamedTuple):
-    """A slab may be pulled there."""
+    """A slab can be pulled from this address."""
 
     end: int
     slab: int
@@ -92,7 +92,7 @@ class Offered(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """A slab is on the destination's devices; times are those of ``time.perf_counter``."""
+    """A slab has reached the destination's devices; times are those of ``time.perf_counter``."""
 
     end: int
     slab: int
@@ -101,7 +101,7 @@ class Pulled(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """The checksum of what lies in the pages of a slab."""
+    """The checksum of a slab's entries in the pages."""
 
     end: int
     slab: int
@@ -109,7 +109,7 @@ class Checked(NamedTuple):
 
 
 class SlabFailed(NamedTuple):
-    """A slab did not get on, by the source's fault or the destination's."""
+    """A slab failed, by the fault of the source or of the destination."""
 
     end: int
     slab: int

@@ -1,4 +1,4 @@
-"""Ends of a step or a part of it: done on this host or in another process, or failed."""
+"""The end of a step or of a part of it: done on this host or in another process, or failed."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -12,11 +12,12 @@ from jaxinfer.serving.world import StepDone
 
 @dataclass(frozen=True)
 class Failed:
-    """An instance can do no more.
+    """An instance has failed.
 
     Attributes:
-        transfer: what another has found the failure by, maybe after a process that is new has taken
-            the lost one's place. By then this has been given up, and so the failure is an old one.
+        transfer: transfer in which another instance noticed the failure, perhaps after a new
+            process had replaced the lost one. If the transfer has been given up by then, the
+            failure is an old one.
     """
 
     instance: str
@@ -25,15 +26,15 @@ class Failed:
 
 
 class ProcessLost(Exception):
-    """A process has ended, or says nothing any more."""
+    """A process has ended, or no longer answers."""
 
 
 class SlabLost(Exception):
-    """A slab did not get on, for the reason that its line gives."""
+    """A slab failed, for the reason in its message."""
 
 
 class StepEnd(NamedTuple):
-    """The end of a stage's part of a step in another process, which alone can wait for it."""
+    """The end of a stage's part of a step in another process; only that process can wait for it."""
 
     instance: str
     step: int
@@ -41,16 +42,16 @@ class StepEnd(NamedTuple):
 
 
 Post = Callable[[StepDone | Failed], None]
-# What will be done when a stage's part of a step has ended, or what names it in another process.
+# The future result of a stage's part of a step, or its name in another process.
 End = Future[None] | StepEnd
-# Called with a stage's number when it has been launched, and its end.
+# Called with a stage's number and its end, once it has been launched.
 Launched = Callable[[int, End], None]
 
 
 def join(threads: Iterable[threading.Thread]) -> None:
-    """Wait for threads that have been told to end, but not for one that hangs.
+    """Wait for threads that were told to end, but not for a thread that hangs.
 
-    One that was still freeing arrays when the interpreter ends would crash it.
+    A thread that still frees arrays when the interpreter ends would crash it.
     """
     for thread in threads:
         if thread is not threading.current_thread():

@@ -1,6 +1,7 @@
-"""Slabs of KV entries: out of one instance's pages, and into another's.
+"""Slabs of KV entries: gathered from one instance's pages, scattered into another's.
 
-The two ends know of each other only what a slab looks like, so that they may be in two processes.
+The two ends know nothing of each other except the format of a slab, so they may be in two
+processes.
 """
 
 import math
@@ -31,7 +32,7 @@ def gather(
     pages_M: jax.Array,
     offset: jax.Array,
 ) -> jax.Array:
-    """A slab [2, L, T, K, H] of the entries in some layers' pages, from ``offset`` on.
+    """Return a slab [2, L, T, K, H] of the entries in some layers' pages, from ``offset`` on.
 
     Args:
         by_token: see ``choice.keys_by_token``.
@@ -61,7 +62,7 @@ def scatter(
     offset: jax.Array,
     count: jax.Array,
 ) -> list[KVPages]:
-    """Write a slab's first entries to some pages, from ``offset`` on; ``kv`` is to be donated.
+    """Write a slab's first entries to pages, from ``offset`` on; ``kv`` should be donated.
 
     Padding goes to page 0.
     """
@@ -83,10 +84,11 @@ class SlabFormat:
     """The contents of a slab between two stages: entries of the layers that both have.
 
     Attributes:
-        first, stop: range among the whole model's layers.
-        num_heads: KV heads of the model, without padding.
+        first: first layer, in the whole model.
+        stop: end of the layers, in the whole model.
+        num_heads: number of the model's KV heads, without padding.
         dtype: the narrower of the two stages' types.
-        shards: pieces by heads that both stages' pages can be cut into.
+        shards: number of pieces by heads into which both stages' pages can be divided.
     """
 
     first: int
@@ -121,7 +123,9 @@ class SlabFormat:
         return 2 * layers * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def sharding(self, plan: StagePlan) -> NamedSharding:
-        """Shard a slab by heads like the stage's pages if that divides them, else nowhere."""
+        """Return a sharding by heads like the stage's pages, if that divides them;
+        else replicated.
+        """
         table = plan.config.layout.kv if self.num_heads % plan.kv_ways == 0 else {}
         return NamedSharding(
             plan.mesh, PartitionSpec(*[None] * 3, *spec("K", table, plan.mesh.axis_names))
@@ -133,10 +137,10 @@ class SlabFormat:
 
 
 class SlabSource:
-    """Takes slabs out of a stage's pages.
+    """Gathers slabs from a stage's pages.
 
     Args:
-        verify: a checksum goes with each slab.
+        verify: compute a checksum of each slab.
     """
 
     def __init__(self, stage: Stage, form: SlabFormat, verify: bool) -> None:
@@ -150,7 +154,7 @@ class SlabSource:
         """Launch the gather of up to ``SLAB_TOKENS`` tokens, and the checksum; returns at once.
 
         Args:
-            table: the pages of the request, in token order.
+            table: pages of the request, in token order.
         """
         pages, offset = _where(self._stage.plan, table, start, stop)
         array = self._gather(self._stage.kv[self._layers], pages, offset)
@@ -161,10 +165,10 @@ class SlabDest:
     """Writes slabs to a stage's pages.
 
     Args:
-        verify: read back what lies in the pages then.
+        verify: read the pages back after writing.
 
     Attributes:
-        sharding: of a slab that is to be written.
+        sharding: sharding of a slab to be written.
     """
 
     def __init__(self, stage: Stage, form: SlabFormat, verify: bool) -> None:
@@ -177,9 +181,9 @@ class SlabDest:
     def place(
         self, array: jax.Array, table: Sequence[int], start: int, stop: int
     ) -> jax.Array | None:
-        """Launch the scatter of what has arrived; returns at once.
+        """Launch the scatter of a slab that has arrived; returns at once.
 
-        Where transfers are verified, returns the checksum of what lies in the pages then.
+        If transfers are verified, returns the checksum of the entries in the pages after writing.
         """
         plan, kv, layers = self._stage.plan, self._stage.kv, self._layers
         pages, offset = _where(plan, table, start, stop)
@@ -190,7 +194,7 @@ class SlabDest:
 
 
 def compiled_gather(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
-    """``gather`` on a stage's pages, for all slabs of this form."""
+    """Compile ``gather`` on a stage's pages, for all slabs of this format."""
     key = "gather", form
     if key not in stage.transfers:
         plan = stage.plan
@@ -206,7 +210,7 @@ def compiled_gather(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
 
 
 def compiled_scatter(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
-    """``scatter`` into a stage's pages, for all slabs of this form."""
+    """Compile ``scatter`` into a stage's pages, for all slabs of this format."""
     key = "scatter", form
     if key not in stage.transfers:
         plan = stage.plan
@@ -224,14 +228,14 @@ def compiled_scatter(stage: Stage, form: SlabFormat) -> jax.stages.Compiled:
 
 
 def _pages_of_slab(plan: StagePlan) -> int:
-    """Pages that a slab's tokens lie in at most."""
+    """Return the largest number of pages that a slab's tokens can lie in."""
     return -(-SLAB_TOKENS // plan.limits.page_size) + 1
 
 
 def _where(
     plan: StagePlan, table: Sequence[int], start: int, stop: int
 ) -> tuple[np.ndarray, np.integer]:
-    """The pages of some tokens, padded, and where in the first one they begin."""
+    """Return the pages of some tokens, padded, and their offset in the first page."""
     size = plan.limits.page_size
     pages = np.zeros(_pages_of_slab(plan), np.int32)
     here = table[start // size : -(-stop // size)]

@@ -1,4 +1,4 @@
-"""TCP between processes: by a key that both have, and broken off when the other's host is gone."""
+"""TCP between processes that share a key; connections break when the other host is gone."""
 
 import ipaddress
 import os
@@ -11,14 +11,14 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
-# Who is asked for a connection takes it, and who has one says who it is, within this time.
+# Time limit to accept a connection, and for a new connection to identify itself.
 CONNECT_S = 5.0
-# A host that has not answered for so long has gone.
+# A host that does not answer for this long counts as gone.
 VANISHED_S = 10
 
 
 class Address(NamedTuple):
-    """The address that a process can be called at, and the key that it asks for."""
+    """The address of a process, and the key that it asks for."""
 
     host: str
     port: int
@@ -29,17 +29,17 @@ def listen(host: str, port: int) -> socket.socket:
     """Listen for connections; ``port`` 0 takes any free port.
 
     Raises:
-        OSError: the port is not available, or the host is not this one.
+        OSError: the port is not available, or the address is not of this host.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=16)
 
 
 def call(host: str, port: int, key: bytes, patience: float | None = None) -> socket.socket:
-    """Connect to the process that listens there.
+    """Connect to the process that listens at this address.
 
     Args:
-        patience: seconds within which it is to answer, by default ``CONNECT_S``.
+        patience: seconds to wait for an answer, by default ``CONNECT_S``.
 
     Raises:
         OSError: no process listens there, or it has another key.
@@ -51,7 +51,7 @@ def call(host: str, port: int, key: bytes, patience: float | None = None) -> soc
 
 
 def let_in(caller: socket.socket, key: bytes) -> socket.socket:
-    """The connection of one that has called, as it is to be used.
+    """Authenticate an incoming connection, and return it ready for use.
 
     Raises:
         OSError: the caller has another key, or does not identify itself.
@@ -89,9 +89,10 @@ def _introduced(
 
 
 def send(there: "Connection[Any, Any]", message: object) -> None:
-    """Send what the other side's ``recv`` returns, pickled in half the time of ``Connection.send``.
+    """Send a message for the other side's ``recv``, pickled in half the time of
+    ``Connection.send``.
 
-    That has a pickler which knows of sockets, too; no message has any.
+    ``Connection.send`` uses a pickler that also handles sockets, which no message has.
 
     Raises:
         OSError: the other end is closed.
@@ -100,14 +101,14 @@ def send(there: "Connection[Any, Any]", message: object) -> None:
 
 
 class Torn(OSError):
-    """Half of a message was sent when its sender was interrupted."""
+    """A message was only half sent when its sender was interrupted."""
 
 
 class Sender:
-    """Sends as ``send`` does, where an interrupt (as of Ctrl-C) may come at any moment.
+    """Sends as ``send`` does, but may be interrupted at any moment (for example by Ctrl-C).
 
-    It leaves a message sent or unsent; or, where the other side takes in half of it at first, half
-    sent: then nothing more is.
+    A message is then either sent or not sent. If the other side has received only half of it,
+    nothing more can be sent.
 
     Args:
         there: socket that only this sender writes to.
@@ -115,7 +116,7 @@ class Sender:
 
     def __init__(self, there: "Connection[Any, Any]") -> None:
         self._there = there
-        # Of the last message.
+        # State of the last message: sent parts, and its size.
         self._sent: list[int] = []
         self._size = 0
 
@@ -123,7 +124,8 @@ class Sender:
         """Send a message.
 
         Raises:
-            OSError: the other end is closed; Torn: the message is incomplete and cannot be read.
+            OSError: the other end is closed.
+            Torn: the message is incomplete and cannot be read.
         """
         if 0 < sum(self._sent) < self._size:
             raise Torn("a message to it was interrupted in its middle")
@@ -133,7 +135,7 @@ class Sender:
         parts = [memoryview(size), memoryview(data)]
         self._sent, self._size = [], len(size) + len(data)
         while parts:
-            # By a call in C that counts: no interrupt comes between a write and its count.
+            # A single call in C, so that no interrupt comes between a write and its count.
             self._sent.extend(map(os.writev, (self._there.fileno(),), (parts,)))
             parts = _rest(parts, self._sent[-1])
 
@@ -146,13 +148,13 @@ def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:
 
 
 def set_patience(there: socket.socket, seconds: float) -> None:
-    """Set how long to wait for each part of incoming data, in seconds; 0 is for ever."""
+    """Set how long to wait for each part of incoming data, in seconds; 0 means for ever."""
     patience = struct.pack("ll", *divmod(round(seconds * 1e6), 10**6))
     there.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
 
 
 def _keep_watch(there: socket.socket) -> None:
-    """Break off when the host that is waited for is gone, and send small messages at once."""
+    """Break the connection when the other host is gone, and send small messages at once."""
     there.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_NODELAY, 1),
@@ -164,16 +166,17 @@ def _keep_watch(there: socket.socket) -> None:
 
 
 def be_acknowledged(there: socket.socket) -> None:
-    """Break off when what is sent is not taken in for so long, too.
+    """Also break the connection when sent data is not accepted for ``VANISHED_S`` seconds.
 
-    Not for slabs: a process that is stopped for a while, as by Ctrl-Z, takes nothing in when its
-    buffers are full; small messages that come each second fill them in some twenty minutes.
+    Do not use it for slabs: a process that is stopped for a while (for example by Ctrl-Z) accepts
+    nothing once its buffers are full. Small messages every second take about twenty minutes to fill
+    them.
     """
     there.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * VANISHED_S)
 
 
 def join_address(host: str, port: int) -> str:
-    """``HOST:PORT``."""
+    """Return ``HOST:PORT``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

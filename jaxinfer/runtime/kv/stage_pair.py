@@ -1,4 +1,4 @@
-"""Pairs of stages that have layers in common, and slabs on their way from one to the other."""
+"""Pairs of stages that have layers in common, and slabs on their way between them."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -10,7 +10,7 @@ from jaxinfer.runtime.kv.slab import SlabFormat
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.serving.batch import Transfer
 
-# Numbers of ends: none is used twice in a process.
+# Numbers of ends; none is used twice in a process.
 _ends = count()
 
 
@@ -19,11 +19,12 @@ class StagePair:
     """A stage of the source and a stage of the destination, and the layers that both have.
 
     Attributes:
-        form: of slabs between them.
-        page_size: of the destination.
-        groups: of the two stages.
-        link: between these groups, where it is emulated.
-        source_end, dest_end: numbers that messages to the two sides name its ends by.
+        form: format of slabs between them.
+        page_size: page size of the destination.
+        groups: device groups of the two stages.
+        link: link between these groups, if emulated.
+        source_end: number of the source's end in messages.
+        dest_end: number of the destination's end in messages.
     """
 
     form: SlabFormat
@@ -62,9 +63,9 @@ class Slab:
     """A part of a transfer on its way: tokens ``start`` to ``stop`` of a pair's layers.
 
     Attributes:
-        number: never used again.
-        checksum_LT: of what was sent, where that is to be checked.
-        is_pulled: the destination's side has it.
+        number: unique number, never reused.
+        checksum_LT: checksum of what was sent, if transfers are verified.
+        is_pulled: whether the destination's side has it.
     """
 
     number: int

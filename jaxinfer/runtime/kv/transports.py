@@ -1,4 +1,4 @@
-"""Transports of slabs: one side offers a slab under a number, the other fetches it."""
+"""Transports of slabs: one side offers a slab under a number, and the other fetches it."""
 
 import secrets
 import socket
@@ -21,13 +21,13 @@ from jaxinfer.runtime.kv.sockets import Address, call, join_address, let_in, lis
 
 
 class Transport(Protocol):
-    """A process's part of a way that slabs take.
+    """One process's end of a transport.
 
     Attributes:
-        in_place: an offered slab is fetched by the thread that has offered it, as nothing has to
-            be waited for; otherwise by one of the side that it goes to.
-        advice: what a user can do when an array arrives changed.
-        address: where the other side is to fetch from.
+        in_place: whether the thread that offered a slab also fetches it, because nothing has to be
+            waited for; otherwise a thread of the destination's side fetches it.
+        advice: what a user can do if an array arrives changed.
+        address: address from which the other side fetches.
     """
 
     in_place: ClassVar[bool]
@@ -35,34 +35,34 @@ class Transport(Protocol):
     address: Any
 
     def offer(self, number: int, array: jax.Array, form: SlabFormat) -> None:
-        """Have a slab ready under a number that is never used again."""
+        """Make a slab available under a number that is never reused."""
 
     def drop(self, number: int) -> None:
-        """Take an offer back, if it has not been fetched."""
+        """Withdraw an offer that has not been fetched."""
 
     def fetch(
         self, number: int, address: Any, form: SlabFormat, sharding: Sharding, patience_s: float
     ) -> "np.ndarray | jax.Array":
-        """Take a slab that is offered, wherever it lies; each is there once.
+        """Fetch an offered slab from the address; each slab can be fetched once.
 
         Args:
-            sharding: the one that it ends with, which the caller sees to.
+            sharding: final sharding, which the caller applies.
 
         Raises:
-            JaxinferError: nothing of that number is offered.
+            JaxinferError: no slab with this number is offered.
             OSError, EOFError: the other process cannot be reached, or sends nothing for
                 ``patience_s`` seconds.
         """
 
     def close(self) -> None:
-        """Offer no more."""
+        """Stop offering slabs."""
 
 
 class DeviceTransport:
-    """Carries slabs within a process: what is offered and fetched is the array itself.
+    """Carries slabs within a process: the array itself is offered and fetched.
 
     Args:
-        host: is not needed here.
+        host: not used.
     """
 
     in_place: ClassVar = True
@@ -97,23 +97,23 @@ class DeviceTransport:
 
 
 class ArrayForm(Protocol):
-    """The shape and dtype of an array, known before it comes."""
+    """The shape and dtype of an array, known before it arrives."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The slab's dimensions."""
+        """Dimensions of the slab."""
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the slab's numbers."""
+        """Type of the slab's numbers."""
 
 
 class TcpTransport:
-    """Carries slabs by the host's memory and a socket, between any pair of devices.
+    """Carries slabs through host memory and a socket, between any two devices.
 
     Args:
-        host: the address by which this process is reached.
-        waits: what is fetched before it is offered comes once it is.
+        host: address of this process.
+        waits: let a fetch wait until its number is offered.
     """
 
     in_place: ClassVar = False
@@ -126,7 +126,7 @@ class TcpTransport:
         self._closed = False
         self._offers: dict[int, np.ndarray] = {}
         self._waits, self._is_news = waits, threading.Condition()
-        # Of each thread that pulls, so that none waits for another's slab.
+        # One per pulling thread, so that none waits for another's slab.
         self._sources: dict[tuple[int, Address], Connection[Any, Any]] = {}
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -142,7 +142,7 @@ class TcpTransport:
         self._offers.pop(number, None)
 
     def drop_all(self) -> None:
-        """Take all offers back that have not been fetched."""
+        """Withdraw all offers that have not been fetched."""
         self._offers.clear()
 
     def fetch(
@@ -164,7 +164,7 @@ class TcpTransport:
                 raise TimeoutError(f"no slab after {patience_s:g} s")
             data = source.recv_bytes()
         except (EOFError, OSError):
-            # Broken, or what comes late would be taken for the next one.
+            # Closed, because late data would be taken for the next slab.
             self._sources.pop(thread).close()
             raise
         if not data:
@@ -172,7 +172,7 @@ class TcpTransport:
         return np.frombuffer(data, form.dtype).reshape(form.shape)
 
     def close(self) -> None:
-        """Accept no more, and let go of whom slabs came from."""
+        """Accept no more connections, and close those from which slabs came."""
         self._closed = True
         for source in list(self._sources.values()):
             source.close()
@@ -194,7 +194,7 @@ class TcpTransport:
             try:
                 caller, _ = self._listener.accept()
             except OSError:
-                time.sleep(0.01)  # Gone, or this is closed.
+                time.sleep(0.01)  # The connection is gone, or this is closed.
                 continue
             threading.Thread(target=self._serve, args=(caller,), daemon=True).start()
         self._listener.close()
@@ -203,7 +203,7 @@ class TcpTransport:
         try:
             client: Connection[Any, Any] = Connection(let_in(caller, self.address.key).detach())
         except OSError:
-            return  # Not one of ours.
+            return  # It is not from one of our processes.
         try:
             while True:
                 found = self._found(client.recv())
@@ -212,20 +212,20 @@ class TcpTransport:
                 else:
                     client.send_bytes(found.view(np.uint8).reshape(-1).data)
         except (EOFError, OSError):
-            client.close()  # Whoever pulled is gone.
+            client.close()  # The pulling process is gone.
 
 
-# Each connection to a server takes one; a server that had fewer than its peer has aborted.
+# Each connection to a server takes one; servers with fewer than their peer have aborted.
 ADDRESSES = 8
 
 
 class JaxTransport:
-    """Carries slabs by ``jax.experimental.transfer``, device to device as far as platforms can.
+    """Carries slabs by ``jax.experimental.transfer``, between devices as far as platforms can.
 
-    An offer that is never pulled stays in memory: the server has no way to take it back.
+    An offer that is never pulled stays in memory: the server cannot withdraw it.
 
     Args:
-        host: the address by which this process is reached.
+        host: address of this process.
     """
 
     in_place: ClassVar = False
@@ -243,7 +243,7 @@ class JaxTransport:
         self._server.await_pull(number, [jax.device_put(array, _shared(array.sharding, form))])
 
     def drop(self, number: int) -> None:
-        """There is no way to."""
+        """Do nothing: the server cannot withdraw an offer."""
 
     def fetch(
         self, number: int, address: str, form: SlabFormat, sharding: Sharding, patience_s: float
@@ -265,7 +265,7 @@ class JaxTransport:
 
 
 def _shared(sharding: Sharding, form: SlabFormat) -> NamedSharding:
-    """The one on which both sides have as many shards."""
+    """Return the sharding with which both sides have equally many shards."""
     assert isinstance(sharding, NamedSharding)
     mesh = Mesh(sharding.mesh.devices.flat[: form.shards], (DEFAULT_AXIS,))
     return NamedSharding(mesh, PartitionSpec(*[None] * 3, DEFAULT_AXIS))

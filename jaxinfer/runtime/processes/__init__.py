@@ -1,1 +1,1 @@
-"""Workers in processes of their own, here or on other hosts."""
+"""Workers in separate processes, on this host or on others."""

@@ -1,4 +1,4 @@
-"""Batches told to another process by what is new of them since the last one."""
+"""Sends batches to another process as differences from the previous one."""
 
 import struct
 import weakref
@@ -14,7 +14,7 @@ from jaxinfer.serving.request_state import RequestState
 
 
 class _Ref(weakref.ref[RequestState]):
-    """A request, by the key of what is told of it."""
+    """A weak reference to a request, with the key of what was sent of it."""
 
     __slots__ = ("key",)
     key: int
@@ -22,10 +22,10 @@ class _Ref(weakref.ref[RequestState]):
 
 @dataclass(slots=True)
 class _Told:
-    """The other process's knowledge of a request: pages of a hold, and output tokens.
+    """The part of a request that was already sent: pages of a hold, and output tokens.
 
     Attributes:
-        slices: where slices may move, the lists of their pages.
+        slices: lists of the pages of slices, if slices may move.
     """
 
     number: int
@@ -37,31 +37,32 @@ class _Told:
 
 
 class BatchEncoder:
-    """Encodes batches as deltas, one after the other, in the loop's process.
+    """Encodes successive batches as differences, in the loop's process.
 
     Args:
-        shards: those of the instance's KV that the other process has.
+        shards: numbers of the instance's KV shards that the other process has.
     """
 
     def __init__(self, shards: slice = slice(None)) -> None:
         self._shards = shards
         self._told: dict[int, _Told] = {}
-        # Requests that are garbage. A list's own method notes them: Ctrl-C could interrupt a Python
-        # function halfway, and the error would be lost.
+        # Requests that were freed. A list's own method records them, because Ctrl-C could interrupt
+        # a Python function halfway, and the error would be lost.
         self._dead: list[_Ref] = []
         self._numbers = 0
 
     def encode(self, batch: Batch, step: int, origin: float) -> Launch:
-        """Return all that the decoder needs for its own copy of the batch."""
+        """Return everything that the decoder needs for its own copy of the batch."""
         new: list[NewRequest] = []
         pages: list[tuple[int, int, Sequence[NewPages]]] = []
         tokens: list[tuple[int, list[int]]] = []
         rows: list[int] = []
-        # One by one: a request may go at any moment, in any thread. First: its key may come again.
+        # Removed one by one, because a request may be freed at any moment, in any thread. This
+        # comes first, because its key may be used again.
         dead = (self._dead.pop() for _ in range(len(self._dead)))
         gone = [self._told.pop(ref.key).number for ref in dead]
         spread = any(row.hold.kv.is_spread for row in batch.rows[:1])
-        for row in batch.rows:  # Of each step, the rows are the most: no call for most of them.
+        for row in batch.rows:  # Rows are the most frequent, so most of them make no call.
             request, hold = row.request, row.hold
             told = self._told.get(id(request)) or self._introduce(request, new)
             number, outputs, token = told.number, request.output_token_ids, -1
@@ -122,7 +123,7 @@ def _numbers(half: Sequence[Row], rows: Sequence[Row]) -> list[int]:
 
 
 class _Pages:
-    """A hold's tables, by shard and then by slice: 0, where a stage has but one."""
+    """The tables of a hold, by shard and then by slice (0 if a stage has only one)."""
 
     __slots__ = ("num_pages", "tables")
 
@@ -131,7 +132,7 @@ class _Pages:
         self.num_pages = 0
 
     def grow(self, known: int, pages: Sequence[NewPages]) -> None:
-        """Pages from the number ``known`` on; a hold that is new, or has moved, begins with 0."""
+        """Add pages from number ``known`` on; a hold that is new, or has moved, begins with 0."""
         for number, new in enumerate(pages):
             by_slice = new if isinstance(new, dict) else {0: new}
             if not known:
@@ -143,10 +144,10 @@ class _Pages:
 
 
 class BatchDecoder:
-    """Decodes the same batches as a worker takes them, in the process that has it.
+    """Decodes the same batches in the worker's process.
 
     Args:
-        num_shards: pieces of the instance's KV, one for each stage.
+        num_shards: number of shards of the instance's KV, one for each stage.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -155,8 +156,8 @@ class BatchDecoder:
         self._pages: dict[int, _Pages] = {}
 
     def decode(self, told: Launch) -> Batch:
-        """The batch, good for one step."""
-        for number in told.gone:  # One may never have been told: its message was interrupted.
+        """Return the batch, which is valid for one step."""
+        for number in told.gone:  # The process may not know one whose message was interrupted.
             self._requests.pop(number, None)
             self._pages.pop(number, None)
         for new in told.new:

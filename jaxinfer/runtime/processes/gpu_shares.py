@@ -1,6 +1,6 @@
-"""Memory of GPUs that several processes of a cluster see: divided before the processes start.
+"""Divides the memory of GPUs that several processes of a cluster use, before they start.
 
-Each would else take nearly all of what it finds free, at the same time as the others.
+Otherwise each process would take nearly all free memory, at the same time as the others.
 """
 
 import math
@@ -12,17 +12,17 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.stage.gpu_memory import SETTINGS, SHARE, free_shares, has_started
 
-# What the loop's process is called, beside the groups that have their own.
+# Name of the loop's process among the groups that have their own.
 HERE = ""
 
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that JAX may give GPUs in.
+    """A process in which JAX may use GPUs.
 
     Attributes:
-        gpus: names of those that it sees, as CUDA_VISIBLE_DEVICES has them; none: all.
-        given: the share of their memory that the user has set; None where it is to be chosen.
+        gpus: names of the GPUs that it sees, as in CUDA_VISIBLE_DEVICES; empty for all.
+        given: share of their memory that the user has set; None if it is chosen.
     """
 
     gpus: Sequence[str]
@@ -30,13 +30,13 @@ class GpuProcess:
 
 
 def gpu_processes(config: ClusterConfig, has_gpus: bool) -> dict[str, GpuProcess]:
-    """Return the processes of this host that are to have GPUs, by their group's name.
+    """Return the processes of this host that will use GPUs, by their group's name.
 
     Args:
-        has_gpus: what groups that do not say their platform have.
+        has_gpus: whether groups without a ``platform`` use GPUs.
 
     Raises:
-        JaxinferError: a share that the user has set is no number.
+        JaxinferError: a share set by the user is not a number.
     """
     found = {}
     for name, group in config.groups.items():
@@ -55,7 +55,7 @@ def gpu_processes(config: ClusterConfig, has_gpus: bool) -> dict[str, GpuProcess
 
 
 def on_same_gpus(config: ClusterConfig) -> ClusterConfig:
-    """Return groups whose processes see the same GPUs as groups of one process that share them."""
+    """Treat groups whose processes see the same GPUs as groups of one process that share them."""
     first: dict[str, str] = {}
     groups = {}
     for name, group in config.groups.items():
@@ -79,13 +79,13 @@ def _given(group: str, environment: Mapping[str, str]) -> float | None:
 
 
 def divide(processes: Mapping[str, GpuProcess], free: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of each GPU's memory for each process that sees one with another.
+    """Return the share of GPU memory for each process that shares a GPU with another.
 
-    Of ``SHARE`` of what is free, the shares that are set come off; the rest is divided evenly. A
-    process has one share for all the GPUs that it sees: the least of them.
+    Processes divide ``SHARE`` of the free memory. Shares set by the user are subtracted, and the
+    rest is divided evenly. A process has one share for all its GPUs: the smallest of them.
 
     Args:
-        free: share of each GPU's memory that is free, by name; what is not there is taken as free.
+        free: free share of each GPU's memory, by name; a missing GPU counts as free.
 
     Raises:
         JaxinferError: nothing is left for a process.
@@ -101,7 +101,7 @@ def divide(processes: Mapping[str, GpuProcess], free: Mapping[str, float]) -> di
         ]
         if not shares:
             continue
-        # Down to whole percents, as where one process has a GPU alone.
+        # Rounded down to whole percents, as for a process that has a GPU alone.
         found[name] = share = math.floor(100 * min(shares)) / 100
         if share <= 0:
             raise JaxinferError(
@@ -131,10 +131,10 @@ def _called(name: str) -> str:
 
 
 class GpuShares:
-    """Shares of GPUs' memory that the processes of a cluster are told to take.
+    """The shares of GPU memory that the processes of a cluster are told to take.
 
     Attributes:
-        of: share by process, ``HERE`` for this one; of those alone that see a GPU with others.
+        of: share by process, ``HERE`` for this one; only for processes that share a GPU.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -144,12 +144,12 @@ class GpuShares:
             self.of = divide(gpu_processes(config, bool(free)), free)
 
     def environment(self, group: str) -> dict[str, str]:
-        """Return variables for a group's process besides its own."""
+        """Return additional environment variables for a group's process."""
         share = self.of.get(group)
         return {} if share is None else {SETTINGS[0]: f"{share:.2f}"}
 
     def lines(self) -> Iterator[str]:
-        """Yield what to say of it."""
+        """Yield lines that tell the user of the shares."""
         if self.of:
             each = ", ".join(f"{_called(name)} {share:.0%}" for name, share in self.of.items())
             yield (

@@ -1,4 +1,4 @@
-"""Processes that are started again together, and what comes to be in use with them."""
+"""Processes that are restarted together, and what must be replaced with them."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ from jaxinfer.runtime.stage.stage_plan import StageFacts
 
 @dataclass(frozen=True)
 class Restarted:
-    """There is news of a group's process: ``Restarts.take`` tells it."""
+    """There is news of a group's process, which ``Restarts.take`` returns."""
 
     group: str
 
@@ -36,12 +36,12 @@ class RestartResult:
     """The outcome of a loss.
 
     Attributes:
-        instances: instances of the process, or the one that has gone on without it; none where
-            that has it again.
-        why: the reason why it was lost.
-        seconds: time from then until it was ready, or was given up.
-        error: the reason why it could not be started; None if it was.
-        without: numbers of the shards that its one instance has gone on without.
+        instances: instances of the process, or the instance that continued without it; empty if the
+            instance has it again.
+        why: reason for the loss.
+        seconds: time from the loss until the process was ready or given up.
+        error: reason why it could not be started; None if it was.
+        without: numbers of the shards without which its instance continued.
     """
 
     group: str
@@ -57,15 +57,17 @@ Hear = Callable[[Restarted | Failed], object]
 
 @dataclass
 class Home(ABC):
-    """Processes that are started again together.
+    """Processes that are restarted together.
 
     Attributes:
-        name: of its groups.
-        parts: of the cluster, by group; ``processes``: those that have them.
-        left: how often they may be started.
-        starting: whether a thread is about it, and ``why``: as one before was lost.
-        news: an outcome that has not been taken.
-        thread: the last one that was about it.
+        name: name of its groups.
+        parts: parts of the cluster, by group.
+        left: how often they may still be started.
+        processes: their processes, by group.
+        starting: whether a restart is in progress.
+        why: reason of the last loss.
+        news: outcome that has not been taken.
+        thread: thread of the last restart.
     """
 
     name: str
@@ -79,17 +81,17 @@ class Home(ABC):
 
     @property
     def lenders(self) -> Sequence["LenderHome"]:
-        """Homes whose processes are started again with them."""
+        """Homes whose processes are restarted with these."""
         return ()
 
     @property
     def is_wanted(self) -> bool:
-        """True if they are of use once they have started."""
+        """True if the processes are still needed once they have started."""
         return True
 
     @property
     def is_clear(self) -> bool:
-        """True if what has started may be used by now."""
+        """True if the started processes may be used now."""
         return True
 
     @property
@@ -99,10 +101,10 @@ class Home(ABC):
 
     @abstractmethod
     def tell_of_loss(self, hear: Hear) -> None:
-        """Tell a run what it has to know while they are started."""
+        """Tell a run what it must know during the restart."""
 
     def end(self, why: str) -> None:
-        """End what is left of them, since what they have is needed, and wait until all know it."""
+        """End the remaining processes, whose devices are needed, and wait until all users know."""
         for process in self.processes.values():
             if not process.lost:
                 process.give_up(why)
@@ -110,23 +112,23 @@ class Home(ABC):
 
     @abstractmethod
     def get_ready(self, processes: Mapping[str, Process]) -> None:
-        """Have new processes, by group, load, compile and open all that the lost ones had."""
+        """Let new processes, by group, load, compile and open all that the lost ones had."""
 
     @abstractmethod
     def use(self) -> None:
-        """Let the new processes take the place of the lost ones; in the loop's thread."""
+        """Replace the lost processes by the new ones; called in the loop's thread."""
 
 
 @dataclass
 class InstancesHome(Home):
-    """A group's process, or those that share an instance, with instances.
+    """The process of a group with instances, or the processes that share an instance.
 
     Attributes:
         others: starts the processes.
-        rests: instances whose attention groups are started again with their stages; ``processes``
-            has those without which they cannot go on.
-        prepared: of each instance, the sampler that the new processes have.
-        fresh: new processes that are not in use, by group.
+        rests: instances whose attention groups are restarted with their stages; ``processes`` has
+            those that the instances cannot do without.
+        prepared: for each instance, the sampler compiled in the new processes.
+        fresh: new processes that are not yet used, by group.
     """
 
     workers: Mapping[str, AnyRemote]
@@ -152,13 +154,13 @@ class InstancesHome(Home):
             hear(Failed(name, ProcessLost(self.why)))
 
     def end(self, why: str) -> None:
-        """See Home; a thread that is continuing an instance, or returning a group, stops first."""
+        """See Home; a thread that continues an instance or returns a group stops first."""
         for rest in self.rests:
             rest.worker.give_up(ProcessLost(why))
         super().end(why)
         threads = [*(rest.thread for rest in self.rests), *(each.thread for each in self.lenders)]
         for thread in filter(None, threads):
-            if thread.ident:  # Else, who was about to start it was interrupted.
+            if thread.ident:  # Otherwise, the thread that was about to start it was interrupted.
                 thread.join()
         lent = [process for rest in self.rests for process in rest.worker.lending]
         coming = [process for home in self.lenders for process in home.processes.values()]
@@ -199,8 +201,8 @@ class InstancesHome(Home):
                 piece.move_to(self.processes[piece.process.name])
             if isinstance(worker, PipelineWorker):
                 worker.begin_again([self.fresh[group] for group in worker.lends])
-            if self.prepared[name] != worker.sampler:  # Asked for when it was ready.
-                with suppress(NobodyThere):  # The first step for it will show it.
+            if self.prepared[name] != worker.sampler:  # It was requested when it was ready.
+                with suppress(NobodyThere):  # The first step for it will notice that.
                     next(worker.prepare(worker.sampler, wait=False))
         for lender in self.lenders:
             lender.processes, lender.news = {lender.name: self.fresh[lender.name]}, None
@@ -209,12 +211,13 @@ class InstancesHome(Home):
 
 @dataclass
 class Rest:
-    """An instance that can go on without attention groups whose processes are lost.
+    """An instance that can continue without attention groups whose processes are lost.
 
     Attributes:
-        lenders: homes of those that may come back alone.
-        why: as one is lost, while a thread is about it; ``news``: an outcome that nobody has taken.
-        thread: the last one that was about it.
+        lenders: homes of the groups that may return alone.
+        why: reason of the loss, while a thread handles it.
+        news: outcome that has not been taken.
+        thread: last thread that handled a loss.
     """
 
     worker: PipelineWorker
@@ -226,11 +229,11 @@ class Rest:
 
 @dataclass
 class LenderHome(Home):
-    """An attention group's process, without which its instance goes on meanwhile.
+    """An attention group's process; its instance continues without it while it restarts.
 
     Attributes:
         others: starts the processes.
-        lent: where to call for the pools that the new process lends, by stage and number there.
+        lent: addresses of the pools that the new process lends, by stage and number in the stage.
     """
 
     rest: Rest
@@ -239,7 +242,7 @@ class LenderHome(Home):
 
     @property
     def instances(self) -> Sequence[str]:
-        """See Home: its own has not left."""
+        """See Home; its own instance has not left."""
         return ()
 
     @property
@@ -249,7 +252,7 @@ class LenderHome(Home):
 
     @property
     def is_ready(self) -> bool:
-        """True if the new process waits until it is used."""
+        """True if the new process is ready to be used."""
         return self.news is not None and not self.news.error
 
     @property
@@ -259,14 +262,14 @@ class LenderHome(Home):
         return self.is_wanted and not self.rest.why and there.isdisjoint(self.processes)
 
     def tell_of_loss(self, hear: Hear) -> None:
-        """See Home; the instance's own failure is told by its worker."""
+        """See Home; the instance's worker reports the instance's own failure."""
         hear(Restarted(self.name))
 
     def get_ready(self, processes: Mapping[str, Process]) -> None:
         """See Home."""
         (process,), worker = processes.values(), self.rest.worker
         worker.coming.update(processes)
-        if not self.is_wanted:  # Who gives the instance up may not have seen this one.
+        if not self.is_wanted:  # A thread that gives the instance up may not know this one.
             raise JaxinferError("its instance is lost")
         wait_until_loaded(process)
         plans = [stage.plan for stage in worker.stages]
@@ -288,8 +291,8 @@ class LenderHome(Home):
 
 
 def check_same(instance: str, before: StageFacts, now: StageFacts) -> None:
-    """Raise JaxinferError where the loop's plan is none of what the new process has."""
-    # Pages that the loop does not know of are not used.
+    """Raise JaxinferError if the new process's plan differs from the loop's."""
+    # Pages that the loop does not know are not used.
     sizes = {name: getattr(before, name) for name in ("num_pages", "kv_bytes", "memory_bytes")}
     if now.num_pages < before.num_pages or replace(now, options=before.options, **sizes) != before:
         raise JaxinferError(

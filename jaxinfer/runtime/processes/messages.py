@@ -1,8 +1,8 @@
 """Messages between the loop's process and a worker's; ``kv_messages`` has those about slabs.
 
-Batches, requests and holds never travel: what is new of them does. Times are those of
-``time.perf_counter`` in the worker's process: all of one Linux host share them, and those of
-another's are counted from another moment.
+Batches, requests and holds are never sent as a whole; only their changes are. Times are those of
+``time.perf_counter`` in the worker's process. Processes of one Linux host share this clock; other
+hosts count from another moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,15 @@ from jaxinfer.runtime.spread.slice_move import Copies
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.stage_plan import AttentionPlan, StageFacts
 
-# To a worker's process, done in this order.
+# Messages to a worker's process, which are handled in this order.
 
 
 class LoadInstances(NamedTuple):
-    """Load these instances, on the devices that the process sees. Answered with Loaded.
+    """Load these instances on the devices that the process sees. Answered with Loaded.
 
     Attributes:
-        host: the address by which the process is reached.
-        layers: of the stages there, for instances that have others in other processes.
+        host: address of the process.
+        layers: layers of its stages, for instances with stages in other processes.
     """
 
     model: str
@@ -34,10 +34,10 @@ class LoadInstances(NamedTuple):
 
 
 class FollowOn(NamedTuple):
-    """Take an instance's hidden states from the process at this address. Answered with Left.
+    """Receive an instance's hidden states from the process at this address. Answered with Left.
 
     Attributes:
-        link: the one by which they come, where it is emulated.
+        link: link on which they arrive, if emulated.
     """
 
     instance: str
@@ -46,11 +46,12 @@ class FollowOn(NamedTuple):
 
 
 class Lend(NamedTuple):
-    """Take memory for KV heads of a stage in another process. Answered with Lent.
+    """Allocate memory for KV heads of a stage in another process. Answered with Lent.
 
     Attributes:
-        plan: the stage's; ``number``: of the attention group in it whose device has the pool.
-        host: the address by which the process is reached.
+        plan: plan of the stage.
+        number: number of the attention group in the stage whose device has the pool.
+        host: address of the process.
     """
 
     instance: str
@@ -77,17 +78,17 @@ class Borrow(NamedTuple):
 
 
 class BreakOff(NamedTuple):
-    """Wait no more for the processes that lend these pools, in no step or move; see ``Forget``."""
+    """Stop waiting for processes that lend these pools, in all steps and moves; see ``Forget``."""
 
     instance: str
     pools: Sequence[tuple[int, int]]
 
 
 class Forget(NamedTuple):
-    """Begin again: know of no request, and go on without some pools. Answered with Forgot.
+    """Forget all requests, and continue without some pools. Answered with Forgot.
 
     Attributes:
-        pools: a stage, and the number of the attention group in it.
+        pools: pairs of a stage's number and the number of an attention group in it.
     """
 
     instance: str
@@ -96,7 +97,9 @@ class Forget(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Compile all that steps with this sampler need. Answered with Left if ``wait`` is true."""
+    """Compile everything that steps with this sampler need. Answered with Left if ``wait``
+    is true.
+    """
 
     instance: str
     sampler: SamplerShape
@@ -104,7 +107,7 @@ class Prepare(NamedTuple):
 
 
 class NewRequest(NamedTuple):
-    """The parts of a request that never change, told once."""
+    """The constant parts of a request, sent once."""
 
     number: int
     id: str
@@ -114,15 +117,16 @@ class NewRequest(NamedTuple):
     payload: object
 
 
-# Pages of one shard, or by slice where a stage has its slices in several.
+# Pages of one shard, or by slice if a stage has its slices in several shards.
 NewPages = list[int] | dict[int, list[int]]
 
 
 class Launch(NamedTuple):
-    """Start a step. Answered with StepEnded, or WorkerFailed.
+    """Start a step. Answered with StepEnded or WorkerFailed.
 
     Attributes:
-        new: requests that the process does not know; ``gone``: requests that have left.
+        new: requests that the process does not know.
+        gone: numbers of requests that have left.
         tokens: output tokens that the process does not know yet, for requests with several such.
         rows: integers of eight bytes: for each row the request, the output token that the process
             does not know yet (-1: none, or several), start, count, samples, input_pending, epoch.
@@ -155,29 +159,29 @@ class Move(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """Call this with an instance's ``Engine`` there. Answered with CallResult."""
+    """Call this with the process's ``Engine`` of an instance. Answered with CallResult."""
 
     instance: str
     measure: Callable[[Any], Any]
 
 
 class EmulateSteps(NamedTuple):
-    """Set how long a stage's steps are to take."""
+    """Set the emulated duration of a stage's steps."""
 
     instance: str
     stage: int
     seconds: Any
 
 
-# From it.
+# Messages from it.
 
 
 class Heartbeat(NamedTuple):
-    """Said each second."""
+    """Sent each second."""
 
 
 class Hello(NamedTuple):
-    """Said once: the versions that the process runs."""
+    """Sent once: the versions that the process runs."""
 
     jax: str
     jaxinfer: str
@@ -189,7 +193,7 @@ class Hello(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Progress of what was asked for: how many parts are left, 0 when it is done."""
+    """Progress of a task: the number of parts left, 0 when it is done."""
 
     what: str
     parts: int
@@ -199,7 +203,8 @@ class Loaded(NamedTuple):
     """The plans of each instance's stages, and its worker's ``parts``.
 
     Attributes:
-        addresses: of instances with stages in other processes, where to take hidden states from.
+        addresses: for instances with stages in other processes, the address from which to receive
+            hidden states.
     """
 
     plans: Mapping[str, Sequence[StageFacts]]
@@ -208,10 +213,10 @@ class Loaded(NamedTuple):
 
 
 class Forgot(NamedTuple):
-    """The Forget of this number is done, after all that was told before has ended or failed.
+    """The Forget with this number is done, after everything sent before has ended or failed.
 
     Attributes:
-        why: it could not be done; None where it was.
+        why: reason why it failed; None if it succeeded.
     """
 
     number: int
@@ -219,20 +224,20 @@ class Forgot(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """The pool that has been asked for, as it came out, and where to call for it."""
+    """The plan of the requested pool, and the address at which it is available."""
 
     plan: AttentionPlan
     address: Address
 
 
 class CallResult(NamedTuple):
-    """The result of what was called."""
+    """The result of the call."""
 
     found: Any
 
 
 class Moved(NamedTuple):
-    """KV heads have been copied: from when to when, and how many bytes."""
+    """KV heads have been copied: start and end time, and number of bytes."""
 
     instance: str
     move: int
@@ -245,9 +250,9 @@ class StepEnded(NamedTuple):
     """A step's results.
 
     Attributes:
-        results: the arguments of its StepDone but the batch.
-        overruns: of each stage, the seconds by which emulated steps were late since the last.
-        compiles: of each stage, as ``CompiledStep`` counts: compiles, seconds, late ones.
+        results: arguments of its StepDone except the batch.
+        overruns: for each stage, the seconds by which emulated steps were late since the last step.
+        compiles: for each stage, as ``CompiledStep`` counts: compiles, seconds, late ones.
     """
 
     instance: str
@@ -258,7 +263,7 @@ class StepEnded(NamedTuple):
 
 
 class WorkerFailed(NamedTuple):
-    """An instance can do no more; ``is_mistake``: the user's."""
+    """An instance has failed; ``is_mistake``: whether by the user's mistake."""
 
     instance: str
     is_mistake: bool

@@ -1,4 +1,4 @@
-"""Ways to a worker's process: a child of this one, or one of a worker that listens."""
+"""Connections to a worker's process: a child of this one, or one started by a listening worker."""
 
 import os
 import signal
@@ -21,11 +21,11 @@ from jaxinfer.runtime.kv.sockets import (
     set_patience,
 )
 
-# The secret that a worker that listens shares with those who may use it.
+# The secret that a listening worker shares with those who may use it.
 KEY = "JAXINFER_KEY"
-# Of messages and back, by which two clocks are compared.
+# Number of messages and answers to compare two clocks.
 ROUND_TRIPS = 20
-# A process that is to end has so long for it.
+# Seconds that a process has to end.
 END_S = 5.0
 
 
@@ -33,10 +33,10 @@ class Peer(Protocol):
     """A process at the other end of a socket.
 
     Attributes:
-        where: it is, in words.
+        where: its location, in words.
         clock_offset: seconds by which its ``time.perf_counter`` is ahead of this process's.
-        way: addresses of this host and of its own, each as the other reaches it; None where it is
-            on this host.
+        way: addresses of this host and of the other one, each as seen from the other; None if the
+            process is on this host.
     """
 
     socket: socket.socket
@@ -45,11 +45,11 @@ class Peer(Protocol):
     way: tuple[str, str] | None
 
     def end(self, patience_s: float) -> str:
-        """Have it ended, killed if it has not by itself after so long; how it did, in words."""
+        """End the process, or kill it after ``patience_s``; return in words how it ended."""
 
 
 class Child:
-    """A process that is started here, with some variables besides those of this one."""
+    """A process started on this host, with additional environment variables."""
 
     clock_offset = 0.0
     way: tuple[str, str] | None = None
@@ -79,17 +79,17 @@ class Greeting(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The last word of a worker: a process that it had started has ended, with this code."""
+    """The last message of a worker: a process that it started has ended, with this code."""
 
     code: int
 
 
 class Elsewhere:
-    """A process that a worker that listens starts, with some variables besides its own.
+    """A process that a listening worker starts, with additional environment variables.
 
     Args:
         address: ``HOST:PORT``.
-        give_back: called when it is to end.
+        give_back: called when the process should end.
 
     Raises:
         JaxinferError: no process listens there, or it has another key.
@@ -135,7 +135,7 @@ class Elsewhere:
         self.way = None if is_loopback(there) else (self.socket.getsockname()[0], there)
 
     def end(self, patience_s: float) -> str:
-        """See Peer; the process that started it ends it."""
+        """See Peer; the listening worker ends it."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self._give_back()
@@ -143,10 +143,10 @@ class Elsewhere:
 
 
 def shared_key() -> str:
-    """The secret, from the environment.
+    """Return the secret from the environment.
 
     Raises:
-        JaxinferError: there is none.
+        JaxinferError: it is not set.
     """
     if not (key := os.environ.get(KEY)):
         raise JaxinferError(f"{KEY} is not set: a secret that workers and their jobs share")
@@ -154,9 +154,9 @@ def shared_key() -> str:
 
 
 def clock_offset(ask: Callable[[], float]) -> float:
-    """Return by how many seconds another clock is ahead, by the shortest of some round trips.
+    """Return by how many seconds another clock is ahead, from the shortest of several round trips.
 
-    It is wrong by half of that trip at most.
+    The error is at most half of that round trip.
     """
     found = []
     for _ in range(ROUND_TRIPS):
@@ -170,14 +170,15 @@ def clock_offset(ask: Callable[[], float]) -> float:
 def start_worker(
     connection: socket.socket, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """A worker's process of this one, which answers at the other end of the connection."""
-    # A module, not a function: what the user's script does when it is imported is not redone.
+    """Start a worker as a child process, which answers at the other end of the connection."""
+    # Started as a module, so that the user's script is not imported again.
     numbers = [str(connection.fileno()), str(os.getpid())]
-    # Blocked there from its start: all of a terminal's processes get Ctrl-C, which is for this one.
+    # Blocked from its start, because Ctrl-C reaches all processes of a terminal, but is for this
+    # one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
-            # Safe: the folder where this runs comes last on its path, as it does here.
+            # Safe, because the current folder comes last on its path, as it does here.
             [sys.executable, "-P", "-m", "jaxinfer.runtime.worker_process", *numbers],
             pass_fds=[connection.fileno()],
             env=os.environ | environment,

@@ -11,7 +11,8 @@ class PipelineSide:
     """The processes of one instance as a side of channels; see ``KVProcess``.
 
     Args:
-        sides: processes in the order of their stages; ``first_stages``: first stage of each.
+        sides: processes in the order of their stages.
+        first_stages: number of each process's first stage.
     """
 
     waits_for: Mapping[int, tuple[str, float]] = {}
@@ -22,7 +23,7 @@ class PipelineSide:
         self._of: dict[int, KVProcess] = {}
 
     def open(self, message: OpenEnd, hear: Hear) -> None:
-        """See KVProcess; the stage is a number among all of the instance."""
+        """See KVProcess; the stage is numbered within the whole instance."""
         number = max(i for i, first in enumerate(self._first) if first <= message.stage)
         side = self._of[message.end] = self._sides[number]
         side.open(message._replace(stage=message.stage - self._first[number]), hear)
@@ -32,7 +33,7 @@ class PipelineSide:
         self._of[message.end].do(message)
 
     def on_loss(self, hear: Callable[[str], None]) -> None:
-        """See KVProcess; the first that is lost is the loss of all."""
+        """See KVProcess; the loss of one process is the loss of all."""
         for side in self._sides:
             side.on_loss(hear)
 

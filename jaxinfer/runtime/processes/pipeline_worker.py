@@ -1,4 +1,4 @@
-"""The parts of one instance in several processes, as the loop's process sees them."""
+"""The loop's view of one instance whose parts are in several processes."""
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -33,15 +33,15 @@ T = TypeVar("T")
 
 
 class _Part(RemoteWorker):
-    """The stages in one of the processes, or what it lends to those in others.
+    """The stages in one of the processes, or the pools that it lends to stages in others.
 
-    ``on_failure`` hears, in some thread, when it fails.
+    ``on_failure`` is called, in some thread, when the process fails.
     """
 
     on_failure: Callable[[Exception], None]
 
     def on_loss(self, error: Exception) -> None:
-        """Pass the error to the whole worker, which tells its waiting callers."""
+        """Pass the error to the whole worker, which tells all waiting callers."""
         self.on_failure(error)
 
     def fail(self, error: Exception) -> None:
@@ -65,7 +65,7 @@ class PipelineWorker:
 
     Attributes:
         parts: numbers of the stages, those that follow one another on one mesh together.
-        sampler: the sampler requested last.
+        sampler: the last requested sampler.
         lends: groups whose processes lent pools at the start.
         without: numbers of the KV shards that were lost and that the instance continues without.
         coming: processes that will lend pools in place of lost ones, by group.
@@ -114,12 +114,12 @@ class PipelineWorker:
         return part
 
     def follow_on(self, loaded: Sequence[tuple[Process, Loaded]]) -> None:
-        """Have each process take hidden states from the one before it."""
+        """Let each process receive hidden states from the one before it."""
         for ((_, before), (process, _)), link in zip(pairwise(loaded), self._links, strict=True):
             next(process.ask(FollowOn(self.instance, before.addresses[self.instance], link)))
 
     def _check_shapes(self) -> None:
-        """Raise JaxinferError where a step's tokens would be padded to several numbers."""
+        """Raise JaxinferError if processes would pad a step's tokens to different numbers."""
         limits = [stage.plan.limits for stage in self.stages]
         if any(each.token_buckets != limits[0].token_buckets for each in limits):
             buckets = [each.token_buckets for each in limits]
@@ -139,7 +139,7 @@ class PipelineWorker:
         return self._there
 
     def begin_again(self, lenders: Sequence[Process] = ()) -> None:
-        """Go on where all of its processes are new, those that lend pools among them."""
+        """Start again after all of its processes were replaced, including those that lend pools."""
         self._lenders = [self._lender(process) for process in lenders]
         self.without, self.coming, self.given_up = [], {}, False
         self._failed = None
@@ -158,7 +158,7 @@ class PipelineWorker:
 
     @property
     def lending(self) -> list[Process]:
-        """The processes of attention groups alone."""
+        """The processes of attention groups."""
         return [part.process for part in self._lenders]
 
     @property
@@ -171,17 +171,17 @@ class PipelineWorker:
     ) -> Generator[int, None, None]:
         """Compile all steps with this sampler; see ``RemoteWorker``."""
         self.sampler = sampler
-        if not wait:  # All are asked before anything is yielded: nobody has to ask for more.
+        if not wait:  # All are asked before the first yield, so that callers need not ask for more.
             for part in self._there:
                 next(part.prepare(sampler, wait))
             yield 0
             return
-        # All at once, and heard one after the other.
+        # All start at once, and are read one after the other.
         with ExitStack() as alone:
             for part in self._there:
                 alone.enter_context(part.process.asking)
             failed: list[JaxinferError] = []
-            # Each is heard to its end: what it says is not for who asks next.
+            # Each answer is read to its end, so that the next question does not receive it.
             asked = []
             for part in self._there:
                 with _noting(failed):
@@ -197,7 +197,7 @@ class PipelineWorker:
         yield 0
 
     def measure(self, measure: Callable[[Any], T]) -> Iterator[T]:
-        """Results of a function of the ``Engine`` in each process with stages, one by one."""
+        """Yield the results of a function of the ``Engine`` in each process with stages."""
         for part in self._there:
             yield next(part.process.ask(Measure(self.instance, measure))).found
 
@@ -225,12 +225,12 @@ class PipelineWorker:
             part.launch(batch, origin, partial(hear, number), partial(tell, number), step)
 
     def recover(self, patience: float | None = None) -> None:
-        """Be whole for steps of other requests; see ``Worker``.
+        """Become ready for steps of other requests; see ``Worker``.
 
         Raises:
-            Exception: it can do no more.
+            Exception: it has failed.
         """
-        # Hidden states are dropped when those who take them have all that they were told of.
+        # Hidden states are dropped when their receivers have everything that they were told of.
         for part in reversed(self._there):
             part.recover(patience)
 
@@ -259,16 +259,16 @@ class PipelineWorker:
             part.copy(copies._replace(pieces=pieces), hear, post)
 
     def _fail(self, part: _Part, error: Exception) -> None:
-        """Give up the instance, and its processes unless it can go on."""
+        """Give up the instance and its processes, unless it can continue."""
         with self._lock:
             if self._failed:
                 return
             self._failed = error
         if not isinstance(error, JaxinferError):
             error = self._cause(part) or error
-        goes_on = self.lost_lenders  # Once it is told, it may have, in another thread.
+        goes_on = self.lost_lenders  # Another thread may do so once it is told.
         if goes_on:
-            # A host that has vanished would be waited for, and so would all that comes after.
+            # A vanished host would block this call, and everything after it.
             with suppress(ProcessLost):
                 self._there[0].process.send(BreakOff(self.instance, self._pools_of(goes_on)))
         for each in [*self._there, *self._lenders]:
@@ -278,20 +278,20 @@ class PipelineWorker:
 
     def give_up(self, why: Exception) -> None:
         """End those of its processes that have no other instance."""
-        self.given_up = True  # First: else, one may be started again.
+        self.given_up = True  # This comes first; otherwise, one might be started again.
         for process in [*self.processes, *self.coming.values()]:
             if process.workers.keys() <= {self.instance}:
                 process.give_up(f"instance {self.instance}: {why}")
 
     @property
     def lost_lenders(self) -> list[str]:
-        """The groups whose processes are lost, where the instance can go on without them."""
+        """The groups whose processes are lost, if the instance can continue without them."""
         if self.given_up or len(self._there) > 1 or self._there[0].process.lost:
             return []
         return [part.process.name for part in self._lenders if part.process.lost]
 
     def _pools_of(self, groups: Sequence[str]) -> list[tuple[int, int]]:
-        """Pools that groups lend to the stages of one process, as in ``Forget``."""
+        """Return the pools that groups lend to the stages of one process, as in ``Forget``."""
         return [
             (stage.number, number)
             for stage in self.stages
@@ -300,7 +300,7 @@ class PipelineWorker:
         ]
 
     def go_on(self) -> None:
-        """Have the stages' process forget all requests, and the pools of lost processes.
+        """Let the stages' process forget all requests, and the pools of lost processes.
 
         Raises:
             JaxinferError: it is lost, too.
@@ -316,7 +316,7 @@ class PipelineWorker:
         part.begin_again()
         with self._lock:
             self._failed = None
-        if part.process.lost:  # Whoever was told of it took it for the same failure.
+        if part.process.lost:  # The thread that heard of it took it for the same failure.
             raise JaxinferError(part.process.lost)
         self._look_for_losses()
 
@@ -325,11 +325,11 @@ class PipelineWorker:
         return [first[stage] + number + 1 for stage, number in pools]
 
     def take_back(self, process: Process, pools: Mapping[tuple[int, int], Address]) -> None:
-        """Use the pools, as in ``Forget``, that a process lends in the place of a lost one."""
+        """Use the pools (as in ``Forget``) that a process lends in place of a lost one."""
         self._lenders = [*self._lenders, self._lender(process)]
-        if self.coming.get(process.name) is process:  # Else, the next one is being started.
+        if self.coming.get(process.name) is process:  # Otherwise, the next one is being started.
             del self.coming[process.name]
-        with suppress(ProcessLost):  # The first step will show it.
+        with suppress(ProcessLost):  # The first step will notice it.
             for (stage, number), address in pools.items():
                 borrow = Borrow(self.instance, stage, number, address, wait=False)
                 self._there[0].process.send(borrow)
@@ -337,7 +337,7 @@ class PipelineWorker:
         self._look_for_losses()
 
     def _cause(self, part: _Part) -> Exception | None:
-        """A process that has ended is missed by its neighbours."""
+        """Return the first cause: a process that has ended also makes its neighbours fail."""
         if part.process.lost:
             return None
         for other in self.processes:
@@ -346,7 +346,7 @@ class PipelineWorker:
         return None
 
     def close(self) -> None:
-        """The processes are ended as a whole."""
+        """Do nothing: processes are ended as a whole."""
 
 
 @contextmanager
@@ -358,7 +358,7 @@ def _noting(failed: list[JaxinferError]) -> Iterator[None]:
 
 
 def _whole(parts: Sequence[StepDone]) -> StepDone:
-    """A step's results of what each process tells of its stages."""
+    """Combine the results that processes report for their stages."""
     stages = [stage for part in parts for stage in part.stages]
     return replace(parts[-1], start=stages[0][0], stages=stages)
 

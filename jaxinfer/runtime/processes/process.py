@@ -30,26 +30,27 @@ from jaxinfer.runtime.processes.messages import (
 )
 from jaxinfer.runtime.processes.peers import END_S, Ended, Peer, how_ended
 
-# A process says each second that it is alive; one that has not for so long has gone.
+# A process reports each second that it is alive. After this long without a report, it counts as
+# gone.
 SILENCE_S = 10.0
-# Silence is waited for in so many parts: where this process is stopped as well, as by Ctrl-Z, that
-# takes one of them.
+# The wait is split into this many parts. If this process is stopped, too, for example by Ctrl-Z,
+# only one part is lost.
 PARTS = 10
-# Before its first word it imports JAX, from a disk that may be slow.
+# Before its first report, it imports JAX, perhaps from a slow disk.
 START_S = 300.0
 
 
 class Hears(Protocol):
-    """Hears what becomes of one instance in a process."""
+    """Receives the events of one instance in a process."""
 
     def on_step(self, answer: StepEnded) -> None:
         """Take a step's results."""
 
     def on_move(self, answer: Moved) -> None:
-        """Take the news that KV heads have moved."""
+        """Record that KV heads have moved."""
 
     def on_loss(self, error: Exception) -> None:
-        """Learn that the instance there can do no more."""
+        """Record that the instance has failed."""
 
 
 class NobodyThere(JaxinferError):
@@ -57,17 +58,19 @@ class NobodyThere(JaxinferError):
 
 
 class Process:
-    """A process with devices of its own, ended by this one.
+    """A process with devices of its own, which this process ends.
 
     Args:
         name: name of its group.
-        peer: it, as it is got at.
+        peer: connection to it.
 
     Attributes:
-        lost: why it is no more, or None.
-        workers: workers of its instances, by name; ``ends``: receivers of the answers of each end.
-        on_loss: called, in a thread, when it is no more.
-        asking: lock held during a question if others may ask, too: an answer goes to any listener.
+        lost: reason why it has ended, or None.
+        workers: workers of its instances, by name.
+        ends: receivers of the answers of each end.
+        on_loss: called, in a thread, when it has ended.
+        asking: lock to hold during a question if other threads may ask, too, because an answer goes
+            to any listener.
     """
 
     def __init__(self, name: str, peer: Peer) -> None:
@@ -83,7 +86,7 @@ class Process:
         self._given_up: str | None = None
         self._ended = threading.Event()
         self.peer, self._socket = peer, peer.socket
-        # One that is stopped may have said half of something.
+        # A stopped process may have sent half of a message.
         set_patience(self._socket, SILENCE_S)
         self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
         self._lock, self._sender = threading.Lock(), Sender(self._connection)
@@ -91,7 +94,7 @@ class Process:
         self._reader.start()
 
     def send(self, message: Any) -> None:
-        """Have something done, after all that was sent before.
+        """Send a message, to be carried out after all earlier ones.
 
         Raises:
             ProcessLost: the process has ended.
@@ -104,13 +107,13 @@ class Process:
         except OSError as error:
             if isinstance(error, Torn):
                 self.give_up(f"process of group {self.name}: {error}")
-            # The thread that reads is about to learn how it ended, unless that is this one.
+            # The thread that reads is about to learn how it ended, unless that is this thread.
             reads = threading.current_thread() is self._reader
             why = None if reads else self.why_lost(END_S)
             raise ProcessLost(why or f"process of group {self.name}: {error}") from None
 
     def ask(self, message: Any) -> Iterator[Any]:
-        """Send, and the answers to this message as they come.
+        """Send a message, and yield its answers as they come.
 
         Raises:
             JaxinferError: it cannot be done, by the user's mistake or because the process is lost.
@@ -134,12 +137,12 @@ class Process:
     def forget(
         self, instance: str, pools: Sequence[tuple[int, int]] = (), patience: float | None = None
     ) -> None:
-        """Have an instance there end all that was begun, and begin again; see ``Forget``.
+        """Let an instance there end all work and start again; see ``Forget``.
 
         Answers to an interrupted caller, which were never read, are dropped.
 
         Raises:
-            JaxinferError: it cannot, has not within ``patience``, in seconds, or is lost.
+            JaxinferError: it cannot, does not within ``patience`` seconds, or is lost.
         """
         with self.asking:
             asked = Forget(instance, pools, next(self._numbers))
@@ -159,10 +162,10 @@ class Process:
                         raise NobodyThere(str(answer))
 
     def close(self) -> None:
-        """End it; waits for no more than a few seconds."""
+        """End the process; waits at most a few seconds."""
         self._closing = True
-        # Not by a message: a thread that is in the midst of sending one may be the one here, which
-        # garbage collection has brought.
+        # Not done by a message: garbage collection may call this in the thread that is just sending
+        # one.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self.peer.end(END_S)
@@ -190,13 +193,14 @@ class Process:
         self.lost = why = self._given_up or ended
         self._ended.set()
         self._answers.put(ProcessLost(why))
-        # Each of them, whatever the others raise: who is not told waits for ever.
+        # All are called even if one raises, because a listener that is not called waits forever.
         with ExitStack() as all_told:
             all_told.callback(self._disconnect)
             if not self._closing:
                 for hear in reversed(list(self.on_loss)):
                     all_told.callback(hear, why)
-                # A list: the loop's thread may move a worker here meanwhile.
+                # Copied to a list, because the loop's thread may move a worker here at the same
+                # time.
                 for worker in reversed(list(self.workers.values())):
                     all_told.callback(worker.on_loss, ProcessLost(why))
 
@@ -206,7 +210,7 @@ class Process:
             self._socket.close()
 
     def _hear_all(self) -> str:
-        """Hear answers until the process is no more, and why that is so."""
+        """Read answers until the process ends, and return the reason."""
         patience = START_S
         try:
             while self._says_something(patience):
@@ -217,7 +221,7 @@ class Process:
                 self._hear(answer)
                 patience = SILENCE_S
         except BlockingIOError:
-            pass  # Half of something.
+            pass  # Half of a message.
         except TimeoutError:
             self.peer.end(0)
             return "cannot be reached any more"
@@ -226,7 +230,7 @@ class Process:
         except Exception as error:
             self.peer.end(0)
             return f"has said what is not understood: {type(error).__name__}: {one_line(error)}"
-        # Stopped, or too busy to be of use: nobody is to find it later.
+        # It is stopped, or too busy to be useful, and must not be found later.
         self.peer.end(0)
         return f"has said nothing for {patience:g} s"
 

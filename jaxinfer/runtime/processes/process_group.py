@@ -1,4 +1,4 @@
-"""The processes of a cluster besides the loop's own: those of groups that have one."""
+"""The processes of a cluster in addition to the loop's own: one for each group that has one."""
 
 import sys
 from collections import defaultdict
@@ -32,14 +32,14 @@ from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.stage.attention_plan import check_attention
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 
-# What the user sees of a long start: a description, and how many parts are left.
+# Reports the progress of a long start to the user: a description, and the number of parts left.
 Progress = Callable[[str, int], None]
 
 
 class AnotherProcess:
-    """A process that this one has started, as a side of channels; another may take its place."""
+    """A process started by this one, as a side of channels; another process may replace it."""
 
-    # It says each second that it is alive, and is given up by itself.
+    # Empty: it reports each second that it is alive, and is given up if it does not.
     waits_for: Mapping[int, tuple[str, float]] = {}
 
     def __init__(self, process: Process) -> None:
@@ -54,7 +54,7 @@ class AnotherProcess:
 
     @property
     def group(self) -> str:
-        """The one whose process it is."""
+        """Name of the group whose process it is."""
         return self._process.name
 
     def open(self, message: OpenEnd, hear: Hear) -> None:
@@ -63,13 +63,13 @@ class AnotherProcess:
         _open_end(self._process, message, hear)
 
     def open_on(self, process: Process) -> None:
-        """Get the same ends ready in another process."""
+        """Prepare the same ends in another process."""
         process.on_loss += self._on_loss
         for message, hear in self._ends:
             _open_end(process, message, hear)
 
     def move_to(self, process: Process) -> None:
-        """Let another process, in which the ends are open, take its place from here on."""
+        """Continue in another process, in which the ends are open."""
         self._process = process
 
     def do(self, message: SlabMessage) -> None:
@@ -94,17 +94,17 @@ def _open_end(process: Process, message: OpenEnd, hear: Hear) -> None:
 def reach(
     config: ClusterConfig, names: Collection[str], shares: GpuShares
 ) -> Iterator[tuple[str, Peer]]:
-    """The processes that these groups have of their own, one after the other as they are got at.
+    """Connect to the groups' own processes, and yield each one.
 
     Args:
         shares: shares of the memory of this host's GPUs.
 
     Raises:
-        JaxinferError: one is not.
+        JaxinferError: a process cannot be reached.
     """
     groups = {name: config.groups[name] for name in names}
     if by_ray := {name: group for name, group in groups.items() if group.ray}:
-        # Needs a package that is no dependency.
+        # Imported here, because its package is no dependency.
         from jaxinfer.runtime.processes.ray_hosts import place
 
         assert config.ray
@@ -120,14 +120,15 @@ def reach(
 
 
 class OtherProcesses:
-    """All processes that a cluster needs besides this one.
+    """All processes that a cluster needs in addition to this one.
 
     Args:
         model: model that each process opens.
         layers: layers of each stage, for instances with stages in several processes.
 
     Attributes:
-        gpu_shares: what they, and this one, take of GPUs that several of them see.
+        gpu_shares: shares of GPU memory of these processes and of this one, on GPUs that several
+            use.
     """
 
     def __init__(
@@ -143,10 +144,10 @@ class OtherProcesses:
     def start(
         cls, config: ClusterConfig, model: str, layers: Mapping[str, Sequence[Layers]]
     ) -> "OtherProcesses":
-        """Start them, each loading what stands on its group, and go on meanwhile.
+        """Start the processes; each loads its group's part in the background.
 
         Raises:
-            JaxinferError: one cannot be got at, or is none that attention can be run on.
+            JaxinferError: a process cannot be reached, or cannot run attention.
         """
         for name in layers:
             for group in config.attention_of(name):
@@ -166,10 +167,10 @@ class OtherProcesses:
         return others
 
     def begin_again(self, group: str, part: ClusterConfig) -> Process:
-        """Start a group's process, which loads its part, in the place of one that is lost.
+        """Start a group's process in place of a lost one; it loads its part.
 
         Raises:
-            JaxinferError: it cannot be got at.
+            JaxinferError: it cannot be reached.
         """
         ((_, peer),) = reach(self._config, [group], self.gpu_shares)
         process = self._processes[group] = Process(group, peer)
@@ -187,24 +188,24 @@ class OtherProcesses:
             for name, all_ in self._layers.items()
             if name in part.instances
         }
-        with suppress(ProcessLost):  # Whoever waits for it hears of it.
+        with suppress(ProcessLost):  # Threads that wait for it are told.
             process.send(LoadInstances(self._model, part, self.host_of(process), layers))
 
     def host_of(self, process: Process) -> str:
-        """The address by which others reach a process."""
+        """Return the address at which other processes reach a process."""
         return process.peer.way[1] if process.peer.way else self.host
 
     @property
     def host(self) -> str:
-        """The address by which others reach this one."""
+        """The address at which other processes reach this one."""
         ways = [process.peer.way for process in self._processes.values()]
         return next((way[0] for way in ways if way), LOOPBACK)
 
     def load(self, progress: Progress) -> dict[str, AnyRemote]:
-        """Wait until all have loaded and compiled; their workers, by instance.
+        """Wait until all have loaded and compiled; return their workers by instance.
 
         Raises:
-            JaxinferError: one cannot, or has ended.
+            JaxinferError: a process fails, or has ended.
         """
         workers: dict[str, AnyRemote] = {}
         parts: dict[str, dict[str, tuple[Process, Loaded]]] = defaultdict(dict)
@@ -242,10 +243,10 @@ class OtherProcesses:
         lent: dict[tuple[int, int], Lent] = {}
         groups = dict.fromkeys(place.group for plan in plans for place in plan.attention)
         lenders = [self._processes[group] for group in groups]
-        # One after the other: those on one host have one memory.
+        # One after the other, because those on one host share its memory.
         for lender in lenders:
             lent |= lend_pools(instance, plans, lender, self.host_of(lender))
-        # All at once, and heard one after the other.
+        # All start at once, and are read one after the other.
         for lender, answers in [(lender, open_pools(lender)) for lender in lenders]:
             for left in answers:
                 progress(f"{lender.name}: {left.what}", left.parts)
@@ -257,11 +258,11 @@ class OtherProcesses:
         return process, loaded._replace(plans={**loaded.plans, instance: plans})
 
     def side_of(self, instance: str) -> AnotherProcess | PipelineSide:
-        """The process other than this one that has an instance, or those that do."""
+        """Return the process of an instance, or its processes, other than this one."""
         return self._pipelines.get(instance) or self._there[instance]
 
     def close(self) -> None:
-        """End them all."""
+        """End all processes."""
         for process in self._processes.values():
             process.close()
 
@@ -269,14 +270,14 @@ class OtherProcesses:
 def lend_pools(
     instance: str, plans: Sequence[StageFacts], lender: Process, host: str
 ) -> dict[tuple[int, int], Lent]:
-    """Have an attention group's process take memory for all stages that name it.
+    """Let an attention group's process allocate memory for all stages that use it.
 
     Args:
-        plans: of the stages.
-        host: the address by which the process is reached.
+        plans: plans of the stages.
+        host: address of the process.
 
     Returns:
-        Its pools by the number of the stage, and of the group in it.
+        Its pools, by the number of the stage and of the group in it.
     """
     return {
         (stage, number): next(lender.ask(Lend(instance, plan, number, host)))
@@ -287,7 +288,7 @@ def lend_pools(
 
 
 def open_pools(lender: Process) -> Iterator[Left]:
-    """Ask for what comes before pools can be used; yields what is left, as it is heard."""
+    """Prepare pools before they can be used; yields how much is left."""
     answers = lender.ask(OpenPools())
 
     def until_done() -> Iterator[Left]:

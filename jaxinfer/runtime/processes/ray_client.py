@@ -1,4 +1,4 @@
-"""Ray's cluster, as one of its clients."""
+"""Connects to a Ray cluster as a client."""
 
 import logging
 import signal
@@ -10,19 +10,20 @@ from typing import Any
 
 from jaxinfer.errors import JaxinferError, one_line
 
-# A head that does not take a connection in this time will not; Ray itself tries for much longer.
+# A head that does not accept a connection in this time never will; Ray itself tries for much
+# longer.
 CONNECT_S = 5.0
 
 
 def connect(address: str) -> Any:
-    """Ray's package, connected to a cluster; once per process, the first address counts.
+    """Return Ray's package, connected to a cluster; the first address of a process counts.
 
     Args:
-        address: ``HOST:PORT`` of the cluster's head, ``auto`` for the one that this host is of, or
+        address: ``HOST:PORT`` of the cluster's head, ``auto`` for the cluster of this host, or
             ``local`` for a new one on this host, which ends with this process.
 
     Raises:
-        JaxinferError: Ray is not installed, or no cluster is there.
+        JaxinferError: Ray is not installed, or there is no cluster.
     """
     ray = import_ray()
     if ray.is_initialized():
@@ -42,7 +43,7 @@ def connect(address: str) -> Any:
 
 
 def import_ray() -> Any:
-    """The package.
+    """Import Ray's package.
 
     Raises:
         JaxinferError: it is not installed.
@@ -57,7 +58,7 @@ def import_ray() -> Any:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Ray takes SIGTERM for itself, which ends a command by its own line."""
+    """Restore the handler of SIGTERM, which Ray replaces by one that ends a command."""
     kept = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Processes of device groups on hosts that Ray finds for them."""
+"""Processes of device groups on hosts that Ray chooses."""
 
 import secrets
 import threading
@@ -13,12 +13,12 @@ from jaxinfer.runtime.processes.peers import Elsewhere, Peer
 from jaxinfer.runtime.processes.ray_client import connect
 from jaxinfer.runtime.processes.worker_server import WorkerServer
 
-# A node that is there, and busy with something else, may come free.
+# An existing node may be busy now, and become free later.
 PLACE_S = 300.0
 
 
 class ListeningWorker:
-    """An actor: a worker that listens on its node, with the devices that Ray gives it there.
+    """An actor: a listening worker on its node, with the devices that Ray gives it.
 
     Args:
         key: key that the job must have.
@@ -32,18 +32,18 @@ class ListeningWorker:
         threading.Thread(target=self._server.serve, daemon=True).start()
 
     def address(self) -> str:
-        """``HOST:PORT``."""
+        """Return ``HOST:PORT``."""
         return self._server.address
 
 
 def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str, Peer]]:
-    """A process for each group; it and its actor end with each other, and with this process.
+    """Yield a process for each group; each ends with its actor, and with this process.
 
     Args:
         address: address of Ray's cluster.
 
     Raises:
-        JaxinferError: there is none, or no node has what a group asks for.
+        JaxinferError: there is no cluster, or no node has what a group asks for.
     """
     ray = connect(address)
     key = secrets.token_hex(16)
@@ -72,7 +72,7 @@ def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str
                     f"{PLACE_S:g} s"
                 ) from None
             except (ray.exceptions.RayError, JaxinferError) as error:
-                # Ray's have a traceback before what is said.
+                # Ray's errors have a traceback before the message.
                 why = str(error).strip().splitlines()[-1]
                 raise JaxinferError(f"groups.{name}.ray: {why}") from None
             del actors[name]
@@ -83,10 +83,11 @@ def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str
 
 
 def _end(ray: Any, actor: Any) -> None:
-    """Have an actor ended, and its process with it, where there is still a cluster to ask."""
-    # One that has been left would be joined again, or another one started.
+    """End an actor and its process, if the cluster can still be reached."""
+    # A connection that is left open would be used again, or another one started.
     if ray.is_initialized():
-        with suppress(Exception):  # Whoever asks has more to do, and the actor ends with this one.
+        # The caller has more to do, and the actor ends with this connection.
+        with suppress(Exception):
             ray.kill(actor)
 
 
@@ -99,7 +100,7 @@ def _demands(group: GroupConfig) -> dict[str, float]:
 
 
 def _check(name: str, demanded: Mapping[str, float], nodes: list[dict[str, Any]]) -> None:
-    """Refuse what no node has, which Ray would wait for."""
+    """Refuse demands that no node can meet; Ray would wait for them."""
     there = [node["Resources"] for node in nodes if node["Alive"]]
     if not any(all(has.get(n, 0) >= x for n, x in demanded.items()) for has in there):
         known = "; ".join(_words({n: x for n, x in has.items() if _is_told(n)}) for has in there)

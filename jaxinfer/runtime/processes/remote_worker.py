@@ -1,4 +1,4 @@
-"""Workers in processes of their own, as the loop's process sees them."""
+"""The loop's view of workers in other processes."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class CompileCounts:
 
 @dataclass
 class RemoteStage:
-    """A stage that another process has: what is known of it here."""
+    """The loop's view of a stage in another process."""
 
     process: Process
     instance: str
@@ -48,7 +48,7 @@ class RemoteStage:
 
     @property
     def emulate(self) -> Callable[[Batch], float] | None:
-        """Seconds that a step is to take on a slower device, or None."""
+        """Function for the seconds that a step takes on an emulated slower device, or None."""
         return self._emulate
 
     @emulate.setter
@@ -57,7 +57,7 @@ class RemoteStage:
         self.emulate_on(self.process)
 
     def emulate_on(self, process: Process) -> None:
-        """Tell a process how long its steps are to take."""
+        """Tell a process how long its steps should take."""
         process.send(EmulateSteps(self.instance, self.number, self._emulate))
 
     def move_to(self, process: Process) -> None:
@@ -65,7 +65,7 @@ class RemoteStage:
         self.process, self._before = process, self.step
 
     def count(self, compiles: int, seconds: float, late: int) -> None:
-        """Note what the process has compiled; that of those before it counts, too."""
+        """Record what the process has compiled, adding it to that of earlier processes."""
         before = self._before
         self.step = CompileCounts(
             before.compiles + compiles, before.compile_s + seconds, before.late_compiles + late
@@ -80,7 +80,7 @@ class RemoteWorker:
 
     Attributes:
         parts: same as ``parts`` of the worker there.
-        sampler: the sampler requested last.
+        sampler: the last requested sampler.
     """
 
     without: Sequence[int] = ()
@@ -106,9 +106,9 @@ class RemoteWorker:
     def prepare(
         self, sampler: SamplerShape = PLAIN_SAMPLER, wait: bool = True
     ) -> Generator[int, None, None]:
-        """Compile all steps with this sampler, which those launched from now on have.
+        """Compile all steps with this sampler; later launches use it.
 
-        Yields how many are left, their number first.
+        Yields the number of steps left, beginning with their total number.
 
         Args:
             wait: whether to wait until it is done. A stopped process would block the caller.
@@ -126,7 +126,7 @@ class RemoteWorker:
         return [self]
 
     def prepare_on(self, process: Process, sampler: SamplerShape) -> Iterator[int]:
-        """The same in a process that is to have these stages."""
+        """Do the same in a process that will have these stages."""
         with process.asking:
             for answer in process.ask(Prepare(self.instance, sampler)):
                 yield answer.parts
@@ -134,14 +134,14 @@ class RemoteWorker:
                     return
 
     def emulate_on(self, process: Process) -> None:
-        """Have steps there take as long as here."""
+        """Make steps there take as long as here."""
         for stage in self.stages:
             if stage.emulate:
                 stage.emulate_on(process)
 
     def move_to(self, process: Process) -> None:
-        """Go on in a process that has these stages, and has heard of no request."""
-        self.process.workers.pop(self.instance, None)  # It may still have to tell of its end.
+        """Continue in a process that has these stages and knows no request."""
+        self.process.workers.pop(self.instance, None)  # It may still have to report its end.
         self.process = process
         self.begin_again()
         for stage in self.stages:
@@ -149,15 +149,15 @@ class RemoteWorker:
         process.workers[self.instance] = self
 
     def begin_again(self) -> None:
-        """Go on where the process knows of no request."""
+        """Start again with a process that knows no request."""
         self._encoder, self._lost = BatchEncoder(self._shards), None
         self._steps, self._moves = {}, {}
 
     def recover(self, patience: float | None = None) -> None:
-        """Be whole for steps of other requests; see ``Worker``.
+        """Become ready for steps of other requests; see ``Worker``.
 
         Raises:
-            Exception: it can do no more.
+            Exception: it has failed.
         """
         self._check()
         self.process.forget(self.instance, patience=patience)
@@ -175,7 +175,7 @@ class RemoteWorker:
         """Start a step and return. ``post`` gets its StepDone, with times since ``origin``.
 
         Args:
-            number: the one by which other processes know the step.
+            number: number by which other processes know the step.
         """
         self._check()
         step = next(self._numbers) if number is None else number
@@ -187,30 +187,31 @@ class RemoteWorker:
 
     def _check(self) -> None:
         if self._lost:
-            raise type(self._lost)(*self._lost.args)  # A new one, for it will keep those it passes.
+            # A new one, because it will keep those it passes.
+            raise type(self._lost)(*self._lost.args)
 
     def copy(
         self, copies: Copies, hear: Callable[[Moved], None], post: Callable[[Failed], None]
     ) -> None:
-        """Start moving KV heads, and return; ``post`` is told only where that fails."""
+        """Start to move KV heads, and return; ``post`` is only called if that fails."""
         self._check()
         move = next(self._move_numbers)
         self._moves[move] = hear, post
         self.process.send(Move(self.instance, move, copies))
 
     def on_move(self, answer: Moved) -> None:
-        """Pass on when KV heads have moved."""
+        """Pass on the times at which KV heads were moved."""
         hear, _ = self._moves.pop(answer.move, (None, None))
         if hear is None:
-            return  # Of a worker that has failed.
+            return  # This is for a worker that has failed.
         ahead = self.process.peer.clock_offset
         hear(answer._replace(start=answer.start - ahead, end=answer.end - ahead))
 
     def on_step(self, answer: StepEnded) -> None:
-        """Pass a step's results on."""
+        """Pass on a step's results."""
         batch, post = self._steps.pop(answer.step, (None, None))
         if batch is None or post is None:
-            return  # Of a worker that has failed.
+            return  # This is for a worker that has failed.
         for stage, late, counts in zip(self.stages, answer.overruns, answer.compiles, strict=True):
             stage.overruns += late
             stage.count(*counts)
@@ -227,4 +228,4 @@ class RemoteWorker:
             hear(Failed(self.instance, error))
 
     def close(self) -> None:
-        """The process is ended as a whole."""
+        """Do nothing: the process is ended as a whole."""

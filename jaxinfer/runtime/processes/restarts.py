@@ -1,4 +1,4 @@
-"""Processes that are lost and started again, while the rest of their cluster goes on."""
+"""Restarts lost processes while the rest of their cluster continues."""
 
 import threading
 import time
@@ -25,15 +25,16 @@ from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 
 
 class Restarts:
-    """Starts lost processes again, as often as their groups say.
+    """Restarts lost processes, as often as their groups allow.
 
-    Instances with attention groups in other processes go on without these, until they are back.
+    Instances with attention groups in other processes continue without these until they are back.
 
-    What has loaded and compiled waits until the loop's thread takes it: from then on, its workers
-    and the ways to and from them are those of the new process.
+    A process that has loaded and compiled waits until the loop's thread takes it. From then on, the
+    workers and channels are those of the new process.
 
     Args:
-        others: has started them at first; ``remotes``: their workers, by instance.
+        others: starts the processes, as at the beginning.
+        remotes: workers of the processes, by instance.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Restarts:
     def listen(self, hear: Hear) -> None:
         """Call ``hear`` on news, from any thread, and on news not taken before.
 
-        A process that is being started counts as lost: this reports it before a step shows it.
+        A process that is being restarted counts as lost; this reports it before a step fails.
         """
         with self._lock:
             self._hear = hear
@@ -80,7 +81,7 @@ class Restarts:
             threads += [rest.thread for rest in self._rests.values()]
             for thread in threads:
                 if thread and thread.ident is None:
-                    thread.start()  # Who was about to start it was interrupted.
+                    thread.start()  # The thread that was about to start it was interrupted.
             for group, home in self._homes.items():
                 if home.news:
                     hear(Restarted(group))
@@ -93,20 +94,20 @@ class Restarts:
                     hear(Failed(name, ProcessLost(rest.why)))
 
     def expect(self, instance: str, why: str) -> bool:
-        """Return whether a lost instance is to return; if so, all of its process is lost."""
+        """Return whether a lost instance will return; if so, its whole process counts as lost."""
         rest = self._rests.get(instance)
         return bool(rest and self._go_on(instance, rest, why)) or self._return(instance, why)
 
     def _return(self, instance: str, why: str) -> bool:
-        """Return whether an instance that cannot go on is to return; all of its process is lost."""
+        """Return whether an instance that cannot continue will return; if so, end its process."""
         if rest := self._rests.get(instance):
-            # It may have lost the rest after it was told that it could go on.
+            # It may have lost the rest after it was told to continue.
             rest.worker.give_up(ProcessLost(why))
         home = self._of.get(instance)
         if home is None:
             return False
         for process in home.processes.values():
-            if process.lost:  # Its thread may have still to tell of it.
+            if process.lost:  # Its thread may still have to report that.
                 self._lose(home, process, process.lost)
         with self._lock:
             is_on_its_way = home.starting or home.news is not None
@@ -116,17 +117,17 @@ class Restarts:
             return is_on_its_way or home.left > 0
 
     def goes_without(self, instance: str) -> tuple[tuple[int, ...], bool]:
-        """The shards of an instance's KV that are lost, and whether some are to return."""
+        """Return the lost shards of an instance's KV, and whether any will return."""
         if (rest := self._rests.get(instance)) is None:
             return (), False
-        # One that is not missed as yet brings back nothing that is lost by now.
+        # A process that is not missed yet returns nothing that is lost by now.
         with self._lock:
             gone = (each for each in rest.lenders if each.is_clear)
             returns = any(each.starting or each.is_ready for each in gone)
         return tuple(rest.worker.without), returns
 
     def _go_on(self, instance: str, rest: Rest, why: str) -> bool:
-        """Have an instance go on without what is lost of it, if it can."""
+        """Let an instance continue without its lost parts, if it can."""
         with self._lock:
             if rest.why or rest.news:
                 return True
@@ -144,7 +145,7 @@ class Restarts:
             rest.worker.go_on()
         except Exception as lost:
             error = one_line(lost)
-        # Else, it is told of by those that are started again.
+        # Otherwise, the restarted processes report it.
         is_told_here = not (error and self._return(instance, error))
         seconds, without = time.perf_counter() - begin, tuple(rest.worker.without)
         with self._lock:
@@ -153,11 +154,11 @@ class Restarts:
                 rest.news = RestartResult(group, [instance], why, seconds, error, without)
         self._hear(Restarted(group))
         for home in rest.lenders:
-            if home.news:  # It has been there before it could be used.
+            if home.news:  # It exists before it can be used.
                 self._hear(Restarted(home.name))
 
     def take(self, group: str) -> RestartResult | None:
-        """The news of a group, if there are any; what was started is in use when this returns."""
+        """Return the news of a group, if any; started processes are in use afterwards."""
         with self._lock:
             for rest in self._rests.values():
                 if rest.news and rest.news.group == group:
@@ -173,19 +174,19 @@ class Restarts:
                 for lender in home.lenders:
                     self._watch(lender)
             except BaseException:
-                # In use in part, as after an interrupt: others are to be started for them.
+                # Partly in use, for example after an interrupt: others must be started for them.
                 for process in home.processes.values():
                     process.give_up(f"{outcome.why}; interrupted as it came to be in use again")
                 raise
         return outcome
 
     def close(self) -> None:
-        """Start none any more."""
+        """Start no more processes."""
         self._closed = True
 
     def _watch(self, home: Home) -> None:
         for process in home.processes.values():
-            # After the workers and the ways, which are told of the loss first.
+            # After the workers and channels, which are told of the loss first.
             process.on_loss.append(partial(self._lose, home, process))
             if process.lost:
                 self._lose(home, process, process.lost)
@@ -195,7 +196,7 @@ class Restarts:
             if process not in home.processes.values() or home.starting or self._closed:
                 return
             if not home.is_wanted or (home.news.error if home.news else not home.left):
-                return  # Its instances are lost for good, as those of any process.
+                return  # Its instances are lost for good, like those of any process.
             thread = threading.Thread(target=self._start_again, args=(home, why), daemon=True)
             home.starting, home.news, home.why, home.thread = True, None, why, thread
             home.tell_of_loss(self._hear)
@@ -211,7 +212,7 @@ class Restarts:
         seconds = time.perf_counter() - begin
         with self._lock:
             home.starting = False
-            if not error or home.is_wanted:  # Else, it comes back with its instance, or never.
+            if not error or home.is_wanted:  # Otherwise, it returns with its instance, or never.
                 home.news = RestartResult(home.name, [*home.instances], why, seconds, error)
         if not error:
             self._watch(home)
@@ -222,7 +223,7 @@ class Restarts:
         processes: dict[str, Process] = {}
         try:
             for group, part in home.parts.items():
-                # From here on, whoever closes the others closes this one, too.
+                # From here on, this one is closed together with the others.
                 processes[group] = self._others.begin_again(group, part)
                 if self._closed:
                     raise JaxinferError("closed")
@@ -244,14 +245,14 @@ def _home_of(
     others: OtherProcesses,
     rests: Sequence[Rest],
 ) -> InstancesHome:
-    """The home of some groups that share an instance, or of one, with the instances there."""
+    """Return the home of one group, or of groups that share an instance, with its instances."""
     sides = {instance: others.side_of(instance) for instance in workers}
     pieces = [(name, piece) for name, worker in workers.items() for piece in worker.pieces]
     parts = {
         group: _as_planned(config.part(group), {n: p for n, p in pieces if p.process.name == group})
         for group in groups
     }
-    # An instance whose stages share one process goes on without the others.
+    # An instance whose stages share one process continues without the others.
     lenders = [each for r in rests if len(r.worker.pieces) > 1 for each in r.worker.lending]
     needed = [*(piece.process for _, piece in pieces), *lenders]
     processes = {process.name: process for process in needed}
@@ -261,7 +262,7 @@ def _home_of(
 
 
 def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> ClusterConfig:
-    """Return ``config`` with the sizes that free memory and speed decided, as they came out."""
+    """Return ``config`` with the sizes that were chosen by free memory and speed."""
     instances = {}
     for name, worker in workers.items():
         instance, plans = config.instances[name], [stage.plan for stage in worker.stages]

@@ -1,4 +1,4 @@
-"""Two threads that take turns at reading messages and at doing what they say."""
+"""Two threads that take turns to read messages and to carry them out."""
 
 import threading
 from collections import deque
@@ -7,14 +7,15 @@ from typing import Any
 
 
 class Turns:
-    """Messages are done in order, and read meanwhile.
+    """Carries out messages in order, and reads the next ones meanwhile.
 
-    Who has read a message does it, and all that the other thread reads while that takes. So one
-    thread wakes up between a message's arrival and what it says, and none is left unread.
+    The thread that has read a message carries it out, together with all messages that the other
+    thread reads during that time. Only one thread therefore has to wake up between a message's
+    arrival and its execution, and no message is left unread.
 
     Args:
         read: waits for a message and returns it.
-        do: does what one says, and raises nothing.
+        do: carries out a message, and never raises.
     """
 
     def __init__(self, read: Callable[[], Any], do: Callable[[Any], None]) -> None:
@@ -23,7 +24,7 @@ class Turns:
         self._to_do: deque[Any] = deque()
 
     def run(self) -> None:
-        """Take turns with a thread of its own, for ever."""
+        """Take turns with a second thread, for ever."""
         threading.Thread(target=self._take, daemon=True).start()
         self._take()
 
@@ -31,7 +32,7 @@ class Turns:
         while True:
             with self._reading:
                 self._to_do.append(self._read())
-            # Once more: the other one may have read as this one looked for the last time.
+            # Look once more, because the other thread may have read during the last look.
             while self._to_do and self._doing.acquire(blocking=False):
                 try:
                     while self._to_do:

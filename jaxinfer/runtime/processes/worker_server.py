@@ -1,4 +1,4 @@
-"""A worker that listens: it starts a process for each job that calls, and sees to its end."""
+"""A listening worker: it starts a process for each job that connects, and ends it."""
 
 import os
 import select
@@ -16,16 +16,16 @@ from jaxinfer.runtime.processes.peers import END_S, Ended, Greeting, how_ended, 
 
 
 class WorkerServer:
-    """Takes calls until it is closed.
+    """Accepts connections until it is closed.
 
     Args:
-        say: gets a line about each job.
+        say: receives a line about each job.
 
     Attributes:
-        address: ``HOST:PORT`` that it listens at.
+        address: ``HOST:PORT`` at which it listens.
 
     Raises:
-        OSError: the address is not to be had.
+        OSError: the address is not available.
     """
 
     def __init__(self, host: str, port: int, key: str, say: Callable[[str], None]) -> None:
@@ -35,13 +35,13 @@ class WorkerServer:
         self._jobs: set[subprocess.Popen[bytes]] = set()
 
     def serve(self) -> None:
-        """Serve jobs until an exception ends this, and with it all of them."""
+        """Serve jobs until an exception ends the server and all jobs."""
         try:
             while True:
                 try:
                     caller, (host, port, *_) = self._listener.accept()
                 except OSError:
-                    time.sleep(0.1)  # Gone already, or there are too many.
+                    time.sleep(0.1)  # It is gone already, or there are too many.
                     continue
                 threading.Thread(
                     target=self._serve, args=(caller, join_address(host, port)), daemon=True
@@ -75,7 +75,7 @@ class WorkerServer:
 
 
 def _end_of(job: "subprocess.Popen[bytes]", caller: socket.socket) -> int:
-    """Wait until it has ended, and for no more than seconds when the caller has gone."""
+    """Wait until a job has ended, but only a few seconds once its caller has gone."""
     watched = os.pidfd_open(job.pid)
     try:
         poll = select.poll()

@@ -1,1 +1,1 @@
-"""Measurements of steps, attention, operators and transfers."""
+"""Measures steps, attention, operators and transfers."""

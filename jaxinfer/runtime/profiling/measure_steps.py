@@ -1,4 +1,4 @@
-"""Runs steps on an idle machine, to see how long they take."""
+"""Runs steps on an idle machine to measure how long they take."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
@@ -23,7 +23,7 @@ def measure_steps(
     limits: StepLimits,
     todo: Iterable[tuple[Part, ...]],
 ) -> Iterator[StepPoint]:
-    """Run each step once, and the first of a shape twice: those of one had better be neighbours.
+    """Run each step once, and the first step of each shape twice; group steps by shape.
 
     Args:
         kv: empty pools.
@@ -32,7 +32,8 @@ def measure_steps(
     for parts in todo:
         batch = new_batch(kv, parts)
         if shape != (shape := limits.shape_for(batch)):
-            # The first run after another shape pays for memory that the others have.
+            # The first run after another shape includes memory allocation, which later runs do not
+            # need.
             _run(worker, batch)
         times = _run(worker, batch)
         for row in batch.rows:
@@ -43,12 +44,13 @@ def measure_steps(
 def measure_in_a_row(
     worker: Worker | AnyRemote, kv: KVShards, parts: tuple[Part, ...], steps: int
 ) -> list[float]:
-    """Seconds of a step, several times in a row: each is launched while the one before runs.
+    """Return the seconds of a step run several times, each launched while the previous one runs.
 
-    So all but the first are the device's alone; the first has the host's part, too.
+    All but the first are therefore the device's time alone; the first includes the host's part.
 
     Args:
-        kv: empty pools; ``steps``: how many times.
+        kv: empty pools.
+        steps: number of runs.
     """
     batch = new_batch(kv, parts)
     posted: SimpleQueue[StepDone | Failed] = SimpleQueue()
@@ -67,7 +69,7 @@ def _run(worker: Worker | AnyRemote, batch: Batch) -> tuple[float, ...]:
 
 
 def _times(posted: SimpleQueue[StepDone | Failed]) -> tuple[float, ...]:
-    """Seconds of each stage of the next step that is done."""
+    """Return the seconds of each stage of the next finished step."""
     done = posted.get()
     if isinstance(done, Failed):
         raise done.error
@@ -80,8 +82,8 @@ def new_batch(
     """Build a step of made-up requests; the holds of its rows have their pages.
 
     Args:
-        kv: shards with room for the requests; ``placements``: placement of each request's slices,
-            see ``KVShards.reserve``.
+        kv: shards with room for the requests.
+        placements: placement of each request's slices, see ``KVShards.reserve``.
     """
     rows = []
     for number, ((start, count), placement) in enumerate(zip(parts, placements, strict=False)):

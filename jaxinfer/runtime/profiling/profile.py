@@ -1,4 +1,4 @@
-"""Measures instances on an idle machine, and gives runs what they need of that."""
+"""Measures instances on an idle machine, and prepares the fits that runs need."""
 
 import hashlib
 import math
@@ -32,14 +32,15 @@ from jaxinfer.steps.profile import (
 from jaxinfer.steps.shapes import StepLimits, StepShape
 from jaxinfer.steps.times import Part, StepPoint, StepTimes, shape_of
 
-# Passes over all steps, and the seconds that they may take where a run waits for them.
+# Number of passes over all steps, and the seconds for them while a run waits.
 PASSES, BUDGET_S = 3, 60.0
 
 
 def profile_key(engine: Engine, model: str) -> dict[str, Any]:
-    """Return all that decides an instance's step times.
+    """Return everything that decides an instance's step times.
 
-    Devices of one kind in this process are alike; those of another process may be on another host.
+    Devices of one kind in this process count as equal; those of another process may be on another
+    host.
     """
     plan, options = engine.plan, engine.plan.options
     apart = isinstance(engine.worker, AnyRemote)
@@ -78,7 +79,7 @@ def profile_key(engine: Engine, model: str) -> dict[str, Any]:
 
 @cache
 def _code() -> str:
-    """A digest of the files that make and run steps: an edit may change their times."""
+    """Return a digest of the files that make and run steps: an edit may change step times."""
     folders = ("models", "pallas_kernels", "runtime")
     return _digest("".join(digest_of(PACKAGE / name) for name in folders).encode())
 
@@ -88,7 +89,7 @@ def _digest(data: bytes) -> str:
 
 
 def profile_name(engine: Engine, model: str) -> str:
-    """Return the name of the file that has an instance's profile, if one has been made."""
+    """Return the name of the file with an instance's profile, if there is one."""
     return profile_path(profile_key(engine, model)).stem
 
 
@@ -98,15 +99,16 @@ def profile_engines(
     grids: "Mapping[str, Grid] | None" = None,
     budget_s: float = math.inf,
 ) -> dict[str, Profile]:
-    """Measure instances; nothing else may run meanwhile, and what their pages hold is lost.
+    """Measure instances; nothing else may run meanwhile, and their KV pages are overwritten.
 
-    What else the machine does can only slow a step down, and does so for a while: the instances
-    take turns, so that the passes of each are far apart in time, and each step's quickest counts.
+    Other work on the machine can only slow a step down, for a while. The instances therefore take
+    turns, so that the passes of each are far apart in time, and the fastest time of each step
+    counts.
 
     Args:
-        engines: with their models' names, by what to call them.
-        grids: what to measure of each; by default all that there is.
-        budget_s: seconds into which the passes have to fit; one is made in any case.
+        engines: engines and their models' names, by any key.
+        grids: the steps to measure for each key; by default all.
+        budget_s: seconds that the passes may take; at least one is made.
     """
     grids = grids or {name: Grid.of(engine) for name, (engine, _) in engines.items()}
     best: dict[str, dict[tuple[Part, ...], StepPoint]] = {name: {} for name in grids}
@@ -154,7 +156,7 @@ def _profile(
 
 @dataclass(frozen=True)
 class Needs:
-    """A cluster of one model, and whether its system wants fits, of steps and of attention."""
+    """A cluster of one model, and whether its system needs fits of steps and of attention."""
 
     cluster: Cluster
     model: str
@@ -163,7 +165,9 @@ class Needs:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """The instances to be profiled: all where the system wants fits, else those emulated."""
+        """Return the instances to profile: all if the system needs fits, otherwise
+        emulated ones.
+        """
         return {
             name: engine
             for name, engine in self.cluster.engines.items()
@@ -177,7 +181,7 @@ def prepare_times(needs: Mapping[str, Needs], progress: Progress) -> dict[str, d
     """Prepare each instance's fit, and its emulation, from stored profiles or new ones.
 
     Args:
-        needs: by what to call each cluster.
+        needs: clusters and their needs, by any key.
     """
     found: dict[Path, tuple[str, Engine, str]] = {}
     fits: dict[Path, bool] = {}
@@ -210,7 +214,8 @@ def _use_profiles(need: Needs) -> dict[str, StepFit]:
         for stage, slowdown, times in zip(
             engine.stages, slowdowns, step_times(engine, profile), strict=True
         ):
-            # Behind an emulated link, inputs come late: when a step ends, only times can tell.
+            # With an emulated link, inputs arrive late, so only recorded times tell when a step
+            # ends.
             if slowdown != 1 or stage.link:
                 stage.emulate = partial(_slowed, times, slowdown)
     return fits
@@ -232,10 +237,10 @@ class Grid:
     """The steps to measure on one instance.
 
     Attributes:
-        limits: decide the shapes.
+        limits: limits that decide the shapes.
         lengths: prefill lengths for eq. 2.
         mixed: (prefill context, decode context, parts), for eq. 3.
-        others: steps of decodes alone and of chunks of each bucket, several of each shape.
+        others: steps with only decodes and steps with chunks of each bucket, several of each shape.
     """
 
     limits: StepLimits
@@ -245,10 +250,10 @@ class Grid:
 
     @classmethod
     def of(cls, engine: Engine, fits: bool = True) -> "Grid":
-        """Four to eight values of each kind, up to what the instance can hold.
+        """Choose four to eight values of each kind, up to what the instance can hold.
 
         Args:
-            fits: whether eqs. 2 and 3 are to be fitted, too; without, the others suffice.
+            fits: also choose steps to fit eqs. 2 and 3; otherwise the other steps suffice.
         """
         limits, kv = engine.plan.limits, engine.new_kv()
         budget = limits.max_num_batched_tokens
@@ -286,13 +291,13 @@ class Grid:
         return cls(limits, lengths, mixed, others)
 
     def prefill(self, length: int) -> list[Part]:
-        """The chunks of a prefill that runs alone."""
+        """Return the chunks of a prefill that runs alone."""
         budget = self.limits.max_num_batched_tokens
         return [(start, min(budget, length - start)) for start in range(0, length, budget)]
 
     @property
     def by_shape(self) -> list[list[tuple[Part, ...]]]:
-        """Measured steps, each once, those of one shape together."""
+        """Return the steps to measure, each once, grouped by shape."""
         chunks = [(part,) for length in self.lengths for part in self.prefill(length)]
         found: dict[StepShape, list[tuple[Part, ...]]] = {}
         for parts in dict.fromkeys([*chunks, *(parts for *_, parts in self.mixed), *self.others]):
@@ -301,12 +306,12 @@ class Grid:
 
     @property
     def steps(self) -> list[tuple[Part, ...]]:
-        """The same as one list."""
+        """Return the same steps as one list."""
         return [parts for steps in self.by_shape for parts in steps]
 
 
 def _prompts(tokens: int, size: int, most: int, kv: KVShards) -> tuple[Part, ...]:
-    """Prompts of ``size`` tokens, ``tokens`` together or as many as fit."""
+    """Return prompts of ``size`` tokens: ``tokens`` tokens together, or as many as fit."""
     parts: list[Part] = []
     pages = kv.num_pages
     while len(parts) < most and (count := min(size, tokens, pages * kv.page_size)) > 1:
@@ -317,5 +322,5 @@ def _prompts(tokens: int, size: int, most: int, kv: KVShards) -> tuple[Part, ...
 
 
 def _spread(low: int, high: int, count: int) -> list[int]:
-    """Spread about ``count`` whole numbers from ``low`` to ``high``, evenly."""
+    """Return about ``count`` whole numbers from ``low`` to ``high``, evenly spaced."""
     return sorted({round(value) for value in np.linspace(low, max(high, low), count)})

@@ -1,6 +1,7 @@
-"""Measures attention where KV heads of a spread stage lie, for systems that place them by it.
+"""Measures attention on each device with KV heads, for systems that place heads by its time.
 
-Hetis' section 5.1: decodes of several numbers of heads and sizes of cache, device by device.
+It follows Hetis, section 5.1: decodes with various numbers of heads and cache sizes, on each
+device.
 """
 
 import time
@@ -31,7 +32,7 @@ from jaxinfer.steps.attention_profile import (
 PASSES = 3
 # Numbers of heads, each half of the next, and sizes of cache for each.
 _HEADS, _CONTEXTS = 8, 4
-# Pairs of token and KV head, and KV entries before each token.
+# Numbers of pairs of a token and a KV head, and of KV entries before each token.
 _Point = tuple[int, int]
 
 
@@ -55,7 +56,7 @@ def prepare_attention(needs: Mapping[str, Needs], progress: Progress) -> None:
 def profile_attention(
     name: str, engine: Engine, model: str, progress: Progress
 ) -> AttentionProfile:
-    """Measure all shards; nothing else may run meanwhile, and what their pages hold is lost."""
+    """Measure all shards; nothing else may run meanwhile, and their KV pages are overwritten."""
     what = f"profiling attention of {name}"
     if isinstance(engine.worker, PipelineWorker):
         progress(what, 1)
@@ -69,10 +70,10 @@ def profile_attention(
 def shard_points(
     engine: Engine, progress: Progress = lambda group, left: None
 ) -> list[ShardPoints]:
-    """Measure the shards of those of an instance's stages that this process has.
+    """Measure the shards of the stages that this process has.
 
     Args:
-        progress: hears of each group, and whether it is still to be measured.
+        progress: called with each group, and whether it is still to be measured.
     """
     found: list[ShardPoints] = []
     kv = engine.new_kv()
@@ -93,7 +94,8 @@ class _ShardTimes:
 
     Args:
         kv: empty pools.
-        first: number of the stage's first shard; ``number``: of the device, in the stage.
+        first: number of the stage's first shard.
+        number: number of the device in the stage.
     """
 
     def __init__(self, stage: SpreadStage, kv: KVShards, first: int, number: int) -> None:
@@ -102,7 +104,9 @@ class _ShardTimes:
         self._slices = kv.shards[first].slices
 
     def points(self, group: str) -> ShardPoints:
-        """The quickest of several passes: what else the machine does can only slow one down."""
+        """Return the fastest of several passes: other work on the machine can only slow
+        one down.
+        """
         todo = list(self._grid())
         attention: dict[_Point, float] = {}
         exchange: dict[int, float] = {}
@@ -124,7 +128,7 @@ class _ShardTimes:
         )
 
     def _grid(self) -> Iterator[_Point]:
-        """The grid of points up to what the pool holds, and a step."""
+        """Return points up to the limits of the pool and of a step."""
         limits, size = self._stage.step.limits, self._kv.page_size
         most = min(limits.row_buckets[-1] * len(self._slices), self._shard.num_free_pages)
         for heads in sorted({max(most >> halved, 1) for halved in range(_HEADS)}):
@@ -134,7 +138,7 @@ class _ShardTimes:
                 yield heads, context
 
     def _inputs(self, heads: int, context: int) -> SpreadInputs:
-        """A step of decodes, each with as many heads here as there are."""
+        """Return a step of decodes, each with as many heads here as the model has."""
         each = len(self._slices)
         counts = [min(each, heads - begun) for begun in range(0, heads, each)]
         placements: list[list[Sequence[int]]] = [[()] * len(self._kv.shards) for _ in counts]
@@ -149,9 +153,9 @@ class _ShardTimes:
         return inputs
 
     def _attention_s(self, inputs: SpreadInputs) -> float:
-        """Return the seconds of one layer's attention, the mean over the layers.
+        """Return the mean seconds of attention per layer.
 
-        In another process, what goes there and comes back is part of that.
+        If the device is in another process, this includes sending and receiving.
         """
         stage, number = self._stage, self._number
         if number in stage.elsewhere:
@@ -173,7 +177,7 @@ class _ShardTimes:
         stage = self._stage
         begun = stage.begin(self._number, inputs)
         layers = len(stage.step.windows)
-        # One for each layer: a copy in the host's memory is kept.
+        # One for each layer, because a copy in the host's memory is kept.
         pieces = [jax.device_put(self._piece(inputs), stage.plan.devices[0]) for _ in range(layers)]
         jax.block_until_ready(pieces)
         start = time.perf_counter()
@@ -185,9 +189,9 @@ class _ShardTimes:
         return (time.perf_counter() - start) / layers
 
     def _exchange_s(self, inputs: SpreadInputs) -> float:
-        """Return the seconds that a layer's queries, keys and values take there, and outputs back.
+        """Return the seconds to send a layer's queries, keys and values there and its outputs back.
 
-        Measured once for each layer in a row, as between layers.
+        This is measured once per layer, in a row, as between layers.
         """
         plan, there = self._stage.plan, self._stage.pools[self._number].sharding
         cut = Cut(plan, 1, inputs.pairs.tokens)
@@ -202,7 +206,9 @@ class _ShardTimes:
         return (time.perf_counter() - start) / layers
 
     def _dense(self) -> list[tuple[int, float]]:
-        """Return seconds of a layer without attention by tokens, the mean of all but the first."""
+        """Return the seconds of a layer without attention, by tokens; the mean without
+        the first.
+        """
         stage, found = self._stage, dict[int, float]()
         for shape in stage.step.limits.shapes():
             *_, padding = stage.padding(shape)

@@ -1,4 +1,4 @@
-"""Messages with arrays, between processes: what is large is not copied on its way."""
+"""Messages with arrays between processes, without copying large arrays."""
 
 import io
 import os
@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-# Buffers that the system takes at once.
+# Number of buffers that the system takes at once.
 MOST_PARTS = os.sysconf("SC_IOV_MAX")
 
 
 def send_arrays(there: "Connection[Any, Any]", message: object) -> None:
-    """Send what ``receive_arrays`` returns; arrays in one piece go as they lie, without a copy.
+    """Send a message for ``receive_arrays``; contiguous arrays are sent without a copy.
 
     Raises:
         OSError: the other end is closed.
@@ -33,10 +33,10 @@ def send_arrays(there: "Connection[Any, Any]", message: object) -> None:
 
 
 class _ArrayPickler(pickle.Pickler):
-    """Has arrays of types that are not NumPy's own, as bfloat16, go as bytes: those are copied."""
+    """Pickles arrays with types that NumPy lacks, such as bfloat16, as bytes, with a copy."""
 
     def reducer_override(self, found: Any) -> Any:
-        """Pickle such arrays, and nothing else, in another way."""
+        """Pickle only such arrays in another way."""
         if isinstance(found, np.ndarray) and found.dtype.kind == "V" and found.ndim:
             return _typed, (np.ascontiguousarray(found).view(np.uint8), found.dtype)
         return NotImplemented
@@ -47,11 +47,11 @@ def _typed(found: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def receive_arrays(there: "Connection[Any, Any]") -> Any:
-    """Wait for what ``send_arrays`` has sent.
+    """Wait for a message from ``send_arrays``, and return it.
 
     Raises:
-        EOFError: the other side has closed.
-        OSError: it is gone.
+        EOFError: the other side has closed the connection.
+        OSError: the connection is broken.
     """
     (count,) = struct.unpack("!Q", _read(there, 8))
     sizes = struct.unpack(f"!{count}Q", _read(there, 8 * count))
@@ -60,7 +60,7 @@ def receive_arrays(there: "Connection[Any, Any]") -> Any:
 
 
 def _read(there: "Connection[Any, Any]", size: int) -> memoryview:
-    left = found = np.empty(size, np.uint8).data  # A bytearray would be zeroed first.
+    left = found = np.empty(size, np.uint8).data  # A bytearray would be filled with zeros first.
     while left:
         if not (got := os.readv(there.fileno(), [left])):
             raise EOFError

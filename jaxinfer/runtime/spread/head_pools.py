@@ -1,4 +1,4 @@
-"""Pools of pages of one KV head each: where the heads of a spread stage lie, device by device."""
+"""Pools of pages with one KV head each: the KV heads of a spread stage, by device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 
 @dataclass(frozen=True)
 class HeadPool:
-    """A device's pool, for one stage.
+    """One device's pool for one stage.
 
     Attributes:
-        mesh: mesh of the device alone; that of the stage's first device if another process has this
-            one.
+        mesh: mesh of this device alone; mesh of the stage's first device if another process has
+            this one.
         kernels: attention kernels used there.
-        pages: shapes, of each layer.
-        repeats: how often the device does all its attention, to play a slower one.
-        is_lent: another process has the device.
+        pages: shapes of each layer's pages.
+        repeats: how often the device repeats its attention, to emulate a slower one.
+        is_lent: whether another process has the device.
     """
 
     mesh: Mesh
@@ -40,7 +40,7 @@ class HeadPool:
 
 
 def head_pools(plan: StagePlan) -> Sequence[HeadPool]:
-    """The stage's own, on its first device, then those of its attention groups."""
+    """Return the stage's own pool, on its first device, then those of its attention groups."""
     own, *others = plan.pool_pages
     found = [_pool(plan, plan.devices[0], plan.config.kernels, own)]
     for place, num_pages in zip(plan.attention, others, strict=True):
@@ -53,7 +53,7 @@ def head_pools(plan: StagePlan) -> Sequence[HeadPool]:
 
 
 def lent_pool(plan: StageFacts, number: int) -> HeadPool:
-    """The pool of a stage's attention group, counted from 0, in the process that has its device."""
+    """Return the pool of attention group ``number``, in the process that has its device."""
     place = plan.attention[number]
     assert isinstance(place.device, jax.Device)
     return _pool(plan, place.device, place.kernels, plan.pool_pages[number + 1], place.repeats)

@@ -1,4 +1,4 @@
-"""A pool of KV heads that this process lends to a stage in another one."""
+"""A pool of KV heads that this process lends to a stage in another process."""
 
 import math
 import secrets
@@ -31,16 +31,17 @@ from jaxinfer.runtime.stage.kv_cache import allocate
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.steps.shapes import StepShape
 
-# Bytes that an array is to begin at a multiple of, for JAX to take it without a copy on a CPU.
+# On a CPU, JAX takes an array without a copy only if its address is a multiple of this.
 ALIGNMENT = 64
 
 
 class LentPool:
-    """Does what the stage's process asks for, in order, until that is gone.
+    """Carries out the requests of the stage's process, in order, until that process ends.
 
     Args:
-        plan: plan of the stage; ``number``: number of the pool's attention group in it.
-        host: the address by which this process is reached.
+        plan: plan of the stage.
+        number: number of the pool's attention group in it.
+        host: address of this process.
 
     Attributes:
         address: address that the stage's process connects to.
@@ -52,13 +53,14 @@ class LentPool:
         self._attend: dict[tuple[StepShape, int | None], jax.stages.Compiled] = {}
         self._places: dict[int, np.ndarray] = {}
         self._begun: dict[int, tuple[StepShape, jax.Array] | Exception] = {}
-        # There when this returns: whoever asks next for memory of this host is not to get it, too.
+        # Allocated before this returns, so that the next user of this host's memory does not get
+        # it, too.
         self._kv = jax.block_until_ready(allocate(self._pool.pages))
         self._listener = listen(host, 0)
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
 
     def compile_ahead(self) -> Iterator[int]:
-        """Compile all that is ever asked for, try it, and begin; yields how many are left."""
+        """Compile everything that can be asked for, try it, and begin; yields how much is left."""
         shapes = [
             pairs
             for shape in self._plan.limits.shapes()
@@ -76,7 +78,7 @@ class LentPool:
         yield 0
 
     def _try(self, pairs: StepShape, window: int | None) -> None:
-        """Attend to padding: a first run allocates."""
+        """Attend to padding once, because a first run allocates memory."""
         (tables,) = empty_spread_inputs(pairs, pairs, self._plan.limits, 1, 1).tables
         assert tables is not None
         self._do(Begin(0, pairs, tables))
@@ -84,9 +86,9 @@ class LentPool:
         self._do(Attend(0, self._windows.index(window), nothing_RXH))
 
     def _place(self, pairs: int) -> np.ndarray:
-        """The buffer that collects ``pairs`` pairs, [R, X, H], zeros at first.
+        """Return the buffer that collects ``pairs`` pairs, [R, X, H], zeros at first.
 
-        It is aligned, so that a CPU takes it as it lies: what has computed with it is waited for.
+        It is aligned so that a CPU uses it without a copy; computations with it are waited for.
         """
         if pairs not in self._places:
             cut = Cut(self._plan, 1, pairs)
@@ -100,7 +102,7 @@ class LentPool:
     def _serve(self) -> None:
         connection: Connection[Any, Any] | None = None
         while not connection:
-            with suppress(OSError):  # Not one of ours.
+            with suppress(OSError):  # It is not from one of our processes.
                 caller, _ = self._listener.accept()
                 connection = Connection(let_in(caller, self.address.key).detach())
         self._listener.close()
@@ -123,7 +125,7 @@ class LentPool:
                 try:
                     self._begun[step] = pairs, jax.device_put(tables, self._pool.sharding)
                 except Exception as error:
-                    self._begun[step] = error  # For its layers: nobody waits for an answer here.
+                    self._begun[step] = error  # It is for its layers; no answer is expected here.
                 return None
             case Attend(step, layer, piece_RXH):
                 if isinstance(begun := self._begun[step], Exception):

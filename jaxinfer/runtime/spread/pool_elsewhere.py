@@ -1,7 +1,7 @@
-"""A pool of KV heads that another process lends to a stage, as the stage's process sees it.
+"""The view of a stage's process on a pool of KV heads that another process lends.
 
-What a step asks of it goes by the hosts' memory and a socket, from process to process: tables once
-a step; each layer's pairs, and what attention finds.
+Data travels from process to process through host memory and a socket: tables once per step, and for
+each layer the pairs and the results of attention.
 """
 
 import os
@@ -21,12 +21,12 @@ from jaxinfer.runtime.kv.sockets import Address, call, join_address
 from jaxinfer.runtime.spread.array_messages import receive_arrays, send_arrays
 from jaxinfer.steps.shapes import StepShape
 
-# Steps, or halves of steps, that are under way at once, and a few more.
+# Number of steps, or halves of steps, that may be in flight, and a few more.
 MOST_BEGUN = 8
 
 
 class Begin(NamedTuple):
-    """Have a step's tables, see ``spread_inputs.pack``. Not answered."""
+    """Set a step's tables, see ``spread_inputs.pack``. Not answered."""
 
     step: int
     pairs: StepShape
@@ -34,17 +34,17 @@ class Begin(NamedTuple):
 
 
 class BegunStep(NamedTuple):
-    """A step whose tables have been told: its number from here on, and its pairs that count."""
+    """A step whose tables have been sent: its number, and its number of pairs without padding."""
 
     step: int
     num_pairs: int
 
 
 class Attend(NamedTuple):
-    """Do one layer's attention. Answered with the results [R, G, H] of as many pairs.
+    """Compute one layer's attention. Answered with the results [R, G, H] of the same pairs.
 
     Attributes:
-        piece_RXH: the pairs that count; padding does not travel.
+        piece_RXH: the pairs without padding.
     """
 
     step: int
@@ -59,33 +59,33 @@ class Take(NamedTuple):
 
 
 class Put(NamedTuple):
-    """Write pages. Answered with 0 when they are there."""
+    """Write pages. Answered with 0 when they are written."""
 
     pages: Any
     page_C: np.ndarray
 
 
 class PoolFailed(NamedTuple):
-    """An answer: it could not be done."""
+    """An answer: the request has failed."""
 
     line: str
 
 
 def padded(some: np.ndarray, size: int) -> np.ndarray:
-    """So many rows, those that there are first, then zeros."""
+    """Return ``size`` rows: the given ones, followed by zeros."""
     found = np.zeros((size, *some.shape[1:]), some.dtype)
     found[: len(some)] = some
     return found
 
 
 class PoolElsewhere:
-    """Asks for what is to be done in another process, which does it in this order.
+    """Sends requests to another process, which carries them out in order.
 
-    One thread asks; another one calls that process, and hears the answers.
+    One thread sends requests; another one connects and reads the answers.
 
     Args:
-        group: the one whose process that is.
-        patience: see ``call``; by default the process is there, and has answered when this returns.
+        group: group whose process it is.
+        patience: see ``call``; by default the process is ready, and has answered when this returns.
 
     Raises:
         JaxinferError: that process cannot be reached.
@@ -109,31 +109,32 @@ class PoolElsewhere:
         return BegunStep(self._steps, num_pairs)
 
     def attend(self, begun: BegunStep, layer: int, piece_RXH: jax.Array) -> "Future[np.ndarray]":
-        """Ask for one layer's attention; waits until there is something to attend to.
+        """Ask for one layer's attention; waits until the pairs have been computed.
 
         Returns:
-            The results [R, G, H] of the pairs that count.
+            The results [R, G, H] of the pairs without padding.
         """
         return self._ask(Attend(begun.step, layer, np.asarray(piece_RXH)[: begun.num_pairs]))
 
     def take(self, page_C: np.ndarray) -> "Future[Any]":
-        """Ask for pages, of a chunk at most."""
+        """Ask for pages, at most one chunk."""
         return self._ask(Take(page_C))
 
     def put(self, pages: Any, page_C: np.ndarray) -> "Future[int]":
-        """Have pages written, which may be on a device here; waits until they are there.
+        """Write pages, which may be on a device of this process; waits until they have been
+        computed.
 
         Args:
-            page_C: their places; pages behind as many are padding, and do not travel.
+            page_C: their places; later pages are padding, and are not sent.
         """
         return self._ask(Put(jax.tree.map(lambda x: np.asarray(x)[: len(page_C)], pages), page_C))
 
     def close(self) -> None:
-        """Ask for nothing any more; in any thread. Who waits for an answer hears of it.
+        """Stop sending requests, from any thread. Threads that wait for an answer get an error.
 
-        A host that has vanished, or a process that is stopped, would have them wait for long.
+        Otherwise a vanished host, or a stopped process, would keep them waiting for long.
         """
-        if self._there.cancel():  # Who still calls it does so for nobody.
+        if self._there.cancel():  # Callers that are still waiting no longer need it.
             self._lose(f"{self._who} has broken off before it could be reached")
         elif not self._there.exception():
             connection = self._there.result()
@@ -153,9 +154,9 @@ class PoolElsewhere:
         try:
             send_arrays(self._there.result(), message)
         except OSError:
-            self.close()  # The thread that hears learns of it, and tells.
+            self.close()  # The thread that reads learns of it, and reports it.
         except (CancelledError, JaxinferError):
-            pass  # All who ask are told.
+            pass  # All waiting callers are told.
 
     def _call(self, address: Address, patience: float | None) -> "Connection[Any, Any]":
         try:
@@ -180,7 +181,7 @@ class PoolElsewhere:
                     future.set_result(answer)
                 del answer, future
         except InvalidStateError:
-            pass  # It was closed meanwhile.
+            pass  # It has been closed since then.
         except JaxinferError as error:
             self._lose(str(error))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""KV heads of a request go from device to device of a spread stage: whole pages, layer by layer."""
+"""Moves KV heads of a request between devices of a spread stage, in whole pages per layer."""
 
 import threading
 import time
@@ -20,17 +20,17 @@ from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Transfer
 
-# Pages of one head that are copied at once: one executable per device has them all. Fewer have
-# others behind them, all page 0, which is nobody's.
+# Pages of one head that are copied at once, so that each device needs one executable. Fewer pages
+# are filled up with page 0, which no request uses.
 CHUNK = 16
 
 Layers = list[KVPages]
-# What is there when a copy has ended.
+# Arrays that exist when a copy has ended.
 Mark = jax.Array | Future[int]
 
 
 class Copy(NamedTuple):
-    """Pages of one head that go from one of an instance's pools to another, by their numbers."""
+    """Pages of one head that move between two of an instance's pools, by their numbers."""
 
     source: int
     dest: int
@@ -46,10 +46,10 @@ class Copies(NamedTuple):
 
     @classmethod
     def of(cls, transfer: Transfer) -> "Copies":
-        """The pages as they lie now."""
+        """Return the copies of a transfer, from the current places of its pages."""
         assert transfer.slice_move
         size = transfer.source_hold.kv.page_size
-        # Those that begin in the middle of a page have not been sent.
+        # Pages that start in the middle have not been sent.
         pages = slice(transfer.start // size, -(-transfer.stop // size))
         pieces = [
             Copy(
@@ -65,16 +65,16 @@ class Copies(NamedTuple):
 
 
 def take(by_token: bool, kv: Layers, page_C: jax.Array) -> Layers:
-    """Pages of all layers, their keys as their values [C, 1, B, H].
+    """Read pages of all layers, with keys in the layout of values [C, 1, B, H].
 
     Args:
-        by_token: whether they lie like that; see ``choice.keys_by_token``.
+        by_token: whether keys are stored like that; see ``choice.keys_by_token``.
     """
     return [_turned(by_token, layer.page(page_C)) for layer in kv]
 
 
 def put(by_token: bool, kv: Layers, pages: Layers, page_C: jax.Array) -> tuple[Layers, jax.Array]:
-    """Pages of all layers to their places, and a number to wait for; ``kv`` is to be donated."""
+    """Write pages of all layers, and return a number to wait for; ``kv`` should be donated."""
     pages = [_turned(by_token, layer) for layer in pages]
     new = [
         jax.tree.map(lambda there, some: there.at[page_C].set(some), *both)
@@ -84,7 +84,7 @@ def put(by_token: bool, kv: Layers, pages: Layers, page_C: jax.Array) -> tuple[L
 
 
 def _turned(by_token: bool, pages: KVPages) -> KVPages:
-    """Turn keys from how they lie to how they travel, or back: devices may have unlike kernels."""
+    """Convert keys between the stored and the sent layout, since devices may use other kernels."""
     return pages if by_token else pages._replace(keys=jnp.swapaxes(pages.keys, 2, 3))
 
 
@@ -111,17 +111,18 @@ def _numbers(pool: HeadPool) -> jax.ShapeDtypeStruct:
 
 
 class SliceMoves:
-    """Launches copies between the pools of an instance's stages, and tells when they are there.
+    """Launches copies between the pools of an instance's stages, and reports when they are done.
 
-    Each step launched later finds the pages in their new places. A thread waits for copies, so that
-    launching never does.
+    Later steps find the pages in their new places. A thread waits for the copies, so that launching
+    never waits.
 
     Args:
         stages: stages of one instance, in order; stages that are not spread move nothing.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        # By number in the instance, each shard of a spread stage: the stage, and its number there.
+        # For each shard of a spread stage, by its number in the instance: the stage, and its number
+        # there.
         self._pools: dict[int, tuple[SpreadStage, int]] = {}
         shard = 0
         for stage in stages:
@@ -137,7 +138,7 @@ class SliceMoves:
         self.thread.start()
 
     def compile_ahead(self) -> None:
-        """Compile all copies, and run each once, on padding."""
+        """Compile all copies, and run each once on padding."""
         nothing_C = np.zeros(CHUNK, np.int32)
         for shard, (stage, number) in self._pools.items():
             pool = stage.pools[number]
@@ -149,7 +150,7 @@ class SliceMoves:
     def start(self, copies: Copies, done: Callable[[float, Exception | None], None]) -> None:
         """Launch a move; ``done`` is called when it has ended, with the time of its start.
 
-        Pages that come from another process are waited for.
+        Waits for pages that come from another process.
         """
         start = time.perf_counter()
         marks = [
@@ -166,7 +167,7 @@ class SliceMoves:
         self._queue.put(([], lambda error: tell()))
 
     def num_bytes(self, copies: Copies) -> int:
-        """Count the bytes that a move takes along: entries, of all layers of its stage."""
+        """Return the bytes that a move sends: its entries, in all layers of the stage."""
         total = 0
         for source, *_ in copies.pieces:
             stage, number = self._pools[source]
@@ -180,7 +181,7 @@ class SliceMoves:
         self._queue.put(None)
 
     def _copy(self, source: int, dest: int, here_C: np.ndarray, there_C: np.ndarray) -> Mark:
-        """Launch one, of a chunk at most; what it returns is there when it has ended."""
+        """Launch a copy of at most one chunk; the returned array exists when the copy has ended."""
         stage, number = self._pools[source]
         if number in stage.elsewhere:
             pages = stage.elsewhere[number].take(here_C).result()

@@ -1,8 +1,8 @@
-"""The way from a planned batch to what each device of a spread stage attends to.
+"""Turns a planned batch into the inputs of attention on each device of a spread stage.
 
-A pair is a token of the step and a KV head. A device has pairs of its own, of the heads whose
-entries lie there: to its attention each pair is a token with one KV head, and a chunk is as many
-chunks as it has heads there.
+A pair is a token of the step and a KV head. Each device has the pairs of the heads whose entries it
+stores. Its attention sees each pair as a token with one KV head, and each chunk as one chunk per
+head on the device.
 
 Shape suffixes: T tokens of the step, K KV heads, W devices, R pairs of one device, S decodes, M
 pages per sequence at most.
@@ -20,7 +20,7 @@ from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
-# Shares of all pairs of a step that one device has at most: buckets that it is compiled for.
+# Largest shares of a step's pairs that one device has; each is a bucket to compile for.
 SHARES = (0.25, 0.5, 1.0)
 
 
@@ -28,12 +28,12 @@ class SpreadInputs(NamedTuple):
     """Arguments of one step of a spread stage.
 
     Attributes:
-        pairs: the bucket of each device's pairs.
+        pairs: bucket of each device's pairs.
         token_T, source_T, position_T, sample_row_S: see ``StepInputs`` and ``PagedBatch``.
-        layout: int32 [W * R + T * K]: for each device the pairs that it has, token * K + head, and
-            for each pair, device * R + place; W * R where no device has it.
+        layout: int32 [W * R + T * K]: for each device its pairs, as token * K + head; then for each
+            pair its place, as device * R + place, or W * R if no device has it.
         counts: number of pairs on each device, without padding.
-        tables: for each device its pages and lengths, see ``pack``; None where it has no pair.
+        tables: for each device its pages and lengths, see ``pack``; None if it has no pair.
     """
 
     pairs: StepShape
@@ -50,9 +50,10 @@ class HalvedInputs(NamedTuple):
     """Arguments of one step of a spread stage that is computed as two halves in turn.
 
     Attributes:
-        shapes, halves: bucket that each half is padded to, and arguments of each half.
-        place_T: for each half, int32, positions of its tokens among the step's; behind all of them
-            for padding.
+        shapes: bucket that each half is padded to.
+        halves: arguments of each half.
+        place_T: for each half, int32, positions of its tokens among the step's; for padding, a
+            position behind all of them.
         sample_row_S: sampling rows of the step, see ``StepInputs``.
     """
 
@@ -64,7 +65,7 @@ class HalvedInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Row:
-    """A row's KV heads on one device: its first token, tokens, entries before it, pages."""
+    """A row's KV heads on one device: its first token, number of tokens, earlier entries, pages."""
 
     at: int
     count: int
@@ -82,11 +83,12 @@ class _Known:
 
 
 class PageTables:
-    """Requests' pages on one device as arrays, from step to step.
+    """Requests' pages on one device as arrays, kept from step to step.
 
     Args:
-        shard: the device's number among the instance's.
-        num_heads: KV heads of the model; slice ``stage * num_heads + head`` is one of them.
+        shard: number of the device's shard within the instance.
+        num_heads: number of KV heads of the model; slice ``stage * num_heads + head`` is one of
+            them.
     """
 
     def __init__(self, shard: int, num_heads: int) -> None:
@@ -109,7 +111,7 @@ class PageTables:
     def _arrays(self, request: str, hold: HeldPages) -> _Known:
         table = hold.tables[self._shard]
         known = self._known.get(request)
-        # A request that grows has the same lists, longer; one that has moved has other lists.
+        # A growing request has the same lists, but longer; a moved one has other lists.
         if (
             known is None
             or known.num_pages != hold.num_pages
@@ -124,7 +126,7 @@ class PageTables:
 
 
 def pair_shapes(shape: StepShape, num_heads: int) -> list[StepShape]:
-    """Buckets of one device's pairs in a step of this shape, the smallest first."""
+    """Return the buckets of one device's pairs in a step of this shape, smallest first."""
     shapes = []
     for share in SHARES:
         rows, tokens, chunks = (-int(-share * num_heads * count // 1) for count in shape)
@@ -135,10 +137,10 @@ def pair_shapes(shape: StepShape, num_heads: int) -> list[StepShape]:
 def empty_spread_inputs(
     shape: StepShape, pairs: StepShape, limits: StepLimits, num_heads: int, devices: int
 ) -> SpreadInputs:
-    """Inputs that are all padding, on all devices.
+    """Return inputs that are all padding, on all devices.
 
     Args:
-        num_heads: KV heads, those of padding included.
+        num_heads: number of KV heads, including padding.
     """
     plain = empty_inputs(shape, limits)
     tables = pack(empty_inputs(pairs, limits).batch)
@@ -165,11 +167,11 @@ def build_spread_inputs(
     devices: Sequence[PageTables],
     num_heads: tuple[int, int],
 ) -> SpreadInputs:
-    """Fill a step's arrays, in the smallest bucket of pairs that all devices' fit in.
+    """Fill a step's arrays, in the smallest bucket of pairs that fits on all devices.
 
     Args:
         sample_slots: request id -> its place among the previous step's samples.
-        num_heads: KV heads, and with those of padding.
+        num_heads: numbers of KV heads, without and with padding.
     """
     starts = row_starts(batch)
     rows = [device.rows(batch, starts) for device in devices]
@@ -213,7 +215,7 @@ def build_halved_inputs(
     devices: Sequence[PageTables],
     num_heads: tuple[int, int],
 ) -> HalvedInputs:
-    """Build the inputs of each half of a batch, in a bucket of its own."""
+    """Build the inputs of each half of a batch, each in its own bucket."""
     starts = row_starts(batch)
     plain = empty_inputs(shape, limits)
     fill_tokens(plain, batch, starts, sample_slots)
@@ -237,14 +239,14 @@ def _fits(rows: Sequence[_Row], pairs: StepShape) -> bool:
     singles = sum(len(row.head_n) for row in rows if row.count == 1)
     chunks = sum(len(row.head_n) for row in rows if row.count > 1)
     tokens = sum(len(row.head_n) * row.count for row in rows)
-    # Decodes come first among the pairs, chunks behind those there are.
+    # Among the pairs, decodes come first, and then any chunks.
     return singles <= pairs.rows and tokens <= pairs.tokens and chunks <= pairs.chunks
 
 
 def _attention(
     rows: Sequence[_Row], pairs: StepShape, limits: StepLimits, K: int
 ) -> tuple[PagedBatch, np.ndarray]:
-    """A device's pairs as a batch of its attention, and each pair's token * K + head."""
+    """Return a device's pairs as a batch for attention, and each pair's token * K + head."""
     batch = empty_inputs(pairs, limits).batch
     size = limits.page_size
     singles = [row for row in rows if row.count == 1]
@@ -281,12 +283,12 @@ def _attention(
 
 
 def pack(batch: PagedBatch) -> np.ndarray:
-    """Pack all of a device's tables in one array, int32, so that one copy takes them there."""
+    """Pack all of a device's tables into one int32 array, so that one copy suffices."""
     return np.concatenate([np.ravel(part) for part in batch[1:]]).astype(np.int32)
 
 
 def unpack(packed: HostOrTraced, pairs: StepShape, limits: StepLimits) -> PagedBatch:
-    """Unpack the result of ``pack``, without the positions, which attention does not look at."""
+    """Unpack the result of ``pack``, without positions, which attention does not use."""
     like = empty_inputs(pairs, limits).batch
     parts, begin = [], 0
     for part in like[1:]:

@@ -28,16 +28,17 @@ from jaxinfer.steps.shapes import StepShape
 
 
 class SpreadStage(Stage):
-    """Dense layers on the stage's mesh; each KV head of a request is attended to where it lies.
+    """Dense layers on the stage's mesh, and attention on the device that stores each KV head.
 
-    The stage's own heads lie on the first device of its mesh: with tensor parallelism, the others
+    The stage's own heads lie on the first device of its mesh; with tensor parallelism, the others
     wait while it attends.
 
     Attributes:
-        pools: the devices that have KV heads, the stage's own first.
+        pools: pools of the devices that have KV heads, the stage's own first.
         elsewhere: pools that other processes lend, by number, once they are known.
-        kv: pages of each other pool, layer by layer.
-        outer, layers: parameters of no layer, and each layer's.
+        kv: pages of each pool, layer by layer.
+        outer: parameters outside the layers.
+        layers: parameters of each layer.
     """
 
     step: SpreadStep
@@ -60,7 +61,7 @@ class SpreadStage(Stage):
     def inputs(
         self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
     ) -> SpreadInputs | HalvedInputs:
-        """Build the inputs that ``forward`` takes of a batch; see ``build_spread_inputs``.
+        """Build the inputs of ``forward`` for a batch; see ``build_spread_inputs``.
 
         They are halves if the batch has some and KV heads lie on devices other than the stage's.
         """
@@ -75,9 +76,9 @@ class SpreadStage(Stage):
         return build(batch, shape, self.step.limits, sample_slots, self._tables, heads)
 
     def padding(self, shape: StepShape) -> Iterator[SpreadInputs]:
-        """Inputs without a token, of all shapes that a step of this one may have.
+        """Yield inputs without tokens, in all shapes that a step of this shape may need.
 
-        Pools that other processes lend have been tried there.
+        Pools that other processes lend are tried in those processes.
         """
         heads = self.plan.config.num_key_value_heads
         for pairs in self.step.pair_shapes(shape):
@@ -88,7 +89,7 @@ class SpreadStage(Stage):
     def forward(
         self, key: Key, inputs: SpreadInputs | HalvedInputs, x_TD: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Launch the layers; hidden states to sample from, and all. Returns at once."""
+        """Launch the layers; return hidden states to sample from, and all of them, at once."""
         if x_TD is not None:
             x_TD = put_whole(x_TD, self.plan)
         if isinstance(inputs, SpreadInputs):
@@ -109,11 +110,11 @@ class SpreadStage(Stage):
         return x_SD, x_TD
 
     def chain(self, shape: StepShape, inputs: SpreadInputs, x_TD: jax.Array | None) -> "Chain":
-        """A batch before its first layer."""
+        """Return a batch before its first layer."""
         return Chain(self, shape, inputs, x_TD)
 
     def _through(self, chains: "Sequence[Chain]") -> list[tuple[jax.Array, jax.Array]]:
-        """Launch all layers of batches that take turns: what one waits for, the other one hides."""
+        """Launch all layers of batches that take turns, so that each hides the other's waiting."""
         for layer in range(len(self.layers)):
             for chain in chains:
                 chain.enter(layer)
@@ -121,7 +122,7 @@ class SpreadStage(Stage):
         return [chain.leave() for chain in chains]
 
     def begin(self, number: int, inputs: SpreadInputs) -> jax.Array | BegunStep:
-        """Have one device get a step's tables; what they are called there."""
+        """Send a step's tables to one device; return a handle for them."""
         packed = inputs.tables[number]
         assert packed is not None
         if number in self.elsewhere:
@@ -136,7 +137,7 @@ class SpreadStage(Stage):
         piece: jax.Array,
         tables: jax.Array | BegunStep,
     ) -> "jax.Array | Future[np.ndarray]":
-        """Launch what one device does of one layer; what it finds, there or on its way from there.
+        """Launch one layer's attention on one device; return its results, or a future of them.
 
         Args:
             tables: see ``begin``.
@@ -163,9 +164,9 @@ class SpreadStage(Stage):
 
 
 class Chain:
-    """A batch, or half of one, on its way through a spread stage; launches, and never waits.
+    """A batch, or half of one, on its way through a spread stage; launches and never waits.
 
-    Where KV heads lie in other processes, it waits for what goes there and comes back.
+    Exception: if KV heads lie in other processes, it waits for the data sent there and back.
 
     Args:
         shape: shape that the step is padded to.
@@ -178,7 +179,7 @@ class Chain:
         self._stage, self._inputs, self._x_TD = stage, inputs, x_TD
         self._shape, self._layer = shape, 0
         self._layout = jax.device_put(inputs.layout, stage.plan.whole)
-        # Whoever has no pair in this step does nothing.
+        # A device without pairs in this step does nothing.
         self._tables = {
             number: stage.begin(number, inputs)
             for number, packed in enumerate(inputs.tables)
@@ -188,12 +189,14 @@ class Chain:
         self._pieces: list[jax.Array] = []
         config = stage.plan.config
         size = config.num_attention_heads // config.num_key_value_heads, config.head_dim
-        # Stands for what a device without pairs has found; nobody looks at it.
+        # It replaces the result of a device without pairs, and is never read.
         nothing = stage.zeros(inputs.pairs.tokens, *size, dtype=stage.plan.dtype)
         self._outs: list[jax.Array | Future[np.ndarray]] = [nothing] * len(stage.pools)
 
     def enter(self, layer: int) -> None:
-        """Go on from tokens, or the last layer's attention, to the attention of this layer."""
+        """Compute from the tokens, or the last layer's attention, to the attention of
+        this layer.
+        """
         stage, inputs, of = self._stage, self._inputs, self._stage.step.of
         buckets = self._shape, inputs.pairs
         if not layer:
@@ -218,9 +221,9 @@ class Chain:
         self._layer = layer
 
     def attend(self) -> None:
-        """Launch each device's attention to its pairs; the results go to the stage's mesh."""
+        """Launch attention on each device's pairs, and send the results to the stage's mesh."""
         stage = self._stage
-        # The stage's own device last: it would have the others wait for what they are to attend to.
+        # The stage's own device comes last; otherwise, the others would wait for their inputs.
         found = {}
         for number in sorted(self._tables, reverse=True):
             piece = self._pieces[number].addressable_data(0)
@@ -232,16 +235,16 @@ class Chain:
             self._outs[number] = out if isinstance(out, Future) else put_whole(out, stage.plan)
 
     def _found(self) -> list[jax.Array | np.ndarray]:
-        """Results of attention, on the stage's mesh or for it; other processes are waited for."""
+        """Return the results of attention for the stage's mesh; waits for other processes."""
         R = self._inputs.pairs.tokens
         return [padded(out.result(), R) if isinstance(out, Future) else out for out in self._outs]
 
     def wait(self) -> None:
-        """Wait until all that has been launched but attention is done."""
+        """Wait until everything that was launched, except attention, is done."""
         jax.block_until_ready((self._x_TD, self._pieces))
 
     def leave(self) -> tuple[jax.Array, jax.Array]:
-        """Hidden states to sample from, and all."""
+        """Return the hidden states to sample from, and all of them."""
         run = self._stage.step.of(("last", self._shape, self._inputs.pairs))
         found: tuple[jax.Array, jax.Array] = run(
             self._stage.layers[-1],

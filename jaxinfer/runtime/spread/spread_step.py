@@ -1,10 +1,10 @@
 """The programs of a stage whose attention is spread over several devices.
 
-``first`` goes up to the first layer's attention, ``middle`` from one layer's to the next one's,
-``last`` from the last one's to the stage's end; in between, each device attends to its own pairs
-(``pair_inputs``). Where a step is computed as two halves, ``part`` cuts what the stage before has
-returned, and ``join`` puts the halves' ends together. Parameters are arguments, so that one
-executable is there for all layers.
+``first`` computes up to the first layer's attention, ``middle`` from one layer's attention to the
+next, and ``last`` from the last attention to the stage's end. In between, each device attends to
+its own pairs. If a step is computed as two halves, ``part`` selects a half from
+the previous stage's result, and ``join`` combines the halves at the end. Parameters are arguments,
+so that all layers use one executable.
 
 Shape suffixes: those of ``layers``; R pairs of one device, W devices, X query heads of a pair and
 its key and value.
@@ -29,16 +29,17 @@ from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
 from jaxinfer.steps.shapes import StepLimits, StepShape
 
-# What stays between the layers' programs: the residual stream, and how positions rotate.
+# Values kept between the layers' programs: the residual stream, and the rotations of positions.
 Stream = tuple[jax.Array, Any]
 
 
 class Cut:
-    """Cuts queries, keys and values into the devices' pairs, and joins the results.
+    """Divides queries, keys and values into the devices' pairs, and joins the results.
 
     Args:
-        plan: plan of the stage; ``devices``: number of devices with pairs; ``pairs``: number of
-            pairs on each.
+        plan: plan of the stage.
+        devices: number of devices with pairs.
+        pairs: number of pairs on each device.
     """
 
     def __init__(self, plan: StageFacts, devices: int, pairs: int) -> None:
@@ -47,13 +48,14 @@ class Cut:
         self.G = config.num_attention_heads // self.K
         self.scale = config.attention_scale or self.H**-0.5
         self.W, self.R = devices, pairs
-        # Attention rounds queries, keys and values to this anyway, but for entries of 8 bits.
+        # Attention rounds queries, keys and values to this dtype anyway, except for entries of 8
+        # bits.
         self.dtype = plan.kv_dtype if plan.kv_dtype.itemsize > 1 else jnp.dtype("float32")
 
     def pieces(
         self, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, layout: jax.Array
     ) -> list[jax.Array]:
-        """Pairs [R, X, H] of each device: a key, a value, and the queries, scaled."""
+        """Return the pairs [R, X, H] of each device: a key, a value, and the scaled queries."""
         q_TKGH = (q_TNH * self.scale).reshape(len(q_TNH), self.K, self.G, self.H)
         x_TKXH = jnp.concatenate([k_TKH[:, :, None], v_TKH[:, :, None], q_TKGH], 2)
         x_PXH = x_TKXH.reshape(-1, self.G + 2, self.H).astype(self.dtype)
@@ -61,7 +63,7 @@ class Cut:
         return [x_PXH[cut_R] for cut_R in cut_WR]
 
     def joined(self, outs: Sequence[jax.Array], layout: jax.Array) -> jax.Array:
-        """Join the results of the devices, [T, N, H]; zeros where no device has the pair."""
+        """Join the results of the devices, [T, N, H]; zeros if no device has the pair."""
         out_RGH = jnp.concatenate([*outs, jnp.zeros((1, self.G, self.H), outs[0].dtype)])
         out_PGH = out_RGH[layout[self.W * self.R :]]
         return out_PGH.reshape(-1, self.K * self.G, self.H)
@@ -82,7 +84,7 @@ def first(
     layout: jax.Array,
     x_TD: jax.Array | None,
 ) -> tuple[Stream, list[jax.Array]]:
-    """Compute the first layer's pairs from tokens, or from what the stage before has returned."""
+    """Compute the first layer's pairs from tokens, or from the previous stage's result."""
     with jax.default_matmul_precision("highest"):
         model = outer.merge(outer_leaves)
         if layers.first:
@@ -105,7 +107,7 @@ def middle(
     outs: Sequence[jax.Array],
     layout: jax.Array,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Go from one layer's attention to the next layer's pairs, and the residual stream [T, D]."""
+    """Compute from one layer's attention to the next layer's pairs and residual stream [T, D]."""
     with jax.default_matmul_precision("highest"):
         x_TD, ropes = stream
         x_TD = layer.merge(leaves).after(x_TD, cut.joined(outs, layout))
@@ -122,21 +124,21 @@ def last(
     layout: jax.Array,
     sample_row_S: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Go from the last layer's attention to hidden states: those to sample from, and all."""
+    """Compute hidden states from the last layer's attention: those to sample from, and all."""
     with jax.default_matmul_precision("highest"):
         x_TD = layer.merge(leaves).after(x_TD, cut.joined(outs, layout))
         return x_TD[sample_row_S], x_TD
 
 
 def part(x_TD: jax.Array, place_T: jax.Array) -> jax.Array:
-    """Hidden states of one half's tokens, of all of a step's."""
+    """Return the hidden states of one half's tokens."""
     return x_TD[place_T]
 
 
 def join(
     x_TD: jax.Array, half_TD: jax.Array, place_T: jax.Array, sample_row_S: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A step's hidden states with those of one half in their places: those to sample from, all."""
+    """Put one half's hidden states in their places; return those to sample from, and all."""
     x_TD = x_TD.at[place_T].set(half_TD, mode="drop")
     return x_TD[sample_row_S], x_TD
 
@@ -151,7 +153,7 @@ def attend(
     piece_RXH: jax.Array,
     tables: jax.Array,
 ) -> tuple[KVPages, jax.Array]:
-    """A layer's attention of one device's pairs [R, G, H]; ``kv`` is to be donated."""
+    """Compute a layer's attention of one device's pairs [R, G, H]; ``kv`` should be donated."""
     with jax.default_matmul_precision("highest"):
         batch = unpack(tables, pairs, limits)
         k_R1H, v_R1H, q_RGH = piece_RXH[:, :1], piece_RXH[:, 1:2], piece_RXH[:, 2:]
@@ -163,7 +165,7 @@ def attend(
 
         out_RGH, kv = once(q_RGH, kv)
         if pool.repeats > 1:
-            # Each time waits for the one before; it writes and finds the same.
+            # Each call waits for the previous one; it writes and reads the same.
             out_RGH, kv = jax.lax.fori_loop(
                 1, pool.repeats, lambda i, x: once(q_RGH + 0 * x[0], x[1]), (out_RGH, kv)
             )
@@ -194,7 +196,7 @@ def compile_attend(
 
 
 class SpreadStep(CompiledStep):
-    """A stage's executables, by bucket of the step and of its devices' pairs.
+    """A stage's executables, by buckets of the step and of its devices' pairs.
 
     Args:
         pools: pools that hold the stage's KV heads.
@@ -213,15 +215,15 @@ class SpreadStep(CompiledStep):
 
     @property
     def windows(self) -> Sequence[int | None]:
-        """Attention windows of the stage's layers, None where a layer has none."""
+        """Attention windows of the stage's layers; None for a layer without one."""
         return self._windows
 
     def pair_shapes(self, shape: StepShape) -> list[StepShape]:
-        """Buckets of one device's pairs."""
+        """Return the buckets of one device's pairs."""
         return pair_shapes(shape, self._plan.num_kv_heads)
 
     def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
-        """The executables of one step whose pairs all devices may have, as often as they run."""
+        """Compile the executables of a step with pairs on all devices, each as often as it runs."""
         parts = self._runs(key.shape, self.pair_shapes(key.shape)[-1]) + self._head_parts(key)
         compiled = {part: self._compile(part) for part in dict.fromkeys(parts)}
         return [compiled[part] for part in parts]
@@ -236,7 +238,7 @@ class SpreadStep(CompiledStep):
         return list(dict.fromkeys(parts))
 
     def _runs(self, shape: StepShape, pairs: StepShape) -> list[Hashable]:
-        """List the parts that a step runs, in order, where every device has pairs."""
+        """Return the parts that a step runs, in order, if every device has pairs."""
         here = [number for number, pool in enumerate(self._pools) if not pool.is_lent]
         parts: list[Hashable] = [("first", shape, pairs)]
         for number, window in enumerate(self._windows):
@@ -299,7 +301,7 @@ class SpreadStep(CompiledStep):
 
 
 def split_parameters(plan: StagePlan, parameters: Parameters) -> tuple[Leaves, list[Leaves]]:
-    """Split parameters into those of no layer, and each layer's."""
+    """Split parameters into those outside the layers, and each layer's."""
     return _split(plan, parameters)[1]
 
 

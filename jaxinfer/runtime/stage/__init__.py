@@ -1,1 +1,1 @@
-"""An instance's compiled programs: layout, inputs, step, sampler, KV cache."""
+"""An instance's compiled programs: layout, inputs, step, sampler and KV cache."""

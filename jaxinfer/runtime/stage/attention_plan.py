@@ -1,4 +1,4 @@
-"""Plans of a stage's attention groups, before anything is loaded."""
+"""Plans a stage's attention groups before anything is loaded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,15 +25,14 @@ def plan_attention(
     devices: Mapping[str, Sequence[jax.Device]],
     taken: TakenMemory,
 ) -> StagePlan:
-    """The stage's plan with its attention groups, those in other processes as they are asked for.
+    """Return the stage's plan with its attention groups; those in other processes as requested.
 
     Args:
         devices: devices by group.
-        taken: memory taken by all plans so far, this one included; the groups' memory is added to
-            it.
+        taken: memory taken by all plans so far, including this one; the groups' memory is added.
 
     Raises:
-        JaxinferError: a group or its link is what cannot be run, or its memory is too small.
+        JaxinferError: a group or its link cannot run attention, or its memory is too small.
     """
     found: list[AttentionPlan] = []
     for place in stage.attention:
@@ -55,7 +54,7 @@ def plan_attention(
 
 
 def check_attention(name: str, config: ClusterConfig) -> None:
-    """Raise JaxinferError where a group, or its link, is none that attention can be run on."""
+    """Raise JaxinferError if a group or its link cannot run attention."""
     group = config.groups[name]
     if group.slowdown % 1:
         raise JaxinferError(
@@ -73,10 +72,10 @@ def check_attention(name: str, config: ClusterConfig) -> None:
 def plan_pool(
     plan: StageFacts, asked: AttentionPlan, device: jax.Device, group: GroupConfig, taken: int = 0
 ) -> AttentionPlan:
-    """The pool of one device of an attention group, as it is asked for.
+    """Plan the requested pool of one device of an attention group.
 
     Args:
-        taken: bytes of its memory that other plans will take.
+        taken: bytes of the device's memory that other plans will take.
 
     Raises:
         JaxinferError: the memory is too small.

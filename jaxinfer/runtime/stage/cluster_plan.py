@@ -1,4 +1,4 @@
-"""Plans of a cluster's instances on the devices of this process, before they are loaded."""
+"""Plans a cluster's instances on the devices of this process, before they are loaded."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from jaxinfer.runtime.stage.taken import TakenMemory
 
 
 def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]:
-    """Layers of each stage, for the instances with stages in several processes.
+    """Return the layers of each stage, for instances with stages in several processes.
 
     Args:
-        total: layers of the model.
+        total: number of layers of the model.
 
     Raises:
-        JaxinferError: they are not stated.
+        JaxinferError: the run file does not state them.
     """
     found = {}
     for name in filter(config.is_divided, config.instances):
@@ -44,10 +44,10 @@ def plan_cluster(
     layers: Mapping[str, Sequence[Layers]] | None = None,
     gpu_share: float | None = None,
 ) -> dict[str, list[StagePlan]]:
-    """Plans of each instance's stages, before anything is loaded.
+    """Plan the stages of each instance before anything is loaded.
 
     Args:
-        layers: layers of each stage, for instances that have others in other processes.
+        layers: layers of each stage, for instances with stages in other processes.
         gpu_share: see ``open_groups``.
 
     Raises:
@@ -76,7 +76,7 @@ def plan_cluster(
 
 
 def _check_links(config: ClusterConfig, groups: Mapping[str, Sequence[jax.Device]]) -> None:
-    """Refuse to emulate links of GPUs that are themselves."""
+    """Refuse emulated links between GPUs that are not emulated."""
     for link in config.links:
         for end in link.between:
             if groups[end][0].platform != "cpu" and not config.groups[end].emulate:
@@ -89,7 +89,7 @@ def _check_links(config: ClusterConfig, groups: Mapping[str, Sequence[jax.Device
 def _devices_of_stages(
     config: ClusterConfig, groups: Mapping[str, Sequence[jax.Device]]
 ) -> dict[str, list[list[jax.Device]]]:
-    """Devices of each instance's stages: the next ones of their groups."""
+    """Assign devices to each instance's stages: the next ones of their groups."""
     free = {name: iter(devices) for name, devices in groups.items()}
     return {
         name: [

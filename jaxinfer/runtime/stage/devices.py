@@ -17,11 +17,12 @@ CACHE_FOLDER = Path("~/.cache/jaxinfer/compiled")
 
 
 def configure_jax() -> None:
-    """Keep compiled programs from run to run, unless the user has set a cache of their own."""
+    """Let JAX keep compiled programs between runs, unless the user has set a cache."""
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        with contextlib.suppress(RuntimeError):  # An arbitrary user of a container has no home.
+        # An arbitrary user of a container has no home directory.
+        with contextlib.suppress(RuntimeError):
             jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER.expanduser()))
-    # The defaults keep only what takes a second to compile.
+    # By default, only programs that take a second to compile are kept.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -29,18 +30,18 @@ def configure_jax() -> None:
 def open_groups(
     groups: Mapping[str, GroupConfig], gpu_share: float | None = None
 ) -> dict[str, list[jax.Device]]:
-    """Devices of each group; no two groups share one, unless one says so.
+    """Return the devices of each group; groups share devices only if one of them says so.
 
-    A CPU has as many devices as are asked for, if JAX has not yet counted them.
+    A CPU counts as any number of devices, if JAX has not counted them yet.
 
     Args:
         gpu_share: share of each GPU's memory, if JAX has not started; see ``share_chosen``.
 
     Raises:
-        JaxinferError: there are fewer, or none of the kind.
+        JaxinferError: there are too few devices, or none of the kind.
     """
     if not groups:
-        return {}  # JAX would take the GPUs' memory from the processes whose groups these are.
+        return {}  # JAX would take GPU memory that processes of other groups need.
     _count(groups)
     with share_chosen(gpu_share):
         jax.devices()
@@ -63,7 +64,7 @@ def open_groups(
 
 
 def count_cpu_devices(clusters: Iterable[ClusterConfig]) -> None:
-    """Have JAX count as many CPU devices as the largest of several clusters needs."""
+    """Make JAX count as many CPU devices as the largest of several clusters needs."""
     for cluster in clusters:
         _count(cluster.part(None).groups)
 
@@ -72,7 +73,7 @@ def _count(groups: Mapping[str, GroupConfig]) -> None:
     own = [group for group in groups.values() if not group.shares]
     wanted = sum(group.devices for group in own if group.platform != "gpu")
     if wanted > max(jax.config.jax_num_cpu_devices, 1):  # type: ignore[attr-defined]
-        # JAX refuses once it has counted.
+        # JAX refuses this once it has counted its devices.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", wanted)
 
@@ -92,12 +93,12 @@ def _devices(name: str, group: GroupConfig) -> list[jax.Device]:
 
 
 def device_name(device: jax.Device) -> str:
-    """E.g. ``"cpu (cpu:0)"`` or ``"NVIDIA H100 80GB HBM3 (gpu:0)"``."""
+    """Return a name such as ``"cpu (cpu:0)"`` or ``"NVIDIA H100 80GB HBM3 (gpu:0)"``."""
     return f"{device.device_kind} ({device.platform}:{device.id})"
 
 
 def return_freed_memory() -> None:
-    """Give the system what the compiler has freed; glibc keeps it: 200 MB after nine steps."""
+    """Return memory freed by the compiler to the system; glibc keeps 200 MB after nine steps."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)

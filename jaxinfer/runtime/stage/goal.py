@@ -1,4 +1,4 @@
-"""A parameter as its devices are to have it: padded, cast, or in 8 bits with scales beside it."""
+"""The form of a parameter on its devices: padded, cast, or in 8 bits with scales."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from jaxinfer.runtime.stage.step import Parameters
 
 
 class Goal(NamedTuple):
-    """Shape, dtype and sharding of a parameter, and of its scales where it has 8 bits.
+    """Shape, dtype and sharding of a parameter, and of its scales if it has 8 bits.
 
     Attributes:
-        computed: dtype in which weights of 8 bits are multiplied; that of others is their own.
+        computed: dtype in which weights of 8 bits are multiplied; for others, their own dtype.
     """
 
     values: jax.ShapeDtypeStruct
@@ -26,27 +26,27 @@ class Goal(NamedTuple):
 
     @property
     def arrays(self) -> list[jax.ShapeDtypeStruct]:
-        """The parameter, and its scales where there are some."""
+        """The parameter, followed by its scales if it has any."""
         return [self.values] if self.scale is None else [self.values, self.scale]
 
     @property
     def shardings(self) -> tuple[Any, ...]:
-        """The shardings of the arrays."""
+        """The shardings of ``arrays``."""
         return tuple(each.sharding for each in self.arrays)
 
     @property
     def wide(self) -> jax.ShapeDtypeStruct:
-        """The parameter before it has 8 bits."""
+        """The parameter before conversion to 8 bits."""
         to = self.values
         return jax.ShapeDtypeStruct(to.shape, self.computed, sharding=to.sharding)
 
     def made_of(self, x: Any, xp: Any, scales: Any = None) -> tuple[Any, ...]:
-        """The arrays of a parameter's values, by ``xp``, which is numpy or JAX's; not yet placed.
+        """Convert a parameter's values with ``xp`` (numpy or JAX's), without placing them.
 
         Padding is zero.
 
         Args:
-            scales: scales of values that already have 8 bits: one for each output channel, or one.
+            scales: scales of values that already have 8 bits: one per output channel, or one.
         """
         grown = _padded(x, self.values.shape, xp)
         if self.scale is None:
@@ -64,18 +64,18 @@ def _padded(x: Any, shape: tuple[int, ...], xp: Any) -> Any:
 
 
 def goal_of(plan: StagePlan, path: str) -> Goal:
-    """The goal of a parameter that is no scale."""
+    """Return the goal of a parameter that is not a scale."""
     scale = own_scale(path, plan.config)
     to = plan.parameters[path]
     return Goal(to, plan.parameters[scale] if scale else None, plan.dtype if scale else to.dtype)
 
 
-# The arrays of a parameter, by a stage's plan, its path and its goal.
+# Makes the arrays of a parameter, from a stage's plan, its path and its goal.
 Find = Callable[[StagePlan, str, Goal], Sequence[jax.Array]]
 
 
 def parameters_of(plans: Sequence[StagePlan], found: Find) -> list[Parameters]:
-    """Return the parameters of each stage, which are joined where its plan says so."""
+    """Return the parameters of each stage, joined if the stage's plan says so."""
     stages = [_leaves(plan, found) for plan in plans]
     joined = join_weights.arrays(stages, [plan.joined for plan in plans])
     return [plan.state(leaves) for plan, leaves in zip(plans, joined, strict=True)]

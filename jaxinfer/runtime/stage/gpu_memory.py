@@ -1,6 +1,6 @@
-"""Share of a GPU's memory that JAX takes: chosen before it starts, where the user has not said.
+"""Chooses JAX's share of a GPU's memory before it starts, unless the user has set it.
 
-JAX takes 75 % at its start, or fails where less is free.
+By default, JAX takes 75 % when it starts, and fails if less is free.
 """
 
 import ctypes
@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
-# Names of one setting; JAX refuses to have both.
+# Two names of one setting; JAX refuses both together.
 SETTINGS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-# Of what is free: the rest is for CUDA's context, its libraries and captured graphs.
+# The share of the free memory to use; the rest is for CUDA's context, its libraries and captured
+# graphs.
 SHARE = 0.95
 
 
@@ -34,10 +35,10 @@ def has_started() -> bool:
 
 @contextmanager
 def share_chosen(fraction: float | None = None) -> Iterator[None]:
-    """Let JAX start within, with ``SHARE`` of what the fullest visible GPU has free.
+    """Let JAX start within this context, with ``SHARE`` of the fullest visible GPU's free memory.
 
-    What the user has set stays, and so does JAX's own share where NVML knows no GPU; processes that
-    are started later choose for themselves.
+    The user's setting is kept, and JAX's default is used if NVML knows no GPU. Processes that start
+    later choose for themselves.
 
     Args:
         fraction: fraction of each GPU's memory, if other processes take some of it at the same
@@ -65,7 +66,7 @@ def share_chosen(fraction: float | None = None) -> Iterator[None]:
 
 
 def free_shares() -> dict[str, float]:
-    """The free share of each GPU's memory by its number; none where NVML is not there."""
+    """Return the free share of each GPU's memory by its number; empty without NVML."""
     try:
         library: Any = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -84,7 +85,7 @@ def free_shares() -> dict[str, float]:
 def _visible_shares() -> list[float]:
     found = free_shares()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    # Those named otherwise than by number may be any.
+    # Devices that are not named by number may be any.
     chosen = [name.strip() for name in visible if name.strip().isdecimal()] or list(found)
     return [share for number in chosen if (share := found.get(number)) is not None]
 

@@ -1,4 +1,4 @@
-"""Queries', keys' and values' weights on devices, joined; see ``models.joined``."""
+"""Joins the weights of queries, keys and values on devices; see ``models.joined``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -20,9 +20,9 @@ def abstract(
 def arrays(
     stages: Sequence[Mapping[str, jax.Array]], modules: Sequence[Sequence[str]]
 ) -> list[dict[str, jax.Array]]:
-    """Join each stage's weights in the same way; stages with the same weights get one array.
+    """Join each stage's weights in the same way; stages with the same weights share one array.
 
-    Separate weights are deleted from their devices, but for those that a stage does not join.
+    Separate weights are deleted from their devices, except those that a stage does not join.
 
     Args:
         modules: modules to join, by stage.
@@ -33,7 +33,7 @@ def arrays(
         for leaves, names in zip(stages, modules, strict=True)
         for array in with_joined(leaves, names, lambda *three: whole).values()
     }
-    # Weights are known by their identity: ``stages`` keeps them all.
+    # Weights are identified by ``id``; ``stages`` keeps them alive.
     joined: dict[tuple[int, ...], jax.Array] = {}
 
     def join_once(*three: jax.Array) -> jax.Array:
@@ -52,7 +52,7 @@ def arrays(
 def _like(*three: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     like, where = jax.eval_shape(join, *three), three[0].sharding
     assert isinstance(where, NamedSharding)
-    # Of the rows, where there are some, and of the KV heads.
+    # Axes of the rows, if there are any, and of the KV heads.
     axes = (*where.spec, *[None] * len(like.shape))[: len(like.shape) - 2]
     sharding = NamedSharding(where.mesh, PartitionSpec(*axes, None, None))
     return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)

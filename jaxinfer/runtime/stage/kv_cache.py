@@ -1,4 +1,4 @@
-"""The page pool's arrays, and what arrays take of a memory."""
+"""The arrays of a page pool, and the memory that arrays take."""
 
 import math
 from collections.abc import Iterable
@@ -17,18 +17,18 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 
 def available_memory() -> int:
-    """Bytes of the host's memory that can be taken without swapping."""
+    """Return the bytes of the host's memory that can be used without swapping."""
     return int(psutil.virtual_memory().available)
 
 
 def shard_bytes(array: jax.ShapeDtypeStruct) -> int:
-    """Bytes that one device holds."""
+    """Return the bytes of an array on one device."""
     assert array.sharding
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def memory_of(arrays: Iterable[jax.ShapeDtypeStruct]) -> int:
-    """Bytes in one device's memory; on CPU, in the host's, which all devices share."""
+    """Return the bytes in one device's memory; on a CPU, in the host's, which all devices share."""
     total = 0
     for array in arrays:
         assert array.sharding
@@ -45,9 +45,9 @@ def abstract_pages(
     dtype: jnp.dtype,
     mesh: Mesh,
 ) -> list[KVPages]:
-    """Keys, values and, for entries of 8 bits, their scales: arrays of their own for each layer.
+    """Return the shapes of each layer's keys and values and, for entries of 8 bits, scales.
 
-    Separate arrays, because a step that is handed one array of all layers copies it.
+    Each layer has separate arrays, because a step would copy one array of all layers.
     """
     K, B, H = config.num_key_value_heads, page_size, config.head_dim
     array = partial(jax.ShapeDtypeStruct, sharding=pages_sharding(mesh, config.layout))
@@ -59,7 +59,7 @@ def abstract_pages(
 
 
 def allocate(pages: list[KVPages]) -> list[KVPages]:
-    """Zeroed pages, of the shapes that ``abstract_pages`` gives."""
+    """Return zeroed pages of the shapes from ``abstract_pages``."""
 
     def zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
         return jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=array.sharding)()

@@ -1,4 +1,4 @@
-"""A model and its steps as a layout makes them, on the mesh of one stage; formats of weights."""
+"""Applies a layout to a model and its steps on one stage's mesh; chooses formats of weights."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,11 +15,11 @@ from jaxinfer.models.layouts import LAYOUTS, Layout, most_ways
 from jaxinfer.models.sharding import padded
 from jaxinfer.steps.shapes import StepLimits
 
-# Rows whose logits are in memory at once where all prompt positions are reported on.
+# Number of rows whose logits are in memory at once if all prompt positions are reported.
 BLOCK_ROWS = 64
-# Formats of 8 bits, of weights and of KV, by their options' values.
+# Formats of 8 bits, of weights and of KV, by the values of their options.
 DTYPES_OF_8_BITS = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("float8_e4m3fn")}
-# What a stage with attention groups has, besides any rules of parameters.
+# Rules of a stage with attention groups, in addition to any rules of parameters.
 _ANY_RULES = replace(LAYOUTS["megatron"], parameters=())
 
 
@@ -30,14 +30,14 @@ def lay_out(
     kernels: str,
     is_spread: bool,
 ) -> tuple[ModelConfig, int]:
-    """The model's config with its layout, padded; and of what a step's tokens are a multiple.
+    """Return the padded config with its layout, and the number that divides a step's tokens.
 
     Args:
         axes: sizes of the mesh's axes.
-        is_spread: KV heads may lie elsewhere.
+        is_spread: whether KV heads may lie on other devices.
 
     Raises:
-        JaxinferError: the layout is none, or fits neither model nor mesh.
+        JaxinferError: the layout is unknown, or does not fit model or mesh.
     """
     name, layout = options.layout or "megatron", load_layout(options.layout)
     if is_spread and (len(axes) > 1 or replace(layout, parameters=()) != _ANY_RULES):
@@ -56,7 +56,10 @@ def lay_out(
 
 
 def _multiple(options: EngineOptions, axes: Mapping[str, int], layout: Layout) -> int:
-    """Pieces that tokens are cut into; the rows that are sampled from must divide as they are."""
+    """Return into how many pieces tokens are cut.
+
+    The rows to sample from must divide as they are.
+    """
     multiple, pieces = most_ways("T", layout, axes), most_ways("S", layout, axes)
     for tokens in options.token_buckets or ():
         check_divides("T", "token_buckets", tokens, multiple)
@@ -67,7 +70,7 @@ def _multiple(options: EngineOptions, axes: Mapping[str, int], layout: Layout) -
 
 
 def with_bits(config: ModelConfig, options: EngineOptions, dtype: jnp.dtype) -> ModelConfig:
-    """The config with its linear weights' format, where that has 8 bits.
+    """Return the config with the format of its linear weights, if that has 8 bits.
 
     Raises:
         JaxinferError: the checkpoint has another format of 8 bits, or experts.

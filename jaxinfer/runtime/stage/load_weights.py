@@ -1,8 +1,8 @@
-"""Parameters on devices, made of a checkpoint's tensors.
+"""Loads parameters onto devices from a checkpoint's tensors.
 
-A tensor goes to the device as it lies in the file, and is transposed, padded, cast and sharded
-there, by one program for all tensors alike. Small ones are faster by numpy, since a program takes
-30 ms and more to compile.
+A tensor is sent to the device as stored in the file. It is transposed, padded, cast and sharded
+there, by one program for all equal tensors. Small tensors are converted faster by numpy, since a
+program takes 30 ms or more to compile.
 """
 
 from collections import deque
@@ -35,17 +35,17 @@ from jaxinfer.runtime.stage.step import Parameters
 T = TypeVar("T")
 # Arrays of parameters by path and goal; stages on the same devices share them.
 Loaded = dict[tuple[str, Goal], Sequence[jax.Array]]
-# Bytes of a parameter's tensors from which the device has them to convert.
+# Parameters with at least this many bytes are converted on the device.
 ON_DEVICE = 2**23
-# Parameters whose tensors are read at once, each by a thread.
+# Number of parameters whose tensors are read at once, each by a thread.
 READERS = 2
 
 
 def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[Parameters]:
-    """The weights of several stages on their devices, in the plans' dtypes; padding is zero.
+    """Load the weights of several stages onto their devices, in the plans' dtypes.
 
-    The host holds the tensors of two parameters at most; of a file in safetensors, they are pages
-    of the file, which the system may drop.
+    Padding is zero. The host holds the tensors of at most two parameters; those of a safetensors
+    file are pages of the file, which the system may drop.
 
     Raises:
         JaxinferError: the tensors do not fit the architecture, or are damaged.
@@ -73,12 +73,12 @@ def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[
 def _load(
     checkpoint: Checkpoint, wanted: Mapping[tuple[str, Goal], WeightSpec]
 ) -> Iterator[Sequence[jax.Array]]:
-    """Yield parameters in order, each once it is there."""
+    """Yield parameters in order, each once it is loaded."""
     program = cache(_program)
     jobs = (partial(_read, checkpoint, spec, goal) for (_, goal), spec in wanted.items())
     for (_, goal), spec, found in zip(wanted, wanted.values(), _ahead(jobs), strict=False):
         if isinstance(found, list):
-            # Programs are launched here alone: several devices must see them in one order.
+            # Programs are launched only here, because several devices must see them in one order.
             make = program(spec.convert, isinstance(spec.names, str), goal)
             yield jax.block_until_ready(make(found))
         else:
@@ -86,7 +86,7 @@ def _load(
 
 
 def _ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yield what jobs return, in their order, some of them being under way at once."""
+    """Yield the results of jobs in order, while later ones already run."""
     under_way: deque[Future[T]] = deque()
     with ThreadPoolExecutor(READERS) as threads:
         for job in jobs:
@@ -100,7 +100,7 @@ def _ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 def _read(
     checkpoint: Checkpoint, spec: WeightSpec, goal: Goal
 ) -> tuple[jax.Array, ...] | list[jax.Array]:
-    """Read a parameter's tensors: one that is done, or those that are yet to be converted."""
+    """Read a parameter's tensors: the finished arrays, or tensors that must still be converted."""
     tensors, to = read_tensors(checkpoint, spec, ON_DEVICE), goal.values
     has_scales = goal.scale is not None and checkpoint.config.stored_bits is not None
     scales = [read_scales(checkpoint, spec)] if has_scales else []
@@ -120,7 +120,7 @@ def _read(
 
 
 def _rows(to: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
-    """The place of a tensor until it is converted: a share of the rows on each device, or whole."""
+    """Return the sharding of an unconverted tensor: rows divided over devices, or replicated."""
     assert isinstance(to.sharding, NamedSharding)
     mesh = to.sharding.mesh
     divides = mesh.size > 1 and shape != () and shape[0] % mesh.size == 0
@@ -130,7 +130,7 @@ def _rows(to: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
 def _program(
     convert: Callable[[Any], Any], is_one: bool, goal: Goal
 ) -> Callable[[list[jax.Array]], tuple[jax.Array, ...]]:
-    """The program that makes a parameter of its tensors, and of scales after one of 8 bits."""
+    """Compile the program that makes a parameter, and its scales, from its tensors."""
     spec = WeightSpec("" if is_one else (), (), convert)
 
     def make(tensors: list[jax.Array]) -> tuple[jax.Array, ...]:
@@ -142,7 +142,7 @@ def _program(
 
 
 def _dequantised(blocks: jax.Array) -> jax.Array:
-    """A matrix [out, in] in float32 of its blocks of Q8_0: a half, and 32 int8 that it scales."""
+    """Return a float32 matrix [out, in] from blocks of Q8_0: a half that scales 32 int8."""
     scale = jax.lax.bitcast_convert_type(blocks[..., :2], jnp.float16)
     values = jax.lax.bitcast_convert_type(blocks[..., 2:], jnp.int8)
     x = values.astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
@@ -150,10 +150,10 @@ def _dequantised(blocks: jax.Array) -> jax.Array:
 
 
 def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan, there: Loaded) -> None:
-    """Restore a converted checkpoint; refuse it if a parameter would silently be padded or cut.
+    """Restore a converted checkpoint; refuse it if a parameter would be padded or cut.
 
     Args:
-        there: what other plans have restored; gets what this one does.
+        there: parameters that other plans have restored; those of this plan are added.
     """
     wanted = parameter_shapes(checkpoint.config)
     for path in sorted(wanted.keys() | stored.keys()):
@@ -176,7 +176,7 @@ def _restore(checkpoint: Checkpoint, stored: Shapes, plan: StagePlan, there: Loa
 
 
 def _batches(plan: StagePlan, paths: Sequence[str]) -> list[list[str]]:
-    """Paths to restore at once: few of those that become 8 bits, which come wide, or all others."""
+    """Return paths to restore together: few that become 8 bits, which are wide, or all others."""
     wide = [path for path in paths if goal_of(plan, path).scale]
     rest = [path for path in paths if path not in wide]
     few = (wide[i : i + 16] for i in range(0, len(wide), 16))

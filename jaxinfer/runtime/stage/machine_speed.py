@@ -1,4 +1,4 @@
-"""Speed of devices: to divide layers by, and to compare what an engine does with."""
+"""Measures the speed of devices, to divide layers and for comparisons."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from jaxinfer.models.config import ModelConfig
 
 _REPEATS = 5
 _TOKENS = 512
-# So many calls are under way at once that launching them costs no time of the device.
+# Number of calls in flight, so that launching them costs no time of the device.
 _IN_FLIGHT = 10
 
 
 def measure_speed(config: ModelConfig, dtype: jnp.dtype, devices: Sequence[jax.Device]) -> float:
-    """Feed-forward layers per second on one device, times the number of devices."""
+    """Return feed-forward layers per second on one device, times the number of devices."""
     shape = config.hidden_size, config.intermediate_size
     up, x = (
         jax.device_put(np.ones(s, dtype), devices[0])
@@ -34,20 +34,22 @@ def measure_speed(config: ModelConfig, dtype: jnp.dtype, devices: Sequence[jax.D
 
 
 def copy_rate(size: int) -> float:
-    """Bytes per second of a copy within JAX's first device, of ``size`` bytes, read and written."""
+    """Return the bytes per second, read and written, of copying ``size`` bytes on JAX's first
+    device.
+    """
     x = jnp.zeros(size // 4, jnp.float32)
     return 2 * x.nbytes / _seconds(jax.jit(lambda x: x + 1), x)
 
 
 def product_rate(size: int) -> float:
-    """FLOPs per second of bfloat16 products on that device, of matrices with ``size`` rows."""
-    # Random: of equal numbers, a GPU at its power limit multiplies more.
+    """Return FLOPs per second of bfloat16 products there, of matrices with ``size`` rows."""
+    # Random numbers: with equal numbers, a GPU at its power limit would be faster.
     x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     return 2 * size**3 / _seconds(jax.jit(lambda x: x @ x), x)
 
 
 def _seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-    """Return the seconds of one call among several in flight, the median."""
+    """Return the median seconds of a call, with several in flight."""
     run(x).block_until_ready()
     times = []
     for _ in range(_REPEATS):

@@ -1,4 +1,4 @@
-"""Random weights, drawn where they are to lie: speed can be measured without a checkpoint."""
+"""Draws random weights on their devices, to measure speed without a checkpoint."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def random_parameters(config: ModelConfig, plans: Sequence[StagePlan]) -> list[P
         config: the model's configuration, without padding.
     """
     shapes = parameter_shapes(config)
-    program = cache(_program)  # Layers are alike.
+    program = cache(_program)  # All layers are equal.
     # Segments of one stage share a tied embedding.
     drawn: dict[tuple[str, Goal], tuple[jax.Array, ...]] = {}
 
@@ -48,7 +48,7 @@ def _key_data(seed: int, path: str) -> np.ndarray:
 def _program(
     shape: tuple[int, ...], goal: Goal, is_scale: bool
 ) -> Callable[[np.ndarray], tuple[jax.Array, ...]]:
-    """A program by which devices draw their own shards; values are the same for any sharding."""
+    """Compile a program that draws shards on devices; values are the same for any sharding."""
 
     def draw(key_data: jax.Array) -> tuple[jax.Array, ...]:
         key = jax.random.wrap_key_data(key_data, impl="threefry2x32")

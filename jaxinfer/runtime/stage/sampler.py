@@ -1,7 +1,7 @@
-"""Drawing tokens on the device.
+"""Samples tokens on the device.
 
-A draw depends on the logits, the request's own tokens and options, its seed and the token's
-position alone, so batch mates, order, chunking and preemption do not change it.
+A sample depends only on the logits, the request's own tokens and options, its seed, and the token's
+position. Other requests in the batch, order, chunking and preemption do not change it.
 
 Shape suffixes: S sequences, V vocabulary, E edits, L tokens of a history, B tokens of a block.
 """
@@ -18,15 +18,17 @@ from jaxinfer.models.layers import HostOrTraced
 
 
 class SamplerShape(NamedTuple):
-    """The parts that samplers are compiled with, besides rows; 0 and False leave one out.
+    """The parts that a sampler is compiled with, in addition to rows; 0 and False omit a part.
 
     Attributes:
-        edits: logits changed per row: a bias, or a token forbidden for now.
+        edits: number of logits changed per row: a bias, or a token forbidden for now.
         history: tokens of the longest request that has penalties.
-        top: likeliest tokens to report.
-        prompt_top: likeliest tokens to report at each position of the prompt.
-        greedy: some requests take the likeliest token.
-        drawn: some draw theirs; ``top_k`` and ``top_p``: some from a part of the vocabulary.
+        top: number of likeliest tokens to report.
+        prompt_top: number of likeliest tokens to report at each position of the prompt.
+        greedy: whether some requests take the likeliest token.
+        drawn: whether some requests draw their tokens.
+        top_k: whether some draw from the k likeliest tokens.
+        top_p: whether some draw from the likeliest tokens that reach a probability.
     """
 
     edits: int = 0
@@ -39,14 +41,14 @@ class SamplerShape(NamedTuple):
     top_p: bool = False
 
     def widened(self, other: "SamplerShape") -> "SamplerShape":
-        """Return the smallest that serves what either does."""
+        """Return the smallest shape that covers both."""
         larger: Iterator[Any] = map(max, self, other)
         return SamplerShape(*larger)
 
     def samplers(self) -> list["SamplerShape"]:
-        """Return those to compile: for steps that are greedy, and for those with a drawn row.
+        """Return the samplers to compile: one for greedy steps, one for steps with a drawn row.
 
-        There are no more than these two: what one request truncates, all that are drawn pay for.
+        There are never more than two: a truncation that one request uses is paid by all drawn rows.
         """
         found = []
         if self.greedy or not self.drawn:
@@ -60,7 +62,7 @@ PLAIN_SAMPLER = SamplerShape()
 
 
 class SamplingInputs(NamedTuple):
-    """A row per token to draw.
+    """Inputs of the sampler, a row per token to sample.
 
     Attributes:
         temperature_S: float32; 0 is greedy.
@@ -68,17 +70,19 @@ class SamplingInputs(NamedTuple):
         top_p_S: float32 in (0, 1]; 1 keeps all.
         min_p_S: float32 in [0, 1]; 0 keeps all.
         seed_S2: uint32, the high and low words of the seed.
-        position_S: int32, the position that the drawn token will have.
-        edit_token_SE, edit_SE: int32, and float32 added to that token's logit; a token past
-            the vocabulary is none.
-        history_SL: int32 tokens of prompt and output, of rows with penalties; past the
-            vocabulary there is none.
+        position_S: int32, the position that the sampled token will have.
+        edit_token_SE: int32, tokens whose logits change; a token beyond the vocabulary is ignored.
+        edit_SE: float32, added to these logits.
+        history_SL: int32, prompt and output tokens of rows with penalties; entries beyond the
+            vocabulary are ignored.
         prompt_len_S: int32, how many of them are the prompt's.
-        pending_S: int32, the previous step's sample that follows the history; -1 for none.
-        repetition_S: float32, divides the positive and multiplies the negative logits of tokens
-            in the history (Keskar et al., 2019); 1 changes nothing.
-        presence_S, frequency_S: float32, taken off the logits of tokens in the output, once or
-            as often as they occur (as the OpenAI API defines them); 0 changes nothing.
+        pending_S: int32, index of the previous step's sample that follows the history; -1 for none.
+        repetition_S: float32, divides the positive and multiplies the negative logits of tokens in
+            the history (Keskar et al., 2019); 1 changes nothing.
+        presence_S: float32, subtracted once from the logits of tokens in the output (as in the
+            OpenAI API); 0 changes nothing.
+        frequency_S: float32, subtracted from a token's logit once for each time that the token
+            occurs in the output (as in the OpenAI API); 0 changes nothing.
     """
 
     temperature_S: HostOrTraced
@@ -98,13 +102,14 @@ class SamplingInputs(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Tokens, drawn or given, with what the model itself (before any option) says of them.
+    """Tokens, sampled or given, with the model's own opinion of them (before any option).
 
     Attributes:
         token_S: int32.
-        logprob_S: float32, natural log of the token's probability.
-        rank_S: int32, 1 for the likeliest token; zeros where no likeliest tokens are reported.
-        top_token_SN, top_logprob_SN: the likeliest tokens, in order.
+        logprob_S: float32, natural logarithm of the token's probability.
+        rank_S: int32, 1 for the likeliest token; zeros if no likeliest tokens are reported.
+        top_token_SN: likeliest tokens, in order.
+        top_logprob_SN: their log probabilities.
     """
 
     token_S: HostOrTraced
@@ -117,14 +122,14 @@ class Samples(NamedTuple):
 def sample(
     logits_SV: jax.Array, previous_S: jax.Array, inputs: SamplingInputs, sampler: SamplerShape
 ) -> Samples:
-    """Draw one token per row.
+    """Sample one token per row.
 
-    The order is vLLM's: edits, penalties, temperature, min_p, top_k, top_p. What a step does is
-    decided on the host: a GPU would have it wait for the answer to a condition.
+    The order is vLLM's: edits, penalties, temperature, min_p, top_k, top_p. The host decides which
+    parts a step has, because a condition on a GPU would make the step wait.
 
     Args:
         logits_SV: float32.
-        previous_S: int32 tokens that the previous step has drawn.
+        previous_S: int32, tokens that the previous step has sampled.
         sampler: parts that the rows need; rows are greedy if not ``drawn``.
     """
     chosen_SV = _penalise(_edit(logits_SV, inputs), previous_S, inputs)
@@ -136,15 +141,15 @@ def sample(
 
 
 def look_up(logits_SV: jax.Array, token_S: jax.Array, top: int) -> Samples:
-    """Look up these tokens' log probabilities and ranks, and the ``top`` likeliest tokens."""
-    # top_k puts 0 before -0, other comparisons do not.
+    """Return these tokens' log probabilities and ranks, and the ``top`` likeliest tokens."""
+    # top_k sorts 0 before -0; other comparisons treat them as equal.
     logits_SV = jnp.where(logits_SV == 0, 0.0, logits_SV)
     max_S1 = logits_SV.max(-1, keepdims=True)
     log_sum_S1 = jnp.log(jnp.exp(logits_SV - max_S1).sum(-1, keepdims=True)) + max_S1
     logit_S1 = jnp.take_along_axis(logits_SV, token_S[:, None], -1)
     rank_S = jnp.zeros_like(token_S)
     if top:
-        # Of equals, the lower token is the likelier, as in top_k.
+        # Of equal logits, the lower token comes first, as in top_k.
         before_SV = jnp.arange(logits_SV.shape[1]) < token_S[:, None]
         ahead_SV = (logits_SV > logit_S1) | (logits_SV == logit_S1) & before_SV
         rank_S = 1 + ahead_SV.sum(-1, dtype=jnp.int32)
@@ -180,10 +185,10 @@ def _penalise(logits_SV: jax.Array, previous_S: jax.Array, inputs: SamplingInput
 
 
 def argmax(x_SV: jax.Array) -> jax.Array:
-    """First index of each row's maximum.
+    """Return the first index of each row's maximum.
 
-    The search takes two levels of plain reductions, which XLA:CPU vectorises. It allocates no array
-    as large as x, whose pages would be faulted in at every step.
+    The search takes two levels of plain reductions, which XLA's CPU backend vectorises. It
+    allocates no array as large as x, whose pages would be faulted in at every step.
     """
     S, V = x_SV.shape
     block = math.gcd(V, 512)
@@ -202,7 +207,7 @@ def _first_max(x_SV: jax.Array) -> jax.Array:
 def _draw(
     logits_SV: jax.Array, likeliest_S: jax.Array, inputs: SamplingInputs, sampler: SamplerShape
 ) -> jax.Array:
-    """Temperature and the three truncations, then a Gumbel-max draw."""
+    """Apply temperature and the three truncations, then draw with the Gumbel-max method."""
     temperature_S = jnp.where(inputs.temperature_S > 0, inputs.temperature_S, 1.0)
     scaled_SV = logits_SV / temperature_S[:, None]
     max_S1 = jnp.take_along_axis(scaled_SV, likeliest_S[:, None], -1)
@@ -227,7 +232,7 @@ def keep_min_p(logits_SV: jax.Array, max_S1: jax.Array, min_p_S: jax.Array) -> j
 
 
 def keep_top_k(logits_SV: jax.Array, top_k_S: jax.Array) -> jax.Array:
-    """Mask all but the k largest logits (and the k-th one's equals); a k of 0 keeps all."""
+    """Mask all but the k largest logits (and those equal to the k-th); a k of 0 keeps all."""
     key_SV = _ordered_int(logits_SV)
     wanted_S = jnp.where(top_k_S > 0, top_k_S, logits_SV.shape[-1])
     threshold_S = _largest(key_SV, jnp.ones_like(key_SV), wanted_S)
@@ -237,13 +242,13 @@ def keep_top_k(logits_SV: jax.Array, top_k_S: jax.Array) -> jax.Array:
 def keep_top_p(logits_SV: jax.Array, max_S1: jax.Array, top_p_S: jax.Array) -> jax.Array:
     """Mask all but the likeliest tokens that together reach ``top_p``; 1 keeps all.
 
-    Probabilities are rounded to whole numbers of 2^-30. Sums of those are the same in any order,
-    and off by 2^-31 per token at most: 6e-5 for a vocabulary of 128,256, and mostly 1e-7.
+    Probabilities are rounded to multiples of 2^-30, so that their sums are the same in any order.
+    The error is at most 2^-31 per token: 6e-5 for a vocabulary of 128,256, and usually 1e-7.
     """
     p_SV = jnp.exp(logits_SV - max_S1)
     p_SV *= 2.0**30 / p_SV.sum(-1, keepdims=True)
     weight_SV = jnp.round(p_SV).astype(jnp.int32)
-    # At least the likeliest.
+    # At least the likeliest token is kept.
     wanted_S = jnp.maximum((top_p_S * weight_SV.sum(-1)).astype(jnp.int32), 1)
     key_SV = _ordered_int(logits_SV)
     threshold_S = _largest(key_SV, weight_SV, wanted_S)
@@ -252,17 +257,17 @@ def keep_top_p(logits_SV: jax.Array, max_S1: jax.Array, top_p_S: jax.Array) -> j
 
 
 def _ordered_int(x: jax.Array) -> jax.Array:
-    """Float32 to int32, order kept (NaN aside); 0 and -0 are equal."""
+    """Map float32 to int32 in the same order (except NaN); 0 and -0 are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _largest(key_SV: jax.Array, weight_SV: jax.Array, wanted_S: jax.Array) -> jax.Array:
-    """The largest int32 per row at and above which keys weigh ``wanted`` in sum, or the least.
+    """Return, per row, the largest int32 such that keys from it on weigh at least ``wanted``.
 
-    Finds 4 bits in each pass over the keys, and has no loop, which a GPU's command buffers leave
-    out. The 15 sums of a pass are one reduction: it reads the keys once, and XLA:CPU vectorises it
-    for integers alone.
+    If there is none, returns the smallest int32. Each pass over the keys finds 4 bits. There is no
+    loop, because a GPU's command buffers leave loops out. The 15 sums of a pass are one reduction,
+    which reads the keys once; XLA's CPU backend vectorises it only for integers.
     """
     least = jnp.iinfo(jnp.int32).min
     low_S = jnp.full(wanted_S.shape, least, jnp.int32)

@@ -1,4 +1,4 @@
-"""The way from a planned batch to the arrays of one compiled sampler.
+"""Turns a planned batch into the arrays of one compiled sampler.
 
 Shape suffixes: S sequences, E edits, L tokens of a history.
 """
@@ -13,20 +13,20 @@ from jaxinfer.runtime.stage.step_inputs import row_starts
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.request_state import RequestState
 
-# Past every vocabulary: edits and history end with it.
+# A token beyond every vocabulary, which fills the rest of edits and histories.
 NO_TOKEN = 2**31 - 1
-# Below, the likeliest token alone is left, and the arrays' float32 would have infinities or 0.
+# Below this, only the likeliest token is left, and the float32 arrays would have infinities or 0.
 _LEAST = 1e-30
 
 
 def sampling_of(request: RequestState) -> Sampling:
-    """The request's sampling parameters."""
+    """Return the request's sampling parameters."""
     assert isinstance(request.payload, Sampling)
     return request.payload
 
 
 def sampler_shape(requests: Iterable[RequestState]) -> SamplerShape:
-    """The smallest shape that serves all of the requests, of few that there are."""
+    """Return the smallest of a few shapes that serves all of the requests."""
     edits = history = top = prompt_top = 0
     greedy = drawn = top_k = top_p = False
     for request in requests:
@@ -58,7 +58,7 @@ def sampler_shape(requests: Iterable[RequestState]) -> SamplerShape:
 
 
 def sampler_for(batch: Batch, sampler: SamplerShape) -> SamplerShape:
-    """The one of ``sampler.samplers()`` that the batch needs: greedy if none of its rows draws."""
+    """Return the sampler that the batch needs: the greedy one if none of its rows draws."""
     *greedy, other = sampler.samplers()
     if not greedy or any(row.samples and _params(row).temperature > 0 for row in batch.rows):
         return other
@@ -74,7 +74,7 @@ def _power_of_two(count: int, smallest: int) -> int:
 
 
 def empty_sampling(rows: int, shape: SamplerShape) -> SamplingInputs:
-    """Rows of padding: greedy, and nothing else."""
+    """Return rows of padding: greedy, without any option."""
     zeros, floats = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
     return SamplingInputs(
         temperature_S=floats.copy(),
@@ -154,16 +154,16 @@ def _fill_history(
 
 
 def prompt_positions(row: Row) -> range:
-    """Positions of the row whose next token is the prompt's and is to be reported on."""
+    """Return the row's positions whose next token is a prompt token to report on."""
     if sampling_of(row.request).params.prompt_logprobs is None:
         return range(0)
     return range(row.start, min(row.start + row.count, row.request.prompt_len - 1))
 
 
 def next_prompt_tokens(batch: Batch, tokens: int) -> np.ndarray:
-    """Return the prompt token after each token of the step, where it is to be reported on.
+    """Return the prompt token after each token of the step, if it must be reported on.
 
-    Int32 [T]; the rows are in the order of ``step_inputs.build_inputs``.
+    The result is int32 [T]; rows are in the order of ``step_inputs.build_inputs``.
     """
     target_T = np.zeros(tokens, np.int32)
     for at, row in zip(row_starts(batch), batch.rows, strict=True):

@@ -1,4 +1,4 @@
-"""A pipeline stage on its mesh: parameters, KV pages, compiled step."""
+"""A pipeline stage on its mesh: parameters, KV pages and compiled step."""
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -19,16 +19,16 @@ from jaxinfer.steps.shapes import StepShape
 
 
 class Stage:
-    """A part of a model on which a worker launches steps; most instances have one.
+    """A part of a model that runs steps for a worker; most instances have only one.
 
     Attributes:
-        kv: the pages; each step, and each transfer into them, replaces them.
-        emulate: seconds that a step is to take on a slower device, or None.
-        link: the link from the stage before to this one, where that is emulated.
-        overruns: seconds by which emulated steps were late, one for each that was.
-        previous_S: the last step's tokens, which feed back into the next.
-        transfers: programs compiled to take slabs out of the pages and write them there; ways
-            to other instances that want the same share them.
+        kv: pages; each step, and each transfer into them, replaces them.
+        emulate: function for the seconds that a step takes on an emulated slower device, or None.
+        link: link from the previous stage to this one, if emulated.
+        overruns: seconds by which emulated steps were late, one for each late step.
+        previous_S: the last step's tokens, which are inputs of the next step.
+        transfers: compiled programs that gather slabs from the pages and scatter slabs into them;
+            channels with the same format share them.
     """
 
     def __init__(self, plan: StagePlan, parameters: Parameters) -> None:
@@ -54,7 +54,7 @@ class Stage:
         return jax.device_put(np.zeros(like.shape, like.dtype), like.sharding)
 
     def recover(self) -> None:
-        """Have pages again where a step or a transfer, broken off, has left none: all are zero."""
+        """Replace pages that a failed step or transfer has destroyed by zeros."""
         self.previous_S = self._no_tokens()
         if not _are_there(self.kv):
             self.kv = None  # The memory is needed.
@@ -63,7 +63,7 @@ class Stage:
     def inputs(
         self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
     ) -> Any:
-        """Build the inputs that ``forward`` takes of a batch; see ``build_inputs``."""
+        """Build the inputs of ``forward`` for a batch; see ``build_inputs``."""
         return build_inputs(batch, shape, self.step.limits, sample_slots, shard)
 
     def padding(self, shape: StepShape) -> Iterator[Any]:
@@ -84,7 +84,7 @@ class Stage:
                 sampling = empty_sampling(key.shape.rows, key.sampler)
                 samples, _ = self.step.sample(key, self._leaves, hidden, self.previous_S, sampling)
                 samples.token_S.block_until_ready()
-                # In the middle of a run, the next step is still to be fed.
+                # In the middle of a run, the next step has not been launched yet.
                 self.previous_S = previous_S
 
         return self.step.compile_ahead(sampler, run_on_padding)
@@ -109,7 +109,7 @@ class Stage:
         sampling: SamplingInputs,
         next_token_T: np.ndarray | None,
     ) -> tuple[Samples, Samples | None]:
-        """Launch the head; the tokens feed back into the next step."""
+        """Launch the head; its tokens are inputs of the next step."""
         samples, prompt = self.step.sample(
             key, self._leaves, hidden, self.previous_S, sampling, next_token_T
         )
@@ -117,17 +117,18 @@ class Stage:
         return samples, prompt
 
     def start_of(self, before: float, x_TD: jax.Array) -> float:
-        """Return when hidden states of the stage before, which ended at ``before``, are here.
+        """Return when hidden states arrive here from the previous stage, which ended at ``before``.
 
-        Their way counts where steps are emulated; profiles, which others use, are without it.
+        Their travel time counts if steps are emulated; profiles, which other uses need, do not
+        include it.
         """
         late = self.link if self.emulate else None
         return before + (late.seconds(x_TD.nbytes) if late else 0.0)
 
     def end_of(self, batch: Batch, start: float) -> float:
-        """Return when a part of a step that is done now has ended, by ``time.perf_counter``.
+        """Return the end of a part of a step that is done now, by ``time.perf_counter``.
 
-        On an emulated device that is later; wait for it.
+        On an emulated device the end is later, and this waits for it.
         """
         now = time.perf_counter()
         if self.emulate is None:
@@ -141,22 +142,22 @@ class Stage:
 
 
 def _are_there(pages: Any) -> bool:
-    """Tell whether arrays can be used: neither given away nor of a program that has failed."""
+    """Tell whether arrays can be used: neither donated nor the result of a failed program."""
     if pages is None:
         return False
     try:
         for array in jax.tree.leaves(pages):
             array.block_until_ready()
-    except RuntimeError:  # Deleted, or of a failed program.
+    except RuntimeError:  # It is deleted, or comes from a failed program.
         return False
     return True
 
 
 def put_whole(x: jax.Array, plan: StagePlan) -> jax.Array:
-    """An array that every device of one mesh has whole, on every device of another.
+    """Copy an array that is replicated on one mesh to every device of another.
 
-    On one mesh that is the array itself. Else one device's copy goes out: between unequal numbers
-    of devices, putting the array itself blocks until it exists.
+    On one mesh it is the array itself. Otherwise one device's copy is sent: between different
+    numbers of devices, sending the array itself would block until it exists.
     """
     if x.sharding == plan.whole:
         return x

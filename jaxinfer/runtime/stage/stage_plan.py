@@ -1,4 +1,4 @@
-"""Placement of a model on its devices: all that can be said before anything is loaded."""
+"""Placement of a model on its devices: everything known before anything is loaded."""
 
 import math
 import sys
@@ -31,7 +31,7 @@ from jaxinfer.steps.shapes import StepLimits
 
 
 class Device(Protocol):
-    """A device as any process knows it: JAX's own in the process that has it."""
+    """A device as any process can describe it; within its own process, JAX's device."""
 
     platform: str
     id: int
@@ -40,7 +40,7 @@ class Device(Protocol):
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """A device that another process has."""
+    """Description of a device in another process."""
 
     platform: str
     id: int
@@ -53,13 +53,13 @@ class AttentionPlan:
 
     Attributes:
         device: None if another process has the device and its kernels are not known here.
-        num_pages: pages that its group has for the stage, counted as if all the stage's KV heads
-            lay there.
+        num_pages: number of pages that its group has for the stage, counted as if all the stage's
+            KV heads lay there.
         kernels: attention kernels used there.
         kv_bytes: size of its own pool.
         repeats: how often it repeats its attention, to emulate a slower device.
-        devices: number of devices in the group, which have equal pools; ``number``: index of this
-            device.
+        devices: number of devices in the group, which have equal pools.
+        number: index of this device.
     """
 
     group: str
@@ -72,27 +72,30 @@ class AttentionPlan:
     number: int = 0
 
     def pool_pages(self, heads: int) -> int:
-        """Return the pages of its own pool, each with one of ``heads`` KV heads."""
+        """Return the number of pages of its own pool, each with one of ``heads`` KV heads."""
         return head_pages(self.group, self.num_pages, heads, self.devices)
 
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Sizes of one stage of an instance, which mostly has but one: what any process may know.
+    """Sizes of one stage of an instance; any process may know them.
 
     Attributes:
-        config: the whole model's, padded to what the devices divide.
-        num_kv_heads: KV heads of the model, without padding.
+        config: config of the whole model, padded to sizes that the devices divide.
+        num_kv_heads: number of KV heads of the model, without padding.
         layers: layers of this stage.
-        dtype: dtype of weights; ``kv_dtype``: dtype of KV entries.
-        num_pages: size of the KV pool, the padding page included; where KV heads may lie elsewhere,
-            counted as if all of them lay here.
-        max_model_len: prompt and output tokens of one request at most.
-        weight_bytes, kv_bytes: per memory: of one device, or of the host's for CPU devices.
+        dtype: dtype of weights.
+        kv_dtype: dtype of KV entries.
+        num_pages: size of the KV pool, including the padding page; if KV heads may lie on other
+            devices, counted as if all of them lay here.
+        max_model_len: largest number of prompt and output tokens of one request.
+        weight_bytes: bytes of weights per memory: that of one device, or the host's for CPU
+            devices.
+        kv_bytes: bytes of KV per memory.
         memory_bytes: free bytes of that memory when the plan was made; None if the device does not
             report them.
         axes: sizes of the mesh's axes.
-        attention: devices besides where KV heads may lie.
+        attention: other devices where KV heads may lie.
     """
 
     options: EngineOptions
@@ -113,12 +116,12 @@ class StageFacts:
 
     @property
     def kv_ways(self) -> int:
-        """Pieces that KV heads are cut into."""
+        """Number of pieces into which KV heads are cut."""
         return ways(self.config.layout.kv.get("K", ()), self.axes)
 
     @property
     def pool_pages(self) -> list[int]:
-        """Size of each of its pools; where KV heads may lie apart, in pages of one head."""
+        """Size of each of its pools; if KV heads may lie apart, in pages of one head."""
         if not self.attention:
             return [self.num_pages]
         heads = self.num_kv_heads
@@ -130,12 +133,12 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class StagePlan(StageFacts):
-    """Shapes and shardings besides, for the process that has the devices.
+    """A stage's facts with shapes and shardings, for the process that has the devices.
 
     Attributes:
-        devices: in the mesh's order.
-        parameters: by their path in the whole model, their shapes, dtypes and shardings.
-        joined: modules whose weights of queries, keys and values are one; see ``models.joined``.
+        devices: devices in the mesh's order.
+        parameters: shapes, dtypes and shardings, by path in the whole model.
+        joined: modules whose query, key and value weights are one array; see ``models.joined``.
     """
 
     devices: Sequence[jax.Device]
@@ -153,7 +156,7 @@ class StagePlan(StageFacts):
 
     @property
     def whole(self) -> NamedSharding:
-        """Sharding of arrays that every device has whole."""
+        """Sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
@@ -166,12 +169,12 @@ class StagePlan(StageFacts):
 
     @property
     def abstract_state(self) -> nnx.State[Any, Any]:
-        """Parameters as the step takes them, without their values."""
+        """Return the parameters that the step takes, without their values."""
         return self.state(join_weights.abstract(self.parameters, self.joined))
 
     @property
     def pages(self) -> list[KVPages]:
-        """The stage's KV pages."""
+        """Shapes of the stage's KV pages."""
         return abstract_pages(
             self.config,
             self.layers,
@@ -182,7 +185,9 @@ class StagePlan(StageFacts):
         )
 
     def state(self, leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
-        """Parameters by their path in the whole model, joined, as the step takes them."""
+        """Return parameters in the form that the step takes, from their paths in the
+        whole model.
+        """
         return as_state({self.layers.name(path): leaf for path, leaf in leaves.items()})
 
 
@@ -196,18 +201,20 @@ def make_plan(
     axes: Mapping[str, int] | None = None,
     there: Set[Wanted] = frozenset(),
 ) -> StagePlan:
-    """Decide shardings, buckets and the size of the KV pool.
+    """Choose shardings, buckets and the size of the KV pool.
 
     Args:
-        devices, layers: of the stage.
+        devices: devices of the stage.
+        layers: layers of the stage.
         taken: bytes of their memory that other plans will take.
-        is_spread: KV heads may lie elsewhere; those that lie here do so on the first device.
-        axes: sizes of the mesh's axes; one of all devices by default.
-        there: parameters that are among what is taken.
+        is_spread: whether KV heads may lie on other devices; those that lie here are then on the
+            first device.
+        axes: sizes of the mesh's axes; by default one axis of all devices.
+        there: parameters that are already counted in ``taken``.
 
     Raises:
-        JaxinferError: the options ask for more than the model, the devices or their memory can
-            give, or the layout fits neither model nor mesh.
+        JaxinferError: the options ask for more than the model, the devices or their memory allow,
+            or the layout does not fit model or mesh.
     """
     max_model_len = _max_model_len(config, options)
     axes = axes or {DEFAULT_AXIS: len(devices)}
@@ -272,9 +279,9 @@ def make_plan(
 
 
 def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, heads: int) -> int:
-    """Pages that the attention in use can address.
+    """Return the number of pages that the chosen attention kernels can address.
 
-    Triton's kernels take 32-bit offsets for arrays of less than 2^32 bytes, signed.
+    Triton's kernels use signed 32-bit offsets for arrays of less than 2^32 bytes.
     """
     if kv_dtype.itemsize > 1 or config.kernels not in ("generic", "hopper", "interpret"):
         return sys.maxsize
@@ -282,26 +289,26 @@ def _addressable(config: ModelConfig, kv_dtype: jnp.dtype, page_size: int, heads
 
 
 def choose_dtype(options: EngineOptions, device: jax.Device) -> jnp.dtype:
-    """Choose the type of weights and KV cache, unless they have types of their own."""
+    """Choose the dtype of weights and KV cache, unless these have dtypes of their own."""
     automatic = "float32" if device.platform == "cpu" else "bfloat16"
     return jnp.dtype(automatic if options.dtype == "auto" else options.dtype)
 
 
 def weight_dtype_name(plan: StageFacts) -> str:
-    """The name of the dtype that linear layers' weights are kept in."""
+    """Return the name of the dtype in which linear layers' weights are stored."""
     bits = plan.config.eight_bits
     return bits.stored if bits else plan.dtype.name
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return shapes of parameters by path, of the model as ``config`` has it."""
+    """Return the shapes of a config's parameters by path."""
     L = config.num_hidden_layers
     _, parameters = _abstract_model(config, Layers(0, L, L))
     return {path: array.shape for path, array in parameters.items()}
 
 
 def as_state(leaves: Mapping[str, Any]) -> nnx.State[Any, Any]:
-    """Parameters by path, as the step takes them."""
+    """Return parameters, given by path, in the form that the step takes."""
     flat = [(_path(name), nnx.Param(leaf)) for name, leaf in leaves.items()]
     return nnx.from_flat_state(flat)
 
@@ -343,9 +350,9 @@ def _abstract_model(
 
 
 def free_memory(device: jax.Device, taken: int) -> int | None:
-    """Bytes that can be taken of a device's memory, where plans will take some.
+    """Return the bytes of a device's memory that are free after other plans have taken theirs.
 
-    None of a device that does not say.
+    None if the device does not report it.
     """
     if device.platform == "cpu":
         return available_memory() - taken
@@ -356,16 +363,17 @@ def free_memory(device: jax.Device, taken: int) -> int | None:
 def _memory(
     device: jax.Device, fraction: float, weights: int, taken: int
 ) -> tuple[int | None, int]:
-    """Free bytes of the memory, and how many of them pages may take beside the weights."""
+    """Return the free bytes of the memory, and how many of them are left for pages."""
     free = free_memory(device, taken)
     if free is None:
         return None, 0
     if device.platform == "cpu":
-        # Shared with the rest of the machine: a share of what is left, the weights apart.
+        # Memory shared with the rest of the machine: take a share of what is left after the
+        # weights.
         return free, math.floor(min(free * fraction, free - weights))
     stats = device.memory_stats()
     own = math.floor(stats["bytes_limit"] * fraction) - stats["bytes_in_use"]
-    # The share of one of several plans for the device is its own, but no more than is left.
+    # Each of several plans for a device has its own share, but at most what is left.
     return free, min(own, free) - weights
 
 

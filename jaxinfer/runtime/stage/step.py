@@ -29,7 +29,7 @@ Parameters = nnx.State[Any, Any]
 
 
 class StageLeaves(NamedTuple):
-    """A stage's parameters as its programs take them: all of them, and those of no layer."""
+    """A stage's parameters in the form of its programs: all of them, and those outside layers."""
 
     all: Leaves
     outer: Leaves
@@ -43,7 +43,7 @@ class Key(NamedTuple):
 
 
 def ready(layers: Layers, layout: Layout, parameters: Parameters) -> Parameters:
-    """A stage's parameters as they are multiplied: those gathered that the layout gathers."""
+    """Return a stage's parameters as they are multiplied, gathered if the layout says so."""
     if layout.gathered == ():
         return parameters
     flat = [
@@ -63,15 +63,18 @@ def forward(
     inputs: StepInputs,
     x_TD: jax.Array | None,
 ) -> tuple[list[KVPages], jax.Array, jax.Array]:
-    """A stage of the model on one step's tokens.
+    """Compute a stage of the model on one step's tokens.
 
-    Returns the KV pages, and hidden states: those to sample from [S, D], and all [T, D].
+    Args:
+        kv: KV pages; should be donated.
+        previous_S: tokens that the previous step has sampled, which are inputs here without a visit
+            to the host.
+        x_TD: result of the previous stage; None for the first stage.
 
-    ``previous_S`` holds the tokens that the step before has sampled, which feed back into this
-    one without a visit to the host. ``kv`` is to be donated. ``x_TD`` is what the stage before
-    returned; None for the first.
+    Returns:
+        The KV pages, and the hidden states: those to sample from [S, D], and all [T, D].
     """
-    # On GPUs, float32 matmuls would default to TF32.
+    # On GPUs, float32 matmuls would use TF32 by default.
     with jax.default_matmul_precision("highest"):
         parameters = ready(layers, layout, graph.state(leaves))
         model: Any = nnx.merge(graph.graphdef, parameters)
@@ -93,7 +96,7 @@ def head(
     previous_S: jax.Array,
     inputs: SamplingInputs,
 ) -> Samples:
-    """Logits and a token for each hidden state, padded to ``max_num_seqs`` rows."""
+    """Compute logits and sample a token for each hidden state, padded to ``max_num_seqs`` rows."""
     with jax.default_matmul_precision("highest"):
         model = graph.merge(leaves)
         samples = sample(model.logits(x_SD), previous_S, inputs, sampler)
@@ -108,7 +111,7 @@ def prompt_head(
     x_TD: jax.Array,
     token_T: jax.Array,
 ) -> Samples:
-    """Look up log probabilities of given tokens, each the next one after a hidden state."""
+    """Return log probabilities of given tokens, each the next one after a hidden state."""
     with jax.default_matmul_precision("highest"):
         model = graph.merge(leaves)
         pad = -len(x_TD) % BLOCK_ROWS
@@ -122,11 +125,11 @@ class CompiledStep:
     """A stage's executables by bucket.
 
     Args:
-        plan: of the stage; under its ``strict_shapes``, a bucket that has not been compiled ahead
-            is an error.
+        plan: plan of the stage; with its ``strict_shapes``, a bucket that was not compiled ahead is
+            an error.
 
     Attributes:
-        compiles: executables compiled, or loaded from the persistent cache.
+        compiles: number of executables compiled, or loaded from the persistent cache.
         compile_s: seconds spent on them.
         late_compiles: number of compiles during a run: a defect, since the run waits for them.
     """
@@ -140,14 +143,14 @@ class CompiledStep:
         self._strict = plan.options.strict_shapes
         parameters, *self._arguments = plan.step_arguments
         tree = jax.tree.structure(parameters)
-        # The head has no use for layers, nor has a call for hundreds of arrays to look through.
+        # The head does not use layers; passing hundreds of arrays would cost time in each call.
         self._head_graph, outer = flat(without_layers(plan.graphdef, parameters))
         self._graphdef = plan.graphdef
         self._leaves = StageLeaves(tuple(jax.tree.leaves(parameters)), outer)
         self._hidden_size = plan.config.hidden_size
         self._mesh = plan.mesh
         self._whole = plan.whole
-        # Donated pages are written in place only where both sides lie alike.
+        # Donated pages are written in place only if both sides have the same layout.
         kv_shardings = jax.tree.map(lambda x: x.sharding, self._arguments[0])
         self._forward = jax.jit(
             partial(forward, Graph(plan.graphdef, tree), plan.layers, plan.config.layout),
@@ -157,7 +160,7 @@ class CompiledStep:
         self._executables: dict[Hashable, jax.stages.Compiled] = {}
 
     def compile_ahead(self, sampler: SamplerShape, run: Callable[[Key], None]) -> Iterator[int]:
-        """Compile what runs with these samplers need; yields how many are left, their number first.
+        """Compile what runs with these samplers need; yields how many are left, first all of them.
 
         Each bucket is also ``run`` once: a first run allocates, and takes half as long again.
         """
@@ -166,14 +169,14 @@ class CompiledStep:
         parts = dict.fromkeys(part for key in keys for part in self._parts(key))
         todo = [part for part in parts if part not in self._executables]
         yield len(todo)
-        # Tracing holds Python's lock, XLA's compiler does not: two threads overlap them.
+        # Tracing holds Python's lock, but XLA's compiler does not; two threads overlap them.
         with ThreadPoolExecutor(2) as pool:
             compiled = pool.map(self._compile, todo)
             for left, (part, executable) in enumerate(zip(todo, compiled, strict=True), 1):
                 self._executables[part] = executable
                 return_freed_memory()
                 yield len(todo) - left
-        # The smallest step that has a part; keys come largest first.
+        # The smallest step that has a part; the largest keys come first.
         with_part = {part: key for key in keys for part in self._parts(key)}
         for key in {with_part[part]: None for part in todo}:
             run(key)
@@ -181,7 +184,7 @@ class CompiledStep:
         self.compile_s += time.perf_counter() - start
 
     def leaves(self, parameters: Parameters) -> StageLeaves:
-        """A stage's parameters as ``forward`` and ``sample`` take them."""
+        """Return a stage's parameters in the form that ``forward`` and ``sample`` take."""
         _, outer = flat(without_layers(self._graphdef, parameters))
         return StageLeaves(tuple(jax.tree.leaves(parameters)), outer)
 
@@ -210,10 +213,10 @@ class CompiledStep:
         sampling: SamplingInputs,
         next_token_T: np.ndarray | None = None,
     ) -> tuple[Samples, Samples | None]:
-        """Launch the last stage's head on what ``forward`` returned.
+        """Launch the last stage's head on the result of ``forward``.
 
-        Returns the samples and, where ``next_token_T`` has the prompt tokens to report on, what
-        the model says of them.
+        Returns the samples and, if ``next_token_T`` has prompt tokens to report on, the model's
+        probabilities of those.
         """
         x_SD, x_TD = hidden
         run_head, *run_prompt_head = self._get(self._head_parts(key))
@@ -236,7 +239,7 @@ class CompiledStep:
         return [self._executables[part] for part in parts]
 
     def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
-        """The executables of one step, compiled for their own sake."""
+        """Compile the executables of one step."""
         return [self._compile(part) for part in self._parts(key)]
 
     def _compile(self, part: Any) -> jax.stages.Compiled:
@@ -267,11 +270,11 @@ class CompiledStep:
         raise AssertionError(part)
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
-        """Hidden states as they go from stage to stage: float32, whole on every device."""
+        """Return the shape of hidden states between stages: float32, replicated."""
         return jax.ShapeDtypeStruct((rows, self._hidden_size), jnp.float32, sharding=self._whole)
 
     def _parts(self, key: Key) -> list[Hashable]:
-        """The executables of one step of this stage."""
+        """Return the keys of the executables of one step of this stage."""
         return self._layer_parts(key.shape) + self._head_parts(key)
 
     def _layer_parts(self, shape: StepShape) -> list[Hashable]:

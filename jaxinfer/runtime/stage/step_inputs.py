@@ -1,4 +1,4 @@
-"""The way from a planned batch to the arrays of one compiled step, padded to a bucket.
+"""Turns a planned batch into the arrays of one compiled step, padded to a bucket.
 
 Shape suffixes: T tokens, S sequences, C chunks, M pages per sequence at most.
 """
@@ -14,11 +14,11 @@ from jaxinfer.steps.shapes import StepLimits, StepShape
 
 
 class StepInputs(NamedTuple):
-    """Arguments of one step besides parameters, KV pages and the previous step's tokens.
+    """Arguments of one step other than parameters, KV pages and the previous step's tokens.
 
     Attributes:
-        token_T: int32 input tokens, where they are known to the host.
-        source_T: int32, the previous step's sample that is the input instead; -1 for none.
+        token_T: int32, input tokens known to the host.
+        source_T: int32, index of the previous step's sample that is the input instead; -1 for none.
         sample_row_S: int32, the rows of T to sample from.
     """
 
@@ -29,7 +29,7 @@ class StepInputs(NamedTuple):
 
 
 def empty_inputs(shape: StepShape, limits: StepLimits) -> StepInputs:
-    """Inputs of padding alone: a step is compiled with them, and ``build_inputs`` fills them."""
+    """Return inputs that are all padding, for compiling a step and for ``build_inputs`` to fill."""
     S, T, C, M = *shape, limits.max_pages
     zeros = lambda *dims: np.zeros(dims, np.int32)  # noqa: E731
     return StepInputs(
@@ -60,7 +60,7 @@ def build_inputs(
 
     Args:
         sample_slots: request id -> its place among the previous step's samples.
-        shard: the stage, whose pages are read and written.
+        shard: number of the stage whose pages are read and written.
     """
     inputs = empty_inputs(shape, limits)
     starts = row_starts(batch)
@@ -84,7 +84,7 @@ def build_inputs(
 def fill_tokens(
     inputs: StepInputs, batch: Batch, starts: Sequence[int], sample_slots: Mapping[str, int]
 ) -> None:
-    """Fill in a step's tokens, their positions, and the rows that are sampled from.
+    """Fill in a step's tokens, their positions, and the rows to sample from.
 
     Args:
         starts: see ``row_starts``.
@@ -107,7 +107,7 @@ def fill_tokens(
 
 
 def row_starts(batch: Batch) -> list[int]:
-    """Return where each row's tokens begin among the step's: single tokens first, then chunks."""
+    """Return where each row's tokens begin in the step: single tokens first, then chunks."""
     single, chunk = 0, sum(row.count == 1 for row in batch.rows)
     starts = []
     for row in batch.rows:
@@ -128,6 +128,6 @@ def _fill_chunk(
 
 
 def _place_singles(batch: PagedBatch, singles: int, page_size: int) -> None:
-    """Fill in the pages and offsets for the KV entries of the single tokens, which come first."""
+    """Fill in pages and offsets for the KV entries of the single tokens, which come first."""
     column, batch.offset_T[:singles] = np.divmod(batch.position_T[:singles], page_size)
     batch.page_T[:singles] = batch.decode_table_SM[np.arange(singles), column]

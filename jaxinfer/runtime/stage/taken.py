@@ -1,4 +1,4 @@
-"""Memory that plans of a cluster will take, before anything is loaded."""
+"""Counts the memory that plans of a cluster will take, before anything is loaded."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -8,20 +8,20 @@ import jax.numpy as jnp
 
 from jaxinfer.runtime.stage.kv_cache import memory_of
 
-# A parameter on its devices: its path in the whole model, what it is there, and the dtype that
-# weights of 8 bits are multiplied in. Stages that want equal ones have one (``load_weights``).
+# A parameter on its devices: its path in the whole model, its goal there, and the dtype in which
+# weights of 8 bits are multiplied. Stages with equal ones share one array (``load_weights``).
 Wanted = tuple[str, jax.ShapeDtypeStruct, jnp.dtype]
 
 
 class TakenMemory:
-    """Bytes of each GPU's memory, and of the host's, which all of its CPU devices share."""
+    """Bytes taken of each GPU's memory, and of the host's, which all of its CPU devices share."""
 
     def __init__(self) -> None:
         self._bytes: Counter[jax.Device | None] = Counter()
         self.parameters: set[Wanted] = set()
 
     def of(self, device: jax.Device) -> int:
-        """Bytes that are taken of a device's memory."""
+        """Return the bytes taken of a device's memory."""
         return self._bytes[_memory_of(device)]
 
     def add(
@@ -31,7 +31,7 @@ class TakenMemory:
         dtype: jnp.dtype,
         kv_bytes: int,
     ) -> None:
-        """Count a plan's weights, each once however many plans want it, and its pages.
+        """Count a plan's weights, each only once even if several plans use it, and its pages.
 
         Args:
             kv_bytes: bytes of KV on one device, or on all devices if they share the host's memory.
@@ -42,14 +42,14 @@ class TakenMemory:
             self._bytes[memory] += size
 
     def add_pool(self, device: jax.Device, kv_bytes: int) -> None:
-        """Count pages of a device that has no weights of the plan."""
+        """Count pages on a device that has no weights of the plan."""
         self._bytes[_memory_of(device)] += kv_bytes
 
 
 def new_bytes(
     parameters: Mapping[str, jax.ShapeDtypeStruct], dtype: jnp.dtype, there: Set[Wanted]
 ) -> int:
-    """Bytes of those parameters that are not there yet, as ``memory_of`` counts them."""
+    """Return the bytes of parameters that are not counted yet, as ``memory_of`` counts them."""
     return memory_of(
         array for path, array in parameters.items() if (path, array, dtype) not in there
     )

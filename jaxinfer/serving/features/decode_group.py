@@ -1,7 +1,7 @@
-"""Decodes that advance together if their tokens are not read: this makes simulations fast.
+"""Decodes that advance together while their tokens are not read, to speed up simulations.
 
-A step of hundreds of decodes costs what a step of one does, and its results are the same, bit for
-bit, as those of one row per request.
+A step of hundreds of decodes costs as much simulation time as a step of one. Results are the same,
+bit for bit, as with one row per request.
 """
 
 from bisect import insort
@@ -14,7 +14,7 @@ from jaxinfer.serving.batch import Row
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
 
-# When so many past steps' times have come together, members take what is theirs.
+# After this many recorded step times, members take theirs.
 _TIMES_KEPT = 4096
 
 
@@ -24,11 +24,13 @@ class Member:
 
     Attributes:
         number: position of the request in the order of admission.
-        first, last: numbers of its first step in the group, and of the one that ends it.
-        last_launch: number of the last step that it may take part in, by its limit. It takes part
-            in those after ``last`` that are launched before that one has ended.
-        start: KV entries launched before the first.
-        launched, committed: group steps of which its integers know already.
+        first: number of its first step in the group.
+        last: number of the step that ends it.
+        last_launch: number of the last step that its limit lets it take part in. The request takes
+            part in steps after ``last`` that are launched before ``last`` has ended.
+        start: KV entries launched before ``first``.
+        launched: number of group steps whose launch its counters include.
+        committed: number of group steps whose end its counters include.
     """
 
     request: RequestState
@@ -42,20 +44,21 @@ class Member:
 
 
 class DecodeGroup:
-    """Running requests of one instance, each of which decodes until it ends.
+    """Running requests of one instance that only decode until they end.
 
-    Each step of the group is a token for each of them. Their integers stand still meanwhile:
-    ``settle`` brings them up to date, and ``leave`` besides takes a request out. The group counts
-    its steps, and keeps who ends with which, and who needs a page in which: its requests' positions
-    differ by constants.
+    Each step of the group computes one token for each of them. Their counters are not updated at
+    each step: ``settle`` updates them, and ``leave`` also takes a request out. The group counts its
+    steps, and knows which requests end with which step, and which need a page in which. This works
+    because the positions of its requests differ by constants.
 
     Args:
-        num_output: output tokens that end a request, ``max_tokens`` or less.
+        num_output: number of output tokens that end a request, ``max_tokens`` or less.
 
     Attributes:
-        active: the members that the latest step launched advances, or the next one will.
-        fresh: members with no step of the group behind them, as of the last call of ``begun``:
-            their requests' ``computed`` is as it is; ``num_begun``: how many the others are.
+        active: members that the latest launched step advances, or that the next step will.
+        fresh: members that had completed no step of the group at the last call of ``begun``; their
+            requests' ``computed`` is up to date.
+        num_begun: number of all other members.
     """
 
     def __init__(self, page_size: int, num_output: Callable[[RequestState], int]) -> None:
@@ -63,25 +66,27 @@ class DecodeGroup:
         self.active: dict[str, Member] = {}
         self._members: dict[str, Member] = {}
         self.fresh: dict[str, Member] = {}
-        # Of the others, the sum of their KV entries less the group's steps that have ended.
+        # For the other members, the sum of their KV entries minus the number of the group's ended
+        # steps.
         self.num_begun = self._entries = 0
-        # Of these and of some that have left, the longest first, by their KV entries less the
-        # group's steps, then by their admission; None until somebody asks for it.
+        # For these members and some that have left, the longest first: their KV entries minus the
+        # number of the group's steps, then their admission. None until it is needed.
         self._longest: list[tuple[int, int, Member]] | None = None
         self._launched = 0
         self._committed = 0
-        # When the steps from number _oldest on were done.
+        # End times of the steps from number _oldest on.
         self._times: list[float] = []
         self._oldest = 0
         self._ends: defaultdict[int, dict[str, Member]] = defaultdict(dict)
         self._last_launches: defaultdict[int, dict[str, Member]] = defaultdict(dict)
-        # By the number of a step modulo the page size: who may need a page in it.
+        # For each step number modulo the page size, the members that may need a page then.
         self._turns: list[dict[str, Member]] = [{} for _ in range(page_size)]
         self._context = 0
-        # Least and most of the active positions, less the group's steps; None if not known.
+        # Smallest and largest active position, minus the number of the group's steps; None if
+        # unknown.
         self._offsets: tuple[int, int] | None = None
-        # By the number of a step in flight: its rows of requests that have left meanwhile, each
-        # with the number of the request's admission.
+        # For each step in flight, the rows of requests that have left since, each with the number
+        # of the request's admission.
         self._left: dict[int, list[tuple[int, Row]]] = {}
 
     def __len__(self) -> int:
@@ -103,7 +108,7 @@ class DecodeGroup:
         )
 
     def join(self, request: RequestState, number: int) -> None:
-        """Take a request in, from the next step on; it is the ``number``-th that was admitted."""
+        """Add a request from the next step on; it was the ``number``-th to be admitted."""
         first, start = self._launched, request.launched
         before = first - 1 - len(request.output_token_ids) - request.pending
         last, last_launch = before + self._num_output(request), before + request.max_tokens
@@ -115,13 +120,13 @@ class DecodeGroup:
         self._offsets = None
 
     def retire(self) -> None:
-        """Leave out, before a step, members whose last decode has been launched."""
+        """Before a step, deactivate members whose last decode has been launched."""
         for member in self._last_launches.get(self._launched - 1, {}).values():
             if member.request.id in self.active:
                 self._deactivate(member)
 
     def full(self) -> list[tuple[HeldPages, int]]:
-        """Return the holds that need a page per slice in the next step, and their entries then."""
+        """Return the holds that need a page per slice in the next step, and their next size."""
         found = []
         for member in self._turns[self._launched % len(self._turns)].values():
             hold, position = member.request.hold, self._position(member)
@@ -133,7 +138,7 @@ class DecodeGroup:
     def span(self) -> tuple[int, int]:
         """Return the least and most KV entries that a row of the next step sees, its own included.
 
-        They are looked for only where members have come or gone.
+        They are computed again only after members have joined or left.
         """
         if self._offsets is None:
             offsets = [member.start - member.first for member in self.active.values()]
@@ -156,15 +161,15 @@ class DecodeGroup:
         return rows, context
 
     def ending(self) -> list[RequestState]:
-        """Return the requests that end with the oldest step in flight: they are to leave."""
+        """Return the requests that end with the oldest step in flight and must leave the group."""
         return [member.request for member in self._ends.get(self._committed, {}).values()]
 
     def commit(self, end: float) -> list[tuple[int, Row]]:
-        """A step has ended.
+        """Commit a step that has ended.
 
         Returns:
-            The step's rows of requests that have left since it was launched, each with the number
-            of the request's admission, in this order.
+            The step's rows of requests that have left since its launch, each with its number in the
+            order of admission, in this order.
         """
         number = self._committed
         self._times.append(end)
@@ -177,7 +182,7 @@ class DecodeGroup:
         return sorted(self._left.pop(number, ()), key=itemgetter(0))
 
     def leave(self, request: RequestState) -> None:
-        """Settle a member and take it out; of steps in flight, it has rows from now on."""
+        """Update a member and take it out; in steps in flight, it gets a row of its own."""
         member = self._members.pop(request.id)
         if not self.fresh.pop(request.id, None):
             self.num_begun -= 1
@@ -198,9 +203,9 @@ class DecodeGroup:
             self._left.setdefault(number, []).append((member.number, row))
 
     def begun(self) -> int:
-        """KV entries of all members but the fresh ones.
+        """Return the KV entries of all members except the fresh ones.
 
-        Takes time proportional to the fresh requests; updates no request's integers.
+        This takes time proportional to the number of fresh requests, and updates no counters.
         """
         while self.fresh and (member := next(iter(self.fresh.values()))).first < self._committed:
             del self.fresh[member.request.id]
@@ -211,16 +216,18 @@ class DecodeGroup:
         return self._entries + self.num_begun * self._committed
 
     def longest(self, most: int, but: Container[str] = ()) -> list[tuple[int, int, str]]:
-        """KV entries, admissions and ids of the ``most`` that have the most entries.
+        """Return KV entries, admission numbers and ids of the ``most`` members with the most
+        entries.
 
-        The longest first, of equal ones the first admitted; of those that ``begun`` counts.
+        The longest comes first; among equal ones, the first admitted. Only members that ``begun``
+        counts are considered.
 
         Args:
-            but: ids to be left out, from now on.
+            but: ids to leave out from now on.
         """
         self.begun()
         there = self._longest
-        if there is None or len(there) > 2 * len(self._members) + 64:  # Mostly of those who left.
+        if there is None or len(there) > 2 * len(self._members) + 64:  # Most of these have left.
             there = self._longest = []
             for member in self._members.values():
                 if member.request.id not in self.fresh:
@@ -243,7 +250,7 @@ class DecodeGroup:
         insort(there, (member.first - member.start, member.number, member), key=itemgetter(0, 1))
 
     def settle(self) -> None:
-        """Bring all members' integers, tokens and times up to date."""
+        """Update the counters, tokens and times of all members."""
         for member in self._members.values():
             self._settle(member)
 
@@ -269,7 +276,7 @@ class DecodeGroup:
         self._offsets = None
 
     def _position(self, member: Member) -> int:
-        """The KV entry that the member's row of the next step writes."""
+        """Return the KV entry that the member's row of the next step writes."""
         return member.start + self._launched - member.first
 
     def _turn_of(self, member: Member) -> dict[str, Member]:

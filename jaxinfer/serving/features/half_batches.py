@@ -1,7 +1,7 @@
-"""A step of a spread stage as two halves of its rows in turn.
+"""Computing a step of a spread stage as two halves of its rows, in turn.
 
-While some devices attend to KV heads of one half, those with the layers compute the other half's
-dense part. So an exchange per layer may cost nothing; but weights are read twice.
+While some devices attend to KV heads of one half, the devices with the layers compute the dense
+part of the other half. This can hide the exchange in each layer, but weights are read twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from jaxinfer.serving.batch import Batch, Row, Work, shard_work, work_of
 from jaxinfer.serving.page_pool import Shard
 
-# Whether a step is to be computed as two halves: its work, and theirs.
+# Tells whether to compute a step as two halves, from its work and theirs.
 ChooseHalves = Callable[[Work, Sequence[Work]], bool]
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """A layer of a step, or of one half of it, in seconds.
+    """Times of a layer of a step, or of one half of the step, in seconds.
 
     Attributes:
-        dense, own: seconds of the devices with the layers: their dense part, then their attention.
-        others: of each other device: that it is busy, and that bytes are on their way besides; both
-            0 where it has nothing to do.
+        dense: time of the layer's dense part on the devices that have the layers.
+        own: time of these devices' own attention, which follows the dense part.
+        others: for each other device, the time that it is busy and the additional time of its
+            messages; both are 0 if it has nothing to do.
     """
 
     dense: float
@@ -30,21 +31,21 @@ class LayerTimes:
 
     @property
     def elsewhere(self) -> float:
-        """The time until all other devices' outputs are back."""
+        """Time until the outputs of all other devices are back."""
         return max((busy + trip for busy, trip in self.others), default=0.0)
 
 
 def as_a_whole(layers: int, times: LayerTimes) -> float:
-    """Seconds of ``layers`` layers of a step that is not cut."""
+    """Return the seconds of ``layers`` layers of a step that is not split."""
     return layers * (times.dense + max(times.own, times.elsewhere))
 
 
 def in_turn(layers: int, first: LayerTimes, second: LayerTimes) -> float:
-    """Seconds of ``layers`` layers of both halves.
+    """Return the seconds of ``layers`` layers of both halves.
 
-    Each layer takes what the devices with the layers are busy, or any other one is, or what one
-    half takes from its dense part until its outputs are back. At the end, the last layer's outputs
-    have nothing to hide behind.
+    A layer takes the longest of three times: that for which the devices with the layers are busy,
+    that for which any other device is busy, and that of one half from its dense part until its
+    outputs are back. At the end, nothing is left to hide the outputs of the last layer.
     """
     busy = first.dense + first.own + second.dense
     both = zip(first.others, second.others, strict=True)
@@ -65,14 +66,14 @@ def in_turn(layers: int, first: LayerTimes, second: LayerTimes) -> float:
 
 
 def choice(option: str, by_time: ChooseHalves) -> ChooseHalves | None:
-    """Return the choice that ``half_batches`` names; None where no step is ever cut."""
+    """Return the rule that ``half_batches`` names; None if no step is ever split."""
     return {"never": None, "by_time": by_time, "always": lambda whole, halves: True}[option]
 
 
 def halve(batch: Batch, shards: Sequence[Shard], pays: ChooseHalves) -> None:
-    """Have a batch, whose work is counted by shards, computed as two halves if that pays.
+    """Split a batch into two halves if that is faster. Its work is counted by shards.
 
-    With all KV heads at home, there is nothing to hide.
+    If all KV heads are on their own devices, there is nothing to hide.
     """
     counted = zip(batch.work.shards, shards, strict=True)
     if not any(work.tokens for work, shard in counted if not shard.slices):
@@ -88,9 +89,10 @@ def halve(batch: Batch, shards: Sequence[Shard], pays: ChooseHalves) -> None:
 
 
 def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Two halves, equal in tokens as nearly as may be, then in KV entries before these.
+    """Split rows into two halves with nearly equal tokens and, next, nearly equal KV entries
+    before.
 
-    The row with the most goes first, each into the half that has less. Rows keep their order.
+    Rows are assigned in descending order, each to the half that has less. They keep their order.
     """
     halves: tuple[list[int], list[int]] = ([], [])
     loads = [(0, 0), (0, 0)]
@@ -105,10 +107,10 @@ def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 @dataclass(frozen=True)
 class FittedStage:
-    """A stage by fits to profiles of its shards, its own first.
+    """The times of a stage, from fits to profiles of its shards; its own shard comes first.
 
     Attributes:
-        first: number of its first shard, of the instance's.
+        first: number of the stage's first shard within the instance.
     """
 
     shards: Sequence[Shard]
@@ -116,11 +118,15 @@ class FittedStage:
 
     @property
     def layers(self) -> int:
-        """Number of the model's layers that the stage has."""
+        """Number of model layers in this stage."""
         return self.shards[0].layers
 
     def layer(self, work: Work) -> LayerTimes:
-        """A chunk's attention is told from that of decodes: it reads what it sees once."""
+        """Return the times of a layer.
+
+        The attention of a chunk is counted separately from that of decodes: it reads each KV entry
+        once.
+        """
         own = self.shards[0]
         assert own.dense, "times of dense layers are there where steps are halved by them"
         counted = work.shards[self.first : self.first + len(self.shards)]
@@ -135,7 +141,7 @@ class FittedStage:
 
 
 def by_fits(shards: Sequence[Shard]) -> ChooseHalves:
-    """Choose halves where, by the shards' fits, the stages together take less time."""
+    """Choose halves if, by the shards' fits, the stages together take less time."""
     numbers: dict[int, list[int]] = {}
     for number, shard in enumerate(shards):
         numbers.setdefault(shard.stage, []).append(number)
@@ -146,7 +152,7 @@ def by_fits(shards: Sequence[Shard]) -> ChooseHalves:
         saved = 0.0
         for stage in spread:
             times = stage.layer(whole)
-            if times.elsewhere:  # Else it is not cut.
+            if times.elsewhere:  # Otherwise it is not cut.
                 first, second = map(stage.layer, halves)
                 saved += as_a_whole(stage.layers, times) - in_turn(stage.layers, first, second)
         return saved > 0

@@ -1,13 +1,13 @@
-"""Slices of KV heads: which of an instance's shards has which, and copies that are on the move."""
+"""Slices of KV heads: the shard that holds each slice, and copies that are being moved."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from jaxinfer.serving.page_pool import Shard
 
-# For each shard of an instance, the slices of KV heads that a request has there.
+# The slices of KV heads that a request has in each shard of an instance.
 Placement = Sequence[Collection[int]]
-# From one shard to another, which slices.
+# The slices that move from one shard to another.
 SliceMove = tuple[int, int, tuple[int, ...]]
 
 
@@ -17,14 +17,15 @@ class _Shards(Protocol):
 
 
 class HeldSlices:
-    """The slices of one request: where each has its pages, and where some are on their way to.
+    """The slices of one request: where each has its pages, and where some are being moved to.
 
     Attributes:
         kv: the instance's shards.
         tables: for each shard, slice -> page numbers in token order.
-        copies: the same, of slices on their way; no step uses those. Empty if none is.
-        num_pages: pages per slice.
-        released: the request has given them up.
+        copies: the same for slices that are being moved; no step uses those. Empty if there are
+            none.
+        num_pages: number of pages per slice.
+        released: whether the request has given up its pages.
     """
 
     __slots__ = ("copies", "kv", "num_pages", "released", "tables")
@@ -36,7 +37,7 @@ class HeldSlices:
     released: bool
 
     def can_move(self, moves: Iterable[SliceMove]) -> bool:
-        """Tell whether sources have the slices, and no other shard of a stage gets or has them."""
+        """Tell whether sources have the slices, and no shard gets a slice that is already there."""
         shards, coming = range(len(self.tables)), set()
         for source, dest, slices in moves:
             if source not in shards or dest not in shards:
@@ -52,9 +53,9 @@ class HeldSlices:
         return True
 
     def copy_slices(self, moves: Sequence[SliceMove]) -> bool:
-        """Reserve room where slices are to go; False, and no change, without room for all.
+        """Reserve pages at the destinations; return False, without a change, if some lack room.
 
-        Until they are there, ``tables`` have them where they were, and both places grow.
+        Until the move has ended, ``tables`` lists slices in their old places, and both places grow.
         """
         assert self.can_move(moves)
         assert not self.copies, "other slices of the request are on their way"
@@ -72,7 +73,7 @@ class HeldSlices:
         return True
 
     def take_copies(self, moves: Iterable[SliceMove]) -> None:
-        """Have slices be where their copies are, and free what they leave behind."""
+        """Make copies the current places of their slices, and free the old pages."""
         for source, dest, slices in moves:
             shard = self.kv.shards[source]
             for piece in slices:
@@ -83,13 +84,13 @@ class HeldSlices:
         self.kv.on_free()
 
     def drop_copies(self) -> None:
-        """Have slices stay where they are; pages that were given up come free with the others."""
+        """Cancel a move; pages that were already given up are freed with the others."""
         if self.copies and not self.released:
             self.free_copies()
             self.kv.on_free()
 
     def free_copies(self) -> None:
-        """Give back the pages of slices that are on the move."""
+        """Free the pages of slices that are being moved."""
         for shard, table in zip(self.kv.shards, self.copies, strict=False):
             shard.num_pairs -= len(table)
             for pages in table.values():
@@ -101,7 +102,7 @@ class PlacedSlices:
     """The shards of one instance, and the slices that belong to each.
 
     Attributes:
-        own: for each shard, the slices that a request has there unless they are placed elsewhere.
+        own: for each shard, the slices that lie there by default.
         is_spread: whether a stage has its slices in several shards.
     """
 
@@ -112,7 +113,7 @@ class PlacedSlices:
         self.is_spread = any(len(stage) > 1 for stage in self._stages)
 
     def spread_placement(self, extra: int) -> Placement:
-        """Place slices of ``extra`` pages each in their own shards or, without room, in others."""
+        """Place slices of ``extra`` pages each in their own shards or, if full, in others."""
         found: list[list[int]] = [[] for _ in self.shards]
         for stage in self._stages:
             room = [self.shards[number].pool.num_free // max(extra, 1) for number in stage]
@@ -124,11 +125,11 @@ class PlacedSlices:
             for number, most in zip(stage, room, strict=True):
                 while homeless and len(found[number]) < most:
                     found[number].append(homeless.pop(0))
-            found[stage[0]] += homeless  # Without room anywhere, which the caller finds.
+            found[stage[0]] += homeless  # If there is no room anywhere, the caller notices.
         return found
 
     def is_placement(self, placement: Placement) -> bool:
-        """Tell whether each slice of a stage lies in one shard of that stage, and no others do."""
+        """Tell whether each slice of a stage lies in exactly one shard of that stage."""
         if len(placement) != len(self.shards):
             return False
         return all(
@@ -138,7 +139,7 @@ class PlacedSlices:
         )
 
     def describe_slices(self) -> str:
-        """Say which slices the shards of each stage have."""
+        """Return a text that names the slices of each shard, by stage."""
         stages = [
             f"shards {stage} have {[piece for n in stage for piece in self.own[n]]}"
             for stage in self._stages
@@ -146,7 +147,9 @@ class PlacedSlices:
         return ", ".join(stages)
 
     def most_pages(self, pages: Sequence[int]) -> int:
-        """Pages per slice of the largest request that fits into ``pages`` pages of each shard."""
+        """Return the pages per slice of the largest request that fits into ``pages`` pages per
+        shard.
+        """
         if not self.is_spread:
             return min(p // len(pieces) for p, pieces in zip(pages, self.own, strict=True))
         return min(
@@ -156,7 +159,7 @@ class PlacedSlices:
 
 
 def most_pages(pages: Sequence[int], num_slices: int) -> int:
-    """Most pages that each of ``num_slices`` can have, each slice all of its own in one pool.
+    """Return the most pages that each of ``num_slices`` slices can have, each within one pool.
 
     Args:
         pages: number of pages of each pool.
@@ -172,10 +175,10 @@ def most_pages(pages: Sequence[int], num_slices: int) -> int:
 
 
 def _stages(shards: Sequence[Shard]) -> list[list[int]]:
-    """Numbers of the shards of each stage.
+    """Return the numbers of each stage's shards.
 
     Raises:
-        ValueError: a stage has no slices, or one of them twice.
+        ValueError: a stage has no slices, or has one of them twice.
     """
     stages: dict[int, list[int]] = {}
     for number, shard in enumerate(shards):

@@ -1,4 +1,4 @@
-"""Losses: instances that are lost, that return, or that go on without some of their shards."""
+"""Losses: instances that are lost, that return, or that continue without some shards."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -12,11 +12,11 @@ Loss = InstanceLost | InstanceBack | GoesWithout
 
 
 class LostInstance(Exception):
-    """A system has asked for an instance that was lost; ``args[0]`` is its name."""
+    """Raised when a system asks for a lost instance; ``args[0]`` is its name."""
 
 
 class AliveInstances(dict[str, InstanceView]):
-    """The instances that a system sees; asking for a lost one ends what it was about to do."""
+    """The instances that a system sees; looking up a lost one ends the system's current action."""
 
     def __init__(self, instances: Mapping[str, InstanceView], lost: Mapping[str, str]) -> None:
         super().__init__(instances)
@@ -27,19 +27,19 @@ class AliveInstances(dict[str, InstanceView]):
 
 
 class Losses:
-    """The losses of a cluster, and which of them are to return.
+    """The losses of a cluster, and which lost instances will return.
 
     Args:
-        instances: serving instances by name: lost ones leave the mapping, and return to their
-            places in it.
-        hand_offs: gives up what is on its way from or to a lost instance.
-        finish: ends a request that no instance can serve, its error set.
-        renew: makes a fresh instance of the name of one that is back.
+        instances: serving instances by name. Lost ones are removed, and later return to their
+            places.
+        hand_offs: cancels transfers from or to a lost instance.
+        finish: ends a request that no instance can serve, and sets its error.
+        renew: makes a fresh instance to replace a returning one, from its name.
 
     Attributes:
         lost: reason for each lost instance, in the order of loss.
-        returning: lost instances that are being started again.
-        regaining: serving instances to which lost shards of their KV will return.
+        returning: lost instances that are being restarted.
+        regaining: serving instances that will get back lost shards of their KV.
     """
 
     def __init__(
@@ -56,20 +56,20 @@ class Losses:
         self._hand_offs, self._finish, self._renew = hand_offs, finish, renew
 
     def lose(self, event: InstanceLost, live: Iterable[RequestState]) -> list[RequestState]:
-        """Take out an instance; returns its requests, which are to be routed again."""
+        """Remove an instance; return its requests, which must be routed again."""
         name = event.instance
         self.regaining.discard(name)
         self.lost.pop(name, None)
         self.lost[name] = event.reason
         (self.returning.add if event.returns else self.returning.discard)(name)
         if name not in self._instances:
-            return []  # It was to return.
+            return []  # It was going to return.
         adrift = detach(self._instances[name], self._instances, live, self._hand_offs)
         del self._instances[name]
         return adrift
 
     def take_back(self, event: InstanceBack) -> Instance:
-        """Have a lost instance serve again: a fresh one, in its old place."""
+        """Let a lost instance serve again, as a fresh instance in its old place."""
         assert self._renew
         instance = self._renew(event.instance)
         del self.lost[instance.name]
@@ -80,17 +80,17 @@ class Losses:
         return instance
 
     def go_without(self, event: GoesWithout) -> None:
-        """Close the shards that an instance has lost, and open those that are back."""
+        """Close the shards that an instance has lost, and open those that have returned."""
         self._instances[event.instance].go_without(event.without)
         (self.regaining.add if event.returns else self.regaining.discard)(event.instance)
 
     def fail_unless_returning(self, requests: Iterable[RequestState], lost: str) -> None:
-        """End requests for which a system wants a lost instance, unless one is to return."""
+        """Fail requests for which a system chose a lost instance, unless one will return."""
         if not self.returning:
             self.fail(requests, lost)
 
     def fail(self, requests: Iterable[RequestState], lost: str | None = None) -> None:
-        """End requests that only a lost instance could have served, by default the last one."""
+        """Fail requests that only a lost instance could serve, by default the last lost one."""
         lost = next(reversed(self.lost)) if lost is None else lost
         for request in list(requests):
             request.error = (
@@ -106,10 +106,10 @@ def detach(
     live: Iterable[RequestState],
     hand_offs: HandOffs,
 ) -> list[RequestState]:
-    """Take a lost instance out of all requests; returns those that are to be routed again.
+    """Remove a lost instance from all requests; return the requests that must be routed again.
 
-    They keep their tokens, and their KV where it lies elsewhere; other KV is recomputed. The lost
-    instance's pages are all free afterwards: the next run may have them.
+    Requests keep their tokens, and KV that is on another instance; other KV is recomputed. All
+    pages of the lost instance are free afterwards, so that the next run can use them.
     """
     hand_offs.forget(lost.name)
     adrift = []
@@ -121,7 +121,7 @@ def detach(
         if here is lost or exported_there:
             _leave(request, here, lost, hand_offs)
             adrift.append(request)
-        # What would have led to the lost instance is routed again when its turn comes.
+        # Requests on their way to the lost instance are routed again later.
         names = [leg.instance for leg in request.legs]
         if lost.name in names:
             del request.legs[names.index(lost.name) :]
@@ -132,7 +132,7 @@ def detach(
 def _leave(
     request: RequestState, here: Instance | None, lost: Instance, hand_offs: HandOffs
 ) -> None:
-    """Take the request out of its instance, and void its KV unless that lies elsewhere."""
+    """Take the request out of its instance, and void its KV unless that is on another instance."""
     if here:
         here.remove(request)
     if request.hold:

@@ -1,7 +1,7 @@
-"""Moves of slices of KV heads within an instance, of requests that go on meanwhile.
+"""Moves of slices of KV heads within an instance, while their requests continue.
 
-A move takes two transfers: of the pages that are full, while the request goes on (``slice_copy``),
-and of the rest once nothing uses its pages (``slice_move``).
+A move takes two transfers: one of full pages, during which the request continues (``slice_copy``),
+and one of the rest, once no step uses the pages (``slice_move``).
 """
 
 from collections.abc import Callable
@@ -13,14 +13,16 @@ from jaxinfer.serving.system import MoveSlices
 
 
 class SliceMoves:
-    """Begins moves that a system asks for, and takes each to its end.
+    """Starts the moves that a system asks for, and completes them.
 
     Args:
-        send: starts the transfer of a request's KV entries from one to another, of a move's slices.
+        send: starts the transfer of KV entries of a move's slices, with the request and the first
+            and last entry.
 
     Attributes:
-        num_begun: moves that have begun; ``num_without_room``: that had no room to.
-        num_at_once: moves asked for while another one of their request was under way.
+        num_begun: number of moves that have begun.
+        num_without_room: number of moves that were dropped because there was no room.
+        num_at_once: number of moves asked for while another move of the same request was under way.
     """
 
     def __init__(self, send: Callable[[RequestState, int, int, MoveSlices], None]) -> None:
@@ -28,7 +30,7 @@ class SliceMoves:
         self.num_begun = self.num_without_room = self.num_at_once = 0
 
     def ask(self, request: RequestState, move: MoveSlices) -> None:
-        """Begin to move slices of KV heads, with their full pages; given up without room."""
+        """Begin to move slices of KV heads with their full pages; drop the move without room."""
         hold = request.hold
         assert hold
         if request.slice_move or hold.copies:
@@ -50,13 +52,13 @@ class SliceMoves:
             self._pause_for(request, move, 0)
 
     def _pause_for(self, request: RequestState, move: MoveSlices, copied: int) -> None:
-        """Send the rest, past ``copied`` KV entries, as soon as nothing uses the pages."""
+        """Pause the request and send all after ``copied`` KV entries once pages are unused."""
         request.slice_copy, request.slice_move = None, move
         request.slices_copied = copied
         self.send_rest(request)
 
     def send_rest(self, request: RequestState) -> None:
-        """Send the rest of slices that move, if nothing uses the pages."""
+        """Send the rest of the moving slices, if nothing uses the pages."""
         move, hold = request.slice_move, request.hold
         assert move
         assert hold
@@ -68,14 +70,14 @@ class SliceMoves:
             _take_copies(request, move)
 
     def arrived(self, transfer: Transfer, move: MoveSlices) -> None:
-        """The first part of a move has ended, or the second."""
+        """Continue a move after its first transfer has ended, or complete it after its second."""
         request, here = transfer.request, transfer.dest_hold is transfer.request.hold
         if here and request.slice_copy:
             self._pause_for(request, move, transfer.stop)
         elif here and request.slice_move:
             _take_copies(request, move)
         else:
-            transfer.dest_hold.drop_copies()  # The leg has ended meanwhile.
+            transfer.dest_hold.drop_copies()  # The leg has ended since then.
 
 
 def _take_copies(request: RequestState, move: MoveSlices) -> None:

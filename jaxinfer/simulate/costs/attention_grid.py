@@ -1,8 +1,8 @@
-"""The time of one attention kernel by what a step holds, from measured batches of any layout.
+"""Time of one attention kernel as a function of its batch, from measurements of any batches.
 
-A batch has a chunk of ``c`` tokens whose tokens see ``key`` entries on average, and ``n`` decodes
-that see ``k`` each. Its base is what such a kernel does: a launch, tokens, pairs of a token and an
-entry (``c key``, ``n k``), and the run of entries that one row goes through.
+A batch has a chunk of ``c`` tokens, each of which sees ``key`` entries on average, and ``n``
+decodes that see ``k`` entries each. The base of a batch lists the work that such a kernel does: a
+launch, tokens, pairs of a token and an entry (``c key``, ``n k``), and the entries of one row.
 """
 
 import math
@@ -15,25 +15,27 @@ from typing import cast
 import numpy as np
 
 At = tuple[float, float, float, float]
-# Of points that were not measured; with more, every other place of the longest axis is left out.
+# Largest number of points that were not measured; with more, every second place of the longest axis
+# is left out.
 _MOST_FILLED = 20_000
-# Points nearest to one that was not measured, from which it is interpolated.
+# Number of nearest measured points from which a missing one is interpolated.
 _NEIGHBOURS = 32
 
 
 def base_of(at: At) -> tuple[float, ...]:
-    """Return the base at (c, key, n, k): the terms of the work that the kernel does there."""
+    """Return the base at (c, key, n, k): the amounts of work that the kernel does there."""
     c, key, n, k = at
     return 1.0, c, n, c * key, n * k, k, key
 
 
 @dataclass(frozen=True)
 class GridValues:
-    """A grid that is complete.
+    """A complete grid.
 
     Attributes:
-        axes: rising, of c, y, n and k; ``values``: microseconds of all points, the last axis first.
-        weights: of the base's parts, in microseconds.
+        axes: increasing values of c, y, n and k.
+        values: microseconds at all points, last axis first.
+        weights: microseconds per part of the base.
         filled: number of points that were not measured.
     """
 
@@ -47,17 +49,17 @@ KeyOf = Callable[[float, float], float]
 
 
 class AttentionGrid:
-    """Microseconds at (c, y, n, k), linear in each between the points of a grid.
+    """Microseconds at (c, y, n, k), linear along each axis between the points of a grid.
 
-    A point of the grid that was not measured has its base times what the measured ones around it
-    take of theirs, interpolated over the logarithms (radial basis functions); beyond the edges,
-    the edge's time grows as the base does. So a time that is a sum of the base's parts is met
-    exactly at the grid's points, measured or not, and beyond its edges.
+    At a grid point that was not measured, the time is its base times a factor. The factor is
+    interpolated, over logarithms, between the ratios of time to base at measured points (radial
+    basis functions). Beyond the edges, the time grows as the base does. If times are a sum of the
+    base's parts, results are therefore exact at all grid points and beyond the edges.
 
     Args:
         points: microseconds by (c, y, n, k), greater than 0.
-        key_of: the average of entries seen, of c and y.
-        grid: what was made of the same points before.
+        key_of: returns the average number of entries seen, from c and y.
+        grid: an earlier result for the same points.
     """
 
     def __init__(
@@ -72,14 +74,14 @@ class AttentionGrid:
 
     @property
     def ends(self) -> tuple[float, ...]:
-        """The last points of all axes."""
+        """The last point of each axis."""
         return tuple(axis[-1] for axis in self._axes)
 
     def _base(self, at: Sequence[float]) -> float:
         return _base(at, self._key_of, self._weights)
 
     def __call__(self, *at: float) -> float:
-        """The time there."""
+        """Return the time in microseconds."""
         first, corners, inside = 0, [(0, 1.0)], []
         for x, axis, stride in zip(at, self._axes, self._strides, strict=True):
             near = min(max(x, axis[0]), axis[-1])
@@ -100,7 +102,7 @@ class AttentionGrid:
 
 def _complete(points: Mapping[At, float], key_of: KeyOf) -> GridValues:
     """Make a grid of measured points."""
-    # Loaded here: where a grid was kept, this takes more time than all else.
+    # Imported here, because this takes longer than everything else if the grid is cached.
     from scipy.interpolate import RBFInterpolator
     from scipy.optimize import nnls
 
@@ -108,7 +110,7 @@ def _complete(points: Mapping[At, float], key_of: KeyOf) -> GridValues:
     at, times = list(points), np.array(list(points.values()))
     parts = np.array([base_of(_keyed(a, key_of)) for a in at])
     found, _ = nnls(parts / times[:, None], np.ones(len(times)))
-    # So that the base is never 0.
+    # This keeps the base above 0.
     found[0] = max(found[0], 1e-9 * times.min())
     weights: list[float] = found.tolist()
     grid = cast(list[At], list(product(*axes)))

@@ -1,20 +1,21 @@
 """Step times from curves of whole steps, as a benchmark of an engine measures them.
 
-A CSV file has the points, in the columns
+A CSV file has the points, in any order, in these columns; other columns are ignored:
 
     phase      ``prompt`` or ``decode``
-    tokens     of a step of prompts; of one of decodes, where curves go ``by_tokens``
-    batch      of a step of decodes ``by_batch_and_context``: rows
-    context    likewise: KV entries that a row sees, its own included, on average
-    seconds    that the step took
+    tokens     tokens of a step of prompts; also of decodes, if curves are ``by_tokens``
+    batch      rows of a step of decodes, if curves are ``by_batch_and_context``
+    context    mean KV entries that each of these rows sees, including its own
+    seconds    duration of the step
 
-in any order; other columns are passed over, and of a point that is there several times the mean
-counts. Between points a curve is linear, and beyond them as ``PiecewiseLinear`` says. A chunk of a
-prompt takes what a prompt of as many tokens takes, whatever is before it.
+If a point occurs several times, its mean is used. A curve is linear between points, and continues
+beyond them as in ``PiecewiseLinear``. A chunk of a prompt takes as long as a prompt of the same
+length, whatever is before it.
 
-Decodes ``by_tokens`` take what the curve has at their number. Decodes ``by_batch_and_context`` take
-what the batches around theirs take at their mean context. A batch that was measured at one context
-alone grows with its entries as the nearest batch that was measured at several.
+The time of decodes ``by_tokens`` depends on their number. The time of decodes
+``by_batch_and_context`` is interpolated between the nearest batch sizes, at their mean context. A
+batch size that was measured at one context grows with its entries like the nearest batch size that
+was measured at several.
 """
 
 import csv
@@ -33,21 +34,21 @@ from jaxinfer.files.shipped import data_path
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, along
 
-# By decode's kind, the columns that say where its points are.
+# The columns that give the place of a point, by decode's kind.
 _AXES = {"by_tokens": ("tokens",), "by_batch_and_context": ("batch", "context")}
 _Points = dict[tuple[float, ...], float]
 
 
 class CurveStage:
-    """A pipeline stage.
+    """Step times of a pipeline stage.
 
     Args:
         costs: costs of all layers.
-        share: this stage's part of them.
+        share: this stage's share of them.
 
     Attributes:
         read: contents of the file, as JSON values.
-        measured: how far its points go, by what a step holds.
+        measured: largest measured value of each quantity of a step.
 
     Raises:
         JaxinferError: the file cannot be read, or has no points of a phase.
@@ -67,7 +68,7 @@ class CurveStage:
                 self._decode = BatchCurves({(b, c): y for (b, c), y in decodes.items()})
             except JaxinferError as error:
                 raise JaxinferError(f"{path}: {error}") from None
-        # One row, with the least context.
+        # One row with the smallest context.
         least = self._decode(1, math.ceil(min(at[-1] for at in decodes)))
         self._shared = least if costs.share_weights else 0.0
         self.read: dict[str, object] = {
@@ -85,7 +86,7 @@ class CurveStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, which have these costs."""
+        """Make the stage from a run file's options, which must have these costs."""
         assert costs.curves
         return cls(costs.curves, part.share)
 
@@ -102,7 +103,7 @@ class CurveStage:
 
 
 class BatchCurves:
-    """Seconds of a step of decodes, by its rows and the KV entries that they see in all.
+    """Seconds of a step of decodes, by its rows and the total number of KV entries that they see.
 
     Args:
         points: times by batch and mean context.
@@ -121,17 +122,17 @@ class BatchCurves:
                 "no batch was measured at several contexts: give it some, or decode: by_tokens"
             )
         curves = {batch: PiecewiseLinear(measured[batch]) for batch in several}
-        # Of each batch, a curve over its entries, and what it takes more than that.
+        # For each batch, a curve over its entries, and its additional time.
         self._levels: list[tuple[PiecewiseLinear, float]] = []
         for batch in sorted(measured):
             curve = curves[min(several, key=lambda other: (abs(other - batch), other))]
             (entries, seconds), *more = measured[batch].items()
             self._levels.append((curve, 0.0 if more else seconds - curve(entries)))
-        # Its values have no use, its places do.
+        # Only its places are used; its values are not.
         self._batches = PiecewiseLinear(dict.fromkeys(sorted(measured), 0.0))
 
     def __call__(self, rows: int, entries: int) -> float:
-        """Return the seconds of a number of rows that see a number of entries together."""
+        """Return the seconds of a step whose rows together see this number of entries."""
         i, j = self._batches.ends(rows)
         context = entries / rows
         found = self._level(i, context)
@@ -146,7 +147,7 @@ class BatchCurves:
 
 
 def _read(path: Path, axes: tuple[str, ...]) -> tuple[_Points, _Points]:
-    """Points of prompts by tokens, and of decodes by ``axes``."""
+    """Return points of prompts by tokens, and points of decodes by ``axes``."""
     found: dict[str, defaultdict[tuple[float, ...], list[float]]] = {
         "prompt": defaultdict(list),
         "decode": defaultdict(list),

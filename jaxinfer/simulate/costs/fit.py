@@ -1,6 +1,4 @@
-"""Profile of a modelled instance: Cronus' eqs. 2 and 3 fitted to its costs, and
-Aladdin's eq. 3 to its decodes.
-"""
+"""Fits a modelled instance: Cronus' eqs. 2 and 3 to its steps, Aladdin's eq. 3 to its decodes."""
 
 from collections.abc import Sequence
 
@@ -21,12 +19,13 @@ _LENGTHS, _CONTEXTS, _BATCHES = 64, 8, 8
 def fit_costs(
     cost: CostModel, budget: int, max_num_seqs: int, longest: int, pool: int, relative: bool
 ) -> StepFit:
-    """Fit costs by least squares, over lengths and contexts that are evenly spread.
+    """Fit costs by least squares, over evenly spread lengths and contexts.
 
     Args:
-        budget: tokens of one step at most.
-        longest: tokens of one request at most; ``pool``: tokens of all together.
-        relative: whether the errors squared are relative, or else in seconds.
+        budget: largest number of tokens in one step.
+        longest: largest number of tokens of one request.
+        pool: largest number of tokens of all requests together.
+        relative: whether to minimise squared relative errors; otherwise errors in seconds.
     """
     lengths = sorted({max(longest * i // _LENGTHS, 1) for i in range(1, _LENGTHS + 1)})
     prefills = [((length, 1.0), _prefill(cost, length, budget)) for length in lengths]
@@ -47,7 +46,7 @@ def fit_costs(
 def _decodes(
     cost: CostModel, most: int, longest: int, pool: int
 ) -> list[tuple[Sequence[float], float]]:
-    """Batches of up to ``most`` decodes, of contexts that fit into the pool."""
+    """Return batches of up to ``most`` decodes, with contexts that fit into the pool."""
     points: list[tuple[Sequence[float], float]] = []
     for n in sorted({max(most * i // _BATCHES, 1) for i in range(_BATCHES + 1)}):
         reach = min(longest, pool // n)

@@ -1,9 +1,9 @@
-"""Steps of instances that share the experts of each layer: replicas of data-parallel attention.
+"""Steps of instances that share each layer's experts: replicas of data-parallel attention.
 
-Each attends to requests of its own. Before the experts of a layer all tokens are gathered, and the
-experts' sums scattered after them, so that none is ahead of the others: all begin and end a step
-together, and the one with the most work sets the pace. One that has nothing to do goes along with
-a token of no request, as in vLLM and SGLang.
+Each instance attends to its own requests. Before the experts of a layer, all tokens are gathered;
+after them, the experts' sums are scattered. All instances therefore begin and end a step together,
+and the one with the most work sets the pace. An instance without work takes part with a dummy
+token, as in vLLM and SGLang.
 """
 
 from collections import deque
@@ -24,14 +24,14 @@ GRAPH_TOKENS = 512
 
 @dataclass(frozen=True)
 class Exchange:
-    """Seconds of one layer's gathering and scattering: ``each_s``, and ``token_s`` per token."""
+    """Seconds to gather and scatter in one layer: ``each_s``, plus ``token_s`` per token."""
 
     each_s: float
     token_s: float
 
     @classmethod
     def of(cls, gpu: Gpu, model: ModelShape, sharers: int, itemsize: int) -> Self:
-        """An all-gather and a reduce-scatter of hidden states, at the rate of collectives."""
+        """Model an all-gather and a reduce-scatter of hidden states, at the rate of collectives."""
         gb_s, each_s = gpu.collective
         byte_s = (sharers - 1) / sharers / (gb_s * 1e9)
         return cls(2 * each_s, 2 * model.hidden_size * itemsize * byte_s)
@@ -39,7 +39,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class JointExperts:
-    """The part of a step that instances have in common.
+    """The part of a step that instances share.
 
     Attributes:
         micros: microseconds of one layer's experts on a device, by the tokens of all instances.
@@ -60,8 +60,9 @@ class JointSteps:
     """Seconds of steps that several instances take together.
 
     Attributes:
-        own: by instance, times without experts; ``experts``: of each, those of its share.
-        graph_tokens: tokens up to which all are padded to the one that has the most.
+        own: times without experts, by instance.
+        experts: times of each instance's share of the experts.
+        graph_tokens: number of tokens up to which all instances are padded to the largest one.
     """
 
     own: Mapping[str, CostModel]
@@ -85,15 +86,16 @@ class JointSteps:
 def experts_curve(
     points: Mapping[tuple[float, float], float], model: ModelShape, ways: int
 ) -> dict[float, float]:
-    """Microseconds of a layer's experts on one of the devices that share them whole.
+    """Return microseconds of a layer's experts on one of the devices that share them whole.
 
     Args:
-        points: by tokens, each with all its experts on the device, and experts that they go to.
-        ways: devices that share the experts.
+        points: times by tokens, all of whose experts are on the device, and by the number of
+            experts that the tokens go to.
+        ways: number of devices that share the experts.
 
     Returns:
-        By tokens of all devices: as many products as such tokens have on each device in the mean,
-        with as many of its experts as they go to (``ModelShape.experts_read``).
+        Times by the tokens of all devices. Each device has the mean number of products, with the
+        mean number of its experts that the tokens go to (``ModelShape.experts_read``).
     """
     rows: dict[float, dict[float, float]] = {}
     for (tokens, experts), micros in points.items():
@@ -113,10 +115,10 @@ def experts_curve(
 
 
 class JointRounds:
-    """Steps that such instances have launched, and when the one that runs will end.
+    """Steps that joint instances have launched, and when the running step ends.
 
     Args:
-        steps: the times of their steps.
+        steps: times of their steps.
     """
 
     def __init__(self, steps: JointSteps) -> None:
@@ -125,11 +127,11 @@ class JointRounds:
         self._until = 0.0
 
     def add(self, batch: Batch) -> None:
-        """Launch a batch behind those that its instance has launched before."""
+        """Launch a batch after those that its instance launched before."""
         self._launched[batch.instance].append(batch)
 
     def begin(self, now: float) -> Sequence[StepDone]:
-        """Begin a step of what has been launched, if none runs: the first batch of each.
+        """Begin a joint step with the first launched batch of each instance, if none runs.
 
         Returns:
             Its ends, one for each instance that takes part.

@@ -1,4 +1,4 @@
-"""Operators of a model by published tables, kept as arrays by the content of these tables."""
+"""A cache of a model's operators from published tables, keyed by the tables' contents."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ FOLDER = Path("~/.cache/jaxinfer/operators")
 
 @dataclass(frozen=True)
 class Published:
-    """A model's operators, and the files that they are from."""
+    """A model's operators, and the files that they come from."""
 
     operators: OperatorTables
     files: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ def _tables(found: OperatorPoints, grids: Mapping[str, GridValues]) -> Published
 
 
 def _key(wanted: Wanted) -> str:
-    """A digest of what is wanted, of all files that it may be read from, and of our code."""
+    """Return a digest of the request, of all files that may be read for it, and of our code."""
     model = wanted.model.model_dump()
     asked = {name: str(value) for name, value in vars(wanted).items() if name != "model"}
     digests = {
@@ -95,7 +95,7 @@ def _load(path: Path) -> tuple[OperatorPoints, dict[str, GridValues]]:
 
 
 def _save(path: Path, found: OperatorPoints, attention: AttentionTable) -> None:
-    """Keep them; where that cannot be, they are converted again next time."""
+    """Store the operators; if that fails, they are converted again next time."""
     arrays: dict[str, Any] = {
         f"{kind}:{name}": np.array(list(points.items()))
         for kind in ("dense", "heads")

@@ -1,4 +1,4 @@
-"""Step times of a stage whose devices share each layer as a sharding layout says."""
+"""Step times of a stage whose devices share each layer according to a sharding layout."""
 
 from typing import Self
 
@@ -10,11 +10,13 @@ from jaxinfer.sharding.links import stated_links
 
 
 class LayoutStage:
-    """A pipeline stage under a layout, by the roofline's efficiencies and links.
+    """Step times of a pipeline stage under a layout, by roofline efficiencies and links.
 
     Args:
-        layers: how many; ``last``: with the head.
-        step_s, sequence_s: seconds of each step, and of each sequence in it, besides.
+        layers: number of layers.
+        last: whether the stage has the head.
+        step_s: seconds added to each step.
+        sequence_s: seconds added for each sequence.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class LayoutStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, where they have no other costs."""
+        """Make the stage from a run file's options that have no other costs."""
         assert part.flow
         made = LayoutCosts(
             part.flow,
@@ -49,14 +51,14 @@ class LayoutStage:
         return self.spent(work).total + self._step_s + self._sequence_s * work.sequences
 
     def spent(self, work: Work) -> Seconds:
-        """Return the same by what they are spent on, without what an engine adds.
+        """Return the seconds of one step by cause, without the time that an engine adds.
 
-        Prefill chunks and decodes are kernels of their own.
+        Prefill chunks and decodes are separate kernels.
         """
         costs = self._costs
         layer = costs.dense(work.tokens)
         if work.single_context:
-            # The longest is not known: sequences are taken to be alike.
+            # The longest context is unknown, so sequences are assumed to be equal.
             context = work.single_context
             layer += costs.attention(context, context, context / work.singles)
         if work.chunks:

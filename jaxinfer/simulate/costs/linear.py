@@ -29,11 +29,11 @@ from jaxinfer.simulate.costs.step_floor import StepFloor
 
 
 class LinearStage:
-    """A pipeline stage.
+    """Linear step times of a pipeline stage.
 
     Args:
         costs: costs of all layers.
-        share: this stage's part of them; ``step_s`` is every stage's in full.
+        share: this stage's share of them; every stage has all of ``step_s``.
     """
 
     def __init__(self, costs: LinearCosts, share: float = 1.0) -> None:
@@ -41,7 +41,7 @@ class LinearStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, which have these costs."""
+        """Make the stage from a run file's options, which must have these costs."""
         assert costs.linear
         return cls(costs.linear, part.share)
 
@@ -57,7 +57,7 @@ class LinearStage:
         return costs.step_s + self._share * varying
 
     def floor(self) -> StepFloor:
-        """Return the same, without the entries before chunks."""
+        """Return the least time of steps, which ignores the entries before chunks."""
         costs = self._costs
         return StepFloor(
             step_s=costs.step_s,

@@ -1,9 +1,10 @@
 """Step times from a profile of the engine's own compiled steps, as ``profile --operators`` has it.
 
-Beside the files that ``table_files.py`` reads, ``meta.yaml`` has a section ``engine``: the sizes
-that steps are padded to, for which ``dense.csv`` has the times of ``layer`` and ``step`` (what a
-step takes besides layers and head) and, of steps of decodes alone, ``decode_layer`` and
-``decode_step``; ``per_sequence.csv`` has ``head``, by the rows that a step is padded to.
+In addition to the files that ``table_files.py`` reads, ``meta.yaml`` has a section ``engine`` with
+the sizes that steps are padded to. For these sizes, ``dense.csv`` has the times of ``layer`` and
+``step`` (the step's time without layers and head) and, for steps with only decodes,
+``decode_layer`` and ``decode_step``. ``per_sequence.csv`` has ``head``, by the padded number of
+rows.
 """
 
 from collections.abc import Mapping
@@ -40,11 +41,11 @@ class Profiled(Options):
     """Section ``engine`` of ``meta.yaml``.
 
     Attributes:
-        row_buckets, token_buckets: sizes to which steps of decodes alone, and steps with prefill,
-            were padded.
-        collectives: by degree of tensor parallelism, whether its layers were measured over as many
-            devices, so that they have their all-reduces.
-        padded: sizes that the model was padded to, by degree.
+        row_buckets: Sizes to which steps with only decodes were padded.
+        token_buckets: Sizes to which steps with prefill were padded.
+        collectives: For each degree of tensor parallelism, whether the layers were measured on as
+            many devices, so that their times include all-reduces.
+        padded: Sizes that the model was padded to, by degree.
     """
 
     row_buckets: tuple[int, ...] = Field(min_length=1, strict=False)
@@ -55,12 +56,12 @@ class Profiled(Options):
 
 @dataclass(frozen=True)
 class ProgramStage:
-    """A pipeline stage: each step takes what the compiled step does that it is padded for.
+    """Step times of a pipeline stage: those of the compiled step that each step is padded to.
 
     Attributes:
-        limits: decide the shape of a step.
-        dense: microseconds of each operator by tokens; ``heads``: of the head by rows, where the
-            stage has it.
+        limits: limits that decide the shape of a step.
+        dense: microseconds of each operator, by tokens.
+        heads: microseconds of the head, by rows, if the stage has it.
         read: contents of the tables, as JSON values.
     """
 
@@ -81,11 +82,11 @@ class ProgramStage:
         """Make the stage from a folder such as ``tp1``.
 
         Args:
-            engine: the section of ``meta.yaml``.
+            engine: this section of ``meta.yaml``.
 
         Raises:
-            JaxinferError: a table is missing or lacks something, or is of an engine whose steps are
-                padded otherwise.
+            JaxinferError: a table is missing or incomplete, or comes from an engine that pads its
+                steps differently.
         """
         meta = tp.parent / "meta.yaml"
         try:
@@ -142,7 +143,7 @@ class ProgramStage:
 
 
 def padded_tokens(limits: StepLimits) -> list[int]:
-    """List the numbers of tokens to which steps with prefill are padded."""
+    """Return the numbers of tokens to which steps with prefill are padded."""
     return sorted({shape.tokens for shape in limits.shapes() if shape.chunks})
 
 
@@ -161,19 +162,19 @@ def _check_buckets(profiled: Profiled, part: StagePart) -> None:
 
 
 def _all_reduces(gpu: Gpu, model: ModelShape, part: StagePart) -> Collectives:
-    """Two per layer; each device has the whole embedding and head."""
+    """Model two all-reduces per layer; each device has the whole embedding and head."""
     return rings(gpu, model, part.devices, ITEMSIZE, part.layers, False, False)
 
 
 class MeasuredTables:
-    """Costs by ``simulate.tables``: a folder of operators, or of an engine's own steps."""
+    """Costs from ``simulate.tables``: a folder of operators, or of an engine's own steps."""
 
     @staticmethod
     def of(part: StagePart, costs: SimulateOptions) -> TableStage | ProgramStage:
-        """Make the stage from a run file's options, which have these costs.
+        """Make the stage from a run file's options, which must have these costs.
 
         Raises:
-            JaxinferError: the folder is of another model or GPU; see ``TableStage.open``,
+            JaxinferError: the folder belongs to another model or GPU; see ``TableStage.open``,
                 ``ProgramStage.open`` and ``published_stage``.
         """
         assert costs.tables

@@ -1,4 +1,4 @@
-"""Times of a modelled instance's steps."""
+"""Interfaces for the times of a modelled instance's steps."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
 
-# Bytes of a number of hidden states and logits.
+# Returns the bytes of a number of hidden states and logits.
 ITEMSIZE = 2
 
 
@@ -19,10 +19,10 @@ class CostModel(Protocol):
     """The times of one instance's steps."""
 
     def stages(self, work: Work) -> Sequence[float]:
-        """Seconds of each pipeline stage's part."""
+        """Return the seconds of each pipeline stage's part."""
 
     def hops(self, work: Work) -> Sequence[float]:
-        """Seconds from each stage's end until the next one has its hidden states."""
+        """Return the seconds from each stage's end until the next stage has its hidden states."""
 
 
 class StageCost(Protocol):
@@ -33,17 +33,17 @@ class StageCost(Protocol):
 
 @dataclass(frozen=True)
 class SlowedStage:
-    """A stage on a device that emulates one ``slowdown`` times slower."""
+    """A stage on a device that emulates a device ``slowdown`` times slower."""
 
     cost: StageCost
     slowdown: float
 
     def seconds(self, work: Work) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         return self.slowdown * self.cost.seconds(work)
 
 
-# By kind of costs. Each is read when it is asked for: that of tables loads scipy.
+# Modules by kind of costs. Each is imported when it is needed, because tables import scipy.
 STAGES = {
     "roofline": "jaxinfer.simulate.costs.roofline:RooflineStage",
     "layout": "jaxinfer.simulate.costs.layout_roofline:LayoutStage",
@@ -55,10 +55,11 @@ STAGES = {
 
 
 def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
-    """Make a stage with measured costs where there are some, else with a roofline.
+    """Make a stage with measured costs if there are any, otherwise with a roofline.
 
     Raises:
-        JaxinferError: the source of the costs has nothing for this stage, or knows no layouts.
+        JaxinferError: the source of the costs does not cover this stage, or does not support
+            layouts.
     """
     if part.flow and costs.measured:
         raise JaxinferError(
@@ -78,11 +79,12 @@ def make_stage(part: StagePart, costs: SimulateOptions) -> StageCost:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """An instance's stages, and what lies between them.
+    """An instance's stages and the links between them.
 
     Attributes:
-        send_s: seconds that a stage is busy with sending; it blocks, as vLLM's does.
-        latency_s: from stage to stage, until the first byte; ``byte_s``: per byte.
+        send_s: seconds for which a stage is busy with sending; it blocks, as in vLLM.
+        latency_s: seconds from one stage to the next until the first byte arrives.
+        byte_s: seconds per byte.
         hidden_bytes: bytes of one token's hidden states.
     """
 
@@ -93,14 +95,14 @@ class Pipeline:
     hidden_bytes: int
 
     def stages(self, work: Work) -> list[float]:
-        """Seconds of each stage."""
+        """Return the seconds of each stage."""
         *senders, last = self.parts
-        if not senders:  # As most are, and steps are many.
+        if not senders:  # Most are like this, and there are many steps.
             return [last.seconds(work)]
         return [*(part.seconds(work) + self.send_s for part in senders), last.seconds(work)]
 
     def hops(self, work: Work) -> list[float]:
-        """Seconds between stages."""
+        """Return the seconds between stages."""
         if not self.latency_s:
             return []
         num_bytes = work.tokens * self.hidden_bytes
@@ -115,18 +117,18 @@ class Padded:
     """An instance whose steps with prefill are padded to given numbers of tokens.
 
     Attributes:
-        buckets: rising; the last one is the most that a step has.
+        buckets: increasing sizes; the last one is the largest step.
     """
 
     cost: CostModel
     buckets: Sequence[int]
 
     def stages(self, work: Work) -> Sequence[float]:
-        """Seconds of each stage."""
+        """Return the seconds of each stage."""
         return self.cost.stages(self._padded(work))
 
     def hops(self, work: Work) -> Sequence[float]:
-        """Seconds between stages."""
+        """Return the seconds between stages."""
         return self.cost.hops(self._padded(work))
 
     def _padded(self, work: Work) -> Work:

@@ -1,4 +1,4 @@
-"""Writes what ``profile --operators`` has measured, as ``simulate.tables`` reads it, and checks it.
+"""Writes and checks the folder of ``profile --operators``, which ``simulate.tables`` reads.
 
 A folder has ``meta.yaml`` and, for each degree of tensor parallelism, ``tpN/`` with the tables and
 ``tpN.yaml``, a run file of the engine that was measured.
@@ -20,9 +20,9 @@ from jaxinfer.simulate.costs.measured_steps import MeasuredTables, padded_tokens
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import Part, work_of_parts
 
-# A kind of steps that is further off than this, in the median, is named.
+# A kind of steps with a larger median error than this is named.
 TOLERANCE = 0.05
-# What no measured time depends on.
+# Fields on which no measured time depends.
 _OF_NO_TIME = {"stored_bits", "wide_layers", "max_position_embeddings"}
 _PADDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -33,10 +33,11 @@ class Degree:
 
     Attributes:
         model: shape of the model, padded to the devices.
-        options: options of the engine, as a run file has them.
-        over_devices: layers were measured with their all-reduces.
-        host_s: seconds per step and per sequence that launching takes, where the device waits.
-        layers: layers of the model whose steps are checked, and ``checks``: their seconds.
+        options: options of the engine, as in a run file.
+        over_devices: whether layers were measured with their all-reduces.
+        host_s: seconds per step and per sequence for launching, while the device waits.
+        layers: number of layers of the model whose steps are checked.
+        checks: seconds of these steps.
         spread: spread of the rounds.
     """
 
@@ -54,11 +55,11 @@ class Degree:
 def write_meta(
     folder: Path, device: str, degrees: Sequence[Degree], facts: Mapping[str, Any]
 ) -> None:
-    """``meta.yaml``.
+    """Write ``meta.yaml``.
 
     Args:
-        device: the kind that JAX or ``configs/gpus.yaml`` has.
-        facts: other facts that decide the times, for readers of the file.
+        device: kind of the device, as JAX or ``configs/gpus.yaml`` names it.
+        facts: other facts that affect the times, for readers of the file.
     """
     first = degrees[0]
     sizes = first.model.model_dump(exclude={"num_hidden_layers", "gated", *_OF_NO_TIME})
@@ -86,11 +87,11 @@ def write_meta(
 
 
 def write_run_file(folder: Path, name: str, device: str, gpu: Gpu | None, degree: Degree) -> Path:
-    """A run file of the engine that was measured, which ``simulate`` takes.
+    """Write a run file of the engine that was measured, for ``simulate``.
 
     Args:
         name: name of the model.
-        gpu: the device's numbers, where ``configs/gpus.yaml`` does not have it.
+        gpu: the device's numbers, if ``configs/gpus.yaml`` does not have it.
     """
     own = f"{name}-tp{degree.devices}"
     step_s, sequence_s = (0.0, 0.0) if degree.options["launch_ahead"] else degree.host_s
@@ -117,7 +118,8 @@ class Check:
     """Whole steps compared with the sums of their parts.
 
     Attributes:
-        kind: kind of steps; ``off``: (sum - measured) / measured for each step.
+        kind: kind of steps.
+        off: (sum - measured) / measured for each step.
     """
 
     devices: int
@@ -126,7 +128,7 @@ class Check:
 
     @property
     def middle(self) -> float:
-        """The median."""
+        """Median of ``off``."""
         return median(self.off)
 
     @property
@@ -136,7 +138,7 @@ class Check:
 
 
 def check_steps(folder: Path, device: str, gpu: Gpu, degree: Degree) -> Iterator[Check]:
-    """Steps of which no table was made, by the tables just written."""
+    """Check whole steps, which are in no table, against the tables just written."""
     part = StagePart(
         gpu, device, degree.model, degree.layers, 1.0, True, True, degree.devices, 2, 2,
         degree.limits,
@@ -155,7 +157,7 @@ def check_steps(folder: Path, device: str, gpu: Gpu, degree: Degree) -> Iterator
 
 
 def check_table(checks: Sequence[Check]) -> Table:
-    """A line per kind of steps."""
+    """Return a table with a line per kind of steps."""
     table = Table(title="Parts beside whole steps", title_justify="left", box=None, pad_edge=False)
     for column in ("devices", "steps of", "measured", "sum of parts, median", "least", "most"):
         table.add_column(column, justify="left" if column == "steps of" else "right")

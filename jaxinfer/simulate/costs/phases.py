@@ -28,16 +28,17 @@ from jaxinfer.serving.batch import Work
 
 
 def prompt_pairs(chunks: Sequence[tuple[int, int]]) -> int:
-    """Return how much chunks, as in ``Work``, add to the squares of their prompts' lengths."""
+    """Return how much chunks (as in ``Work``) add to the squares of their prompts' lengths."""
     return sum([count * (2 * start + count) for start, count in chunks])
 
 
 class PhaseStage:
-    """A pipeline stage.
+    """Step times of a pipeline stage.
 
     Args:
         costs: costs of all layers.
-        share: this stage's part of them; ``first``: whether it is the first one.
+        share: this stage's share of them.
+        first: whether it is the first stage.
     """
 
     def __init__(self, costs: PhaseCosts, share: float = 1.0, first: bool = True) -> None:
@@ -48,7 +49,7 @@ class PhaseStage:
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, which have these costs."""
+        """Make the stage from a run file's options, which must have these costs."""
         assert costs.phases
         return cls(costs.phases, part.share, part.first)
 

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 
 
 class PiecewiseLinear:
-    """A function of one number through measured points, linear between them; never below 0.
+    """A function of one number through measured points, linear between them and never below 0.
 
-    Below its points, along the first two; above, along the last and the first that is half as far,
-    but where that falls, as at the last: more work takes no less time.
+    Below the points, it follows the line through the first two. Above, it follows the line through
+    the last point and the first one that is at least half as far. If that line falls, the last
+    value is kept: more work does not take less time.
     """
 
     def __init__(self, points: Mapping[float, float]) -> None:
@@ -18,14 +19,16 @@ class PiecewiseLinear:
         self._half = min(half, max(len(self.x) - 2, 0))
 
     def ends(self, x: float) -> tuple[int, int]:
-        """Numbers of the points on whose line the value at x is; one and the same of one point."""
+        """Return the numbers of the two points whose line gives the value at x; equal if
+        only one.
+        """
         if len(self.x) == 1:
             return 0, 0
         j = min(max(bisect_right(self.x, x), 1), len(self.x) - 1)
         return (self._half if x > self.x[-1] else j - 1), j
 
     def __call__(self, x: float) -> float:
-        """The value at x."""
+        """Return the value at x."""
         i, j = self.ends(x)
         if i == j:
             return self._y[i]
@@ -33,14 +36,14 @@ class PiecewiseLinear:
 
 
 def along(x: float, a: float, b: float, fa: float, fb: float) -> float:
-    """The value at x on the line through ``(a, fa)`` and ``(b, fb)``; above b it does not fall."""
+    """Return the value at x on the line through ``(a, fa)`` and ``(b, fb)``; no fall above b."""
     if x > b and fb < fa:
         return max(fb, 0.0)
     return max(fa + (fb - fa) * (x - a) / (b - a), 0.0)
 
 
 def add_up(curves: Iterable[tuple[PiecewiseLinear, int]]) -> PiecewiseLinear:
-    """So many of each, as one curve."""
+    """Return the sum of the curves, each multiplied by its count."""
     counted = list(curves)
     points = {x for curve, _ in counted for x in curve.x}
     return PiecewiseLinear({x: sum(count * curve(x) for curve, count in counted) for x in points})

@@ -1,4 +1,4 @@
-"""Step times from operators as aiconfigurator publishes them."""
+"""Step times from operators that aiconfigurator publishes."""
 
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.published import PublishedTables

@@ -1,5 +1,7 @@
-"""Step times from a GPU's numbers: each operator by its FLOPs or its bytes, whichever take longer
-(Williams et al., 2009), at stated efficiencies.
+"""Step times from a GPU's data sheet, by a roofline model.
+
+Each operator takes the time of its FLOPs or of its bytes, whichever is longer (Williams et al.,
+2009), at given efficiencies.
 """
 
 from dataclasses import dataclass
@@ -15,7 +17,8 @@ from jaxinfer.simulate.costs.step_floor import ProductFloor, StepFloor
 
 @dataclass(frozen=True)
 class KernelEfficiency:
-    """The shares of a GPU's peaks that kernels reach, and the time an engine adds to each step.
+    """The fractions of a GPU's peaks that kernels reach, and the time that an engine adds to each
+    step.
 
     Attributes:
         flops, bandwidth: fractions of the peaks.
@@ -33,14 +36,17 @@ _Product = tuple[float, float, float]
 
 
 class RooflineStage:
-    """A pipeline stage on ``devices`` GPUs that share each layer.
+    """Step times of a pipeline stage on ``devices`` GPUs that share each layer.
 
     Args:
-        layers: how many; ``last``: with the head.
-        itemsize: bytes of a number of hidden states and of the head; ``weight_size`` and
-            ``kv_size``, of a layer's weight (but see ``ModelShape.weight_size``) and of a KV
-            entry's, are by default the same.
-        link_gb_s: bandwidth of the all-reduces, each way; ``all_reduce_s``: fixed seconds of each.
+        layers: number of layers.
+        last: whether the stage has the head.
+        itemsize: bytes per number of hidden states and of the head.
+        weight_size: bytes per number of a layer's weights (see also ``ModelShape.weight_size``); by
+            default ``itemsize``.
+        kv_size: bytes per number of a KV entry; by default ``itemsize``.
+        link_gb_s: bandwidth of the all-reduces in each direction.
+        all_reduce_s: fixed seconds of each all-reduce.
     """
 
     def __init__(
@@ -65,7 +71,9 @@ class RooflineStage:
         N, K, F = model.num_attention_heads, model.num_key_value_heads, model.intermediate_size
 
         def product(parameters: int, numbers: int, *kinds: str) -> _Product:
-            """A matrix product: seconds per token by FLOPs; of the weights, per token by bytes."""
+            """Return a matrix product: compute time per token, and read times per step and per
+            token.
+            """
             size = model.weight_size(weight_size or itemsize, kinds) if kinds else itemsize
             return (
                 2 * parameters * self._per_flop,
@@ -84,14 +92,14 @@ class RooflineStage:
         self._head = product(D * V, D + V) if last else None
         self._kv_bytes = model.kv_bytes(1, kv_size or itemsize)
         self._attention_flops = 4 * N * H
-        # Two all-reduces of the hidden states in each layer, as rings.
+        # Each layer has two all-reduces of the hidden states, as rings.
         reduced = 2 * 2 * (devices - 1) / devices * D * itemsize
         self._reduce = reduced / (link_gb_s * 1e9) if devices > 1 else 0.0
         self._reduce_each = 2 * all_reduce_s if devices > 1 else 0.0
 
     @classmethod
     def of(cls, part: StagePart, costs: SimulateOptions) -> Self:
-        """Make the stage from a run file's options, where they have no other costs."""
+        """Make the stage from a run file's options that have no other costs."""
         efficiency = KernelEfficiency(costs.flops, costs.bandwidth, costs.step_s, costs.sequence_s)
         return cls(
             part.gpu, part.model, part.layers, part.last, part.devices, ITEMSIZE, efficiency,
@@ -109,7 +117,7 @@ class RooflineStage:
         return seconds
 
     def floor(self) -> StepFloor:
-        """Return the least that steps take; experts' weights are read as for one token."""
+        """Return the least time of steps; experts' weights are read as for one token."""
         L, E = self.layers, self._efficiency
         each = self._model.num_experts_per_tok if self._expert else 0
         products = [ProductFloor(*(L * x for x in parts)) for parts in self._products]
@@ -122,12 +130,12 @@ class RooflineStage:
             token_s=L * self._reduce,
             sequence_s=E.sequence_s,
             context_s=context_s,
-            # A chunk of one token is costed as a decode is.
+            # A chunk of one token has the cost of a decode.
             pair_s=min(L * self._attention_flops * self._per_flop, context_s),
         )
 
     def dense(self, T: float) -> float:
-        """Seconds of a layer without its attention, for these tokens."""
+        """Return the seconds of a layer without its attention, for this number of tokens."""
         layer = T * self._reduce + self._reduce_each
         for compute, weights, moved in self._products:
             layer += max(T * compute, weights + T * moved)
@@ -138,7 +146,7 @@ class RooflineStage:
         return layer
 
     def _attention(self, work: Work) -> float:
-        """Prefill chunks and decodes are kernels of their own."""
+        """Return the seconds of attention; prefill chunks and decodes are separate kernels."""
         decodes = work.single_context * self._kv_bytes * self._per_byte
         seen = sum(start + count for start, count in work.chunks)
         chunks = work.pairs * self._attention_flops * self._per_flop

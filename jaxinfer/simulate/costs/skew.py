@@ -1,10 +1,10 @@
-"""Slowdown of attention by decodes of unlike lengths, as LLMServingSim's profiler fits it.
+"""Slowdown of attention by decodes of unequal lengths, as LLMServingSim's profiler fits it.
 
-A table of attention has batches whose decodes all see one context. ``skew_fit.csv`` has, by kinds
-of batches, a share alpha: such a batch takes what it would with the mean context everywhere, and
-alpha of what it would take more with the largest. Columns: pc, n_label, skew_rate_label,
-kv_big_label, kp_label, alpha; of a label such as ``n<=128``, ``sr<=15%``, ``kvB<=16k`` or
-``kp<=512``, the number is the most of its kind, and ``>`` is all above.
+A table of attention has batches whose decodes all see the same context. ``skew_fit.csv`` has a
+share alpha for each kind of batch. The time of such a batch is that of its mean context, plus alpha
+times the difference to the time of its largest context. Columns: pc, n_label, skew_rate_label,
+kv_big_label, kp_label, alpha. In a label such as ``n<=128``, ``sr<=15%``, ``kvB<=16k`` or
+``kp<=512``, the number is the upper limit of the kind; ``>`` means everything above.
 """
 
 import math
@@ -22,10 +22,10 @@ _Kind = tuple[float, ...]
 
 
 class Skew:
-    """Shares by kinds of batches; 0 where none was fitted.
+    """Shares alpha by kinds of batches; 0 for a kind that was not fitted.
 
     Args:
-        shares: by tokens of the chunk, and the most of rows, of rate, of the largest context and of
+        shares: by tokens of the chunk, and the upper limits of rows, rate, largest context and
             entries before the chunk, in this order.
     """
 
@@ -43,7 +43,7 @@ class Skew:
         """Read ``skew_fit.csv`` of a folder such as ``tp1``.
 
         Raises:
-            JaxinferError: it is missing, or has a label that cannot be read.
+            JaxinferError: the file is missing, or a label cannot be read.
         """
         shares = {}
         for row, (pc,) in read_rows(folder, "skew_fit", ("pc",), (*_LABELS, "alpha")):
@@ -60,11 +60,12 @@ class Skew:
         return cls(shares)
 
     def share(self, chunk: float, n: float, rate: float, most: float, before: float) -> float:
-        """The share of a batch: of the nearest measured chunk, and of the kinds that it is of.
+        """Return the share of a batch, from the nearest measured chunk and the batch's kinds.
 
         Args:
-            rate: (mean - least) / (most - least) of the contexts.
-            most: the largest context; ``before``: entries before the chunk.
+            rate: (mean - smallest) / (largest - smallest) of the contexts.
+            most: largest context.
+            before: number of entries before the chunk.
         """
         chunks = self._axes[0]
         alike = [c for c in chunks if bool(c) == bool(chunk)]

@@ -1,15 +1,16 @@
-"""The least that a stage's steps can take: times that are linear in what steps hold."""
+"""Lower bounds on the times of a stage's steps, linear in the contents of the steps."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ProductFloor:
-    """A matrix product, which takes the longer of computing and reading.
+    """A matrix product; it takes the longer of computing and reading.
 
     Attributes:
-        compute_s: seconds per token by FLOPs.
-        weights_s: seconds per step by the weights' bytes; ``moved_s``: per token by its own bytes.
+        compute_s: seconds per token to compute.
+        weights_s: seconds per step to read the weights.
+        moved_s: seconds per token to move its own bytes.
     """
 
     compute_s: float
@@ -23,16 +24,19 @@ class ProductFloor:
 
 @dataclass(frozen=True)
 class StepFloor:
-    """The parts of a step of one pipeline stage, of all its layers.
+    """The parts of a step of one pipeline stage, over all its layers.
 
-    Steps with given totals take at least as long as steps that are all alike (Jensen's inequality:
-    each part is convex), and those take the sum of these parts.
+    Steps with given totals take at least as long as equal steps (Jensen's inequality: each part is
+    convex), and equal steps take the sum of these parts.
 
     Attributes:
-        products: by all tokens; ``head``: by the tokens that are sampled, of the last stage.
-        step_s: seconds of each step; ``token_s``, ``sequence_s``: seconds of each token and row.
-        context_s: seconds of each KV entry that a decode sees.
-        pair_s: seconds of each pair of a prompt's token and an entry that it sees.
+        products: products computed for all tokens.
+        head: product computed for sampled tokens, in the last stage.
+        step_s: seconds per step.
+        token_s: seconds per token.
+        sequence_s: seconds per row.
+        context_s: seconds per KV entry that a decode sees.
+        pair_s: seconds per pair of a prompt's token and an entry that it sees.
     """
 
     products: tuple[ProductFloor, ...] = ()

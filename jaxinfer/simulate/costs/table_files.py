@@ -1,13 +1,18 @@
-"""Files of a profile of operators, read and checked.
+"""Reads and checks the files of an operator profile.
 
-A folder has what LLMServingSim's profiler writes for one GPU and model: ``meta.yaml``, and for each
-degree of tensor parallelism a folder such as ``tp1`` with times in microseconds of one layer's
-operators. ``dense.csv``: layer, tokens, time_us; ``per_sequence.csv``: layer, sequences, time_us;
-``moe.csv``, of models with experts: tokens, activated_experts, time_us;
-``attention.csv``: prefill_chunk, kv_prefill, n_decode, kv_decode, time_us, of batches of a chunk
-and decodes that all see one context; or, in place of kv_prefill, prefill_key: how many entries the
-tokens of all chunks see on average. Points may lie anywhere; of one that is there several times,
-the mean counts. Each file may be packed (``.csv.gz``). Columns besides are passed over.
+A folder has the files that LLMServingSim's profiler writes for one GPU and model: ``meta.yaml``,
+and for each degree of tensor parallelism a folder such as ``tp1`` with times in microseconds of one
+layer's operators:
+
+- ``dense.csv``: layer, tokens, time_us
+- ``per_sequence.csv``: layer, sequences, time_us
+- ``moe.csv``, for models with experts: tokens, activated_experts, time_us
+- ``attention.csv``: prefill_chunk, kv_prefill, n_decode, kv_decode, time_us, for batches of a chunk
+  and decodes that all see the same context. Instead of kv_prefill it may have prefill_key: the mean
+  number of entries that the tokens of all chunks see.
+
+Points may lie anywhere; if a point occurs several times, its mean is used. Each file may be
+compressed (``.csv.gz``). Other columns are ignored.
 """
 
 import csv
@@ -26,7 +31,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.simulate.costs.attention_grid import At
 
-# How often an operator runs in a layer.
+# Number of times that an operator runs in a layer.
 PER_LAYER = {
     "layernorm": 2,
     "qkv_proj": 1,
@@ -36,32 +41,32 @@ PER_LAYER = {
     "act_fn": 1,
     "down_proj": 1,
 }
-# Those that not every model has, or not every profile apart from others. ``qk_norm`` is that of
-# queries and that of keys together.
+# Operators that some models do not have, or that some profiles do not list separately. ``qk_norm``
+# is the norm of queries and keys together.
 OPTIONAL = {"qk_norm": 1, "add": 1, "all_reduce": 2}
-# In place of one feed-forward layer; the router's own product in published tables alone.
+# These replace one feed-forward layer; only published tables list the router's product separately.
 EXPERTS = {"router": 1, "moe": 1}
 FEED_FORWARD = ("gate_up_proj", "act_fn", "down_proj")
 FIRST, LAST, PER_SEQUENCE = ("embedding",), ("final_layernorm",), ("lm_head", "sampler")
-# By file: its axis, operators that must be there, and those that may.
+# For each file, its axis, required operators, and optional ones.
 _OPERATORS = {
     "dense": ("tokens", (*PER_LAYER, *FIRST, *LAST), tuple(OPTIONAL)),
     "per_sequence": ("sequences", PER_SEQUENCE, ()),
 }
-# Beside the tables: corrections and whole steps, which no operator's time needs.
+# Further files: corrections and whole steps, which no operator's time needs.
 _UNREAD = ("skew", "skew_fit", "step", "mtp")
-# What tensor parallelism divides.
+# Sizes that tensor parallelism divides.
 _SHARDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
 
 def check_meta(folder: Path, model: ModelShape, kind: str, devices: int) -> dict[str, Any]:
-    """Refuse tables of a model with other sizes, or of another GPU; returns what is said of them.
+    """Check that tables are for this model and GPU; return the contents of ``meta.yaml``.
 
     Sizes may be those of one device, at any degree of tensor parallelism that was profiled, or
     (``engine.padded``) those of the model padded for this number of ``devices``.
 
     Raises:
-        JaxinferError: they are, or ``meta.yaml`` does not say.
+        JaxinferError: the tables are for another model or GPU, or ``meta.yaml`` does not say.
     """
     path = folder / "meta.yaml"
     try:
@@ -82,7 +87,7 @@ def check_meta(folder: Path, model: ModelShape, kind: str, devices: int) -> dict
     ours["head_dim"] = model.head_size
     known = {name: size for name, size in sizes.items() if name in ours}
     known.pop("num_hidden_layers", None)
-    if model.num_experts:  # It is that of dense layers, which such a model has none of.
+    if model.num_experts:  # It counts dense layers, and such a model has none.
         known.pop("intermediate_size", None)
     degrees = [1, *(degree for degree in _degrees(folder) if degree > 1)]
     wrong = [
@@ -103,10 +108,10 @@ def _degrees(folder: Path) -> list[int]:
 
 
 def find_degree(folder: Path, devices: int) -> Path:
-    """Return the tables for this number of devices that share each layer.
+    """Return the folder of tables for this number of devices that share each layer.
 
     Raises:
-        JaxinferError: there are none.
+        JaxinferError: there is none.
     """
     path = folder / f"tp{devices}"
     if not path.is_dir():
@@ -116,13 +121,13 @@ def find_degree(folder: Path, devices: int) -> Path:
 
 
 def unread_files(folder: Path, experts: bool) -> list[str]:
-    """Names of what is beside the tables and has no part in a step's time.
+    """Return the names of files that no step's time depends on.
 
     Args:
-        experts: whether the model has any, whose times are then in ``moe.csv``.
+        experts: whether the model has experts, whose times are then in ``moe.csv``.
 
     Raises:
-        JaxinferError: a file has operators that are not known, such as those of experts.
+        JaxinferError: a file has unknown operators, such as those of experts.
     """
     found = sorted({path.name.partition(".")[0] for path in folder.glob("*.csv*")})
     for name in found:
@@ -132,13 +137,14 @@ def unread_files(folder: Path, experts: bool) -> list[str]:
 
 
 def operator_points(folder: Path, file: str, experts: bool) -> dict[str, dict[float, float]]:
-    """Microseconds of each operator of ``dense`` or ``per_sequence``, by tokens or sequences.
+    """Return microseconds of each operator of ``dense`` or ``per_sequence``, by tokens or
+    sequences.
 
     Args:
-        experts: whether the model has any in place of the feed-forward layer.
+        experts: whether the model has experts instead of a feed-forward layer.
 
     Raises:
-        JaxinferError: the file is missing or wrong, lacks an operator or has one not known.
+        JaxinferError: the file is missing or wrong, lacks an operator or has an unknown one.
     """
     _, needed, others = _OPERATORS[file]
     wanted = [name for name in needed if not (experts and name in FEED_FORWARD)]
@@ -146,7 +152,8 @@ def operator_points(folder: Path, file: str, experts: bool) -> dict[str, dict[fl
 
 
 def expert_points(folder: Path) -> dict[tuple[float, float], float]:
-    """Microseconds of one layer's experts on a device, by tokens and experts that they go to.
+    """Return microseconds of one layer's experts on a device, by tokens and experts that they go
+    to.
 
     Raises:
         JaxinferError: the file is missing, wrong or empty.
@@ -163,7 +170,7 @@ def expert_points(folder: Path) -> dict[tuple[float, float], float]:
 def named_points(
     folder: Path, file: str, needed: Sequence[str], others: Sequence[str] = ()
 ) -> dict[str, dict[float, float]]:
-    """Read points as ``operator_points`` does, of operators by these names."""
+    """Read points as ``operator_points`` does, for operators with these names."""
     axis = _OPERATORS[file][0]
     times: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row, (x, micros) in read_rows(folder, file, (axis, "time_us"), ("layer",)):
@@ -181,13 +188,13 @@ def named_points(
 
 
 def attention_points(folder: Path) -> tuple[dict[At, float], bool]:
-    """Microseconds by prefill_chunk, kv_prefill or prefill_key, n_decode and kv_decode.
+    """Return microseconds by prefill_chunk, kv_prefill or prefill_key, n_decode and kv_decode.
 
     Returns:
-        These, and whether they go by prefill_key. Decodes of several tokens are left out.
+        The points, and whether they are by prefill_key. Decodes of several tokens are left out.
 
     Raises:
-        JaxinferError: the file is missing or wrong, or has another operator than ``attention``.
+        JaxinferError: the file is missing or wrong, or has an operator other than ``attention``.
     """
     header = next(_lines(folder, "attention"), [])
     entries = "prefill_key" if "prefill_key" in header else "kv_prefill"
@@ -211,7 +218,7 @@ def attention_points(folder: Path) -> tuple[dict[At, float], bool]:
 def read_rows(
     folder: Path, file: str, numbers: Sequence[str], words: Sequence[str]
 ) -> Iterator[tuple[dict[str, str], list[float]]]:
-    """Yield rows and their numbers."""
+    """Yield each row and its numbers."""
     lines = _lines(folder, file)
     header = next(lines, [])
     for column in (*words, *numbers):

@@ -1,4 +1,4 @@
-"""Step times from tables of measured operators, interpolated, as Vidur does (section 4.2)."""
+"""Step times interpolated from tables of measured operators, as in Vidur (section 4.2)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,14 +35,14 @@ class AttentionTable:
     """Microseconds of one layer's attention.
 
     Args:
-        points: by prefill_chunk, kv_prefill or prefill_key, n_decode, kv_decode.
-        keyed: by prefill_key, the entries that a chunk's tokens see on average; kv_prefill are
-            those before the chunk.
-        grids: by kind of batches, what was made of the same points before.
-        skew: what decodes of unlike lengths add; None where only their mean counts.
+        points: times by prefill_chunk, kv_prefill or prefill_key, n_decode, kv_decode.
+        keyed: whether points are by prefill_key, the mean number of entries that a chunk's tokens
+            see; otherwise by kv_prefill, the number of entries before the chunk.
+        grids: earlier results for the same points, by kind of batch.
+        skew: additional time of decodes of unequal lengths; None if only their mean counts.
 
     Raises:
-        JaxinferError: there are no chunks alone, or no decodes alone.
+        JaxinferError: there are no batches of a chunk alone, or none of decodes alone.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class AttentionTable:
 
     @property
     def measured(self) -> dict[str, float]:
-        """The ends of what was measured, by what a step holds."""
+        """The largest measured value of each quantity of a step."""
         (prompt, *_), (_, _, rows, entries) = self._chunks.ends, self._decodes.ends
         return {"prompt tokens": prompt, "decodes": rows, "entries per decode": entries}
 
@@ -80,9 +80,12 @@ class AttentionTable:
         return y + self._own * chunk
 
     def __call__(self, work: Work) -> float:
-        """Return microseconds of all rows; chunks count as one of as many tokens and pairs."""
+        """Return microseconds of all rows.
+
+        Chunks count as one chunk with their tokens and pairs.
+        """
         last, micros = self._last
-        if work is not last:  # The stages of one instance ask for the same.
+        if work is not last:  # The stages of one instance ask for the same values.
             micros = self._micros(work)
             self._last = work, micros
         return micros
@@ -106,7 +109,7 @@ class AttentionTable:
         return micros
 
     def _at(self, chunk: float, y: float, n: int, context: float) -> float:
-        """Microseconds of a batch whose decodes all see one context."""
+        """Return microseconds of a batch whose decodes all see the same context."""
         if not chunk:
             return self._decodes(0.0, 0.0, n, context) if n else 0.0
         if n and self._both:
@@ -117,10 +120,11 @@ class AttentionTable:
 
 @dataclass(frozen=True)
 class OperatorTables:
-    """The contents of the files of one degree of tensor parallelism.
+    """The contents of the files for one degree of tensor parallelism.
 
     Attributes:
-        dense, heads: curves of each operator, by tokens and by sequences.
+        dense: curve of each operator by tokens.
+        heads: curve of each operator by sequences.
         not_read: files that no step's time needs.
     """
 
@@ -132,13 +136,13 @@ class OperatorTables:
 
     @classmethod
     def read(cls, tp: Path, with_skew: bool = False, experts: bool = False) -> Self:
-        """Read the operators from a folder such as ``tp1``; times of experts are apart.
+        """Read the operators from a folder such as ``tp1``; times of experts are kept separately.
 
         Args:
-            experts: whether the model has any in place of the feed-forward layer.
+            experts: whether the model has experts instead of a feed-forward layer.
 
         Raises:
-            JaxinferError: a table is missing, or lacks an operator or has one that is not known.
+            JaxinferError: a table is missing, lacks an operator or has an unknown one.
         """
         not_read = unread_files(tp, experts)
         dense, heads = (
@@ -156,10 +160,10 @@ class OperatorTables:
     def per_token(
         self, layers: int, first: bool, last: bool, experts: bool = True
     ) -> PiecewiseLinear:
-        """Microseconds of a stage's operators but attention, by tokens; added up once.
+        """Return microseconds of a stage's operators except attention, by tokens; computed once.
 
         Args:
-            experts: whether those of experts count.
+            experts: whether to include the experts' operators.
         """
         stage = layers, first, last, experts
         if stage not in self._sums:
@@ -171,7 +175,7 @@ class OperatorTables:
 
     @property
     def per_layer(self) -> dict[str, int]:
-        """Number of runs in a layer of each operator that there is."""
+        """Return how often each available operator runs in a layer."""
         counts = PER_LAYER | OPTIONAL | EXPERTS
         return {name: n for name, n in counts.items() if name in self.dense}
 
@@ -180,7 +184,10 @@ class OperatorTables:
 def _read(
     tp: Path, with_skew: bool, experts: bool, files: Sequence[tuple[str, int, int]]
 ) -> OperatorTables:
-    """Read once as long as the files are the same; a search asks for them thousands of times."""
+    """Read the operators once, until the files change.
+
+    A search asks for them thousands of times.
+    """
     return OperatorTables.read(tp, with_skew, experts)
 
 
@@ -193,11 +200,13 @@ def read_operators(tp: Path, with_skew: bool = False, experts: bool = False) -> 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Seconds of collectives between devices that share each layer, where no table has them.
+    """Seconds of collectives between devices that share each layer, if no table has them.
 
     Attributes:
-        step_s: seconds per step; ``token_s``: per token in it.
-        head_s: per step that yields tokens; ``sampled_s``: per row that does.
+        step_s: seconds per step.
+        token_s: seconds per token.
+        head_s: seconds per step that yields tokens.
+        sampled_s: seconds per row that yields a token.
     """
 
     step_s: float = 0.0
@@ -214,10 +223,11 @@ class Collectives:
 def rings(
     gpu: Gpu, model: ModelShape, devices: int, itemsize: int, layers: int, first: bool, last: bool
 ) -> Collectives:
-    """Rings of hidden states, two per layer and one of the embedding; logits are gathered.
+    """Model rings of hidden states: two per layer, one for the embedding; logits are gathered.
 
     Args:
-        first, last: with the embedding, with the head: each device has a part of the vocabulary.
+        first: whether the stage has the embedding.
+        last: whether it has the head. Each device has a part of the vocabulary.
     """
     gb_s, each_s = gpu.collective
     byte_s = (devices - 1) / devices / (gb_s * 1e9)
@@ -229,21 +239,24 @@ def rings(
 
 
 class TableStage:
-    """A pipeline stage by its operators' tables.
+    """Step times of a pipeline stage from tables of its operators.
 
     Args:
-        found: tables of this model, this GPU and this number of ``devices``; ``source``: file or
-            folder that they were read from.
-        devices: the degree of tensor parallelism.
-        itemsize: bytes of a number of hidden states and logits.
-        layers: how many; ``first``, ``last``: with the embedding, with the head.
-        step_s: seconds that the engine adds to each step; ``sequence_s``: for each sequence.
-        sharers: instances that share the experts, this one included.
+        found: tables for this model, this GPU and this number of ``devices``.
+        source: file or folder that they were read from.
+        devices: degree of tensor parallelism.
+        itemsize: bytes per number of hidden states and logits.
+        layers: number of layers.
+        first: whether the stage has the embedding.
+        last: whether the stage has the head.
+        step_s: seconds that the engine adds to each step.
+        sequence_s: seconds that the engine adds for each sequence.
+        sharers: number of instances that share the experts, including this one.
 
     Attributes:
         read: contents of the tables, as JSON values.
-        measured: how far their points go, by what a step holds.
-        joint: times that instances which share experts have together; None of one by itself.
+        measured: largest measured value of each quantity of a step.
+        joint: times that instances which share experts have together; None if they are not shared.
         asks_spans: whether times depend on the spread of a step's contexts.
     """
 
@@ -295,10 +308,10 @@ class TableStage:
 
     @classmethod
     def open(cls, folder: Path, part: StagePart, costs: SimulateOptions) -> Self:
-        """Read the stage's operators from a folder, which is of this model and GPU.
+        """Read the stage's operators from a folder for this model and GPU.
 
         Raises:
-            JaxinferError: a table is missing, or lacks an operator or has one that is not known.
+            JaxinferError: a table is missing, lacks an operator or has an unknown one.
         """
         tp = find_degree(folder, part.devices)
         experts = part.model.num_experts > 0
@@ -313,14 +326,14 @@ class TableStage:
     def of(
         cls, found: OperatorTables, source: str, part: StagePart, costs: SimulateOptions
     ) -> Self:
-        """Make the stage of operators that were read."""
+        """Make the stage from operators that were already read."""
         return cls(
             found, source, part.model, part.gpu, part.devices, ITEMSIZE,
             part.layers, part.first, part.last, costs.step_s, costs.sequence_s, part.sharers,
         )  # fmt: skip
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of one step; of one whose experts are shared, those without them."""
+        """Return the seconds of one step, without experts if they are shared."""
         micros = self._layers * self._attention(work) + self._tokens(work.tokens)
         if self._sampled and work.sampled:
             micros += self._sampled(work.sampled)

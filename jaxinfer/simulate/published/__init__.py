@@ -1,1 +1,1 @@
-"""Operators as NVIDIA's aiconfigurator publishes them, read as they lie."""
+"""Reads operators in the form in which NVIDIA's aiconfigurator publishes them."""

@@ -1,4 +1,4 @@
-"""Columns of a file of measured times, checked; of a point measured twice, the median."""
+"""Reads and checks a file of measured times; a point measured twice gets its median."""
 
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxinfer.errors import JaxinferError, one_line
 
-# The run file's options that say which rows of a table are read.
+# Options of the run file that select the rows of a table.
 _CHOSEN_BY = {
     "gemm_dtype": "weight_dtype",
     "moe_dtype": "weight_dtype",
     "kv_cache_dtype": "kv_cache_dtype",
 }
-# An operator that takes longer than this many milliseconds was not given in milliseconds.
+# A longer time than this many milliseconds is probably in another unit.
 _LONGEST_MS = 60_000.0
 
 
@@ -23,7 +23,8 @@ class MeasuredPoints:
 
     Attributes:
         path: path of the file, for messages.
-        points: rows of the axes' values, each once; ``ms``: the median time of each.
+        points: one row of axis values per point.
+        ms: median time of each point.
     """
 
     def __init__(self, path: Path, points: np.ndarray, ms: np.ndarray) -> None:
@@ -66,7 +67,7 @@ def read_measured(
 
 
 def _parquet(path: Path) -> Mapping[str, np.ndarray]:
-    """Columns as aiconfigurator publishes them."""
+    """Return the columns of a Parquet file, as aiconfigurator publishes it."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -84,7 +85,7 @@ def _parquet(path: Path) -> Mapping[str, np.ndarray]:
 
 
 def _arrays(path: Path) -> Mapping[str, np.ndarray]:
-    """Columns as they ship: arrays of numbers and of words."""
+    """Return the columns of a shipped file: arrays of numbers and of words."""
     try:
         with np.load(path) as arrays:
             return {name: arrays[name] for name in arrays.files}
@@ -93,10 +94,10 @@ def _arrays(path: Path) -> Mapping[str, np.ndarray]:
 
 
 def _medians(points: np.ndarray, ms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Points once, in their order, with the median of their times."""
+    """Return each point once, in order, with the median of its times."""
     order = np.lexsort((ms, *points.T[::-1]))
     points, ms = points[order], ms[order]
     first = np.flatnonzero(np.r_[True, (points[1:] != points[:-1]).any(1)])
     last = np.r_[first[1:], len(ms)] - 1
-    # Of an even number of times, the mean of both in the middle.
+    # For an even number of times, the mean of the middle two.
     return points[first], (ms[(first + last) // 2] + ms[(first + last + 1) // 2]) / 2

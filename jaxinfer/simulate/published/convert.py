@@ -1,7 +1,7 @@
-"""A model's operators out of published tables, per GPU and layer, in microseconds.
+"""Converts published tables to a model's operators, per GPU and layer, in microseconds.
 
-Times are milliseconds in the tables, sizes of all-reduces are elements. What no table has, the
-small operators on vectors, takes its bytes at the card's bandwidth and a launch.
+In the tables, times are in milliseconds, and sizes of all-reduces are in elements. Small operators
+on vectors are in no table; each takes one launch plus its bytes at the card's bandwidth.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from jaxinfer.simulate.published.expert_blocks import block_times
 from jaxinfer.simulate.published.files import Card, cards, find_card
 from jaxinfer.simulate.published.products import ProductTimes, without_scaling
 
-# Up to so many tokens vLLM replays a graph; above, it launches each operator.
+# vLLM replays a graph for up to this many tokens; above, it launches each operator.
 _GRAPH_TOKENS = 512
 _ITEMSIZE = 2
 Points = dict[float, float]
@@ -25,22 +25,24 @@ Points = dict[float, float]
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model on some GPUs, as a backend runs it.
+    """A model on some GPUs, as run by a backend.
 
     Attributes:
-        card: name of the card's folder; None for the one that ``kind``, the GPU, names.
-        devices: how many share each layer.
-        products: format of products, ``bfloat16``, ``fp8`` or ``fp8_block``; ``kv``: format of KV.
-        static_scales: the checkpoint has scales of activations, so that none is computed.
-        quickest_all_reduce: whether to use the quickest all-reduce among cards with the same link.
-        possible_attention: whether a table of prompts' attention that the card's peak forbids is
-            replaced by that of a card with the same peak.
-        small_operators: whether operators on vectors count.
-        experts: their format, where it is not that of products.
-        sharers: instances whose devices share the experts.
-        expert_parallel: ways that experts are shared whole; each is divided by the other devices.
-        routing: how tokens spread over experts, in the tables' words.
-        expert_blocks: experts are computed in blocks of rows, as many as there can be.
+        card: name of the card's folder; by default the card of the GPU that ``kind`` names.
+        devices: number of devices that share each layer.
+        products: format of products, ``bfloat16``, ``fp8`` or ``fp8_block``.
+        kv: format of KV.
+        static_scales: whether the checkpoint has scales of activations, so that none is computed.
+        quickest_all_reduce: whether to use the fastest all-reduce among cards with the same link.
+        possible_attention: whether to replace a table of prompt attention that exceeds the card's
+            peak by that of a card with the same peak.
+        small_operators: whether to include operators on vectors.
+        experts: format of experts, if it is not that of products.
+        sharers: number of instances whose devices share the experts.
+        expert_parallel: number of parts into which whole experts are divided; the other devices
+            divide each expert.
+        routing: how tokens spread over experts, as the tables name it.
+        expert_blocks: whether experts are computed in blocks of rows, as many as there could be.
     """
 
     folder: Path
@@ -64,7 +66,7 @@ class Wanted:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Heads of queries and of KV on each GPU."""
+        """Numbers of query heads and of KV heads on each GPU."""
         model, tp = self.model, self.devices
         return model.num_attention_heads // tp, max(model.num_key_value_heads // tp, 1)
 
@@ -74,9 +76,10 @@ class OperatorPoints:
     """Microseconds of operators at measured points.
 
     Attributes:
-        dense, heads: points of each operator, by tokens and by sequences.
-        chunks: times by tokens and the mean entries that each token sees; ``decodes``: times by
-            rows and entries.
+        dense: points of each operator, by tokens.
+        heads: points of each operator, by sequences.
+        chunks: times by tokens and mean number of entries that each token sees.
+        decodes: times by rows and entries.
         files: files that the points come from.
     """
 
@@ -91,7 +94,7 @@ def convert(wanted: Wanted) -> OperatorPoints:
     """Read a model's operators.
 
     Raises:
-        JaxinferError: a table is missing, or lacks what the model needs.
+        JaxinferError: a table is missing, or does not cover the model.
     """
     card = find_card(wanted.folder, wanted.card, wanted.kind)
     found = OperatorPoints()
@@ -139,7 +142,7 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
 
 def _over_layers(path: Path, model: ModelShape, only: Mapping[str, object]) -> MeasuredPoints:
-    """Milliseconds of attention in the mean over layers, of which some may have windows."""
+    """Return milliseconds of attention, averaged over layers with and without windows."""
     axes = ("batch_size", "isl", "step")
     read = read_measured(path, axes, only, {"window_size": 0})
     if not model.windowed_layers:
@@ -154,7 +157,7 @@ def _over_layers(path: Path, model: ModelShape, only: Mapping[str, object]) -> M
 
 
 def _is_possible(chunks: MeasuredPoints, wanted: Wanted, flops: float) -> bool:
-    """Tell whether no prompts' attention is quicker than the peak: 4 FLOPs per pair and number."""
+    """Tell whether prompt attention stays below the peak, at 4 FLOPs per pair and number."""
     batch, length, _ = chunks.points.T
     full = 1 - wanted.model.windowed_layers / wanted.model.num_hidden_layers
     pairs = full * batch * length * (length + 1) / 2
@@ -183,7 +186,7 @@ def _add_products(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
 
 def _add_experts(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
-    """Add both products of all experts and what lies between, which are measured together."""
+    """Add both products of all experts and the steps between, which are measured together."""
     model, ways = wanted.model, wanted.expert_parallel
     devices = wanted.devices * wanted.sharers
     if devices % ways:
@@ -229,7 +232,7 @@ def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
     each = 0 if model.num_experts else model.intermediate_size // tp
     numbers = {
         "layernorm": 4 * h,
-        # TensorRT-LLM turns queries and keys within its attention.
+        # TensorRT-LLM rotates queries and keys within its attention.
         "rotary_emb": 0 if wanted.backend == "trtllm" else 2 * heads,
         "act_fn": (2 + model.gated) * each,
         "embedding": 2 * h,
@@ -245,13 +248,13 @@ def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
 
 def _on_vectors(card: Card, num_bytes: float) -> Points:
-    """Microseconds for moving these bytes for each of one and of two rows; nothing for 0 bytes."""
+    """Return microseconds to move these bytes, for one row and for two; nothing for 0 bytes."""
     launch = card.launch_s * (num_bytes > 0)
     return {rows: 1e6 * (launch + rows * num_bytes / card.bandwidth) for rows in (1.0, 2.0)}
 
 
 def _add_all_reduces(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
-    """Two in each layer, and one of the embedding."""
+    """Add two all-reduces per layer, and one for the embedding."""
     alike = [card]
     if wanted.quickest_all_reduce:
         alike += [c for c in cards(wanted.folder) if c.name != card.name and c.link == card.link]
@@ -270,7 +273,7 @@ def _add_all_reduces(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
 
 def _all_reduces(path: Path, wanted: Wanted) -> Points:
-    """Microseconds by tokens, each of which has ``hidden_size`` elements."""
+    """Return microseconds by tokens, each of which has ``hidden_size`` elements."""
     only: dict[str, object] = {"num_gpus": wanted.devices, "allreduce_dtype": "bfloat16"}
     h = wanted.model.hidden_size
     if wanted.backend != "vllm":

@@ -1,9 +1,9 @@
-"""Experts in blocks of rows: DeepGEMM's contiguous layout, of which dense products tell the time.
+"""Experts in blocks of rows (DeepGEMM's contiguous layout), timed by dense products.
 
-The rows of each expert begin a block. How many experts have any is not known on the host, so that
-vLLM computes as many blocks as there can be, the empty ones with the first expert's weights: for
-few tokens nearly a block for each expert that a device has, whatever the router says. The first
-block of an expert waits for its weights; they are at hand for the others.
+The rows of each expert begin a new block. The host does not know how many experts have rows, so
+vLLM computes as many blocks as there could be, empty ones with the first expert's weights. With few
+tokens, that is almost one block per expert on the device, whatever the router chooses. The first
+block of an expert waits for its weights; later blocks find them in cache.
 """
 
 import numpy as np
@@ -14,12 +14,14 @@ from jaxinfer.simulate.published.products import Curve, ProductTimes, without_sc
 
 BLOCK = 128
 _TOKENS = tuple(2**power for power in range(15))
-# The activation, and those that spread rows over blocks and gather them.
+# The activation, and the operators that spread rows over blocks and gather them.
 _LAUNCHES = 7
 
 
 def most_rows(tokens: float, model: ModelShape, experts: int) -> float:
-    """Largest number of rows in the blocks that these tokens fill, by experts on a device."""
+    """Return the largest number of rows in the blocks of these tokens, given experts on
+    a device.
+    """
     rows = tokens * model.num_experts_per_tok + experts * (BLOCK - 1)
     return -(-rows // BLOCK) * BLOCK
 
@@ -33,15 +35,17 @@ def block_times(
     ways: int,
     vectors: bool,
 ) -> dict[float, float]:
-    """Microseconds of a layer's experts, by tokens.
+    """Return microseconds of a layer's experts, by tokens.
 
-    A token is quantized once, before its rows are spread, so that the first product's own
-    quantization is taken off; the second one's stays.
+    A token is quantized once, before its rows are spread, so the quantization of the first product
+    is subtracted; that of the second one stays.
 
     Args:
-        products, plain: products with scales of blocks, and in bfloat16.
-        divided: devices that share each expert; ``ways``: ways that experts are shared whole.
-        vectors: whether what is no product counts.
+        products: products with block scales.
+        plain: products in bfloat16.
+        divided: number of devices that share each expert.
+        ways: number of parts into which whole experts are divided.
+        vectors: whether to include operators other than products.
     """
     h, each = model.hidden_size, model.intermediate_size // divided
     wide = (1 + model.gated) * each
@@ -66,9 +70,9 @@ def block_times(
 
 
 def _of_rows(curve: Curve, rows: float) -> float:
-    """Milliseconds of a number of rows; beyond the most, on a line through the last and half of it.
+    """Return milliseconds of a number of rows, which never fall beyond the last point.
 
-    There they never fall.
+    Beyond it they follow the line through the last point and half of it.
     """
     m = sorted(curve)
     if rows <= m[-1]:
@@ -80,15 +84,18 @@ def _of_rows(curve: Curve, rows: float) -> float:
 
 
 def _product_s(seconds: float, experts: float, rows: float, read_s: float) -> float:
-    """Seconds of a product of so many rows, whose experts' weights take ``read_s`` each to read."""
+    """Return seconds of a product of ``rows`` rows.
+
+    Reading an expert's weights takes ``read_s``.
+    """
     first = min(experts * BLOCK / rows, 1.0)
     return max(first * seconds, experts * read_s) + (1 - first) * seconds
 
 
 def _vectors_s(card: Card, inner: float, spread: float) -> float:
-    """Seconds of what is no product, by numbers of the activation and of tokens' rows.
+    """Return seconds of all work except products, from numbers of activations and of tokens' rows.
 
-    These are quantized, counted by expert, spread in two launches beside ids of blocks that begin
-    as zeros, and gathered: written and read in 8 bits, and read again in 16.
+    Tokens are quantized, counted by expert, spread in two launches, and gathered. Block ids are set
+    to zero first. Numbers are written and read in 8 bits, and read again in 16.
     """
     return _LAUNCHES * card.launch_s + (inner * 2 + spread * (1 + 1 + 2)) / card.bandwidth

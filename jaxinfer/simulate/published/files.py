@@ -1,8 +1,8 @@
-"""Places of the tables of a card, backend and version in a folder as aiconfigurator has it.
+"""Finds the tables of a card, backend and version in a folder in aiconfigurator's format.
 
-``CARD.yaml`` has a card's numbers. Its tables are Parquet files, one per operator, of which a
-snapshot has ``CARD/FAMILY/BACKEND/VERSION/NAME.parquet`` and a wheel
-``data/CARD/BACKEND/VERSION/NAME.parquet`` beside ``CARD.yaml``.
+``CARD.yaml`` has a card's numbers. Its tables are Parquet files, one per operator. In a snapshot
+they are ``CARD/FAMILY/BACKEND/VERSION/NAME.parquet``; in a wheel they are
+``data/CARD/BACKEND/VERSION/NAME.parquet`` next to ``CARD.yaml``.
 """
 
 import math
@@ -16,7 +16,7 @@ import yaml
 
 from jaxinfer.errors import JaxinferError
 
-# By name of the file: the folder that it lies in.
+# For each file, the name of its folder.
 FAMILIES = {
     "gemm_perf": "gemm",
     "context_attention_perf": "attention",
@@ -33,11 +33,11 @@ class Card:
     Attributes:
         name: name of its folder, such as ``h100_sxm``.
         bandwidth: bytes per second that an operator on vectors reaches.
-        launch_s: seconds that such an operator takes besides.
-        link: bytes per second between the cards of a node, each way.
-        flops: peak of bfloat16 per second; infinite where the file does not say.
-        has_all_reduces: false where none was measured, so that they are modelled.
-        kinds: names in ``gpus.yaml`` that the card has; none where the file does not say.
+        launch_s: seconds added for the launch of such an operator.
+        link: bytes per second between the cards of a node, in each direction.
+        flops: peak bfloat16 FLOPs per second; infinite if the file does not say.
+        has_all_reduces: whether all-reduces were measured; otherwise they are modelled.
+        kinds: names of the card in ``gpus.yaml``; empty if the file does not say.
     """
 
     folder: Path
@@ -50,10 +50,10 @@ class Card:
     kinds: tuple[str, ...]
 
     def file(self, name: str, backend: str, version: str) -> Path:
-        """Find one table of exactly this version.
+        """Find a table of exactly this version.
 
         Raises:
-            JaxinferError: it is not there; the nearest version is named.
+            JaxinferError: it does not exist; the message names the nearest version.
         """
         there = self.versions(name, backend)
         if version in there:
@@ -70,7 +70,7 @@ class Card:
         )
 
     def newest_file(self, name: str, backend: str, version: str) -> Path:
-        """Find the newest table that is not of a later version than this one.
+        """Find the newest table that is not newer than this version.
 
         Collectives are measured less often than kernels.
 
@@ -82,7 +82,7 @@ class Card:
         return self.file(name, backend, max(older, key=_numbers) if older else version)
 
     def versions(self, name: str, backend: str) -> dict[str, Path]:
-        """Files of one table of a backend, by version."""
+        """Return the files of one table of a backend, by version."""
         found = (path for path in self._all(name) if path.parts[-3] == backend)
         return {path.parts[-2]: path for path in found}
 
@@ -93,15 +93,15 @@ class Card:
 
 
 def is_published(folder: Path) -> bool:
-    """Tell whether a folder has tables as aiconfigurator publishes them."""
+    """Tell whether a folder has tables in aiconfigurator's format."""
     return any(True for _ in _card_files(folder))
 
 
 def find_card(folder: Path, name: str | None, kind: str) -> Card:
-    """The card of this name; by default the one that a GPU's name in ``gpus.yaml`` begins.
+    """Return the card of this name; by default the one whose name begins the GPU's name.
 
     Raises:
-        JaxinferError: there is none, or several, or its numbers cannot be read.
+        JaxinferError: there is none, or there are several, or its numbers cannot be read.
     """
     there = {path.stem: path for path in _card_files(folder)}
     plain = re.sub(r"\W+", "_", kind).lower()
@@ -117,7 +117,7 @@ def find_card(folder: Path, name: str | None, kind: str) -> Card:
 
 
 def cards(folder: Path) -> list[Card]:
-    """Cards of a folder, by their names."""
+    """Return the cards of a folder, sorted by name."""
     return [_read_card(path) for path in sorted(_card_files(folder))]
 
 

@@ -1,4 +1,4 @@
-"""Times of matrix products of any size, between those that were measured."""
+"""Times of matrix products of any size, interpolated between measured ones."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -8,22 +8,22 @@ import numpy as np
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.published.columns import MeasuredPoints
 
-# Curves over m.
+# Curves of time over m.
 Curve = Mapping[float, float]
-# A pair of n and k that was measured at fewer m than this has no curve.
+# A pair of n and k that was measured at fewer values of m than this has no curve.
 _FEWEST = 8
-# Width of a product that costs nothing but its launch and its input's quantization.
+# Width of a product that costs only its launch and the quantization of its input.
 _NARROW = 64.0
 
 
 class ProductTimes:
     """Milliseconds of ``[m, k] x [k, n]``, in one format.
 
-    Between measured n, then k, times go by powers, as lines over logarithms; beyond the largest,
-    they grow in proportion, and below the smallest they stay.
+    Between measured n, and then k, times follow power laws (lines over logarithms). Beyond the
+    largest size they grow in proportion; below the smallest they are constant.
 
     Args:
-        measured: over m, n and k.
+        measured: times over m, n and k.
     """
 
     def __init__(self, measured: MeasuredPoints) -> None:
@@ -36,10 +36,10 @@ class ProductTimes:
         self._n = sorted({n for n, _ in self._curves})
 
     def curve(self, n: float, k: float) -> Curve:
-        """Milliseconds by m.
+        """Return milliseconds by m.
 
         Raises:
-            JaxinferError: too little was measured to tell.
+            JaxinferError: there are too few measurements.
         """
         found = self._over_n(n, k)
         if not found:
@@ -60,23 +60,24 @@ class ProductTimes:
 
 
 def without_scaling(times: ProductTimes, plain: ProductTimes, n: float, k: float) -> Curve:
-    """Take off what a narrow product takes longer than in bfloat16: its input's quantization.
+    """Subtract the quantization of a narrow product's input, compared with bfloat16.
 
     Args:
-        times: products in 8 bits; ``plain``: in bfloat16.
+        times: products in 8 bits.
+        plain: products in bfloat16.
     """
     curve, narrow, without = times.curve(n, k), times.curve(_NARROW, k), plain.curve(_NARROW, k)
     found = {}
     for m, ms in curve.items():
         if m in narrow and m in without:
             off = max(narrow[m] - without[m], 0.0)
-            # A product is no quicker than a narrow one.
+            # A product is not faster than a narrow one.
             found[m] = max(ms - off, min(without[m], ms))
     return found
 
 
 def _around(values: Sequence[float], x: float) -> list[float]:
-    """The value, or its neighbours on both sides, or the one at its end."""
+    """Return the value itself, its neighbours on both sides, or the value at the nearer end."""
     i = bisect_left(values, x)
     if i < len(values) and values[i] == x:
         return [x]
@@ -84,7 +85,7 @@ def _around(values: Sequence[float], x: float) -> list[float]:
 
 
 def _between(curves: Mapping[float, Curve], x: float) -> Curve:
-    """The curve at x, of one or two measured ones."""
+    """Return the curve at x, from one or two measured curves."""
     if not curves:
         return {}
     if len(curves) == 1:

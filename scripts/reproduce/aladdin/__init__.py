@@ -1,6 +1,6 @@
-"""Aladdin's figures on the modelled cluster, beside the paper's.
+"""Aladdin's figures on the modelled cluster, compared with the paper's.
 
-Searches for the fewest workers take hours of CPU; what was simulated is kept.
+Searches for the fewest workers take hours of CPU time. Simulation results are kept.
 """
 
 from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
@@ -23,24 +23,24 @@ TRACE, VIDUR, OWN, RUNS = "sharegpt.csv", "vidur", "aiconfigurator", "aladdin_ru
 
 
 def trace(inputs: Inputs) -> Work:
-    """Pairs of prompt and output lengths."""
+    """Return pairs of prompt and output lengths."""
     return inputs.work(TRACE)
 
 
 def search(inputs: Inputs) -> Search:
-    """Searches for the fewest workers, with tables of operators."""
+    """Return searches for the fewest workers, with tables of operators."""
     tables = make_tables(inputs.path(VIDUR), inputs.path(OWN), inputs.kept)
     code = inputs.code(TRACE, VIDUR, OWN)
     return Search(inputs.shared(trace), tables, inputs.kept, code)
 
 
 def other(inputs: Inputs) -> Search:
-    """Searches for what figures depend on."""
+    """Return searches that show what figures depend on."""
     return inputs.shared(search).of(inputs.shared(trace), "sensitivity")
 
 
 def best(inputs: Inputs) -> Way:
-    """Aladdin with true lengths, as it was chosen for 99 %."""
+    """Return Aladdin with true lengths, as chosen for 99 %."""
     return fewest.chosen(inputs.rows("theta_99"))[0]
 
 
@@ -72,7 +72,7 @@ def equation7(inputs: Inputs) -> Part:
 
 
 def overhead(inputs: Inputs) -> Part:
-    """Time for each request, by the number of workers."""
+    """Time to dispatch a request, by the number of workers."""
     tables = inputs.shared(search).tables
     return Part(*single.overhead(tables, inputs.shared(trace), best(inputs)))
 
@@ -89,7 +89,7 @@ def workers_99_5(inputs: Inputs) -> Part:
 
 
 def opened(inputs: Inputs) -> Part:
-    """Number of workers used, of 40."""
+    """Number of used workers, of 40 available ones."""
     levels = ("theta_99", "theta_99_5")
     ways = [way for level in levels for way in fewest.chosen(inputs.rows(level))]
     work = draw(inputs.shared(trace), 0)
@@ -105,7 +105,7 @@ def mixes(inputs: Inputs) -> Part:
 
 
 def small_cases(inputs: Inputs) -> Part:
-    """Small cases of workers of several kinds, beside the best packing."""
+    """Small cases of workers of several kinds, compared with the best packing."""
     rows, claims = [], []
     for ttft, gap in kinds.LEVELS:
         found, more = kinds.small_cases(inputs.shared(trace), (ttft, gap), 100)
@@ -116,14 +116,14 @@ def small_cases(inputs: Inputs) -> Part:
 
 
 def four(inputs: Inputs) -> Part:
-    """Figures 9 and 10: four A100s, over the rate."""
+    """Figures 9 and 10: four A100s, by rate."""
     ways = {"shortest queue": JSQ, "power of two": TWO, "Aladdin": best(inputs)}
     rows = sensitivity.on_four(inputs.shared(search), ways)
     return Part(rows, sensitivity.of_four(rows), {"four": sensitivity.draw_four(rows)})
 
 
 def processes(inputs: Inputs) -> Part:
-    """Cost of more processes."""
+    """Cost of additional processes."""
     return Part(*sensitivity.process_costs(inputs.shared(other), best(inputs)))
 
 

@@ -1,4 +1,4 @@
-"""Aladdin beside the shortest queue in real runs: requests in time, and seconds of workers by role.
+"""Aladdin and the shortest queue in real runs: requests in time, and seconds of workers by role.
 
 The runs are those of ``jaxinfer compare configs/cpu/aladdin.yaml LEAST_LOADED.yaml --out FOLDER``,
 where LEAST_LOADED.yaml is the first file with ``system: least_loaded``.
@@ -13,7 +13,7 @@ TTFT_S, ATGT_S = 3.0, 0.4
 
 
 def in_time(run: RunRecord) -> str:
-    """Requests that keep both targets."""
+    """Return the number of requests that keep both targets."""
     kept = 0
     for request in run.requests:
         times = request.token_times
@@ -23,7 +23,7 @@ def in_time(run: RunRecord) -> str:
 
 
 def row_of(name: str, run: RunRecord) -> Row:
-    """A system; where it knows no roles, all workers are on."""
+    """Return the row of a system; if it has no roles, all workers count as on."""
     metrics = run.run["metrics"]
     uses = metrics["instances"].values()
     off = sum(use["role_s"].get("off", 0.0) for use in uses) if name == "Aladdin" else 0.0
@@ -60,7 +60,7 @@ def roles(run: RunRecord) -> list[Row]:
 
 
 def both(folder: Path) -> tuple[list[Row], list[Row]]:
-    """A row for each system, and for each of Aladdin's workers."""
+    """Return a row for each system, and for each of Aladdin's workers."""
     runs = {
         name: read_run(folder / "runs" / file / "1", name)
         for name, file in (("Aladdin", "aladdin"), ("shortest queue", "least_loaded"))

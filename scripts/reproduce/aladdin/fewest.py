@@ -15,12 +15,12 @@ RATE, LEVELS, SEEDS = 25.0, (0.99, 0.995), range(5)
 # Theta is chosen with another seed, once for each level and kind of prediction.
 THETAS, CALIBRATION = (0.9, 0.8, 0.7, 0.6, 0.5), 100
 RATES = (3.0, 6.0, 12.0, 18.0, 25.0, 50.0)
-# About how many workers RATE takes, to begin with.
+# Number of workers at which searches at RATE begin.
 USUAL = 17.0
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of the 95 % interval of it, by Student's t; not numbers of fewer than two."""
+    """Return the mean, and half of its 95 % interval by Student's t; NaN for fewer than two."""
     if len(values) < 2:
         return math.nan, math.nan
     half = student.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
@@ -28,7 +28,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def thetas(search: Search, level: float) -> list[Row]:
-    """The fewest workers by theta, with a seed that nothing else has."""
+    """Return the fewest workers by theta, with a seed that is used for nothing else."""
     return [row for oracle in (True, False) for row in _thetas(search, level, oracle)]
 
 
@@ -38,7 +38,7 @@ def _thetas(search: Search, level: float, oracle: bool) -> list[Row]:
     for theta in THETAS:
         way = aladdin(theta, oracle)
         found = None
-        # Where none keeps the lower level, none keeps this one.
+        # If no theta keeps the lower level, none keeps this one.
         if search.fewest(way, RATE, LEVELS[0], CALIBRATION, guess):
             found = search.fewest(way, RATE, level, CALIBRATION, guess)
         guess = found or guess
@@ -54,9 +54,10 @@ def _thetas(search: Search, level: float, oracle: bool) -> list[Row]:
 
 
 def chosen(rows: Sequence[Row]) -> list[Way]:
-    """Aladdin with the theta that takes the fewest workers, with true lengths and predicted ones.
+    """Choose the theta that needs the fewest workers, with true lengths and with predicted ones.
 
-    Of equal ones the smallest, which is the safest: it is to hold with other seeds, too.
+    Of equal thetas, the smallest is chosen. It is the safest choice, because the targets must hold
+    with other seeds, too.
     """
     ways = []
     for lengths in ("true", "predicted"):
@@ -67,7 +68,7 @@ def chosen(rows: Sequence[Row]) -> list[Way]:
 
 
 def counts_of(search: Search, way: Way, level: float) -> list[int | None]:
-    """The fewest workers with each seed; each search begins where the one before ended."""
+    """Return the fewest workers with each seed; each search begins where the previous one ended."""
     found: list[int | None] = []
     for seed in SEEDS:
         guess = (found and found[-1]) or USUAL
@@ -78,7 +79,7 @@ def counts_of(search: Search, way: Way, level: float) -> list[int | None]:
 def fewest_workers(
     search: Search, level: float, chosen: Sequence[Way]
 ) -> tuple[list[Row], list[Target]]:
-    """The fewest workers of all systems, over seeds; Aladdin as it was chosen."""
+    """Return the fewest workers of all systems, over seeds; Aladdin is as chosen."""
     rows: list[Row] = []
     targets = []
     ways = [JSQ, TWO, *chosen]
@@ -112,7 +113,7 @@ def fewest_workers(
 
 
 def equation_7(search: Search, way: Way) -> tuple[list[Row], list[Target]]:
-    """The fewest at six rates, and the line through the other five."""
+    """Return the fewest workers at six rates, and a line through the other five for each."""
     searched = [
         (rate, search.fewest(way, rate, LEVELS[0], 0, 4 + USUAL / RATE * rate * 0.8))
         for rate in RATES

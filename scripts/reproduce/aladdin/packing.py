@@ -1,4 +1,4 @@
-"""Unlike workers, opened for some requests: Aladdin's rule against the best of all packings."""
+"""Unlike workers opened for given requests: Aladdin's rule compared with the best packing."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,17 @@ from jaxinfer.papers.aladdin.best_fit import Job, Seen, WorkerAccount, best_fit,
 
 
 def see(worker: WorkerAccount) -> Seen:
-    """See all prompts as still to be computed, with nothing decoding yet."""
+    """Return a worker's load, with all prompts still to compute and no decodes."""
     return Seen(sum(job.prompt for job in worker.jobs.values()))
 
 
 def empty(worker: WorkerAccount) -> WorkerAccount:
-    """The same with nothing on it."""
+    """Return the worker without its requests."""
     return WorkerAccount(worker.name, worker.limits, usd=worker.usd)
 
 
 def by_rule(jobs: Sequence[Job], off: Sequence[WorkerAccount]) -> float | None:
-    """Dollars per hour where one request comes after the other; None if one fits nowhere.
+    """Return the dollars per hour if requests arrive one by one; None if one fits nowhere.
 
     Args:
         off: workers that can be opened, all empty.
@@ -40,7 +40,10 @@ def by_rule(jobs: Sequence[Job], off: Sequence[WorkerAccount]) -> float | None:
 
 
 def in_order(jobs: Sequence[Job], off: Sequence[WorkerAccount]) -> float | None:
-    """The same by first fit, with the workers opened in their order; prices do not count."""
+    """Return the dollars per hour by first fit.
+
+    Workers are opened in their order, whatever they cost.
+    """
     opened: list[WorkerAccount] = []
     left = [empty(each) for each in off]
     for job in jobs:
@@ -53,13 +56,14 @@ def in_order(jobs: Sequence[Job], off: Sequence[WorkerAccount]) -> float | None:
 
 
 def least_usd(jobs: Sequence[Job], workers: Sequence[WorkerAccount]) -> float | None:
-    """Dollars per hour of the best packing, by a mixed-integer program; None if there is none.
+    """Return the dollars per hour of the best packing by an integer program; None if none exists.
 
-    Binary: request j on worker i, and whether worker i is open. Constraints (b), (c) and (e) are
-    linear in these; (d) says nothing where nobody decodes yet.
+    The binary variables are whether request j is on worker i, and whether worker i is open.
+    Constraints (b), (c) and (e) are linear in these. Constraint (d) limits nothing while no request
+    decodes.
     """
     count, jobs = len(jobs), list(jobs)
-    size = len(workers) * (count + 1)  # Of each worker, all requests, then whether it is open.
+    size = len(workers) * (count + 1)  # For each worker, all requests, and then whether it is open.
     rows, upper = [], []
 
     def at_most(number: int, each: Sequence[float], most: float) -> None:
@@ -82,11 +86,11 @@ def least_usd(jobs: Sequence[Job], workers: Sequence[WorkerAccount]) -> float | 
         prompts = [prefill.per_token * job.prompt for job in jobs]
         at_most(number, prompts, of.ttft_s - prefill.constant)  # (c)
         entries = [job.entries(of.page_size) for job in jobs]
-        for step in {left for _, left in entries}:  # (e): peaks are where one ends.
+        for step in {left for _, left in entries}:  # (e): peaks are where a request ends.
             held = [now + step if step <= left else 0 for now, left in entries]
             at_most(number, held, of.room)
         at_most(number, [float(job.longest > of.room) for job in jobs], 0.0)
-        at_most(number, [1.0] * count, count)  # Who is not open has none.
+        at_most(number, [1.0] * count, count)  # A closed worker has no requests.
     once = np.zeros((count, size))
     for j in range(count):
         once[j, j :: count + 1] = 1

@@ -1,4 +1,4 @@
-"""Aladdin's runs: workers, requests, and the fewest that do."""
+"""Aladdin's runs: workers, requests, and searches for the fewest workers that suffice."""
 
 import json
 import math
@@ -20,17 +20,19 @@ from scripts.tables import CONFIGS
 
 FILE = CONFIGS / "aladdin" / "llama2_7b.yaml"
 TTFT_S, ATGT_S = 0.4, 0.015
-# What users allow, and the requests of a run.
+# Limits for users, and the number of requests of a run.
 LIMIT, REQUESTS = 2048, 1000
 
 
 @dataclass(frozen=True)
 class Way:
-    """A system, and what it knows of lengths.
+    """A system, and its knowledge of lengths.
 
     Attributes:
+        name: name in tables.
+        system: the run file's section ``system``.
         oracle: whether the predicted lengths are the true ones.
-        settings: of the run file, for other workers than an A100.
+        settings: settings of the run file, for other workers than an A100.
         slo: targets of each request, in seconds.
     """
 
@@ -41,7 +43,7 @@ class Way:
     slo: Mapping[str, float] = field(default_factory=lambda: {"ttft": TTFT_S, "tpot": ATGT_S})
 
     def config(self, tables: Path, workers: int) -> RunFile:
-        """So many workers."""
+        """Return the run file for this number of workers."""
         settings = [
             f"groups.a100.replicas={workers}",
             f"instances.worker.replicas={workers}",
@@ -65,18 +67,18 @@ def aladdin(theta: float, oracle: bool = True, **options: Any) -> Way:
 
 
 def draw(trace: Work, seed: int, count: int = REQUESTS) -> list[BenchRequest]:
-    """Different pairs of the whole trace, all of which a worker holds."""
+    """Draw different pairs from the whole trace; each of them fits on a worker."""
     return random.Random(seed).sample(list(trace), count)
 
 
 class Search:
-    """Finds the fewest workers; what was simulated is kept in a file, and not simulated again.
+    """Finds the fewest workers, and keeps the results of simulations in a file.
 
     Args:
-        tables: of operators, unless a way's settings leave them out.
-        folder: for the files.
-        code: a digest of all that counts besides the requests.
-        name: the file's.
+        tables: tables of operators, unless a way's settings do without them.
+        folder: folder for the files.
+        code: a digest of everything that results depend on, except the requests.
+        name: name of the file.
     """
 
     def __init__(
@@ -87,11 +89,11 @@ class Search:
         self._data = key_of(repr(trace), contents(str(tables)))
 
     def of(self, trace: Work, name: str) -> "Search":
-        """A run of other requests, or with a file of its own."""
+        """Return a search for other requests, or with its own file."""
         return Search(trace, self.tables, self.folder, self.code, name)
 
     def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
-        """True if so many workers keep both targets for that share of the requests."""
+        """True if this number of workers keeps both targets for this share of the requests."""
         other = [list(way.settings), dict(way.slo)] if way.settings else []
         asked = [way.name, dict(way.system), workers, rate, level, seed, REQUESTS, *other]
         key = key_of(self._data, asked)
@@ -103,6 +105,6 @@ class Search:
         return bool(self._kept.get(key)["met"])
 
     def fewest(self, way: Way, rate: float, level: float, seed: int, guess: float) -> int | None:
-        """The fewest workers; None where twice the guess and more are not enough."""
+        """Return the fewest workers; None if more than twice the guess are not enough."""
         most = math.ceil(2 * guess) + 8
         return fewest(lambda n: self.keeps(way, n, rate, level, seed), guess, most)

@@ -1,5 +1,7 @@
-"""Dependence of Aladdin's figures on the cost of more processes,
-decodes alone, all requests, theta's seed, other workers, the rate on four GPUs, workers off.
+"""What Aladdin's figures depend on.
+
+These are the cost of additional processes, decodes alone, all requests, theta's seed, other
+workers, the rate on four GPUs, and workers that are switched off.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +22,10 @@ from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
 RATE, LEVEL, SEED = 25.0, 0.99, 0
-# Of four workers, requests per second.
+# Requests per second of four workers.
 RATES = (2.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0)
-# Milliseconds that each process beside the first adds to a step: 2.2 is what Ray takes at TP 4 in
-# Vidur's CPU overheads (6.6 ms in all).
+# Milliseconds that each process after the first adds to a step: 2.2 is Ray's time at TP 4 in
+# Vidur's CPU overheads (6.6 ms in total).
 PROCESS_MS = (0.0, 0.5, 1.0, 2.2)
 PREFILLS = 12
 
@@ -42,7 +44,7 @@ def four_gpus(way: Way, process_ms: float) -> Way:
 
 
 def process_costs(search: Search, single: Way) -> tuple[list[Row], list[Target]]:
-    """GPUs of Aladdin's workers of one, against those of the shortest queue on workers of four."""
+    """Compare Aladdin on workers of one GPU with the shortest queue on workers of four."""
     ours = search.fewest(single, RATE, LEVEL, SEED, 12)
     rows: list[Row] = []
     for each in PROCESS_MS:
@@ -62,7 +64,7 @@ def process_costs(search: Search, single: Way) -> tuple[list[Row], list[Target]]
 
 
 def apart(way: Way) -> Way:
-    """Decodes alone: enough others compute the prompts, and only the gaps have a target."""
+    """Return the way for decodes alone: other GPUs compute prompts, and only gaps have a target."""
     prefill = {"prefill": ["p"]}
     system = dict(way.system) | prefill
     if way.system["name"] == "least_loaded":
@@ -82,7 +84,7 @@ def apart(way: Way) -> Way:
 
 
 def decodes_alone(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
-    """The fewest workers for decodes; Aladdin as it was chosen for whole requests."""
+    """Return the fewest workers for decodes; Aladdin is as chosen for whole requests."""
     rows: list[Row] = []
     for way in (JSQ, ours):
         found = search.fewest(apart(way), RATE, LEVEL, SEED, 10)
@@ -99,7 +101,7 @@ def decodes_alone(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
 
 
 def all_requests(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
-    """P100: the fewest workers for all requests, and for all but the shortest answers."""
+    """Return the fewest workers for all requests (P100), and for all but the shortest answers."""
     rows: list[Row] = []
     for least in (1, 10):
         trace = [item for item in search.trace if item.max_tokens >= least]
@@ -120,7 +122,7 @@ def all_requests(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
 
 
 def _fewer(claim: str, percent: int, ours: int | str, theirs: int | str) -> Target:
-    """True if a paper's "up to so many percent" is reached; text stands for no number."""
+    """Return the target for a paper's "up to N percent"; text stands for a missing number."""
     met = isinstance(ours, int) and (
         isinstance(theirs, str) or ours <= theirs * (1 - percent / 100)
     )
@@ -135,7 +137,7 @@ def _fewer(claim: str, percent: int, ours: int | str, theirs: int | str) -> Targ
 
 
 def theta_seeds(search: Search, thetas: Sequence[float], seeds: Sequence[int]) -> list[Row]:
-    """The fewest workers by theta, with several seeds that nothing else has."""
+    """Return the fewest workers by theta, with several seeds that are used for nothing else."""
     rows: list[Row] = []
     for oracle in (True, False):
         for theta in thetas:
@@ -149,7 +151,7 @@ def theta_seeds(search: Search, thetas: Sequence[float], seeds: Sequence[int]) -
 
 
 def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]]:
-    """Table 2's workers by the roofline, at rates that eight of each carry by eq. 6."""
+    """Return Table 2's workers by the roofline, at rates that eight of each sustain by eq. 6."""
     rows: list[Row] = []
     targets = []
     for model, gpu, gpus, ttft_ms, atgt_ms in TESTBED:
@@ -183,7 +185,7 @@ def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]
 
 
 def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: Search) -> float:
-    """Return the rate that eight workers carry by eq. 6, in requests per second."""
+    """Return the rate that eight workers sustain by eq. 6, in requests per second."""
     cluster = prepare(worker(model, gpu, gpus, **OVERHEADS))
     fit, modelled = fit_instance(cluster.instances["w"], relative=True), cluster.instances["w"]
     assert fit.decode
@@ -193,12 +195,12 @@ def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: Search) -> f
 
 
 def on_four(search: Search, ways: Mapping[str, Way]) -> list[Row]:
-    """Figures 9 and 10: what four workers attain, and P99 of the mean gap, over the rate."""
+    """Return attainment and P99 of the mean gap of four workers by rate, for Figures 9 and 10."""
     return [_attained(search, name, way, rate) for rate in RATES for name, way in ways.items()]
 
 
 def draw_four(rows: Sequence[Row]) -> Figure:
-    """Draw both over the rate, by system."""
+    """Draw both by rate and system."""
     names = dict.fromkeys(row["system"] for row in rows)
     figure = Figure((9, 3.4), layout="constrained")
     for axes, y in zip(figure.subplots(1, 2), ("attainment (%)", "P99 gap (ms)"), strict=True):
@@ -213,7 +215,7 @@ def draw_four(rows: Sequence[Row]) -> Figure:
 
 
 def of_four(rows: Sequence[Row]) -> list[Target]:
-    """Claims of Figures 9 and 10."""
+    """Return the claims of Figures 9 and 10."""
     ways = dict.fromkeys(row["system"] for row in rows)
     best = {name: max((row["requests/s"] for row in rows if row["system"] == name
                        and row["attainment (%)"] >= 100 * LEVEL), default=0.0)
@@ -260,7 +262,7 @@ def _attained(search: Search, name: str, way: Way, rate: float) -> Row:
 
 
 def off_seconds(inputs: Inputs) -> Part:
-    """GPU-seconds of a run file with workers that are off until somebody waits, by its patience."""
+    """GPU-seconds with workers that are switched off when idle, by the seconds until then."""
     rows = _off_seconds()
     best, most = rows[1], rows[-1]
     share = round(100 * (1 - best["GPU-seconds on"] / most["GPU-seconds on"]))

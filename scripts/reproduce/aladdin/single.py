@@ -49,7 +49,7 @@ MEAN = (246, 326)
 
 
 def worker(model: str, gpu: str, gpus: int, **costs: Any) -> RunFile:
-    """A worker."""
+    """Return the run file of one worker."""
     return as_run_file(
         {
             "model": model,
@@ -63,7 +63,7 @@ def worker(model: str, gpu: str, gpus: int, **costs: Any) -> RunFile:
 
 
 def alone(config: RunFile, prompt: int, output: int) -> Sequence[float]:
-    """Return the times at which a request that is alone has its tokens."""
+    """Return the times of the tokens of a request that is alone."""
     found: list[Sequence[float]] = []
     work = [BenchRequest(None, prompt, output, 0.0)]
     simulate(config, work, on_request=lambda _, times: found.append(list(times)))
@@ -71,7 +71,7 @@ def alone(config: RunFile, prompt: int, output: int) -> Sequence[float]:
 
 
 def figure_3(inputs: Inputs) -> Part:
-    """Peaks of KV entries of two workers, by the shortest queue and of all ways."""
+    """Peaks of KV entries of two workers, by the shortest queue and by the best assignment."""
     requests = [(4, 1), (1, 4), (4, 1), (1, 4)]
     jsq = max(peak_entries(requests[::2]), peak_entries(requests[1::2]))
     peaks = []
@@ -110,7 +110,7 @@ def table_2(inputs: Inputs) -> Part:
 
 
 def models(tables: Path) -> tuple[list[Row], list[Target]]:
-    """The largest errors of eqs. 2 and 3 beside the costs that they are fitted to."""
+    """Return the largest errors of eqs. 2 and 3, relative to the costs that they are fitted to."""
     rows, targets = [], []
     cases = [
         (f"{model}, roofline", worker(model, A100, gpus))
@@ -152,7 +152,7 @@ def models(tables: Path) -> tuple[list[Row], list[Target]]:
 
 
 def equation_6(tables: Path, work: Work, atgt_s: float) -> tuple[list[Row], list[Target]]:
-    """Tokens per second and GPU of 7B workers, by tables and by the roofline."""
+    """Return tokens per second and GPU of 7B workers, by tables and by the roofline."""
     rows, best = [], {}
     mean = MeanRequest.of(work)
     for name, costs in (("tables", {"tables": str(tables), **OVERHEADS}), ("roofline", {})):
@@ -183,7 +183,7 @@ def equation_6(tables: Path, work: Work, atgt_s: float) -> tuple[list[Row], list
 
 
 def opened(tables: Path, work: Work, ways: Sequence[Way], rate: float) -> list[Row]:
-    """Return how many of 40 workers each way uses if nobody has to wait, and its attainment."""
+    """Return how many of 40 workers each way uses if no request has to wait, and its attainment."""
     rows = []
     for way in ways:
         watch = RequestTargets({"ttft": TTFT_S, "tpot": ATGT_S}).watch(work)
@@ -203,7 +203,7 @@ def opened(tables: Path, work: Work, ways: Sequence[Way], rate: float) -> list[R
 
 
 class Timed(Aladdin):
-    """Keeps how much of a core it took to ask it."""
+    """Aladdin, with a measurement of the CPU time of its decisions."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
@@ -211,7 +211,7 @@ class Timed(Aladdin):
         self.placed_count = 0
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Route as Aladdin does, timed."""
+        """Route as Aladdin does, and time it."""
         started = time.thread_time()
         found = super().route(waiting, cluster)
         self.seconds.append(time.thread_time() - started)
@@ -219,13 +219,13 @@ class Timed(Aladdin):
         return found
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Finish as Aladdin does, timed."""
+        """Finish as Aladdin does, and time it."""
         started = time.thread_time()
         super().on_finish(request, cluster)
         self.seconds.append(time.thread_time() - started)
 
     def report(self) -> Mapping[str, object]:
-        """Seconds in all, and of the longest call."""
+        """Return the total seconds, and those of the longest call."""
         return {
             "seconds": sum(self.seconds),
             "longest": max(self.seconds),
@@ -234,7 +234,7 @@ class Timed(Aladdin):
 
 
 def overhead(tables: Path, trace: Work, way: Way) -> tuple[list[Row], list[Target]]:
-    """Time for each request, at rates that fill so many workers: this host's, measured anew."""
+    """Return this host's time to dispatch a request, at rates that fill the given workers."""
     timed = Way(way.name, dict(way.system) | {"name": f"{__name__}:Timed"}, way.oracle)
     loads = ((32, 80.0), (64, 160.0), (128, 340.0))
     rows = [_timed(tables, trace, timed, *each) for each in loads]

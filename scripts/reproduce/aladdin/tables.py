@@ -1,8 +1,8 @@
 """Tables of operators of Llama 2 7B on A100s.
 
-Products and all-reduces are Vidur's. Attention is aiconfigurator's, of the same GPU: prompts with
-as many KV heads as heads; decodes of 8 heads at the batch that has as many heads in all, since each
-head reads its own entries.
+Products and all-reduces are Vidur's. Attention is aiconfigurator's, for the same GPU. Tables of
+prompts have as many KV heads as heads. Tables of decodes have 8 heads, at the batch with the same
+total number of heads, because each head reads its own entries.
 """
 
 import shutil
@@ -16,7 +16,7 @@ DEGREES = (1, 2, 4)
 
 
 def make_tables(vidur: Path, own: Path, out: Path) -> Path:
-    """A new folder of tables for 1, 2 and 4 GPUs.
+    """Write a new folder of tables for 1, 2 and 4 GPUs.
 
     Args:
         vidur, own: profiles of microsoft/vidur and of aiconfigurator.

@@ -1,4 +1,4 @@
-"""Workers of several kinds by dollars: the planner's mixes; Aladdin's rule by best packings."""
+"""Workers of several kinds by dollars: the planner's mixes, and Aladdin's rule."""
 
 import math
 import random
@@ -25,7 +25,8 @@ from scripts.tables import CONFIGS, Row
 
 PLAN = CONFIGS / "plan" / "aladdin_unlike.yaml"
 FILE = CONFIGS / "aladdin" / "unlike.yaml"
-# Seconds to the first token, and between tokens: the looser, the more of them small GPUs keep.
+# Limits of the seconds to the first token, and between tokens. Looser limits can be met by more
+# small GPUs.
 LEVELS = ((0.8, 0.03), (1.6, 0.06), (4.0, 0.2))
 REQUESTS, MOST = 500, 10
 KINDS = ("large", "middle", "small")
@@ -95,7 +96,7 @@ def _cheapest(
 def small_cases(
     work: Work, level: tuple[float, float], count: int
 ) -> tuple[list[Row], list[Target]]:
-    """Four workers of three kinds and eight long requests of the trace: dollars above the least."""
+    """Compare Aladdin's rule with the cheapest packing, for four workers and eight requests."""
     rows = _small_cases(work, level, count)
     ours, first = (row["mean above (%)"] for row in rows)
     claim = f"eight requests, four unlike workers, {level[0]:g} s: dollars above the best packing"
@@ -147,7 +148,7 @@ def _small_cases(work: Work, level: tuple[float, float], count: int) -> list[Row
 
 
 def workers(level: tuple[float, float]) -> list[WorkerAccount]:
-    """Workers, one of each kind, with its price and the limits that a run gives it."""
+    """Return one worker of each kind, with its price and the limits that a run gives it."""
     prices = load_problem(PLAN).prices
     config = load_run_file(FILE)
     cluster = prepare(config)

@@ -1,4 +1,4 @@
-"""Planners beside brute force and fixed systems. No paper has these comparisons."""
+"""Planners compared with brute force and with fixed systems. No paper has these comparisons."""
 
 from scripts.reproduce.any_system import ratios as pd_ratio
 from scripts.reproduce.any_system import systems as ways_to_share
@@ -8,47 +8,47 @@ TRACE, REQUESTS = "azure_conversation.csv", 1000
 
 
 def chats(inputs: Inputs) -> Work:
-    """The trace's first 1,000 requests."""
+    """Return the trace's first 1,000 requests."""
     return inputs.work(TRACE, REQUESTS)
 
 
 def pd_ratios(inputs: Inputs) -> Part:
-    """``pd_ratio`` and closed forms beside brute force."""
+    """``pd_ratio`` and closed forms, compared with brute force."""
     lengths = [(item.prompt_len, item.max_tokens) for item in chats(inputs)]
     rows = pd_ratio.ratios(lengths, inputs.kept, inputs.pool)
     return Part(rows, pd_ratio.ratio_targets(rows))
 
 
 def any_and_fixed(inputs: Inputs) -> Part:
-    """``any_system`` beside each fixed system, with seeds that it has not had."""
+    """``any_system`` and each fixed system, with seeds that the search did not use."""
     trace = str(inputs.path(TRACE))
     rows = ways_to_share.systems(trace, chats(inputs), inputs.pool)
     return Part(rows, ways_to_share.system_targets(rows))
 
 
 def lengths(inputs: Inputs) -> Part:
-    """Rate of each way, over the prompts' lengths."""
+    """Rate of each way to share a pair, by length of the prompts."""
     return Part(ways_to_share.by_length(chats(inputs), inputs.pool))
 
 
 def rates(inputs: Inputs) -> Part:
-    """Latencies of each way, over the rate."""
+    """Latencies of each way, by rate."""
     return Part(ways_to_share.by_rate(chats(inputs), inputs.pool))
 
 
 def best_by_length(inputs: Inputs) -> Part:
-    """The best way at each length."""
+    """The best way for each length."""
     rows = inputs.rows("lengths")
     return Part(ways_to_share.begins(rows, "mean_prompt", "requests_s", least=False))
 
 
 def best_by_rate(inputs: Inputs) -> Part:
-    """The best way at each rate."""
+    """The best way for each rate."""
     return Part(ways_to_share.begins(inputs.rows("rates"), "rate", "ttft_p90", least=True))
 
 
 def ways(inputs: Inputs) -> Part:
-    """A picture of each way over lengths and rates."""
+    """A picture of each way by length and rate."""
     return Part(pictures={"ways": ways_to_share.draw(inputs.rows("lengths"), inputs.rows("rates"))})
 
 

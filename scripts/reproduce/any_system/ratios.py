@@ -1,4 +1,4 @@
-"""Rates of ``pd_ratio``, and of closed forms alone, beside brute force over all ratios."""
+"""Rates of ``pd_ratio``, and of closed forms alone, compared with brute force over all ratios."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,12 +19,13 @@ SHORT = 600
 LONG = {"512+1024": 2500, "chats": 2500}
 
 Lengths = Sequence[tuple[int, int]]
-# By ratio of prefill and decode instances, requests per second and card, and the closed form's.
+# For each ratio of prefill and decode instances, requests per second per card, simulated and by the
+# closed form.
 Rates = Mapping[tuple[int, int], tuple[float, float]]
 
 
 def problem(trace: Path) -> Problem:
-    """The multi-vendor paper's cards and model: the most requests per second and card."""
+    """Return the problem: the multi-vendor paper's cards and model, most requests/s per card."""
     run = {name: read_yaml(FILE)[name] for name in ("model", "engine", "gpus")}
     planner = {
         "name": "pd_ratio",
@@ -32,7 +33,7 @@ def problem(trace: Path) -> Problem:
         "decode": {"kind": "vendor-a", "most": DECODES},
         "link_gb_s": 25.0,
     }
-    # Few at a time, so that those that promise little are given up early.
+    # Only a few at a time, so that ratios with low bounds are given up early.
     goal = {"maximise": "gpu", "slo": SLO, "at_once": 2}
     workload = {"trace": str(trace)}
     return Problem.model_validate(
@@ -43,14 +44,14 @@ def problem(trace: Path) -> Problem:
 def searched(
     asked: Problem, pool: ProcessPoolExecutor, prune: bool
 ) -> tuple[Candidate, DrivenSearch]:
-    """The choice, with as little work as it takes or with all of it."""
+    """Return the choice, with as few simulations as possible or with all of them."""
     search = DrivenSearch(asked, pool.map, prune=prune)
     options = {name: value for name, value in asked.planner.items() if name != "name"}
     return PDRatio(PDRatioOptions.model_validate(options)).plan(search.problem, search), search
 
 
 def ratio_row(name: str, lengths: Lengths, out: Path, pool: ProcessPoolExecutor) -> Row:
-    """A workload, of short traces and of long ones."""
+    """Return the row of a workload, for short traces and long ones."""
     rates = []
     for count in (SHORT, LONG[name]):
         trace = out / f"{name}-{count}.csv"
@@ -100,10 +101,10 @@ def _write(path: Path, lengths: Lengths) -> None:
 
 
 def ratios(chats: Lengths, folder: Path, pool: ProcessPoolExecutor) -> list[Row]:
-    """A row for each workload.
+    """Return a row for each workload.
 
     Args:
-        folder: gets the traces that are simulated.
+        folder: folder for the traces that are simulated.
     """
     rows = []
     for name in LONG:
@@ -114,7 +115,7 @@ def ratios(chats: Lengths, folder: Path, pool: ProcessPoolExecutor) -> list[Row]
 
 
 def ratio_targets(rows: Sequence[Row]) -> list[Target]:
-    """Return targets for the rate of a planner's choice beside the best."""
+    """Return targets that compare the rate of a planner's choice with the best rate."""
     return [
         by_share(
             f"pd_ratio: capacity per card of its choice by that of brute force's, {row['lengths']}",

@@ -1,4 +1,4 @@
-"""``any_system`` beside fixed systems, and where each way to share a pair begins to pay."""
+"""``any_system`` compared with fixed systems, and the best way to share a pair by load."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,7 +34,8 @@ SYSTEMS = (
 LOWS = ("A10", "A30")
 SLO = "ttft:p90=2,tbt:p99=0.2"
 CHUNKS = (256, 512, 1024)
-# Seeds of arrivals: with the first three the planner searches, with the others all are compared.
+# Seeds of arrivals: the planner searches with the first three, and all are compared with the
+# others.
 SEARCHED, COMPARED = 3, (3, 4, 5)
 
 
@@ -49,7 +50,7 @@ def common(low: str) -> dict[str, Any]:
 
 
 def fixed(system: str, low: str) -> RunFile:
-    """A run file of ``configs/cronus/`` on a pair; ``single`` is the A100 of it alone."""
+    """Return a run file of ``configs/cronus/`` for a pair; ``single`` is its A100 alone."""
     alone = system == "single"
     data = merge(read_yaml(FOLDER / f"{'data_parallel' if alone else system}.yaml"), common(low))
     if alone:
@@ -64,7 +65,7 @@ def fixed(system: str, low: str) -> RunFile:
 def chosen(
     low: str, trace: str, count: int, pool: ProcessPoolExecutor
 ) -> tuple[RunFile, dict[str, Any]]:
-    """The choice of ``any_system`` on a pair, and what is known of its search."""
+    """Return the choice of ``any_system`` on a pair, and facts about its search."""
     axes: dict[str, list[Any]] = {
         "groups.low.kind": [low],
         "engine.max_num_batched_tokens": list(CHUNKS),
@@ -89,19 +90,19 @@ def chosen(
 
 @dataclass(frozen=True)
 class Carried:
-    """Asks for the largest rate of a run file with one seed; goes to other processes."""
+    """Finds the largest rate of a run file with one seed; it is sent to other processes."""
 
     work: Sequence[BenchRequest]
     precision: float = 0.02
 
     def __call__(self, config: RunFile, seed: int) -> float:
-        """Requests per second."""
+        """Return requests per second."""
         targets = read_targets(SLO, self.work, None, None)
         return capacity(config, self.work, targets, (seed,), self.precision).rate
 
 
 def systems(trace: str, work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
-    """The choice and all fixed systems, with seeds that the search has not had."""
+    """Return rows of the choice and all fixed systems, with seeds that the search did not use."""
     rows = []
     for low in LOWS:
         config, known = chosen(low, trace, len(work), pool)
@@ -155,13 +156,13 @@ WAYS = {
 }
 SCALES = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 RATES = (0.5, 1, 2, 3, 4, 5, 6, 7, 8)
-# Requests of each point.
+# Number of requests of each point.
 SAMPLE = 300
 LONGEST = 8192
 
 
 def scaled(work: Sequence[BenchRequest], scale: float) -> list[BenchRequest]:
-    """Make prompts longer by a factor, as far as the model's context goes."""
+    """Make prompts longer by a factor, up to the model's context."""
     return [
         replace(
             item, prompt_len=max(1, min(round(scale * item.prompt_len), LONGEST - item.max_tokens))
@@ -171,7 +172,7 @@ def scaled(work: Sequence[BenchRequest], scale: float) -> list[BenchRequest]:
 
 
 def by_length(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
-    """Return the rate of each way, over the prompts' lengths."""
+    """Return the rate of each way, by length of the prompts."""
     points = [(low, way, scale) for low in LOWS for way in WAYS for scale in SCALES]
     rates = pool.map(partial(_carried, work), points)
     return [
@@ -192,7 +193,7 @@ def _carried(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> flo
 
 
 def by_rate(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:
-    """Latencies of each way, over the rate of Poisson arrivals."""
+    """Return the latencies of each way, by rate of Poisson arrivals."""
     points = [(low, way, rate) for low in LOWS for way in WAYS for rate in RATES]
     figures = pool.map(partial(_latencies, work), points)
     return [
@@ -210,10 +211,10 @@ def _latencies(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> d
 
 
 def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> list[Row]:
-    """Find the best way at each point of an axis, and the next one.
+    """Find the best way at each point of an axis, and the second best.
 
     Args:
-        least: whether small values of y are the good ones.
+        least: whether small values of y are better.
     """
     found = []
     for pair in dict.fromkeys(row["pair"] for row in rows):
@@ -235,7 +236,7 @@ def begins(rows: Sequence[Mapping[str, Any]], x: str, y: str, least: bool) -> li
 
 
 def draw(lengths: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]) -> Figure:
-    """A column for each pair: what each way carries over lengths, and latencies over rates."""
+    """Draw, for each pair, the rates of each way by length, and latencies by rate."""
     figure = Figure((9.5, 9), layout="constrained")
     axes = figure.subplots(3, len(LOWS), squeeze=False)
     panels = (

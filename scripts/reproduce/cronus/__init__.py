@@ -1,4 +1,4 @@
-"""Cronus on the modelled cluster: Tables 2 and 3 and Figure 4, and what is calibrated."""
+"""Cronus on the modelled cluster: Tables 2 and 3, Figure 4, and the calibration."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,12 +20,12 @@ HEADING = (
 
 
 def requests(inputs: Inputs) -> Work:
-    """The trace's first 1,000 requests, all at the start."""
+    """Return the trace's first 1,000 requests, which all arrive at the start."""
     return [replace(item, arrival=0.0) for item in inputs.work(TRACE)[:1000]]
 
 
 def costs() -> dict[str, Any]:
-    """The calibrated costs that ship."""
+    """Return the calibrated costs that ship."""
     found: dict[str, Any] = yaml.safe_load(CALIBRATION.read_text(encoding="utf-8"))
     return found
 
@@ -43,19 +43,19 @@ def table3(inputs: Inputs) -> Part:
 
 
 def figure4(inputs: Inputs) -> Part:
-    """Figure 4: P99 of TTFT and TBT, over the interval between requests."""
+    """Figure 4: P99 of TTFT and TBT, by interval between requests."""
     points = figure_4(costs(), requests(inputs), inputs.pool)
     return Part(points, pictures={"figure4": draw_figure_4(points)})
 
 
 def below(inputs: Inputs) -> Part:
-    """Figure 4: percent by which Cronus is below the others, at most."""
+    """Figure 4: by how many percent Cronus is below the others, at most."""
     found = ratios(inputs.rows("figure4"), inputs.rows("table2"))
     return Part(found, of_figure_4(found))
 
 
 def calibrated(inputs: Inputs) -> Part:
-    """The calibrated costs found anew, as a file to be put in configs/."""
+    """The calibrated costs, found again, as a file for configs/."""
     found = yaml.safe_dump(calibrate(requests(inputs)), sort_keys=False)
     path = inputs.out / CALIBRATION.name
     path.write_text(HEADING + found, encoding="utf-8")

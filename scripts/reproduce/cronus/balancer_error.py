@@ -1,4 +1,4 @@
-"""Errors of the parts that Cronus' Balancer foresaw.
+"""Print the errors of the times that Cronus' Balancer predicted.
 
 python -m scripts.reproduce.cronus.balancer_error RUN_DIR ...
 """

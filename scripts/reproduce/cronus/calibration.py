@@ -1,4 +1,4 @@
-"""Cronus' calibration: each number makes one figure of the paper's come out."""
+"""Cronus' calibration: each number is chosen so that one figure of the paper is reproduced."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,18 +29,21 @@ def solve(figure: Callable[[float], float], target: float, low: float, high: flo
 
 
 def capacity(setup: str, column: int, approach: str) -> float:
-    """A stage's capacity: the system's throughput by the share that the stage needs of it."""
+    """Return a stage's capacity: the system's throughput divided by the stage's share of it."""
     return paper(approach, setup) / (TABLE_3[setup][column] / 100)
 
 
 def mean_capacity(model: str, column: int, approach: str) -> float:
-    """The capacity of the A100, from both setups."""
+    """Return the capacity of the A100, as a mean over both setups."""
     found = [capacity(s, column, approach) for s, (_, name) in SETUPS.items() if name == model]
     return sum(found) / len(found)
 
 
 def calibrate(work: Work) -> dict[str, Any]:
-    """Fit all numbers, from the disaggregated rows and Table 3; the hop from one cell of PP."""
+    """Fit all numbers.
+
+    They are fitted to the disaggregated rows and Table 3; the hop is fitted to one cell of PP.
+    """
     prompts = [replace(item, max_tokens=1) for item in work]
 
     def prefills(model: str, flops: float) -> float:
@@ -77,12 +80,12 @@ def calibrate(work: Work) -> dict[str, Any]:
 
 
 def _with(setup: str, work: Work, system: str, costs: Costs, name: str, value: float) -> float:
-    """Requests per second with one more cost."""
+    """Return the requests per second with one additional cost."""
     return throughput(Case(setup, system, (*costs, (name, value))), work)
 
 
 def _largest_reserve(low: str, model: str) -> float:
-    """GB that leave room for the KV of one request of 8,192 tokens."""
+    """Return the GB that leave room for the KV of one request of 8,192 tokens."""
     shape = find_model(MODELS[model])
     layers = shape.num_hidden_layers
     taken = 2 * shape.parameters(layers, True, True) + 8192 * shape.kv_bytes(layers, 2)
@@ -95,7 +98,10 @@ def _prefill_only(model: str, flops: float) -> Case:
 
 
 def _engine(work: Work) -> tuple[float, float]:
-    """Bandwidth and seconds per sequence that give the A100's decode capacity for both models."""
+    """Return the bandwidth and seconds per sequence that give the A100's decode capacity.
+
+    They fit both models.
+    """
 
     def per_sequence(model: str, bandwidth: float) -> float:
         return solve(
@@ -114,7 +120,7 @@ def _engine(work: Work) -> tuple[float, float]:
 
 
 def _decode_only(model: str, bandwidth: float, sequence_s: float) -> Case:
-    """Decodes on the A100; prompts come from a GPU that is never what limits."""
+    """Return a case of decodes on the A100, with a GPU for prompts that is never the limit."""
     setup = next(s for s, (_, name) in SETUPS.items() if name == model)
     costs = (("bandwidth", bandwidth), ("sequence_s", sequence_s), ("groups.low.flops", 1.0))
     return Case(setup, "disaggregated_low_high", costs, ("groups.low.kind=H200",))

@@ -37,7 +37,7 @@ TABLE_3 = {
 
 
 def paper(approach: str, setup: str) -> float:
-    """A cell of Table 2."""
+    """Return a cell of Table 2."""
     return TABLE_2[approach][list(SETUPS).index(setup)]
 
 
@@ -51,7 +51,7 @@ class Case:
     changes: tuple[str, ...] = ()
 
     def config(self) -> RunFile:
-        """The system's run file, changed."""
+        """Return the system's run file with the changes."""
         low, model = SETUPS[self.setup]
         return load_run_file(
             FOLDER / f"{self.system}.yaml",
@@ -65,13 +65,13 @@ class Case:
 
 
 def throughput(case: Case, work: Work) -> float:
-    """Requests per second."""
+    """Return requests per second."""
     metrics = simulate(case.config(), work)
     return metrics.requests / metrics.wall_s
 
 
 def numbers(costs: Mapping[str, Any], setup: str) -> tuple[tuple[str, float], ...]:
-    """A setup's costs as settings."""
+    """Return a setup's costs as settings."""
     low, model = SETUPS[setup]
     found = list(costs["engine"].items())
     found += [(f"groups.high.{name}", v) for name, v in costs["high"][model].items()]

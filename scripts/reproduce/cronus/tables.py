@@ -31,7 +31,7 @@ CALIBRATED_ON = {
 
 
 def table_2(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
-    """Cells of Table 2, calibrated and not."""
+    """Return the cells of Table 2, with calibration and without."""
     cells = [(setup, approach) for setup in SETUPS for approach in APPROACHES]
     calibrated = [Case(s, APPROACHES[a], numbers(costs, s)) for s, a in cells]
     plain = [Case(s, APPROACHES[a]) for s, a in cells]
@@ -56,12 +56,12 @@ def table_2(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
     return rows
 
 
-# Figure 4: one request every so many seconds.
+# Figure 4: one request after each interval, in seconds.
 INTERVALS = (0.1, 0.11, 0.12, 0.13, 0.14, 0.16, 0.18, 0.2, 0.25, 0.3, 0.4, 0.5)
 
 
 def latency(case: Case, work: Work, interval: float) -> tuple[float, float]:
-    """TTFT p99 and TBT p99 in seconds, with requests at a fixed interval."""
+    """Return TTFT p99 and TBT p99 in seconds, with requests at a fixed interval."""
     spaced = [replace(item, arrival=i * interval) for i, item in enumerate(work)]
     metrics = simulate(case.config(), spaced)
     assert metrics.ttft_p99 is not None
@@ -70,7 +70,7 @@ def latency(case: Case, work: Work, interval: float) -> tuple[float, float]:
 
 
 def figure_4(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
-    """Every setup and approach at every interval."""
+    """Return the latencies of every setup and approach at every interval."""
     points = [(s, a, interval) for s in SETUPS for a in APPROACHES for interval in INTERVALS]
     cases = [Case(s, APPROACHES[a], numbers(costs, s)) for s, a, _ in points]
     found = pool.map(latency, cases, [work] * len(cases), [p[2] for p in points])
@@ -81,7 +81,7 @@ def figure_4(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
 
 
 def draw_figure_4(points: Sequence[Row]) -> Figure:
-    """Draw what the paper draws: TTFT above, TBT below, a column for each setup."""
+    """Draw TTFT above and TBT below, with a column for each setup, as in the paper."""
     figure = Figure(figsize=(13, 6), layout="constrained")
     axes = figure.subplots(2, len(SETUPS), sharex=True)
     for row, what in enumerate(LATENCIES):
@@ -104,7 +104,7 @@ def draw_figure_4(points: Sequence[Row]) -> Figure:
 
 
 def table_3(costs: Costs, work: Work) -> list[Row]:
-    """Throughput of High-Low and Low-High by that of each of their stages alone, in percent."""
+    """Return the throughput of High-Low and Low-High relative to each stage alone, in percent."""
     prompts = [replace(item, max_tokens=1) for item in work]
     rows = []
     for setup in SETUPS:
@@ -116,7 +116,7 @@ def table_3(costs: Costs, work: Work) -> list[Row]:
         ):
             whole = throughput(Case(setup, system, known), work)
             prefill = throughput(Case(setup, system, known), prompts)
-            # The other GPU as one that is never what limits.
+            # The other GPU is so fast that it is never the limit.
             fast = (f"groups.{here}.kind=H200", f"simulate.groups.{here}={{flops: 1.0}}")
             decode = throughput(Case(setup, system, known, fast), work)
             found += [100 * whole / prefill, 100 * whole / decode]

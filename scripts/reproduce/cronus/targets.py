@@ -1,4 +1,4 @@
-"""Cronus' claims beside ours."""
+"""Cronus' claims, compared with our results."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -33,10 +33,10 @@ LATENCIES = ("ttft_p99", "tbt_p99")
 
 
 def ratios(points: Sequence[Row], cells: Sequence[Row]) -> list[Row]:
-    """Return how far Cronus is below the others at most, in percent, over setups and intervals.
+    """Return by how many percent Cronus is below the others at most, over setups and intervals.
 
-    Only intervals that the other one sustains, a tenth below its throughput, count: beyond, its
-    queue and with it the ratio grow with the length of the run.
+    An interval counts only if the other system sustains it with a tenth to spare. Beyond that, its
+    queue grows with the length of the run, and so does the ratio.
     """
     rates = {(cell["setup"], cell["approach"]): cell["ours"] for cell in cells}
     cronus = {(p["setup"], p["interval_s"]): p for p in points if p["approach"] == "Cronus"}
@@ -57,7 +57,7 @@ def ratios(points: Sequence[Row], cells: Sequence[Row]) -> list[Row]:
 
 
 def of_table_2(cells: Sequence[Row]) -> list[Target]:
-    """Targets of each cell, and the order of each column."""
+    """Return the targets of each cell, and of the order of each column."""
     found = []
     for cell in cells:
         kind: Kind = "calibrated" if cell["calibrated_on"] else "predicted"
@@ -73,19 +73,19 @@ def of_table_2(cells: Sequence[Row]) -> list[Target]:
 
 
 def of_table_3(shares: Sequence[Row]) -> list[Target]:
-    """Targets of each share of a stage's capacity."""
+    """Return the targets of each share of a stage's capacity."""
     found = []
     for row in shares:
         claim = f"Table 3, {row['setup']}, {row['stage']} (%)"
         if row["stage"] in CALIBRATED_ON:
             found.append(by_amount(claim, row["paper"], row["ours"], 5, "points", "calibrated"))
-        else:  # The stage that limits: of any model, all of its capacity is used.
+        else:  # The whole capacity of the stage that is the limit is used, for any model.
             found.append(by_amount(claim, 100, row["ours"], 5, "points", "consistency"))
     return found
 
 
 def of_figure_4(below: Sequence[Row]) -> list[Target]:
-    """Return targets for how far Cronus is below the others at most; see ``ratios``."""
+    """Return targets of how far Cronus is below the others at most; see ``ratios``."""
     found = []
     for row in below:
         figure, paper, ours = row["figure"].replace("_", " "), row["paper"], row["ours"]

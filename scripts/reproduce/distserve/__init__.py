@@ -8,12 +8,12 @@ from scripts.reproduce.reproduction import SHAREGPT, Inputs, Part, Reproduction
 
 
 def data(inputs: Inputs) -> Data:
-    """Measurements of the authors."""
+    """Return the measurements of the authors."""
     return Data.read(inputs.path(PROFILES))
 
 
 def attainments(inputs: Inputs) -> rates.Attainments:
-    """Simulations that goodput and attainment share."""
+    """Return the simulations that goodput and attainment share."""
     return rates.Attainments(data(inputs))
 
 
@@ -30,7 +30,7 @@ def per_gpu(inputs: Inputs) -> Part:
 
 
 def attainment(inputs: Inputs) -> Part:
-    """Attainment over rates, for 13B."""
+    """Attainment by rate, for 13B."""
     first, *_ = rates.cases(inputs.work(TRACE))
     rows, figure = rates.curves(inputs.shared(attainments), first)
     return Part(rows, pictures={"attainment": figure})

@@ -20,13 +20,13 @@ from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
 FOLDER = CONFIGS / "distserve"
-# Seconds of one prompt, and what two GPUs that share each layer make of it.
+# Seconds of one prompt, and its speedup on two GPUs that share each layer.
 D, K = 0.05, 1.6
 PROMPT = 512
 
 
 def _prompts_alone(stages: int, seconds: float) -> RunFile:
-    """An instance that takes one prompt at a time, in so many stages."""
+    """Return a run file of an instance that takes one prompt at a time, in ``stages`` stages."""
     groups = [f"g{number}" for number in range(stages)]
     return as_run_file(
         {
@@ -51,7 +51,7 @@ def _prompts_alone(stages: int, seconds: float) -> RunFile:
 
 
 def mean_ttft(stages: int, seconds: float, rate: float, count: int = 40_000) -> float:
-    """Mean TTFT of equal prompts with Poisson arrivals, in seconds."""
+    """Return the mean TTFT of equal prompts with Poisson arrivals, in seconds."""
     rng, now, work = random.Random(1), 0.0, []
     for _ in range(count):
         work.append(BenchRequest(None, PROMPT, 1, now))
@@ -66,7 +66,7 @@ def mean_ttft(stages: int, seconds: float, rate: float, count: int = 40_000) -> 
 
 
 def forms(rate: float) -> dict[str, tuple[float, float]]:
-    """Equations 1 to 3: what they say, and the simulated mean."""
+    """Return the predictions of equations 1 to 3, each with the simulated mean."""
     one = D + rate * D**2 / (2 * (1 - rate * D))
     inter = D + rate * D**2 / (4 * (2 - rate * D))
     intra = D / K + rate * D**2 / (2 * K * (K - rate * D))

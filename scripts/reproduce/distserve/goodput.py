@@ -27,7 +27,7 @@ CANDIDATES = (0.1, 0.12, 0.14, 0.16, 0.18, 0.2, 0.22, 0.25)
 
 
 def table_2(data: Data, trace: Work) -> tuple[float, list[Row], list[Target]]:
-    """The last cell's q, and the row with it: one number is fitted, to the last cell."""
+    """Return q and the row of Table 2 with it; q is fitted to the last cell."""
 
     @cache
     def cell(q: float, rate: float) -> list[float]:
@@ -55,8 +55,8 @@ def table_2(data: Data, trace: Work) -> tuple[float, list[Row], list[Target]]:
     return q, rows, targets
 
 
-# Draws of lengths and arrivals, one for the long runs; rates at which a search begins, and by
-# which factor it may be off before it interpolates.
+# Numbers of draws of lengths and arrivals (one for the long runs); rates at which a search begins;
+# and the factor by which the rate may be off before interpolation.
 DRAWS, LONG = 3, 1000
 LEAST_RATE, FIRST_RATE, PRECISION = 0.01, 0.25, 0.15
 
@@ -66,12 +66,16 @@ class Case:
     """A comparison of DistServe with colocation.
 
     Attributes:
-        work: so many requests, by a seed.
-        requests: per GPU, of the artefact's.
+        name: name in tables.
+        low: DistServe's cluster.
+        vllm: shape of vLLM's instances.
+        work: returns a number of requests, drawn with a seed.
+        slo: limits of TTFT and TPOT in seconds.
+        requests: the artefact's number of requests per GPU.
         artefact: DistServe's goodput per GPU and its ratio to vLLM's in the artefact's later plots.
-        paper: the least and the largest ratio to vLLM in the paper's text.
-        equal: shapes that are colocated with equal kernels, besides vLLM's.
-        long: also over 1,000 requests per GPU.
+        paper: smallest and largest ratio to vLLM in the paper's text.
+        equal: further shapes that are colocated with equal kernels.
+        long: whether to run 1,000 requests per GPU, too.
     """
 
     name: str
@@ -87,7 +91,7 @@ class Case:
 
 
 def cases(trace: Work) -> list[Case]:
-    """The paper's and the artefact's, as far as there are coefficients."""
+    """Return the cases of the paper and of the artefact for which there are coefficients."""
 
     def of_turns(q: float) -> Callable[[int, int], Work]:
         return lambda count, seed: turns(trace, q, count, seed)
@@ -117,7 +121,7 @@ class Attainments:
         self._found: dict[tuple[Cluster, str, int, float], float] = {}
 
     def at(self, cluster: Cluster, case: Case, each: int, rate: float) -> float:
-        """The mean of several draws."""
+        """Return the mean over several draws."""
         key = cluster, case.name, each, rate
         if key not in self._found:
             found = []
@@ -129,7 +133,7 @@ class Attainments:
         return self._found[key]
 
     def goodput(self, cluster: Cluster, case: Case, each: int) -> float:
-        """The rate per GPU up to which 90 % meet both, from below; 0 where they never do."""
+        """Return the rate per GPU up to which 90 % meet both limits; 0 if they never do."""
         at = partial(self.at, cluster, case, each)
         if at(LEAST_RATE) < 90:
             return 0.0
@@ -142,7 +146,7 @@ class Attainments:
         return low + (high - low) * (at(low) - 90) / (at(low) - at(high))
 
     def row(self, case: Case, each: int) -> Row:
-        """DistServe's goodput, vLLM's, and those of colocation with DistServe's kernels."""
+        """Return the goodput of DistServe, of vLLM, and of colocation with DistServe's kernels."""
         model = case.low.model
         low = self.goodput(case.low, case, each)
         vllm = colocated(model, case.vllm, kernels="vllm")
@@ -170,7 +174,7 @@ def _by(a: float, b: float) -> str:
 
 
 def ratios(attainments: Attainments, compared: Sequence[Case]) -> tuple[list[Row], list[Target]]:
-    """Ratios of each case, over as many requests as the artefact, and over 1,000 per GPU."""
+    """Return ratios of each case, over the artefact's number of requests and 1,000 per GPU."""
     rows, targets = [], []
     for case in compared:
         row = attainments.row(case, case.requests)
@@ -197,7 +201,7 @@ def ratios(attainments: Attainments, compared: Sequence[Case]) -> tuple[list[Row
 
 
 def curves(attainments: Attainments, case: Case) -> tuple[list[Row], Figure]:
-    """Attainment over rates."""
+    """Return attainment by rate."""
     systems = {
         "DistServe": LOW,
         "colocated, vLLM's kernels": colocated("opt-13b", (1, 1), kernels="vllm"),

@@ -1,7 +1,7 @@
 """DistServe's clusters and conversations.
 
-Costs are those of its artefact's profiles, pools those of its table; requests are the authors' own,
-or joined from turns of a trace.
+Costs come from the profiles of its artefact, and pools from its table. Requests are the authors'
+own, or are joined from turns of a trace.
 """
 
 import csv
@@ -29,8 +29,8 @@ class Data:
     """Measurements of the authors' artefact.
 
     Attributes:
-        profiles: by kernels, model and tensor parallelism, coefficients in milliseconds.
-        pools: by model, tensor and pipeline parallelism, the tokens that KV pools hold.
+        profiles: coefficients in milliseconds, by kernels, model and tensor parallelism.
+        pools: tokens that KV pools hold, by model, tensor and pipeline parallelism.
     """
 
     profiles: dict[Kernels, dict[str, Any]]
@@ -57,7 +57,7 @@ class Data:
         )
 
     def phases(self, kernels: Kernels, model: str, shape: Shape) -> dict[str, Any]:
-        """Step times in seconds, as its simulator has them."""
+        """Return step times in seconds, as in its simulator."""
         tp, pp = shape
         fits = self.profiles[kernels][model][str(tp)]
 
@@ -84,10 +84,11 @@ class Cluster:
     """Instances of one model on one node.
 
     Attributes:
-        instances: by role, ``prefill`` and ``decode``, or ``both``: shapes.
-        kernels: whose step times.
-        batching: what an instance that does both computes in a step.
-        prefill_tokens: of the prompts of one step, at most: the paper's L_m.
+        model: name of the model.
+        instances: shapes by role: ``prefill`` and ``decode``, or ``both``.
+        kernels: whose step times apply.
+        batching: the policy of an instance that does both.
+        prefill_tokens: largest number of prompt tokens in a step: the paper's L_m.
     """
 
     model: str
@@ -98,11 +99,11 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """Used."""
+        """Number of used GPUs."""
         return sum(tp * pp for _, (tp, pp) in self.instances)
 
     def run_file(self, data: Data) -> RunFile:
-        """Return the run file of a modelled cluster; pairs are units of their own."""
+        """Return the run file of a modelled cluster; each pair is its own unit."""
         groups, costs, instances = {}, {}, {}
         names: dict[str, list[str]] = {}
         for number, (role, (tp, pp)) in enumerate(self.instances):
@@ -146,27 +147,28 @@ class Cluster:
 
 
 def pair(model: str, prefill: Shape, decode: Shape, units: int = 1, **more: Any) -> Cluster:
-    """DistServe's units of one prefill and one decode instance."""
+    """Return DistServe's units of one prefill and one decode instance."""
     return Cluster(model, (("prefill", prefill), ("decode", decode)) * units, **more)
 
 
 def colocated(model: str, shape: Shape, **more: Any) -> Cluster:
-    """An instance that does both."""
+    """Return an instance that does both."""
     return Cluster(model, (("both", shape),), **more)
 
 
 def table_2_requests(path: Path, count: int, rate: float) -> list[BenchRequest]:
-    """The first of the authors' requests, which they spread so that all come in count / rate."""
+    """Return the first of the authors' requests, spread so that all arrive in count / rate."""
     work = read_workload(path)[:count]
     stretch = count / rate / work[-1].arrival
     return [replace(item, arrival=item.arrival * stretch) for item in work]
 
 
 def turns(trace: Sequence[BenchRequest], q: float, count: int, seed: int = 0) -> list[BenchRequest]:
-    """Requests as the artefact makes them of conversations: a prompt is what was said so far.
+    """Return requests as the artefact makes them of conversations: prompts include earlier turns.
 
-    Messages are in turn the prompts and the outputs of rows that are drawn; a conversation has
-    3 + Geometric(q) of them, and is cut at one that is drawn, the answer, which may be the user's.
+    The messages of a conversation are alternately the prompts and the outputs of drawn rows. There
+    are 3 + Geometric(q) messages. The conversation is cut at one of them, which is drawn. That
+    message is the answer, even if it is the user's.
     """
     rng = random.Random(seed)
     found: list[BenchRequest] = []
@@ -185,5 +187,5 @@ def turns(trace: Sequence[BenchRequest], q: float, count: int, seed: int = 0) ->
 
 
 def fixed(prompt: int, output: int, count: int) -> list[BenchRequest]:
-    """Equal requests."""
+    """Return equal requests."""
     return [BenchRequest(None, prompt, output, 0.0)] * count

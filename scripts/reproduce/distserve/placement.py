@@ -1,6 +1,6 @@
-"""DistServe's placements (section 4.2) by ``jaxinfer plan``'s planner, beside the paper's.
+"""DistServe's placements (section 4.2) by ``jaxinfer plan``'s planner, and the paper's.
 
-By the plan files ``configs/plan/distserve_*.yaml``.
+The plan files are ``configs/plan/distserve_*.yaml``.
 """
 
 import time
@@ -15,18 +15,18 @@ from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import CONFIGS, Row
 
 FOLDER = CONFIGS / "plan"
-# Of each model, tensor and pipeline parallelism of prefill and decode in the artefact.
+# For each model, tensor and pipeline parallelism of prefill and decode in the artefact.
 PAPER = {"13b": (2, 1, 1, 1), "66b": (4, 1, 2, 2), "175b": (3, 3, 4, 3)}
 AXES = ("prefill_tp", "prefill_pp", "decode_tp", "decode_pp")
 
 
 def shape_of(candidate: Candidate) -> tuple[Axis, ...]:
-    """Tensor and pipeline parallelism of prefill and decode."""
+    """Return tensor and pipeline parallelism of prefill and decode."""
     return tuple(candidate.axes[name] for name in AXES)
 
 
 def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[Row], Target]:
-    """The best three placements and the paper's, and the claim."""
+    """Return the best three placements and the paper's, and the claim."""
     paper = PAPER[model]
     problem = load_problem(FOLDER / f"distserve_{model}.yaml", ["goal.top=3"])
     search = DrivenSearch(problem, pool.map)
@@ -34,7 +34,7 @@ def found(model: str, pool: ProcessPoolExecutor) -> tuple[list[Row], Target]:
     make_planner(problem.planner).plan(search.problem, search)
     seconds = time.monotonic() - started
     whole = [candidate for candidate, _ in search.tried.values() if candidate.whole]
-    # In full, though it may have been given up.
+    # Searched in full, because it may have been given up.
     search.scores([each for each in whole if shape_of(each) == paper])
     units = [(c, s) for c, s in search.tried.values() if c.whole and s.figures]
     units.sort(key=lambda each: -search.value(each[1]))

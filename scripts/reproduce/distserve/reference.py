@@ -1,7 +1,7 @@
-"""DistServe's public simulator in few lines, with pools that are never full.
+"""DistServe's public simulator in a few lines, with pools that are never full.
 
-One prefill and one decode instance of one stage, or one instance that does both, prompts first.
-Written anew from its description; our own simulator shares nothing with this.
+It has one prefill and one decode instance of one stage, or one instance that does both, prompts
+first. It was written from the description, and shares no code with our own simulator.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from typing import Any
 from jaxinfer.workload.lengths import BenchRequest
 
 MOST_PROMPT_TOKENS, MOST_PROMPTS = 8192, 128
-# Of each request, seconds to the first token and per token after it.
+# For each request, the seconds to the first token, and per later token.
 Latencies = list[tuple[float, float]]
 
 
 def prefill_seconds(phases: dict[str, Any], prompts: Sequence[int]) -> float:
-    """Seconds of a step with these prompts."""
+    """Return the seconds of a step with these prompts."""
     fit, extra = phases["prefill"], phases["extra"]
     seconds = fit["step_s"] + fit["token_s"] * sum(prompts) + extra["prefill_stage_s"]
     seconds += fit["pair_s"] * sum(length**2 for length in prompts)
@@ -23,7 +23,7 @@ def prefill_seconds(phases: dict[str, Any], prompts: Sequence[int]) -> float:
 
 
 def decode_seconds(phases: dict[str, Any], entries: Sequence[int]) -> float:
-    """Seconds of a step in which rows see so many entries."""
+    """Return the seconds of a step whose rows see these numbers of entries."""
     small, large = phases["decode"]
     fit, extra = (small if len(entries) < small["below"] else large), phases["extra"]
     seconds = fit["step_s"] + fit["context_s"] * sum(entries) + fit["sequence_s"] * len(entries)
@@ -31,7 +31,7 @@ def decode_seconds(phases: dict[str, Any], entries: Sequence[int]) -> float:
 
 
 def _prompts(lengths: Sequence[int]) -> int:
-    """Count the waiting prompts that go into one step."""
+    """Count the waiting prompts that fit into one step."""
     count = tokens = 0
     for length in lengths[:MOST_PROMPTS]:
         if count and tokens + length > MOST_PROMPT_TOKENS:
@@ -43,7 +43,7 @@ def _prompts(lengths: Sequence[int]) -> int:
 def disaggregated(
     work: Sequence[BenchRequest], prefill: dict[str, Any], decode: dict[str, Any]
 ) -> Latencies:
-    """A pair; KV is where it is needed as soon as it is there."""
+    """Serve requests on a pair; KV arrives without delay."""
     now, at, first = 0.0, 0, []
     while at < len(work):
         now = max(now, work[at].arrival)
@@ -84,7 +84,7 @@ def _one_more(
 
 
 def colocated(work: Sequence[BenchRequest], phases: dict[str, Any]) -> Latencies:
-    """An instance that computes prompts where there are some, else decodes."""
+    """Serve requests on one instance that computes prompts if any wait, and else decodes."""
     now, at = 0.0, 0
     first, ends = [0.0] * len(work), [0.0] * len(work)
     running: dict[int, int] = {}

@@ -31,7 +31,7 @@ from scripts.tables import CONFIGS, Row
 LOW = pair("opt-13b", (2, 1), (1, 1))
 # The authors' own requests of Table 2.
 REQUESTS = CONFIGS / "distserve" / "table2_requests.csv"
-# Percent that meet 0.2 and 0.1 s, at so many requests per second and GPU.
+# Percent that meet 0.2 and 0.1 s, at these requests per second and GPU.
 RATES = (1, 1.5, 2, 2.5, 3, 3.5, 4)
 TABLE_2 = {
     "DistServe-Low": (100, 100, 99.3, 87.3, 83.0, 77.3, 70.0),
@@ -40,7 +40,7 @@ TABLE_2 = {
 
 
 def latencies(cluster: Cluster, data: Data, work: Work) -> reference.Latencies:
-    """Seconds to the first token and per token after it, of each request."""
+    """Return each request's seconds to the first token, and per later token."""
     found: dict[int, tuple[float, float]] = {}
 
     def note(request: RequestState, times: Sequence[float]) -> None:
@@ -52,7 +52,7 @@ def latencies(cluster: Cluster, data: Data, work: Work) -> reference.Latencies:
 
 
 def attained(found: reference.Latencies, ttft: float = 0.2, tpot: float = 0.1) -> float:
-    """Percent of the requests that meet both."""
+    """Return the percent of the requests that meet both limits."""
     return 100 * fmean(first <= ttft and each <= tpot for first, each in found)
 
 
@@ -93,7 +93,7 @@ def parity(inputs: Inputs) -> Part:
             for system, name in (("DistServe-Low", "ours"), ("vLLM", "vLLM: ours")):
                 claim = f"Table 2, {system}, {rate:g} per GPU, on the published requests (%)"
                 targets.append(by_amount(claim, TABLE_2[system][column], row[name], 6, "points"))
-        if rate <= 2:  # Beyond, the pool of 66,144 tokens is full, and theirs never is.
+        if rate <= 2:  # At higher rates, the pool of 66,144 tokens is full; theirs never is.
             claim = f"13B, {rate:g} per GPU: attainment as in their simulator (%)"
             targets.append(
                 by_amount(claim, row["reference"], row["ours"], 2, "points", "consistency")
@@ -113,7 +113,7 @@ def _faster(work: Work, times: int) -> list[BenchRequest]:
 
 
 def measured(inputs: Inputs) -> Part:
-    """The first of them that ended on the authors' A100s at 3 per GPU, one by one."""
+    """The first requests that ended on the authors' A100s at 3 per GPU, one by one."""
     data = Data.read(inputs.path(PROFILES))
     with REQUESTS.with_name("measured_requests.csv").open(encoding="utf-8") as file:
         real = {
@@ -150,7 +150,7 @@ def measured(inputs: Inputs) -> Part:
 
 
 def draw_pools(data: Data) -> Figure:
-    """Draw how full both pools are over a run: KV that waits for decode fills that of prefill."""
+    """Draw how full both pools are during a run: KV that waits for decode fills prefill's pool."""
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     config = LOW.run_file(data)
     for ax, rate in zip(figure.subplots(1, 2, sharey=True), (2, 3.5), strict=True):

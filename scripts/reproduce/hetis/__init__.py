@@ -1,7 +1,7 @@
 """Hetis on the modelled cluster, and on this machine's CPU.
 
-Of the paper's text all multipliers but two are lost (2.25 times the throughput, 1.49 times lower
-latency, both from its abstract), so that most claims are of order and sign. Lengths are ShareGPT's
+Our copy of the paper lacks all multipliers except two of its abstract (2.25 times the throughput,
+1.49 times lower latency). Most claims are therefore about order and sign. Lengths are ShareGPT's
 and arXiv's, drawn from published quantiles. Nothing is calibrated.
 """
 
@@ -26,7 +26,7 @@ def leaving_heads(inputs: Inputs) -> Part:
 
 def real(inputs: Inputs) -> Part:
     """Five runs of the engine on this machine's CPU."""
-    from scripts.reproduce.hetis import cpu  # It loads JAX.
+    from scripts.reproduce.hetis import cpu  # This imports JAX.
 
     rows, heads, claims = cpu.real()
     return Part(rows, claims, {"real_heads": cpu.draw_real(heads)}, {"real_heads": heads})

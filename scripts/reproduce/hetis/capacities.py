@@ -1,4 +1,4 @@
-"""KV that fits on Hetis' cluster, beside sums of memories."""
+"""KV that fits on Hetis' cluster, compared with sums of memories."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +26,8 @@ from scripts.tables import Row
 
 KINDS = {"a100": "A100-80G-PCIe", "rtx3090": "RTX-3090", "p100": "P100-PCIe-12G"}
 
-# Stages as the sums have them, with the four 3090 as one, which no host of the paper's has; and
-# those that can be, for 70B.
+# Stages as in the sums, with the four 3090 as one, which no host of the paper has; and possible
+# stages for 70B.
 AS_ONE: dict[str, tuple[str, Any, Any]] = {
     "70B, Hetis": (SEVENTY, (("a", 58), ("bc", 22)), ("p",)),
     "70B, primaries alone": (SEVENTY, (("a", 57), ("bc", 23)), ()),
@@ -57,9 +57,9 @@ BY_HOST: dict[str, tuple[Any, Any]] = {
 def sum_of_memories(
     model: str, layers: Sequence[tuple[str, int | None]], attention: Sequence[str]
 ) -> int:
-    """Tokens for whose KV nine tenths of all memory have room beside the weights.
+    """Return the tokens whose KV fits into nine tenths of all memory, next to the weights.
 
-    KV goes anywhere where there are attention groups; else each stage has that of its layers.
+    With attention groups, KV may be anywhere. Otherwise, each stage has the KV of its own layers.
     """
     shape = find_model(model)
     rooms, kv_bytes = [], []
@@ -74,13 +74,13 @@ def sum_of_memories(
 
 
 def _memory(group: str) -> float:
-    """Nine tenths of a group's bytes."""
+    """Return nine tenths of a group's bytes."""
     node, gpus = NODES[group]
     return 0.9 * gpus * find_gpu(KINDS[node.partition("_")[0]]).memory_gb * 1e9
 
 
 def capacities(inputs: Inputs) -> Part:
-    """Tokens of KV that fit, in engines as they are by default and as the runs of 70B have them."""
+    """Tokens of KV that fit, in engines with default options and as in the runs of 70B."""
     rows, targets = list[Row](), list[Target]()
     with TemporaryDirectory() as folder:
         file = hardware(Path(folder))
@@ -121,7 +121,7 @@ def capacities(inputs: Inputs) -> Part:
 
 
 def idle_memory(inputs: Inputs) -> Part:
-    """Fig. 1b: OPT-2.7b on an A100 and a 3090, layers 60 to 40 by their decode times."""
+    """Fig. 1b: OPT-2.7b on an A100 and a 3090, with layers 60 to 40 by their decode times."""
     instance = modelled(cluster("opt-2.7b", (("one", 19), ("near", 13))))
     tokens = instance.num_tokens
     gb = [

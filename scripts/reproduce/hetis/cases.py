@@ -1,4 +1,4 @@
-"""Run files of Hetis' cluster, and what comes out of them."""
+"""Run files of Hetis' cluster, and the figures of their simulations."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from jaxinfer.simulate.run import simulate
 from scripts.tables import CONFIGS, Row
 
 HARDWARE = CONFIGS / "clusters" / "hetis.yaml"
-# The node of each group, and its GPUs; "bc" is of a cluster with all four 3090 on one node.
+# The node of each group, and its GPUs; "bc" belongs to a cluster with all four 3090 on one node.
 NODES = {
     "a": ("a100", 4),
     "b": ("rtx3090_1", 2),
@@ -30,11 +30,12 @@ NODES = {
 SEVENTY, THIRTEEN, THIRTY = "llama-2-70b", "llama-2-13b", "opt-30b"
 # Stages of 70B that have all layers where Hetis has them.
 PRIMARIES = (("a", 58), ("b", 11), ("c", 11))
-# The two 3090 that Fig. 14's A100 has besides, and all of the cluster that has no layers of 13B.
+# The two 3090 in addition to Fig. 14's A100, and the whole part of the cluster without layers of
+# 13B.
 TWO, OTHERS = ("near", "far"), ("b", "c", "p")
-# Of the runs of 70B, and of what fits there.
+# Options of the runs of 70B, and of what fits there.
 LARGE = {"max_num_seqs": 1024, "max_num_batched_tokens": 2048}
-# OPT-2.7b, of Fig. 1b.
+# Options of OPT-2.7b, for Fig. 1b.
 MODELS = {
     "opt-2.7b": {
         "hidden_size": 2560,
@@ -50,7 +51,7 @@ MODELS = {
 
 
 def hardware(folder: Path, latency_s: float | None = None) -> Path:
-    """The cluster's file with another latency, and with a node of four 3090 besides."""
+    """Return the cluster's file with another latency, and with an additional node of four 3090."""
     known = yaml.safe_load(HARDWARE.read_text(encoding="utf-8"))
     known["nodes"]["rtx3090"] = known["nodes"]["rtx3090_1"] | {"gpus": 4}
     if latency_s is not None:
@@ -72,7 +73,7 @@ def cluster(
     lengths: str = "sharegpt",
     file: Path = HARDWARE,
 ) -> RunFile:
-    """A run file of one instance, with attention groups for all stages, each of so many pages."""
+    """Return a run file of one instance with attention groups for all stages."""
     stages = [
         {
             "group": group,
@@ -104,19 +105,20 @@ def cluster(
 
 
 def hetis(**options: Any) -> dict[str, Any]:
-    """The system's section."""
+    """Return the system's section."""
     return {"name": "hetis", **options}
 
 
 def modelled(run_file: RunFile) -> ModelledInstance:
-    """The modelled instance."""
+    """Return the modelled instance."""
     return model_cluster(model_site(resolve(run_file))).instances["x"]
 
 
 def run(config: RunFile, folder: Path | None = None) -> Row:
-    """Simulate, recorded in a folder if asked, and return figures of tables; times in seconds.
+    """Simulate, and return figures for tables; times are in seconds.
 
-    A request's time per token is all of its time by its tokens; TPOT is that after the first one.
+    If a folder is given, the run is recorded there. A request's time per token is its whole time
+    divided by its tokens. TPOT is the time per token after the first one.
     """
     ttft, per_token, tpot = list[float](), list[float](), list[float]()
 

@@ -1,7 +1,7 @@
-"""Hetis on this machine's CPU, for real: what lies where under a burst, and what is moved.
+"""Hetis on this machine's CPU, for real: the places of heads during a burst, and their moves.
 
-Runs configs/cpu/hetis.yaml: one device has the layers of the demo model, two slower ones have KV
-heads alone.
+The run file is configs/cpu/hetis.yaml. One device has the layers of the demo model, and two slower
+ones have only KV heads.
 """
 
 import gc
@@ -28,7 +28,8 @@ from scripts.tables import CONFIGS, Row
 
 FILE = CONFIGS / "cpu" / "hetis.yaml"
 DEVICES = ("primary", "near", "far")
-# Pages, so few that requests meet the pool's end; and a Theta by which none moves for time.
+# A number of pages so small that requests reach the pool's end, and a Theta by which none moves for
+# time.
 SMALL, NEVER = 6, 1000.0
 
 
@@ -41,17 +42,17 @@ class Served:
 
     @property
     def heads(self) -> list[list[int]]:
-        """Heads of each step, on each device."""
+        """Number of heads on each device, for each step."""
         return [step["heads"] for step in self.lines.steps]
 
     @property
     def preemptions(self) -> int:
-        """Preemptions of all requests."""
+        """Number of preemptions of all requests."""
         return int(self.lines.run["metrics"]["preemptions"])
 
 
 def cases() -> dict[str, RunFile]:
-    """Return the cases: as it stands, on one device, with a near device soon full, as halves."""
+    """Return the cases: as it is, one device, a near device that is soon full, and halves."""
     as_it_is = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     single = as_it_is | {
         "groups": {"primary": {"platform": "cpu"}},
@@ -72,7 +73,7 @@ def cases() -> dict[str, RunFile]:
 
 
 def serve(llm: LLM, work: Sequence[BenchRequest], folder: Path) -> Served:
-    """The requests, greedy and all at once."""
+    """Serve the requests with greedy sampling; all are present at the start."""
     requests, tokens = [], {}
     for index, item in enumerate(work):
         params = SamplingParams(temperature=0, max_tokens=item.max_tokens, ignore_eos=True)
@@ -88,7 +89,10 @@ def serve(llm: LLM, work: Sequence[BenchRequest], folder: Path) -> Served:
 
 
 def median_s(run: Served) -> float:
-    """Median seconds of steps without prompts, with half as many decodes as the most, or more."""
+    """Return the median seconds of the larger steps without prompts.
+
+    A step counts if it has at least half as many decodes as the largest one.
+    """
     steps = [step for step in run.lines.steps if not step["prefill_tokens"]]
     most = max(step["decode_tokens"] for step in steps)
     return statistics.median(
@@ -97,7 +101,7 @@ def median_s(run: Served) -> float:
 
 
 def row(name: str, run: Served) -> Row:
-    """A run in a table."""
+    """Return the row of a run."""
     metrics, most = run.lines.run["metrics"], max(run.heads, key=sum)
     moves = metrics["slice_moves"]
     return {
@@ -120,9 +124,10 @@ def row(name: str, run: Served) -> Row:
 
 
 def moved_while_it_decodes(run: Served, prompts: Mapping[str, int]) -> Sequence[str]:
-    """Requests some of whose heads left the near device after their prompts were done.
+    """Return requests with heads that left the near device after the prompt was done.
 
-    Full pages of a move go first, and then the rest: what follows with the same heads is of it.
+    A move sends full pages first, and then the rest. Further transfers of the same heads belong to
+    the same move.
     """
     found, last = set[str](), dict[str, tuple[Any, int]]()
     for part in run.lines.transfers:
@@ -136,7 +141,7 @@ def moved_while_it_decodes(run: Served, prompts: Mapping[str, int]) -> Sequence[
 
 
 def check(runs: Mapping[str, Served], own_pages: int, prompts: Mapping[str, int]) -> list[Target]:
-    """The dossier's claims of a real run."""
+    """Return the claims about real runs."""
     burst, alone, moved = runs["hetis"], runs["one request"], runs["near is full"]
     most = max(burst.heads, key=sum)
     mean = [sum(step[i] for step in burst.heads) / len(burst.heads) for i in range(len(DEVICES))]
@@ -168,7 +173,7 @@ def check(runs: Mapping[str, Served], own_pages: int, prompts: Mapping[str, int]
 
 
 def real() -> tuple[list[Row], list[Row], list[Target]]:
-    """Run all for real: the heads on each device by step of the burst, and claims."""
+    """Run all cases for real; return the heads on each device by step of the burst, and claims."""
     configs = cases()
     count_cpu_devices(config.cluster() for config in configs.values())
     work = list(configs["hetis"].requests())
@@ -195,6 +200,6 @@ def real() -> tuple[list[Row], list[Row], list[Target]]:
 
 
 def draw_real(heads: Sequence[Row]) -> Figure:
-    """The heads on each device over the burst."""
+    """Draw the heads on each device during the burst."""
     names = {"primary": "with the layers", "near": "2 times slower", "far": "8 times slower"}
     return draw_heads(heads, names, "the demo model on three CPU devices, 25 requests at once")

@@ -1,6 +1,6 @@
-"""Hetis' dispatch beside linear programs, and how long it takes.
+"""Hetis' dispatch compared with linear programs, and the time that it takes.
 
-The paper solves a linear program for all new requests at once and does not say how it rounds.
+The paper solves one linear program for all new requests, and does not say how it rounds.
 """
 
 import random
@@ -40,10 +40,10 @@ def fits(model: str, layers: Any, attention: Any) -> list[AttentionFit]:
 def by_program(
     loads: Sequence[DeviceLoad], requests: Sequence[tuple[int, float]], used: Sequence[bool]
 ) -> tuple[float, np.ndarray] | None:
-    """Eqs. 5 to 7 relaxed, on some of the devices: the slowest one's time, and shares of slices.
+    """Solve eqs. 5 to 7 relaxed; return the slowest device's time, and shares of slices.
 
     Args:
-        requests: slices, and entries of each.
+        requests: number of slices of each request, and entries of each slice.
     """
     D, R = len(loads), len(requests)
     above, most = np.zeros((2 * D, D * R + 1)), np.zeros(2 * D)
@@ -61,7 +61,7 @@ def by_program(
     for j in range(R):
         each[j, j : D * R : R] = 1
     bounds = [(0, None if used[i] else 0) for i in range(D) for _ in range(R)] + [(0, None)]
-    scale = 1e6  # Seconds of a layer are small beside the solver's tolerances.
+    scale = 1e6  # Seconds of a layer are small relative to the solver's tolerances.
     above[:D, :-1], most[:D] = above[:D, :-1] * scale, most[:D] * scale
     slices = [float(count) for count, _ in requests]
     cost = np.append(np.zeros(D * R), 1.0)
@@ -74,9 +74,10 @@ def by_program(
 def best_program(
     loads: Sequence[DeviceLoad], requests: Sequence[tuple[int, float]]
 ) -> tuple[float, np.ndarray] | None:
-    """The best over sets of devices in use: those with load, and so many of the others by order.
+    """Return the best solution over sets of used devices.
 
-    Without sets, the constant of a device that is idle would count as soon as there is one.
+    A set has all devices with load, and the first few of the others. Without such sets, the
+    constant time of an idle device would always count.
     """
     idle = [i for i, load in enumerate(loads) if not load.pairs]
     tried = [
@@ -87,7 +88,7 @@ def best_program(
 
 
 def rounded(shares: np.ndarray, slices: int) -> list[int]:
-    """Whole slices: down, and the largest remainders up."""
+    """Round to whole slices: down, and then up for the largest remainders."""
     counts = np.floor(shares + 1e-9).astype(int)
     by_rest = np.argsort(counts - shares, kind="stable")
     for i in by_rest[: slices - counts.sum()]:
@@ -96,7 +97,7 @@ def rounded(shares: np.ndarray, slices: int) -> list[int]:
 
 
 class ByProgram(Hetis):
-    """Hetis with a linear program for each request, by HiGHS, rounded."""
+    """Hetis with a linear program for each request, solved by HiGHS and rounded."""
 
     def _dispatch(
         self, loads: Sequence[DeviceLoad], slices: int, entries: float, pages: int
@@ -111,12 +112,12 @@ class ByProgram(Hetis):
 
 
 def placed(loads: Sequence[DeviceLoad], counts: Sequence[int], entries: float) -> list[DeviceLoad]:
-    """Return the loads with one request more."""
+    """Return the loads with one more request."""
     return [load.plus(n, entries, 1) for load, n in zip(loads, counts, strict=True)]
 
 
 def compared(inputs: Inputs) -> Part:
-    """Requests at once on empty devices: greedy one by one, the program rounded, and its bound."""
+    """Requests on empty devices: greedy one by one, the rounded program, and its bound."""
     rows, worst, slowest = list[Row](), 0.0, 0.0
     cases = {
         "13B, one A100 and two 3090": (fits(THIRTEEN, (("one", None),), TWO), 40, 9_000),
@@ -144,7 +145,7 @@ def compared(inputs: Inputs) -> Part:
                 by_greedy.append(max(load.seconds for load in loads) / found[0])
                 by_rounding.append(max(load.seconds for load in others) / found[0])
             slowest = max(slowest, max(ms))
-            if count == 16:  # With few, whole slices do not come near the bound.
+            if count == 16:  # With few slices, whole numbers do not come near the bound.
                 worst = max(worst, *by_greedy)
             rows.append(
                 {

@@ -1,8 +1,8 @@
-"""Steps as two halves in turn: where they pay, from how many tokens heads leave, and whole runs.
+"""Steps as two halves in turn: where they are faster, thresholds, and whole runs.
 
-One half's exchange and attention elsewhere hide behind the other
-half's dense layers; weights are read twice. A step without prompts takes the share of heads
-elsewhere with which it is the shortest.
+The exchange of one half, and its attention on other devices, are hidden behind the dense layers of
+the other half, but weights are read twice. A step without prompts has the share of heads on other
+devices with which it is the shortest.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +36,14 @@ from scripts.reproduce.hetis.cases import (
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
-# Of one stage: its model, its group, and those that have heads alone.
+# For one stage: its model, its group, and the groups that have only heads.
 STAGES: dict[str, tuple[str, Any, Sequence[str]]] = {
     "13B, one A100, two 3090": (THIRTEEN, (("one", None),), TWO),
     "70B, four A100, four P100": (SEVENTY, (("a", None),), ("p",)),
 }
 SEQUENCES = (32, 64, 128, 256, 512, 1024)
 ENTRIES = (250, 1000, 4000)
-# Of thresholds: seconds of a layer's exchange, and sequences.
+# For thresholds: seconds of a layer's exchange, and numbers of sequences.
 EXCHANGES, MANY = (60e-6, 100e-6, 200e-6, 1e-3, 1.2e-3, 1.5e-3), 512
 SHARES = [number / 50 for number in range(51)]
 # Model, stages, groups for heads, and load.
@@ -56,13 +56,14 @@ RUNS: dict[str, tuple[str, Any, Sequence[str], tuple[float, int, str]]] = {
     "70B, all at once": (SEVENTY, PRIMARIES, ("p",), (1e6, 500, "sharegpt")),
     "70B, long prompts, all at once": (SEVENTY, PRIMARIES, ("p",), (1e6, 500, "arxiv_4k")),
 }
-# Of sequences, their KV entries and the share of heads elsewhere: whole, and as halves.
+# Returns the seconds of a step, whole and as halves, from sequences, their KV entries, and the
+# share of heads elsewhere.
 Seconds = Callable[[int, float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage, whose steps are decodes that see equally many KV entries."""
+    """A stage with steps of decodes that see equally many KV entries."""
 
     instance: ModelledInstance
 
@@ -72,7 +73,7 @@ class Stage:
         return self.instance.shards[0].heads
 
     def work(self, sequences: int, entries: float, share: float) -> Work:
-        """Return the work with a share of all heads elsewhere, evenly over several groups."""
+        """Return the work with a share of all heads elsewhere, equally many on each device."""
         others = len(self.instance.shards) - 1
         pairs = [(1 - share) * sequences * self.heads]
         pairs += [share * sequences * self.heads / others] * others
@@ -81,14 +82,14 @@ class Stage:
         return Work(sequences, sequences, sequences, sequences, seen, [], sequences, shards)
 
     def seconds(self, sequences: int, entries: float, share: float) -> tuple[float, float]:
-        """Return seconds as a whole, and as halves where there are heads elsewhere."""
+        """Return the seconds as a whole, and as halves if there are heads on other devices."""
         whole, half = (self.work(sequences // n, entries, share) for n in (1, 2))
         both = (whole, replace(whole, halves=[half, half]))
         as_whole, as_halves = (sum(self.instance.cost.stages(each)) for each in both)
         return as_whole, as_halves
 
     def layer(self, sequences: int, entries: float, share: float) -> tuple[float, float]:
-        """Likewise, of one layer in the midst of a step."""
+        """Return the same for one layer in the middle of a step."""
         whole, half = (self.work(sequences // n, entries, share) for n in (1, 2))
         (spread,) = self.instance.cost.parts  # type: ignore[attr-defined]
         times = spread.layer(half)
@@ -97,9 +98,9 @@ class Stage:
         )
 
     def threshold(self, sequences: int, way: int, seconds: Seconds) -> float:
-        """Tokens in flight from which it is shorter with some heads elsewhere, to 1 %."""
+        """Return the tokens in flight from which a step is shorter with heads elsewhere, to 1 %."""
         tokens = float(sequences)
-        # One head of each half on each group, then more.
+        # One head of each half on each group, and then more.
         one = 2 * (len(self.instance.shards) - 1) / (sequences * self.heads)
         while True:
             entries = tokens / sequences
@@ -120,7 +121,7 @@ class Stage:
 
 
 def stage_of(name: str, exchange_s: float | None = None) -> Stage:
-    """A stage, by its own link's latency or another one."""
+    """Return a stage with the latency of its own link, or with another one."""
     model, layers, attention = STAGES[name]
     engine = LARGE | {"half_batches": "by_time"}
     with TemporaryDirectory() as folder:
@@ -154,7 +155,7 @@ def halves(inputs: Inputs) -> Part:
 
 
 def thresholds(inputs: Inputs) -> Part:
-    """Tokens from which heads leave, by exchange, in steps of so many sequences."""
+    """Tokens from which heads leave, by exchange and number of sequences."""
     rows, targets = list[Row](), list[Target]()
     for name in STAGES:
         for exchange in EXCHANGES:
@@ -182,7 +183,7 @@ def thresholds(inputs: Inputs) -> Part:
 
 
 def half_runs(inputs: Inputs) -> Part:
-    """Hetis without halves, and with those that take less time."""
+    """Hetis without halves, and with halves where they take less time."""
     rows = []
     for load, (model, layers, attention, (rate, count, lengths)) in RUNS.items():
         for option in ("never", "by_time"):
@@ -199,7 +200,7 @@ def half_runs(inputs: Inputs) -> Part:
 
 
 def draw_halves() -> Figure:
-    """Seconds of a step by the share of heads elsewhere, whole and as halves."""
+    """Draw the seconds of a step by the share of heads elsewhere, whole and as halves."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     for ax, name in zip(figure.subplots(1, len(STAGES)), STAGES, strict=True):
         stage = stage_of(name)

@@ -1,7 +1,7 @@
-"""Errors of Hetis' eqs. 3 and 4, which are linear, on times that were measured on GPUs.
+"""Errors of Hetis' linear eqs. 3 and 4 on times that were measured on GPUs.
 
-The data are aiconfigurator's (decode attention of vLLM 0.14) and
-Vidur's (send and receive), both public.
+The data are aiconfigurator's (decode attention of vLLM 0.14) and Vidur's (send and receive). Both
+are public.
 """
 
 import csv
@@ -18,24 +18,26 @@ from scripts.reproduce.claims import Target, agrees, holds
 from scripts.reproduce.reproduction import Inputs, Part
 from scripts.tables import Row
 
-# What is measured: counts beside a constant, and seconds.
+# Measurements: counts in addition to a constant, and seconds.
 Points = Sequence[tuple[tuple[float, ...], float]]
 TIMES = 20
-# The paper's accuracies: of attention up to 93.8 %, of transfers 92.4 to 96.1 %; the bar.
+# The paper's accuracies are up to 93.8 % for attention, and 92.4 to 96.1 % for transfers; these are
+# the limits.
 BAR = 90.0
 MOST_BYTES = 64 * 2**20
 
 
 def read(path: Path) -> Iterator[dict[str, str]]:
-    """Rows of a packed csv."""
+    """Yield the rows of a packed CSV file."""
     with gzip.open(path, "rt", newline="", encoding="utf-8") as file:
         yield from csv.DictReader(file)
 
 
 def accuracies(points: Points) -> list[float]:
-    """1 less the mean relative error (%): half of the points are fitted, the others predicted.
+    """Return 1 minus the mean relative error (%) of unfitted points, for several halves.
 
-    By least squares of relative errors, no coefficient below 0; other halves each time.
+    Half of the points are fitted by least squares of relative errors, with no coefficient below 0.
+    The others are predicted.
     """
     found = []
     for seed in range(TIMES):
@@ -44,7 +46,7 @@ def accuracies(points: Points) -> list[float]:
         counts = np.array([(*each, 1.0) for each, _ in mixed])
         seconds = np.array([each for _, each in mixed])
         half = len(mixed) // 2
-        # Columns of one size, or the solver stops early.
+        # Columns are scaled to one size; otherwise, the solver stops early.
         scale = counts[:half].max(0)
         weighed = counts[:half] / scale / seconds[:half, None]
         fitted = nnls(weighed, np.ones(half))[0] / scale
@@ -54,7 +56,7 @@ def accuracies(points: Points) -> list[float]:
 
 
 def of_attention(path: Path, heads: int, kv_heads: int) -> Points:
-    """Eq. 3: pairs of a request and a KV head, and the KV entries that they see."""
+    """Return eq. 3's points: pairs of a request and a KV head, and the entries that they see."""
     found = []
     for row in read(path):
         if (row["kv_cache_dtype"], row["kernel_source"]) != ("bfloat16", "vllm_flash_attn"):
@@ -69,7 +71,7 @@ def of_attention(path: Path, heads: int, kv_heads: int) -> Points:
 
 
 def of_transfers(path: Path, devices_per_node: int) -> Points:
-    """Eq. 4: bytes; between two nodes where there is one device on each."""
+    """Return the points of eq. 4: bytes, between two nodes if each has one device."""
     return [
         ((float(row["size"]),), float(row["time_stats.send_recv.median"]) / 1e3)
         for row in read(path)
@@ -78,7 +80,7 @@ def of_transfers(path: Path, devices_per_node: int) -> Points:
 
 
 def row_of(equation: str, gpu: str, of: str, points: Points) -> Row:
-    """A fit in the table."""
+    """Return the row of a fit."""
     found = accuracies(points)
     return {
         "equation": equation,
@@ -91,7 +93,7 @@ def row_of(equation: str, gpu: str, of: str, points: Points) -> Row:
 
 
 def measured(inputs: Inputs) -> Part:
-    """Fit both equations on all that there is; the claims are of A100 and H100 with GQA."""
+    """Fits of both equations to all data; the claims are about A100 and H100 with GQA."""
     attention, vidur = inputs.path("aiconfigurator"), inputs.path("vidur")
     rows = []
     for gpu in ("a100_sxm", "h100_sxm", "l40s"):

@@ -1,8 +1,8 @@
-"""Tokens in flight from which heads leave the devices with layers, and which go where.
+"""Tokens in flight from which heads leave the devices with layers, and where they go.
 
-Closed form, one stage: a layer's attention takes longer than an
-exchange, ``entries * per_entry = exchange`` (over all heads). A pipeline's step has its share of
-the requests, so that it takes as many times more of them.
+The closed form is for one stage. Heads leave once a layer's attention takes longer than an
+exchange: ``entries * per_entry = exchange`` (over all heads). A step of a pipeline has only its
+share of the requests, so the number of tokens in flight is larger by that factor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,8 @@ from scripts.reproduce.hetis.cases import (
 )
 from scripts.tables import Row
 
-# Model, stages, groups for heads, requests and their tokens, and seconds between two of them.
+# Model, stages, groups for heads, number of requests and their tokens, and seconds between two of
+# them.
 CASES: dict[str, tuple[str, Any, Any, int, tuple[int, int], float]] = {
     "13B, one A100, two 3090": (THIRTEEN, (("one", None),), TWO, 60, (500, 500), 0.1),
     "70B, four A100, four P100": (SEVENTY, (("a", None),), ("p",), 150, (2000, 1500), 0.3),
@@ -40,12 +41,13 @@ EXCHANGES = (60e-6, 100e-6, 200e-6)
 
 @dataclass(frozen=True)
 class Course:
-    """A simulation in which requests come until there are many.
+    """A simulation in which requests arrive until there are many.
 
     Attributes:
-        exchange_s: of a layer, there and back.
+        case: name of the case.
+        exchange_s: seconds of one layer's exchange, there and back.
         expected: tokens in flight at which heads should leave, by the closed form.
-        steps: tokens in flight, and of each stage the heads on each device.
+        steps: for each step, the tokens in flight, and each stage's heads on each device.
     """
 
     case: str
@@ -81,7 +83,7 @@ def served(case: str, config: RunFile, folder: Path) -> Iterator[tuple[int, list
 
 
 def closed_form(config: RunFile) -> float:
-    """Tokens in flight at which the first stage's heads leave."""
+    """Return the tokens in flight at which the first stage's heads leave."""
     instance = modelled(config)
     stages, least = len(instance.layers), float("inf")
     for stage in range(stages):
@@ -95,10 +97,10 @@ def closed_form(config: RunFile) -> float:
 
 
 def offload(found: Sequence[Course]) -> tuple[list[Row], list[Target]]:
-    """Closed form against simulation, and how often the devices with layers have fewer heads."""
+    """Compare the closed form with simulations, and count steps with few heads on own devices."""
     rows, targets = list[Row](), list[Target]()
     for course in found:
-        # Once gone, they come back late: what is asked is when the first ones leave.
+        # Heads that have left return late; this is about when the first ones leave.
         gone = (tokens for tokens, stages in course.steps if any(sum(s[1:]) for s in stages))
         began, expected, us = next(gone, 0), course.expected, round(1e6 * course.exchange_s)
         fewer = sum(any(s[0] < max(s[1:]) for s in stages) for _, stages in course.steps)

@@ -13,15 +13,16 @@ from scripts.reproduce.hetis.cases import THIRTEEN, TWO, cluster, hetis, modelle
 from scripts.reproduce.hetis.offload import Course
 from scripts.reproduce.recorded import recorded
 
-# Fig. 14's course: requests/s, and for how many seconds.
+# Fig. 14's load: requests/s, and seconds.
 RATES = ((5.0, 40.0), (0.0, 30.0), (2.5, 40.0), (0.0, 20.0))
 
 
 def draw_heads(rows: Sequence[Mapping[str, float]], names: Mapping[str, str], title: str) -> Figure:
-    """KV heads of a step's requests on each device, over time.
+    """Draw the KV heads of a step's requests on each device, over time.
 
     Args:
-        rows: of each step, its ``seconds`` and the heads by device; ``names``: to be shown.
+        rows: for each step, its ``seconds`` and the heads by device.
+        names: names of the devices to show.
     """
     figure = Figure(figsize=(8, 3), layout="constrained")
     ax = figure.subplots()
@@ -38,7 +39,7 @@ def draw_heads(rows: Sequence[Mapping[str, float]], names: Mapping[str, str], ti
 
 
 def draw_burst() -> Figure:
-    """13B on one A100, with two 3090 for heads: the load comes, goes, and comes again."""
+    """Draw 13B on one A100, with two 3090 for heads: the load comes, goes, and comes again."""
     draw, work, now = random.Random(0), list[BenchRequest](), 0.0
     config = cluster(THIRTEEN, (("one", None),), TWO, hetis(), count=1000)
     lengths = iter(config.requests())
@@ -60,7 +61,7 @@ def draw_burst() -> Figure:
 
 
 def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Tokens that fit, by model; a way that a model was not tried with has no bar."""
+    """Draw the tokens that fit, by model; a way that a model was not tried with has no bar."""
     models = ("70B", "13B", "OPT-30B")
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     found: dict[str, dict[str, Mapping[str, Any]]] = {model: {} for model in models}
@@ -86,14 +87,14 @@ def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_offload(found: Sequence[Course]) -> Figure:
-    """The own devices' share of the heads by tokens in flight; closed forms as dashed lines."""
+    """Draw the own devices' share of heads by tokens in flight; dashed lines are closed forms."""
     cases = list(dict.fromkeys(course.case for course in found))
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     for ax, case in zip(figure.subplots(1, len(cases)), cases, strict=True):
         for colour, course in zip(
             COLOURS, (each for each in found if each.case == case), strict=False
         ):
-            # While requests come; then they end one by one.
+            # While requests arrive; afterwards, they end one by one.
             peak = max(range(len(course.steps)), key=lambda i: course.steps[i][0])
             steps = course.steps[: peak + 1]
             own = [sum(stage[0] for stage in stages) / sum(map(sum, stages)) for _, stages in steps]

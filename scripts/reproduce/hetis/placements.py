@@ -1,4 +1,4 @@
-"""Hetis' primaries by Table 1, and how long its search takes."""
+"""Hetis' primaries compared with Table 1, and the time of its search."""
 
 import time
 from pathlib import Path
@@ -19,7 +19,7 @@ RULES: tuple[ShareRule, ...] = ("cumulative", "stepwise")
 
 
 def placements(inputs: Inputs) -> Part:
-    """GPUs that keep layers, by Table 1, and the search's size and time."""
+    """GPUs that keep layers, compared with Table 1, and the search's size and time."""
     rows: list[Row] = []
     for name, of_kind in (("prefill", PREFILL), ("decode", DECODE)):
         for most in (0.01, 0.03, 0.05, 0.1):
@@ -39,9 +39,9 @@ def placements(inputs: Inputs) -> Part:
 
 
 def search_of_160() -> tuple[float, int]:
-    """CPU seconds of the planner's search among five kinds of 32 GPUs, and how many groupings.
+    """Return the CPU seconds of a search among 5 kinds of 32 GPUs, and the number of groupings.
 
-    All GPUs keep their layers, so that there are most of them.
+    All GPUs keep their layers, which gives the most groupings.
     """
     of_prefill = {
         "H100-SXM": 1.0,

@@ -26,7 +26,7 @@ STATIC = {
     "decode speeds": (("a", 44), ("b", 15), ("c", 15), ("p", 6)),
     "memory": (("a", 55), ("b", 9), ("c", 8), ("p", 8)),
 }
-# Load, lengths, requests/s, and how many.
+# Load, lengths, requests/s, and number of requests.
 LOADS = (
     ("1.5 requests/s", "sharegpt", 1.5, 500),
     ("5 requests/s", "sharegpt", 5.0, 500),
@@ -34,7 +34,7 @@ LOADS = (
     ("long prompts, 0.8 requests/s", "arxiv_4k", 0.8, 250),
     ("long prompts, all at once", "arxiv_4k", 1e6, 500),
 )
-# Of models whose layers the A100s have alone; pipelines by Table 1's prefill.
+# For models whose layers only the A100s have; pipelines are by Table 1's prefill.
 SMALLER = {
     "13B": (THIRTEEN, (("a", 28), ("b", 6), ("c", 5), ("p", 1))),
     "OPT-30B": (THIRTY, (("a", 33), ("b", 7), ("c", 7), ("p", 1))),
@@ -45,7 +45,7 @@ FIGURES = ("TTFT p50", "TBT p50", "requests/s")
 
 
 def systems(inputs: Inputs) -> Part:
-    """70B on all of the cluster: Hetis, its primaries alone, and pipelines over all GPUs."""
+    """70B on the whole cluster: Hetis, its primaries alone, and pipelines over all GPUs."""
     ways: dict[str, tuple[Any, Any, Any]] = {
         "Hetis": (PRIMARIES, ("p",), hetis()),
         "Hetis, heads by memory": (PRIMARIES, ("p",), hetis(placement="memory")),
@@ -69,7 +69,7 @@ def systems(inputs: Inputs) -> Part:
 
 
 def ratios_to(rows: list[Row], other: str) -> dict[tuple[str, str], float]:
-    """The ratio of Hetis to another system, by load and figure."""
+    """Return the ratio of Hetis to another system, by load and figure."""
     by = {(row["load"], row["system"]): row for row in rows}
     found = {}
     for name, *_ in LOADS:
@@ -82,7 +82,7 @@ def ratios_to(rows: list[Row], other: str) -> dict[tuple[str, str], float]:
 def better_than(
     ratios: Mapping[tuple[str, str], float], words: str, least: float, criterion: str
 ) -> list[Target]:
-    """Claims of our own that Hetis is better at each load: the paper's figures of them are lost."""
+    """Return claims that Hetis is better at each load; the paper's own figures are lost."""
     return [
         agrees(
             f"70B, {name}: {figure} beside {words}", f"{ratio:.3f} times", ratio >= least, criterion
@@ -92,13 +92,13 @@ def better_than(
 
 
 def _most(claim: str, paper: float, ours: float) -> Target:
-    """A paper's "up to so many times"."""
+    """Return the target for a paper's "up to N times"."""
     criterion = f"{paper:g} times or more"
     return holds(claim, f"up to {paper:g}", f"{ours:.3f} times", ours >= paper, criterion)
 
 
 def smaller_models(inputs: Inputs) -> Part:
-    """Run models without GQA, where the layers need the A100s alone."""
+    """Models without GQA, whose layers need only the A100s."""
     rows, targets, ratios = list[Row](), list[Target](), list[float]()
     for name, (model, static) in SMALLER.items():
         ways: dict[str, tuple[Any, Any, Any]] = {
@@ -122,7 +122,7 @@ def smaller_models(inputs: Inputs) -> Part:
 
 
 def redispatch(inputs: Inputs) -> Part:
-    """13B with pools that are too small: moves against preemption of the latest, and Theta."""
+    """13B with pools that are too small: moves, preemption of the latest request, and Theta."""
     pools = {"num_pages": 400, "max_num_seqs": 256}
     ways: dict[str, dict[str, Any]] = {"LIFO": hetis(theta=None)}
     ways |= {
@@ -161,7 +161,7 @@ def redispatch(inputs: Inputs) -> Part:
 
 
 def wrong_figures(inputs: Inputs) -> Part:
-    """Cost of wrong coefficients of eqs. 3 and 4: each that is not 0, 13B at 5 requests/s."""
+    """Cost of wrong coefficients of eqs. 3 and 4 (each that is not 0), 13B at 5 requests/s."""
     instance = modelled(cluster(THIRTEEN, (("one", None),), TWO, hetis()))
     fits = {shard.group: vars(shard.cost.fit) for shard in instance.shards if shard.cost}
     rows = [{"coefficient": "none", "change (%)": 0, **_with(fits)}]
@@ -181,7 +181,7 @@ def wrong_figures(inputs: Inputs) -> Part:
     }
     says = ", ".join(f"{100 * cost:.1f} % at {most} %" for most, cost in costs.items())
     worst = max(costs[10], costs[20])
-    # The public text lacks by how much the paper's coefficients are off: 20 % is chosen here.
+    # The public text does not say how wrong the paper's coefficients are; 20 % is our choice.
     claim = "coefficients that are off cost at most 6.9 % of the time per token (Fig. 16)"
     criterion = "at most 6.9 % at 10 and at 20 %, chosen here"
     return Part(rows, [holds(claim, "6.9 %", says, worst <= 0.069, criterion, "calibrated")])

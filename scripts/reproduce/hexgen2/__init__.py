@@ -1,4 +1,4 @@
-"""HexGen-2's Tables 3, 4 and 5 by our planner and simulator, beside the paper's.
+"""HexGen-2's Tables 3, 4 and 5 by our planner and simulator, compared with the paper's.
 
 Most parts take minutes.
 """
@@ -19,7 +19,7 @@ def drawn(inputs: Inputs) -> Part:
 
 
 def ratios(inputs: Inputs) -> Part:
-    """Settings 1 and 5 by 8 H100s."""
+    """Settings 1 and 5 relative to 8 H100s."""
     rows = inputs.rows("plans")
     found = regimes.ratios(*both(inputs), rows)
     claims = regimes.regime_targets(rows, found)
@@ -27,7 +27,7 @@ def ratios(inputs: Inputs) -> Part:
 
 
 def rents_and_settings(inputs: Inputs) -> Part:
-    """GPUs that a budget would rent, and the paper's settings beside those."""
+    """GPUs that a budget would rent, compared with the paper's settings."""
     rented = rents.frontier(str(PLAN), BUDGETS, most=32)
     hardware = [str(CLUSTERS / f"hexgen2_{name}.yaml") for name in SETTINGS]
     rows = rents.together(rented, rents.points(str(PLAN), hardware))
@@ -35,8 +35,8 @@ def rents_and_settings(inputs: Inputs) -> Part:
 
 
 def real(inputs: Inputs) -> Part:
-    """Five plans for real on this machine's CPU, of a profile that plan_cpu.py has read."""
-    from scripts.reproduce.hexgen2 import cpu  # It loads JAX.
+    """Five plans for real on this machine's CPU, from a profile that plan_cpu.py has read."""
+    from scripts.reproduce.hexgen2 import cpu  # This imports JAX.
 
     folder = inputs.kept / f"runs-{inputs.code()[:12]}"
     folder.mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
-"""HexGen-2's plans for groups of this machine's CPU, run for real: what is planned, and what flows.
+"""HexGen-2's plans for groups of this machine's CPU, run for real: planned and real rates.
 
-Plans configs/plan/hexgen2_cpu.yaml, which has the figures of a profile of this machine (see
-``plan_cpu.py``), for three mixes of lengths, and serves requests by each plan, and by the same
-groups with their roles swapped, all requests there at the start.
+The plan file is configs/plan/hexgen2_cpu.yaml, with the figures of a profile of this machine (see
+``plan_cpu.py``). It is planned for three mixes of lengths. Requests are served by each plan, and by
+the same groups with swapped roles. All requests are present at the start.
 """
 
 import gc
@@ -35,12 +35,13 @@ from scripts.reproduce.hexgen2.plan_cpu import real as on_cpu
 from scripts.reproduce.hexgen2.runs import planner_of, requests_s
 from scripts.tables import Row
 
-# Lengths of which prompts and answers take about as long, prompts longer, and answers longer.
+# Lengths at which prompts and answers take about equally long, prompts take longer, and answers
+# take longer.
 FILES = {"both": "bursts", "prompts": "prefill_heavy", "answers": "one_burst"}
-# Where the plan has unlike groups for the two roles.
+# Lengths for which the two roles have unlike groups in the plan.
 SWAPPED = ("prompts", "answers")
 OTHER: dict[GroupRole, GroupRole] = {"prefill": "decode", "decode": "prefill"}
-# Of a run, about; each length of the file comes twice at least.
+# About the seconds of a run; each length of the file is used at least twice.
 SECONDS, TIMES = 170.0, 2
 
 
@@ -49,9 +50,11 @@ class Case:
     """A plan for some lengths.
 
     Attributes:
-        flow: requests per second that are planned for.
-        part: of a run file.
-        words: its prefill and its decode groups.
+        name: name of the case.
+        problem: the planner's problem.
+        flow: planned requests per second.
+        part: the planned part of a run file.
+        words: its prefill groups and its decode groups.
     """
 
     name: str
@@ -62,24 +65,24 @@ class Case:
 
     @property
     def work(self) -> list[BenchRequest]:
-        """The file's lengths several times, in any order, all at the start."""
+        """Return the file's lengths several times, in random order, all at the start."""
         file = [replace(item, arrival=0.0) for item in self.problem.work]
         times = max(ceil(self.flow * SECONDS / len(file)), TIMES)
         return random.Random(0).sample(times * file, times * len(file))
 
     @property
     def config(self) -> RunFile:
-        """Run file on emulated groups of the CPU."""
+        """Return the run file for emulated groups of the CPU."""
         return as_run_file(on_cpu(self.part, self.problem.run_file(self.part)))
 
     def simulated(self) -> float:
-        """Requests per second by the costs that were planned with."""
+        """Return the requests per second with the costs of the plan."""
         config = as_run_file(self.problem.run_file(self.part))
         return requests_s(simulate(config, self.work))
 
 
 def cases() -> dict[str, Case]:
-    """Return our planner's plans by name, some with roles swapped too."""
+    """Return our planner's plans by name, some also with swapped roles."""
     found = {}
     for name, file in FILES.items():
         work = read_workload(f"configs/cpu/{file}.csv")
@@ -115,7 +118,7 @@ def groups_of(site: Site, plan: Certified) -> tuple[str, str]:
 
 
 def serve(case: Case, folder: Path) -> None:
-    """Serve the requests, for real."""
+    """Serve the requests for real."""
     llm = LLM.from_config(case.config, progress=False)
     requests = []
     for index, item in enumerate(case.work):
@@ -130,7 +133,7 @@ def serve(case: Case, folder: Path) -> None:
 
 
 def row_of(case: Case, folder: Path) -> Row:
-    """A run beside its plan."""
+    """Return the row of a run, compared with its plan."""
     run = read_lines(run_folders(folder)[-1]).run
     found = run["metrics"]["steady_requests_s"]
     lengths = [(item.prompt_len, item.max_tokens) for item in case.problem.work]
@@ -152,7 +155,7 @@ def row_of(case: Case, folder: Path) -> Row:
 
 
 def targets_of(rows: Sequence[Row]) -> list[Target]:
-    """Return targets on plans' flows, and on roles: planned ones carry more than swapped ones."""
+    """Return targets for plans' flows, and for planned roles compared with swapped ones."""
     by_name = {row["lengths"]: row for row in rows}
     shares = [by_name[name]["real"] / by_name[name]["planned (requests/s)"] for name in FILES]
     furthest = max(shares, key=lambda share: abs(share - 1))
@@ -167,11 +170,11 @@ def targets_of(rows: Sequence[Row]) -> list[Target]:
 
 
 def real(folder: Path) -> tuple[list[Row], list[Target]]:
-    """A row for each plan, of its run.
+    """Return the row of each plan's run.
 
     Args:
-        folder: keeps runs, which take three to five minutes each, without anything else on the
-            machine; those that it has are not run again.
+        folder: folder for the runs. A run takes three to five minutes, without anything else on the
+            machine. Runs that the folder already has are not repeated.
     """
     known = cases()
     folders = {name: folder / name.replace(", ", "_") for name in known}

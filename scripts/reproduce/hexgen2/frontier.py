@@ -1,12 +1,12 @@
-"""GPUs that a budget should rent: bounds of what the best groups of them carry, by dollars.
+"""Find the GPUs that a budget should rent: upper bounds on their requests per second, by dollars.
 
     python -m scripts.reproduce.hexgen2.frontier configs/plan/hexgen2.yaml --budgets 15,20,25,30 \
         [--hardware configs/clusters/hexgen2_heterogeneous_5.yaml] [--out DIR]
 
-For a plan file of `planner: hexgen2`, whose hardware file's nodes have prices, which are those of
-their GPUs: of a kind with several prices, the lowest. As if all that is rented were beside each
-other: a network only lowers it. Each hardware file is a point beside that: what its own GPUs carry
-at best, likewise, and what is planned for them on their nodes and network.
+The plan file must have `planner: hexgen2`, and the nodes of its hardware file must have prices. The
+price of a GPU is that of its node; of several prices for a kind, the lowest counts. The bound
+assumes that all rented GPUs are in one node, because a network only lowers the rate. Each hardware
+file adds a point: the bound for its own GPUs, and the planned rate on their nodes and network.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ _LAST = ("requests/s", "at most", "planned")
 def frontier(
     plan_file: str, budgets: Sequence[float], most: int, settings: Sequence[str] = ()
 ) -> list[Row]:
-    """A row for each budget, and one for the GPUs of the file.
+    """Return a row for each budget, and one for the GPUs of the file.
 
     Args:
-        most: GPUs of a kind that there are to rent.
+        most: largest number of GPUs of a kind to rent.
 
     Raises:
         JaxinferError: it is no plan file of this planner, or lacks a price.
@@ -50,10 +50,10 @@ def frontier(
 
 
 def points(plan_file: str, hardware: Sequence[str]) -> list[Row]:
-    """A row for the GPUs of each hardware file, with what is planned for them on their network.
+    """Return a row for each hardware file, with the planned rate on its network.
 
     Raises:
-        JaxinferError: as ``frontier``; or nothing there holds the model.
+        JaxinferError: see ``frontier``; or the model fits on none of its groups.
     """
     rows = []
     for path in hardware:
@@ -85,13 +85,13 @@ class Asked:
             raise JaxinferError(f"{plan_file}: {error}") from None
 
     def mix(self) -> PooledPlan:
-        """Return the best mix of all of its GPUs, as if beside each other."""
+        """Return the best mix of all its GPUs, as if they were in one node."""
         there = counts_by_kind(self.capacity.site)
         options = configurations(self.capacity.as_local(), there, self.most_gpus)
         return best_mix(options, there, [inf] * len(there))
 
     def row(self, name: str, mix: PooledPlan) -> Row:
-        """Return a table's row: GPUs, their cost, and the rate that they carry."""
+        """Return a row: GPUs, their cost, and their requests per second."""
         site = self.capacity.site
         kinds = range(len(self.usd))
         names = [site.nodes[site.types[site.kind_of_type.index(kind)]].gpu for kind in kinds]
@@ -105,7 +105,7 @@ class Asked:
 
 
 def together(rented: Sequence[Row], files: Sequence[Row]) -> list[Row]:
-    """A single table: who lacks a kind of GPU has none, and what is rented is not planned."""
+    """Join both tables; a missing kind of GPU counts as 0, and rented GPUs have no planned rate."""
     columns = [name for name in rented[0] if name not in ("requests/s", "at most")]
     columns += [name for row in files for name in row if name not in (*columns, *_LAST)]
     return [
@@ -115,7 +115,7 @@ def together(rented: Sequence[Row], files: Sequence[Row]) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """The frontier, and files under it."""
+    """Draw the frontier, and the files below it."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     ax = figure.subplots()
     rented = [row for row in rows if row["GPUs"] == "rented"]
@@ -142,7 +142,7 @@ def draw(rows: Sequence[Row]) -> Figure:
             label=label,
         )
     for place, row in enumerate(sorted(files, key=lambda row: float(row["$/h"]))):
-        # Files of nearly the same price take turns above and below their marks.
+        # Labels of files with nearly the same price are above and below their marks in turn.
         up = place % 2 == 0
         top = max(float(row["planned"]), float(row["requests/s"]))
         ax.annotate(
@@ -171,7 +171,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 def main(
     plan_file: str, budgets: str, most: int, hardware: Sequence[str], out: Path | None
 ) -> None:
-    """Print the frontier, and the GPUs of files beside it."""
+    """Print the frontier, and the points of the hardware files."""
     rented = frontier(plan_file, [float(text) for text in budgets.split(",")], most)
     rows = together(rented, points(plan_file, hardware))
     show_table(rows)

@@ -1,12 +1,13 @@
-"""Plan HexGen-2 for slowed-down groups of this machine's CPU, and write what runs the plan.
+"""Plan HexGen-2 for slowed-down groups of this machine's CPU, and write the run file.
 
     jaxinfer profile configs/cpu/hexgen2.yaml --out runs/profile
     python -m scripts.reproduce.hexgen2.plan_cpu --quick PROFILE.json --slow PROFILE.json
     python -m scripts.reproduce.hexgen2.plan_cpu
 
-The first two measure, and put what was measured into configs/plan/hexgen2_cpu.yaml: of an instance
-on a quick group (prefill0) and of one on slow ones (prefill1), in the files that the first one
-names. The last one plans, and writes configs/cpu/hexgen2.yaml. From the repository's root.
+Run these from the repository's root. The first command measures, and prints the files of its
+profiles. The second puts two of these profiles into configs/plan/hexgen2_cpu.yaml: of an instance
+on a quick group (prefill0), and of one on slow groups (prefill1). The third plans, and writes
+configs/cpu/hexgen2.yaml.
 """
 
 from collections import defaultdict
@@ -29,7 +30,7 @@ from scripts.reproduce.hexgen2.runs import planner_of
 
 PLAN, RUN = Path("configs/plan/hexgen2_cpu.yaml"), Path("configs/cpu/hexgen2.yaml")
 MODEL = "smollm2-135m-instruct"
-# How many times a group of each node is slower than this machine.
+# Factor by which a group of each node is slower than this machine.
 SLOWDOWNS = {"quick": 6, "slow": 16}
 KINDS = {"quick": "quick-cpu", "slow": "slow-cpu"}
 CHUNK = 128
@@ -51,7 +52,7 @@ HEADING = """\
 
 
 def phases(profile: Profile, slower: Sequence[float]) -> dict[str, Any]:
-    """Cronus' eq. 3 of full chunks, and decodes by the rows that a step is padded to.
+    """Return Cronus' eq. 3 for full chunks, and decodes by the padded number of rows.
 
     A chunk of C tokens after s entries adds C (2 s + C) pairs.
     """
@@ -66,7 +67,10 @@ def phases(profile: Profile, slower: Sequence[float]) -> dict[str, Any]:
 
 
 def decodes(profile: Profile, slower: Sequence[float]) -> list[dict[str, float]]:
-    """Aladdin's eq. 3 for each number of rows, as one of fewer takes what the next larger does."""
+    """Return Aladdin's eq. 3 for each padded number of rows.
+
+    A step with fewer rows takes as long as one with the next larger padded number.
+    """
     by_rows: defaultdict[int, list[tuple[tuple[float, ...], float]]] = defaultdict(list)
     for point in profile.points:
         if not (work := work_of_parts(point.parts)).chunks:
@@ -86,7 +90,7 @@ def _short(costs: Mapping[str, float]) -> dict[str, float]:
 
 
 def write_plan(profiles: Mapping[str, Profile]) -> None:
-    """The plan file with what was measured of each node's groups."""
+    """Write the plan file with the measurements of each node's groups."""
     data = yaml.safe_load(PLAN.read_text(encoding="utf-8"))
     measured = {}
     for node, profile in profiles.items():
@@ -109,18 +113,18 @@ def section(name: str, value: Any) -> str:
 
 
 def in_line(value: Any) -> str:
-    """YAML in one line, or a few."""
+    """Format a value as YAML in one line or a few."""
     text = yaml.safe_dump(value, sort_keys=False, default_flow_style=True, width=88)
     return text.strip().replace("\n", "\n    ")
 
 
 def as_text(data: dict[str, Any]) -> str:
-    """YAML in short lines."""
+    """Format a value as YAML in short lines."""
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
 
 
 def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """A planned part as a run file of emulated CPU groups."""
+    """Return a planned part as a run file of emulated CPU groups."""
     modelled = model_cluster(model_site(resolve(as_run_file(run)))).instances
     nodes = {name: costs["node"] for name, costs in part["simulate"]["groups"].items()}
     groups = {
@@ -128,7 +132,7 @@ def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         for name, node in nodes.items()
     }
     instances = {
-        # As many pages as the memory that was planned with has room for.
+        # As many pages as fit into the memory of the plan.
         name: {**instance, "num_pages": min(min(modelled[name].num_pages), 320)}
         for name, instance in part["instances"].items()
     }
@@ -150,7 +154,7 @@ def real(part: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_run() -> None:
-    """The plan as a run file."""
+    """Write the plan as a run file."""
     problem = load_problem(PLAN)
     planner = planner_of(problem)
     candidate = planner.candidate(problem, planner.certified(problem))

@@ -1,4 +1,4 @@
-"""Setting 1 and 5 against eight H100s, in three regimes."""
+"""Settings 1 and 5 compared with eight H100s, in three regimes."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -28,13 +28,13 @@ from scripts.tables import Row
 
 SETTINGS = {"8 H100": "homogeneous", "setting 1": "heterogeneous_1", "setting 5": "heterogeneous_5"}
 BASE, OTHER = "8 H100", "2 x prefill TP2, decode TP4"
-# Of what a ratio is: planned flows, simulated tokens; with the engine's limits and without.
+# What a ratio compares: planned flows or simulated tokens, with the engine's limits and without.
 REGIMES = ("planner's model", "simulated", "model, no limits", "simulated, no limits")
 PAPER = [ours / theirs for ours, theirs in zip(TABLE_3, DISTSERVE_3, strict=True)]
 
 
 def regimes(inputs: Inputs) -> Part:
-    """Simulate each cluster with the planner's own plan for each workload."""
+    """Each cluster, simulated with the planner's own plan for each workload."""
     trace, clusters = both(inputs)
     rows = []
     for name in WORKLOADS:
@@ -95,7 +95,7 @@ def ratios(trace: Work, clusters: Clusters, rows: Sequence[Row]) -> list[Row]:
 
 
 def regime_targets(rows: Sequence[Row], found: Sequence[Row]) -> list[Target]:
-    """Means over the five workloads; gaps; and whether what is planned is what flows."""
+    """Return targets for means over five workloads, gaps, and planned and real flows."""
     targets = []
     for regime in (*REGIMES, "by their other plan"):
         for setting, paper in (("setting 1", fmean(PAPER)), ("setting 5", 1.0)):
@@ -106,7 +106,7 @@ def regime_targets(rows: Sequence[Row], found: Sequence[Row]) -> list[Target]:
     targets.append(
         agrees("our plans by the bound: largest gap", f"{gap:g} %", gap <= 1, "at most 1 %")
     )
-    # Of classes: what "online" is served at is less than what is planned.
+    # For classes only, because "online" is served at less than the planned rate.
     ways = dict.fromkeys((row["cluster"], row["engine"]) for row in rows)
     for setting, engine in ways:
         shares = [

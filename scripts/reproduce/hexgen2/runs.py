@@ -27,13 +27,13 @@ from scripts.tables import CONFIGS
 
 PLAN, CLUSTERS = CONFIGS / "plan" / "hexgen2.yaml", CONFIGS / "clusters"
 CLASSES = ("HPLD", "HPHD", "LPHD", "LPLD")
-# "online" has requests of all classes, at 75 % of what the cluster carries.
+# "online" has requests of all classes, at 75 % of the cluster's rate.
 WORKLOADS = (*CLASSES, "online")
 REQUESTS, LOAD = 1000, 0.75
-# Where instances have hundreds of requests at once, 1,000 are mostly ramp and drain.
+# If instances have hundreds of requests at once, runs of 1,000 are mostly ramp and drain.
 MANY = 2000
 LLAMA, OPT = "llama-2-70b", "opt-30b"
-# 100 Gb/s between nodes, where Figure 4 only draws; and 10.
+# 100 Gb/s between nodes, as Figure 4 only shows a drawing; and 10 Gb/s.
 FAST, SLOW = 12.5, 1.25
 TRACE = "azure_conversation.csv"
 GPUS = {"H100-SXM": "H100", "A100-80G-SXM": "A100", "L40": "L40", "RTX-A6000": "A6000"}
@@ -41,11 +41,12 @@ GPUS = {"H100-SXM": "H100", "A100-80G-SXM": "A100", "L40": "L40", "RTX-A6000": "
 
 @dataclass(frozen=True)
 class Engine:
-    """Limits that the paper's engine is taken to have.
+    """Assumed limits of the paper's engine.
 
     Attributes:
-        step_s: seconds of each step; ``seqs``: decodes of an instance at once; ``prefill_tokens``:
-            those of a prefill step, at most.
+        step_s: seconds of each step.
+        seqs: number of decodes of an instance at a time.
+        prefill_tokens: largest number of tokens of a prefill step.
     """
 
     step_s: float = 0.020
@@ -63,13 +64,13 @@ def of_class(trace: Work, name: str) -> list[BenchRequest]:
 
 
 def draw(trace: Work, name: str, count: int = REQUESTS) -> list[BenchRequest]:
-    """Different requests of a class; of a class that has fewer, some several times."""
+    """Draw different requests of a class; if it has fewer, some are repeated."""
     there, rng = of_class(trace, name), random.Random(0)
     return rng.sample(there, count) if count <= len(there) else rng.choices(there, k=count)
 
 
 def poisson(work: Work, rate: float) -> list[BenchRequest]:
-    """The same requests at so many per second."""
+    """Return the same requests with Poisson arrivals at this rate."""
     rng, now, found = random.Random(1), 0.0, []
     for item in work:
         now += rng.expovariate(rate)
@@ -82,7 +83,9 @@ class Cluster:
     """Nodes, a model and an engine.
 
     Attributes:
-        hardware: a path.
+        hardware: path of the hardware file.
+        model: name of the model.
+        engine: limits of the engine.
     """
 
     hardware: Path
@@ -90,7 +93,7 @@ class Cluster:
     engine: Engine = LIMITED
 
     def problem(self, work: Work, settings: Sequence[str] = ()) -> Problem:
-        """A plan file's, for these requests."""
+        """Return the plan file's problem for these requests."""
         return load_problem(
             PLAN,
             [
@@ -105,10 +108,10 @@ class Cluster:
 
 
 class Clusters:
-    """The paper's, with any network.
+    """The paper's clusters, with any network.
 
     Args:
-        folder: for their files.
+        folder: folder for their files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +120,7 @@ class Clusters:
     def setting(
         self, name: str, model: str = LLAMA, engine: Engine = LIMITED, nic_gb_s: float = FAST
     ) -> Cluster:
-        """A file of configs/clusters, such as ``heterogeneous_1``, with another network."""
+        """Return a cluster of configs/clusters, like ``heterogeneous_1``, with another network."""
         data = yaml.safe_load((CLUSTERS / f"hexgen2_{name}.yaml").read_text(encoding="utf-8"))
         return self._cluster(f"{name}_{nic_gb_s}", data, model, engine, nic_gb_s)
 
@@ -127,7 +130,7 @@ class Clusters:
         return self._cluster("four_h100", _made_up(nodes), OPT, engine, FAST)
 
     def of_size(self, gpus: int, nic_gb_s: float = FAST) -> Cluster:
-        """Nodes of eight GPUs, as many of each of four kinds."""
+        """Return nodes of eight GPUs, with equally many nodes of each of four kinds."""
         nodes = {
             f"n{number}": {"gpu": list(GPUS)[number % len(GPUS)], "gpus": 8}
             for number in range(gpus // 8)
@@ -149,7 +152,7 @@ def _made_up(nodes: dict[str, Any]) -> dict[str, Any]:
 
 
 def both(inputs: Inputs) -> tuple[Work, Clusters]:
-    """The trace, and the clusters, whose files are kept."""
+    """Return the trace, and the clusters, whose files are kept."""
     folder = inputs.kept / "clusters"
     folder.mkdir(exist_ok=True)
     return inputs.work(TRACE), Clusters(folder)
@@ -157,10 +160,12 @@ def both(inputs: Inputs) -> tuple[Work, Clusters]:
 
 @dataclass(frozen=True)
 class Given:
-    """A group of a plan that is given: GPUs by node, and tensor parallelism of each stage.
+    """A group of a given plan.
 
     Attributes:
-        stages: the number of a node among the group's, and the GPUs.
+        role: whether it prefills or decodes.
+        group: its GPUs by node.
+        stages: for each stage, the number of its node in the group, and its number of GPUs.
     """
 
     role: GroupRole
@@ -168,7 +173,8 @@ class Given:
     stages: Shape
 
 
-# Table 2, Llama-2-70B in setting 1: "H100 + A100, 1/2" and so on (TP/PP). Nodes as in the file.
+# Table 2, Llama-2-70B in setting 1: "H100 + A100, 1/2" and so on (TP/PP), with the nodes of the
+# file.
 H, A, L, R = range(4)
 TABLE_2 = [
     Given("prefill", ((H, 1), (A, 1)), ((0, 1), (1, 1))),
@@ -181,13 +187,13 @@ TABLE_2 = [
 
 
 def alike(role: GroupRole, count: int, *stages: int) -> list[Given]:
-    """So many groups on the first node, each of stages with so many GPUs."""
+    """Return ``count`` equal groups on the first node, with stages of these numbers of GPUs."""
     shape = tuple((0, tp) for tp in stages)
     return [Given(role, ((0, sum(stages)),), shape)] * count
 
 
 def placed(capacity: Modelled, plan: Sequence[Given]) -> list[PlacedGroup]:
-    """Place each group's layers and stages in the order in which it carries most."""
+    """Place each group's layers and stages in the order with the highest rate."""
     found = []
     for given in plan:
         signature = signature_of(capacity.site, given.group)
@@ -203,8 +209,11 @@ class Planned:
     """A plan for a workload.
 
     Attributes:
-        flow: requests per second that are planned for; ``bound``: that none exceeds, where known.
-        part: of a run file.
+        problem: the planner's problem.
+        flow: planned requests per second.
+        part: the planned part of a run file.
+        words: the plan in words.
+        bound: upper bound on the flow of all plans; None if unknown.
     """
 
     problem: Problem
@@ -215,7 +224,7 @@ class Planned:
 
     @property
     def tokens_s(self) -> float:
-        """Output tokens per second that are planned for."""
+        """Planned output tokens per second."""
         work = self.problem.work
         return self.flow * sum(item.max_tokens for item in work) / len(work)
 
@@ -224,28 +233,28 @@ class Planned:
         return simulate(as_run_file(self.problem.run_file(self.part)), work)
 
     def saturated(self) -> RunMetrics:
-        """Serve all of the requests at once."""
+        """Serve all requests, which arrive at once."""
         return self.run(self.problem.work)
 
     def online(self, peak: float) -> RunMetrics:
-        """Run at 75 % of so many requests per second."""
+        """Serve requests at 75 % of this peak rate."""
         return self.run(poisson(self.problem.work, LOAD * peak))
 
 
 def tokens_s(metrics: RunMetrics) -> float:
-    """Output tokens per second without ramp and drain."""
+    """Return output tokens per second without ramp and drain."""
     assert metrics.steady_output_tok_s is not None
     return metrics.steady_output_tok_s
 
 
 def requests_s(metrics: RunMetrics) -> float:
-    """Requests per second likewise."""
+    """Return requests per second without ramp and drain."""
     assert metrics.steady_requests_s is not None
     return metrics.steady_requests_s
 
 
 def throughput(plan: Planned, workload: str) -> float:
-    """Output tokens per second: all at once, or at 75 % of the rate that this comes to."""
+    """Return output tokens per second: all at once, or at 75 % of that rate for ``online``."""
     metrics = plan.saturated()
     if workload == "online":
         metrics = plan.online(requests_s(metrics))
@@ -263,10 +272,10 @@ def planned(cluster: Cluster, work: Work) -> Planned:
 
 
 def fixed(cluster: Cluster, work: Work, plan: Sequence[Given], equal: bool = False) -> Planned:
-    """A plan that is given, with the planner's layers and flows for these requests.
+    """Return a given plan, with the planner's layers and flows for these requests.
 
     Args:
-        equal: as much to each pair, in place of the planner's flows.
+        equal: whether each pair gets an equal share, instead of the planner's flow.
     """
     problem = cluster.problem(work)
     capacity = planner_of(problem).capacity(problem)
@@ -287,7 +296,7 @@ def fixed(cluster: Cluster, work: Work, plan: Sequence[Given], equal: bool = Fal
 
 
 def colocated(like: Planned, instances: Mapping[str, Any] | None = None, seqs: int = 32) -> Planned:
-    """Whole requests on the instances of a plan, or on others, wherever least are."""
+    """Serve whole requests on a plan's instances, or on others, by the least load."""
     there = like.part["instances"] if instances is None else instances
     own = {"max_num_seqs": seqs, "max_num_batched_tokens": 4096}
     made = {name: {"stages": instance["stages"], **own} for name, instance in there.items()}
@@ -296,13 +305,13 @@ def colocated(like: Planned, instances: Mapping[str, Any] | None = None, seqs: i
 
 
 def planner_of(problem: Problem) -> HexGen2Planner:
-    """A plan file's."""
+    """Return a plan file's planner."""
     given = {name: value for name, value in problem.planner.items() if name != "name"}
     return HexGen2Planner(HexGen2Options.model_validate(given))
 
 
 def words_of(site: Site, found: Certified) -> str:
-    """The groups that requests go through, in short."""
+    """Return the groups that requests go through, in short."""
     used = sorted({number for pair in found.flow.pairs for number in pair})
     return _words(site, [found.groups[number] for number in used])
 

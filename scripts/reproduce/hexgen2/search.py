@@ -18,10 +18,10 @@ from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.tables import Row
 
 SIZES = (64, 128, 192, 256, 320)
-# Table 5, minutes.
+# Table 5, in minutes.
 PAPER_MINUTES = dict(zip(SIZES, (4.03, 7.93, 21.66, 28.44, 47.77), strict=True))
 SEEDS = range(3)
-# What each method may look at, the planner's defaults: sums of capacities, and flows.
+# How much each method may examine, the planner's defaults: sums of capacities, and flows.
 SCORED, FLOWS = 100_000, 500
 
 
@@ -59,7 +59,7 @@ def _restarts(scorer: Scorer, plans: list[MemberPlan], most: int, seed: int) -> 
 
 
 def methods(inputs: Inputs) -> Part:
-    """Setting 1: requests per second by method, all from the same partitions but ours."""
+    """Setting 1: requests per second by method; all but ours start from the same partitions."""
     trace, clusters = both(inputs)
     cluster, rows, ratios = clusters.setting("heterogeneous_1"), list[Row](), []
     for name in CLASSES:
@@ -150,7 +150,7 @@ def sizes(inputs: Inputs) -> Part:
 
 
 def draw_methods(rows: Sequence[Row]) -> Figure:
-    """Flows by the bound."""
+    """Draw flows relative to the bound."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     ax = figure.subplots()
     names = (
@@ -174,7 +174,7 @@ def draw_methods(rows: Sequence[Row]) -> Figure:
 
 
 def draw_sizes(rows: Sequence[Row]) -> Figure:
-    """Seconds over GPUs."""
+    """Draw seconds by number of GPUs."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
     for colour, words in zip(COLOURS, ("100 Gb/s", "10 Gb/s"), strict=False):

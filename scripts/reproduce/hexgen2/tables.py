@@ -37,11 +37,11 @@ TABLE_3 = (157, 448, 689, 570, 350)
 TABLE_4 = (365, 683, 758, 730)
 HEXGEN_4 = (277, 505, 533, 545)
 DISTSERVE_3 = (128, 368, 553, 291, 251)
-# The number that is calibrated, and those beside it.
+# The calibrated number, and its neighbours.
 STEPS_S = (0.015, 0.018, 0.020, 0.025)
 # Table 4's plan: four H100s, of which two prefill and two decode.
 PAIR = [*alike("prefill", 1, 2), *alike("decode", 1, 2)]
-# Of DistServe's plan for eight H100s the paper says nothing.
+# The paper does not describe DistServe's plan for eight H100s.
 EIGHT = {
     "prefill TP4, decode TP4": [*alike("prefill", 1, 4), *alike("decode", 1, 4)],
     "prefill TP4, decode TP2 PP2": [*alike("prefill", 1, 4), *alike("decode", 1, 2, 2)],
@@ -67,12 +67,12 @@ def classes(inputs: Inputs) -> Part:
 
 
 def off(ours: float, theirs: float) -> int:
-    """Return by how many percent of theirs ours is above it."""
+    """Return by how many percent ours is above theirs."""
     return round(100 * (ours / theirs - 1))
 
 
 def step_seconds(inputs: Inputs) -> Part:
-    """Effect of the calibrated number on the cell that it is from."""
+    """Effect of the calibrated number on the cell that it is fitted to."""
     trace, clusters = both(inputs)
     work = draw(trace, "HPHD")
     return Part(
@@ -118,7 +118,7 @@ def table_4(inputs: Inputs) -> Part:
 
 
 def table_3(inputs: Inputs) -> Part:
-    """Llama-2-70B in setting 1 by Table 2's plan, with what is not known changed one by one."""
+    """Llama-2-70B in setting 1 by Table 2's plan, with each unknown changed in turn."""
     trace, clusters = both(inputs)
     rows, targets, found = [], [], []
     fast = clusters.setting("heterogeneous_1")
@@ -242,7 +242,7 @@ def latencies(inputs: Inputs) -> Part:
 
 
 def draw_tables(three: Sequence[Row], four: Sequence[Row]) -> Figure:
-    """Bars: the paper's and ours."""
+    """Draw bars of the paper's figures and ours."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     titles = "Table 3: Llama-2-70B, setting 1", "Table 4: OPT-30B, four H100s"
     for ax, rows, title in zip(figure.subplots(1, 2), (three, four), titles, strict=True):

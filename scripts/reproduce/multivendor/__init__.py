@@ -15,13 +15,13 @@ def lengths(inputs: Inputs) -> Part:
 
 
 def conformance(inputs: Inputs) -> Part:
-    """Pairs between which KV crosses, as ``jaxinfer conformance`` has found them."""
+    """Pairs between which KV is sent, as ``jaxinfer conformance`` has found them."""
     return Part(claims=figures.conforming(read_csv(inputs.path(CONFORMANCE))))
 
 
 def swept(inputs: Inputs) -> Part:
     """Five ratios for real on this machine's CPU, each run replayed."""
-    from scripts.reproduce.multivendor import sweep as runs  # It loads JAX.
+    from scripts.reproduce.multivendor import sweep as runs  # This imports JAX.
 
     folder = inputs.kept / "sweep"
     shutil.rmtree(folder, ignore_errors=True)

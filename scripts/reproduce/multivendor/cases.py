@@ -18,12 +18,18 @@ FOLDER = CONFIGS / "multivendor"
 
 @dataclass(frozen=True)
 class Case:
-    """So many requests of one length, on so many cards.
+    """Requests of one length on some cards.
 
     Attributes:
-        prefills, decodes: instances; neither is all on one card that decodes, or by ``file``.
-        b_flops: what the prefill card reaches of its peak.
-        counts_transfer: whether a first token counts only where it is decoded on.
+        lengths: prompt tokens and output tokens.
+        rate: requests per second.
+        prefills: number of prefill instances; 0 if everything is on one card that decodes.
+        decodes: number of decode instances.
+        requests: number of requests.
+        seed: seed of the arrivals.
+        file: name of the run file.
+        b_flops: fraction of the prefill card's peak that it reaches.
+        counts_transfer: whether a first token counts only once its KV is where it is decoded.
     """
 
     lengths: tuple[int, int]
@@ -63,9 +69,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Served:
-    """A run's requests: arrival, and times of tokens.
+    """A run's requests.
 
     Attributes:
+        requests: arrival and times of tokens, for each request.
         tokens_s: output tokens per second of the whole run.
     """
 
@@ -74,7 +81,7 @@ class Served:
 
     @property
     def ttft(self) -> float:
-        """Mean, with the transfer."""
+        """Mean TTFT, including the transfer."""
         return statistics.fmean(times[0] - arrival for arrival, times in self.requests)
 
     @property
@@ -84,14 +91,14 @@ class Served:
 
     @property
     def steady_tpot(self) -> float:
-        """TPOT of the requests that came in neither the first three tenths nor the last two."""
+        """TPOT without the first three tenths and the last two tenths of the requests."""
         ordered = sorted(self.requests, key=lambda request: request[0])
         count = len(ordered)
         return _tpot(ordered[3 * count // 10 : 8 * count // 10])
 
     @property
     def rate(self) -> float:
-        """Output tokens per second of one request: by its time from arrival to end, mean."""
+        """Mean output tokens per second of one request, from its arrival to its end."""
         return statistics.fmean(len(t) / (t[-1] - arrival) for arrival, t in self.requests)
 
 
@@ -106,10 +113,14 @@ def serve_all(pool: ProcessPoolExecutor, cases: Sequence[Case]) -> list[Served]:
 
 @dataclass(frozen=True)
 class DecodeCard:
-    """Card that decodes, as the closed form knows it.
+    """The closed form of a card that decodes.
 
-    With B = q L_out T sequences in a step of T = w + k B seconds (weights read once, and each
-    sequence's mean context), T = w / (1 - q L_out k).
+    There are B = q L_out T sequences in a step, which takes T = w + k B seconds: weights are read
+    once, and each sequence's mean context is read. Therefore T = w / (1 - q L_out k).
+
+    Attributes:
+        weights_s: w, the seconds to read the weights.
+        entry_s: seconds to read one KV entry.
     """
 
     weights_s: float
@@ -122,12 +133,12 @@ class DecodeCard:
         model = find_model(config.require_model())
         bandwidth = config.own.gpu("vendor-a").memory_gb_s * 1e9 * config.simulate.bandwidth
         layers = model.num_hidden_layers
-        # The table of embeddings is not read, but for a row each.
+        # The table of embeddings is not read, except for one row each.
         weights = 2 * model.parameters(layers, first=False, last=True)
         return cls(weights / bandwidth, model.kv_bytes(layers, 2) / bandwidth)
 
     def tpot(self, lengths: tuple[int, int], rate: float) -> float:
-        """Seconds, at ``rate`` requests per second of one instance; infinite in an overload."""
+        """Return the seconds at ``rate`` requests/s per instance; infinite in an overload."""
         prompt, output = lengths
         k = (prompt + output / 2) * self.entry_s
         share = rate * output * k

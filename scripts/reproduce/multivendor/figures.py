@@ -1,6 +1,6 @@
-"""The multi-vendor paper's figures on modelled cards, beside its claims.
+"""The multi-vendor paper's figures on modelled cards, compared with its claims.
 
-All lengths are the paper's; arrivals are drawn (Poisson).
+All lengths are the paper's. Arrivals are drawn (Poisson).
 """
 
 import statistics
@@ -30,7 +30,7 @@ STEADY = [
 
 
 def steady_states(inputs: Inputs) -> Part:
-    """The closed form of TPOT beside simulations of 2,500 requests."""
+    """The closed form of TPOT, compared with simulations of 2,500 requests."""
     pool = inputs.pool
     card = DecodeCard.of_file()
     cases = [Case(lengths, rate, 1, decodes, 2500) for lengths, rate, decodes in STEADY]
@@ -104,10 +104,10 @@ def _list(values: Sequence[float], digits: int) -> str:
     return ", ".join(f"{value:.{digits}f}" for value in values)
 
 
-# Lengths, rate, and the paper's figures of one card and of two.
+# Lengths, rate, and the paper's figures for one card and for two.
 GAINS = {"Fig. 9": ((512, 1024), 3, 19.3, 22.6), "Fig. 10": ((1024, 1024), 2, 19.2, 25.0)}
 SEEDS = range(4)
-# Run files, and how many cards they have.
+# Run files, and their numbers of cards.
 SETUPS = {
     "A alone": ("single", 1),
     "B for prompts, A for decodes": ("disaggregated", 2),
@@ -117,7 +117,7 @@ SETUPS = {
 
 
 def gains(inputs: Inputs) -> Part:
-    """Figures 9 and 10: one card against two; and two against two."""
+    """Figures 9 and 10: one card against two, and two against two."""
     pool = inputs.pool
     rows: list[Row] = []
     for name, (lengths, rate, _, _) in GAINS.items():
@@ -197,7 +197,7 @@ def _ttft_targets(pool: ProcessPoolExecutor) -> list[Target]:
 
 
 def slow_prefill(inputs: Inputs) -> Part:
-    """Figure 8's sentence on TTFT (1024 + 1024 at 3 requests per second), over B's efficiency."""
+    """Figure 8's sentence on TTFT (1024 + 1024 at 3 requests per second), by B's efficiency."""
     pool = inputs.pool
     shares = (0.6, 0.12, 0.08, 0.06)
     cases = [Case((1024, 1024), 3, p, 4, b_flops=share) for share in shares for p in (1, 2, 3)]
@@ -220,7 +220,7 @@ def slow_prefill(inputs: Inputs) -> Part:
 
 
 def lengths_matter(pool: ProcessPoolExecutor) -> list[Target]:
-    """Figure 6: 1P1D at 2 requests per second."""
+    """Return targets of Figure 6: 1P1D at 2 requests per second."""
     grid = [(i, o) for i in (128, 256, 512) for o in (128, 256, 512)]
     served = dict(zip(grid, serve_all(pool, [Case(each, 2) for each in grid]), strict=True))
     tpot = {each: s.tpot for each, s in served.items()}
@@ -251,7 +251,7 @@ def lengths_matter(pool: ProcessPoolExecutor) -> list[Target]:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """TTFT, TPOT and throughput per card over the ratios."""
+    """Draw TTFT, TPOT and throughput per card by ratio."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     titles = {
         "ttft_ms": "TTFT, mean (ms)",
@@ -268,7 +268,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 
 def conforming(rows: Sequence[Row]) -> list[Target]:
-    """The paper's claim that KV crosses, by the table of all pairs."""
+    """Return the target of the paper's claim that KV crosses, from the table of all pairs."""
     tried = [row for row in rows if row["verdict"] != "refused"]
     verdicts = Counter(row["verdict"] for row in tried)
     wide = [

@@ -1,8 +1,8 @@
-"""Prefill to decode instances on emulated groups of this machine's CPU, each run replayed.
+"""Ratios of prefill to decode instances on emulated groups of this machine's CPU, and replays.
 
-The groups are those of configs/cpu/multivendor.yaml, which agree on nothing; all KV is verified.
-The model has the demo model's shape with fewer layers and random weights, so that profiles take
-minutes.
+The groups are those of configs/cpu/multivendor.yaml, which differ in everything. All KV is
+verified. The model has the demo model's shape with fewer layers and random weights, so that
+profiles take only minutes.
 """
 
 import gc
@@ -32,12 +32,13 @@ RUN_FILE = CONFIGS / "cpu" / "multivendor.yaml"
 SHAPE = RUN_FILE.parents[1] / "gpu" / "smollm2-135m"
 RATIOS = ("1P1D", "2P1D", "3P1D", "1P2D", "1P3D")
 LAYERS = 6
-# Requests of a run, their prompts and answers in tokens, and seconds between two.
+# Number of requests of a run, tokens of their prompts and answers, and seconds between two
+# requests.
 REQUESTS, LENGTHS, EVERY_S = 10, (192, 24), 2.0
 
 
 def write_model(folder: Path) -> Path:
-    """The demo model's shape with ``LAYERS`` layers."""
+    """Write a model with the demo model's shape and ``LAYERS`` layers."""
     config = json.loads((SHAPE / "config.json").read_text(encoding="utf-8"))
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config | {"num_hidden_layers": LAYERS})
@@ -46,7 +47,7 @@ def write_model(folder: Path) -> Path:
 
 
 def config_of(ratio: str, model: Path) -> Any:
-    """The run file, with so many of each side."""
+    """Return the run file with these numbers of instances."""
     prefills, decodes = (int(number) for number in re.findall(r"\d+", ratio))
     counts = {"groups.b": prefills, "instances.prefill": prefills}
     counts |= {"groups.a": decodes, "instances.decode": decodes}
@@ -63,7 +64,7 @@ def config_of(ratio: str, model: Path) -> Any:
 
 
 def latencies(run: RunRecord) -> dict[str, float | None]:
-    """Means of a run."""
+    """Return mean latencies of a run."""
     totals = LatencyTotals()
     for request in run.requests:
         totals.add(request.arrival, request.first_scheduled, request.token_times)
@@ -74,7 +75,7 @@ def latencies(run: RunRecord) -> dict[str, float | None]:
 def row_of(
     ratio: str, folder: Path, requests: int, lengths: tuple[int, int], every_s: float
 ) -> Row:
-    """A run and its replay."""
+    """Return the row of a run and its replay."""
     llm = LLM.from_config(config_of(ratio, folder / "model"))
     same = [BenchRequest(None, *lengths, 0.0)] * requests
     work = with_arrivals(same, Arrivals(kind="interval", seconds=every_s))
@@ -98,7 +99,7 @@ def row_of(
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Draw each run beside its replay."""
+    """Draw each run next to its replay."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     names = [row["prefill:decode"] for row in rows]
     for ax, name in zip(figure.subplots(1, 3), ("ttft", "tpot", "makespan"), strict=True):
@@ -113,13 +114,13 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 
 def sweep(folder: Path) -> list[Row]:
-    """A row for each ratio.
+    """Return a row for each ratio.
 
     Args:
-        folder: gets the runs, which are measured anew.
+        folder: folder for the runs, which are always measured again.
     """
     model = write_model(folder / "model")
-    # JAX counts devices once.
+    # JAX counts devices only once.
     count_cpu_devices(config_of(ratio, model).cluster() for ratio in RATIOS)
     rows = []
     for ratio in RATIOS:
@@ -129,7 +130,7 @@ def sweep(folder: Path) -> list[Row]:
 
 
 def swept(rows: Sequence[Row]) -> list[Target]:
-    """Return targets for how far replays are from the runs, at most."""
+    """Return targets for the largest differences between replays and runs."""
     targets = []
     for name in ("makespan", "ttft", "tpot"):
         apart = max(abs(float(row[f"{name}_difference_percent"])) for row in rows)

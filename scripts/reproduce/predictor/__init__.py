@@ -22,7 +22,7 @@ def asked(inputs: Inputs) -> Part:
 
 def accuracy(inputs: Inputs) -> Part:
     """Accuracy on prompts not trained on, and the classifier; runs the model for hidden states."""
-    from scripts.reproduce.predictor import train  # It loads JAX.
+    from scripts.reproduce.predictor import train  # This imports JAX.
 
     answers = inputs.path(ANSWERS)
     inputs.rows("lines")
@@ -33,7 +33,7 @@ def accuracy(inputs: Inputs) -> Part:
 
 
 def runs(inputs: Inputs) -> Part:
-    """Simulated with predictions, and without."""
+    """Simulations with predictions and without."""
     from scripts.reproduce.predictor import train
 
     inputs.rows("accuracy")

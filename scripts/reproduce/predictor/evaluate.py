@@ -1,4 +1,4 @@
-"""Accuracies of predicted classes on examples not trained on, and how sure one may be of them.
+"""Accuracies of predicted classes on examples not trained on, with intervals.
 
 Shape suffixes: N examples.
 """
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-# Of a normal distribution, for 95 %.
+# Quantile of the normal distribution for 95 %.
 _Z = 1.959964
 
-# From examples to train on, and examples to predict (both as indices), to the latter's classes.
+# Returns classes of examples to predict, from examples to train on (both are indices).
 Predictor = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -26,7 +26,7 @@ def held_out(predict: Predictor, count: int, folds: int, seed: int) -> np.ndarra
 
 
 def most_frequent(classes: Sequence[int] | np.ndarray) -> int:
-    """The majority class; of equal ones, the lowest."""
+    """Return the majority class; of equal ones, the lowest."""
     counts = Counter(map(int, classes))
     return min(counts, key=lambda each: (-counts[each], each))
 
@@ -34,7 +34,7 @@ def most_frequent(classes: Sequence[int] | np.ndarray) -> int:
 def table_by_length(
     length_N: np.ndarray, class_N: np.ndarray, asked: np.ndarray, rows: int
 ) -> np.ndarray:
-    """The majority class of each quantile of the prompts' lengths, looked up for other lengths."""
+    """Predict the majority class of each quantile of the prompts' lengths."""
     edges = np.unique(np.quantile(length_N, np.arange(1, rows) / rows))
     row_N = np.searchsorted(edges, length_N, side="right")
     overall = most_frequent(class_N)
@@ -44,7 +44,7 @@ def table_by_length(
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
-    """Wilson's interval of 95 % for a share."""
+    """Return Wilson's interval of 95 % for a share."""
     share, square = right / count, _Z * _Z / count
     centre = (share + square / 2) / (1 + square)
     half = _Z / (1 + square) * math.sqrt(share * (1 - share) / count + square / 4 / count)
@@ -54,7 +54,7 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 def paired_bootstrap(
     right_N: np.ndarray, other_N: np.ndarray, seed: int, draws: int = 4000
 ) -> tuple[float, float]:
-    """Interval of 95 % for the difference of two accuracies on the same examples."""
+    """Return the interval of 95 % for the difference of two accuracies on the same examples."""
     gain_N = right_N.astype(float) - other_N.astype(float)
     drawn = np.random.default_rng(seed).integers(len(gain_N), size=(draws, len(gain_N)))
     low, high = np.quantile(gain_N[drawn].mean(1), [0.025, 0.975])

@@ -1,6 +1,6 @@
 """Hidden states of a model as it begins to answer: at a prompt's last position.
 
-The engine computes it anyway: its head samples the answer's first token from it.
+The engine computes them in any case, because its head samples the answer's first token from them.
 
 Shape suffixes: N prompts, S rows sampled from, D model dim.
 """
@@ -16,9 +16,9 @@ from jaxinfer.serving.world import StepDone
 
 
 def prompt_states(llm: LLM, prompts: Sequence[Sequence[int]], *, progress: bool = True) -> Any:
-    """The last layer's output [N, D] at each prompt's last token, before the final norm.
+    """Return the last layer's output [N, D] at each prompt's last token, before the final norm.
 
-    Serves the prompts with one output token each, and keeps what goes to the head.
+    The function serves each prompt with one output token, and keeps the input of the head.
 
     Args:
         llm: one instance; its prefix cache stays as it is.

@@ -10,15 +10,16 @@ from pathlib import Path
 from scripts.tables import Row
 
 SEED = 0
-# Characters of a prompt, prompts of each kind of source, and tokens of an answer, at most.
+# Largest numbers of characters of a prompt, of prompts of each kind of source, and of tokens of an
+# answer.
 MOST_CHARACTERS, OF_EACH, CAP = 300, 360, 128
 
 
 def lines(prompts: Path, out: Path) -> list[Row]:
-    """Lines of a batch: prompts without doubles, one of each kind of source in turn.
+    """Return different prompts as lines of a batch, one of each kind of source in turn.
 
-    A source's kind is its first word. Whatever part of the answers is there, from the first line
-    on, is of all kinds alike.
+    The kind of a source is its first word. Any first part of the lines therefore has equally many
+    of each kind.
     """
     opened = gzip.open if prompts.suffix == ".gz" else open
     with opened(prompts, "rt", encoding="utf-8") as file:

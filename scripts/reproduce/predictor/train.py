@@ -1,4 +1,4 @@
-"""A predictor of answers' lengths, trained on a model's own answers."""
+"""Trains and evaluates a predictor of answers' lengths on a model's own answers."""
 
 import json
 import random
@@ -48,7 +48,7 @@ CLASSIFIER_FILE, TRACE_FILE = "classifier.safetensors", "trace.jsonl"
 
 @dataclass(frozen=True)
 class Examples:
-    """Prompts in token ids, the lengths of their answers, and where the prompts come from."""
+    """Prompts as token ids, with the lengths of their answers and the sources of the prompts."""
 
     prompts: Sequence[list[int]]
     lengths: Sequence[int]
@@ -57,7 +57,10 @@ class Examples:
 
 
 def read_examples(lines: Path, answers: Path, model: str) -> Examples:
-    """Read lines up to the first without an answer: later ones are there for being short."""
+    """Read lines up to the first without an answer.
+
+    Later answers exist only because they are short.
+    """
     lengths = {}
     for line in answers.read_text(encoding="utf-8").splitlines():
         answer = json.loads(line)
@@ -80,7 +83,7 @@ def read_examples(lines: Path, answers: Path, model: str) -> Examples:
 def predictors(
     examples: Examples, about: About, states_ND: np.ndarray | None
 ) -> dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]]:
-    """Return, by name, functions from examples to learn from to the classes of others."""
+    """Return functions by name; each learns from examples and predicts the classes of others."""
     buckets = about.buckets
     class_N = np.asarray([buckets.of(length) for length in examples.lengths])
     length_N = np.asarray([len(prompt) for prompt in examples.prompts])
@@ -119,7 +122,7 @@ def predictors(
 
 
 def evaluate(examples: Examples, about: About, states_ND: np.ndarray | None) -> list[Row]:
-    """A row for each predictor, beside what it has to beat, on the same examples."""
+    """Return a row for each predictor, with its baselines on the same examples."""
     buckets = about.buckets
     length_N = np.asarray(examples.lengths)
     class_N = np.asarray([buckets.of(length) for length in examples.lengths])
@@ -147,10 +150,10 @@ def evaluate(examples: Examples, about: About, states_ND: np.ndarray | None) -> 
 
 
 def accuracy(run_file: Path, examples: Examples, out: Path) -> tuple[list[Row], list[Target]]:
-    """Accuracy on prompts not trained on (five folds); saves the classifier of the first size.
+    """Return the accuracy on prompts not trained on (five folds); save the first size's classifier.
 
     Args:
-        out: gets the classifier, a trace of what it has not seen, and hidden states.
+        out: folder for the classifier, a trace of prompts that it has not seen, and hidden states.
     """
     model = load_run_file(run_file).require_model()
     states_ND = _states(run_file, examples, out / "states.npy")
@@ -180,7 +183,7 @@ def _rounded(row: Row) -> Row:
 
 
 def _target(row: Row) -> Target:
-    """Return the target that its gain over both baselines has an interval above 0."""
+    """Return the target that the interval of the gain over both baselines lies above 0."""
     gains = [row[f"over {base}, low"] for base in BASELINES]
     claim = f"{row['predictor']} beats both baselines, granularity {row['granularity']}"
     ours, met = str(round(row["accuracy"], 4)), min(gains) > 0
@@ -195,7 +198,7 @@ def _tell(examples: Examples, buckets: LengthBuckets) -> None:
 
 
 def _save(examples: Examples, about: About, out: Path) -> None:
-    """The classifier, of two thirds, and a trace of the others, which it has not seen."""
+    """Save the classifier, trained on two thirds, and a trace of the others."""
     known = len(examples.prompts) * 2 // 3
     model = train_on_prompts(examples.prompts[:known], examples.lengths[:known], about, Training())
     path = out / CLASSIFIER_FILE
@@ -212,12 +215,12 @@ def _save(examples: Examples, about: About, out: Path) -> None:
 
 
 def runs(run_files: Mapping[str, Path], out: Path, draws: int = 20) -> list[Row]:
-    """Run files simulated on what ``accuracy`` has left, with and without predictions.
+    """Simulate run files on the results of ``accuracy``, with and without predictions.
 
-    Each draw has all requests there at the start, in an order of its own.
+    In each draw, all requests are present at the start, in a different order.
 
     Args:
-        run_files: by what their policies are called.
+        run_files: run files by the names of their policies.
     """
     _, about = load(out / CLASSIFIER_FILE)
     own = {"name": CLASSIFIER, "path": str(out / CLASSIFIER_FILE)}
@@ -246,7 +249,7 @@ def runs(run_files: Mapping[str, Path], out: Path, draws: int = 20) -> list[Row]
 
 
 def _predicting(run_file: Path, predictor: Mapping[str, object] | None) -> RunFile:
-    """The run file with a predictor, or without."""
+    """Return the run file with a predictor, or without."""
     config = load_run_file(run_file)
     workload = config.workload.model_copy(update={"predictor": predictor})
     given = workload.model_dump(exclude_unset=True)

@@ -1,4 +1,4 @@
-"""Numbers that a feed-forward layer sends, and tokens from which on gathering pays."""
+"""Numbers that a feed-forward layer sends, and the tokens from which gathering is faster."""
 
 from matplotlib.figure import Figure
 
@@ -41,7 +41,7 @@ def volumes(inputs: Inputs) -> Part:
 
 
 def crossings(inputs: Inputs) -> Part:
-    """Seconds of a prompt's step over its tokens, PaLM 540B on 64 TPU v4."""
+    """Seconds of a prompt's step by tokens, PaLM 540B on 64 TPU v4."""
     model = Catalogue().model("palm-540b")
     seconds = {
         name: [
@@ -76,7 +76,7 @@ def _draw(seconds: dict[str, list[float]], best: list[str]) -> Figure:
     for i in range(1, len(TOKENS)):
         if best[i] != best[i - 1]:
             before, after = (seconds[best[i]][j] - seconds[best[i - 1]][j] for j in (i - 1, i))
-            share = before / (before - after)  # Seconds rise nearly in proportion to tokens here.
+            share = before / (before - after)  # Seconds are nearly proportional to tokens here.
             at = TOKENS[i - 1] + share * (TOKENS[i] - TOKENS[i - 1])
             axes.axvline(at, color="grey", linestyle=":")
     axes.set(xscale="log", yscale="log", xlabel="tokens of a step", ylabel="microseconds per token")

@@ -13,7 +13,7 @@ from jaxinfer.simulate.costs.layout_roofline import LayoutStage
 
 
 def _by_sequences(name: str) -> Layout:
-    """Section 3.3: multi-query attention by sequences, with the one KV head on each device."""
+    """Return section 3.3's multi-query attention by sequences, with the KV head on each device."""
     layout = LAYOUTS[name]
     rows = {
         letter: place for letter, place in layout.activations["residual"].items() if letter == "T"
@@ -35,13 +35,13 @@ PAPERS: dict[str, Layout] = {
 
 
 def prefill(prompts: int, tokens: int) -> Work:
-    """The work of whole prompts in one step."""
+    """Return the work of whole prompts in one step."""
     chunks = [(0, tokens)] * prompts
     return Work(prompts * tokens, 0, prompts, prompts, 0, chunks)
 
 
 def decode(rows: int, context: int) -> Work:
-    """The work of one token for each of so many sequences."""
+    """Return the work of one token for each of ``rows`` sequences."""
     return Work(rows, rows, rows, rows, rows * context, [], rows)
 
 
@@ -53,7 +53,7 @@ def step(
     work: Work,
     weight_size: int = 2,
 ) -> Seconds:
-    """Seconds of a step by parts, at the simulator's default efficiencies."""
+    """Return the seconds of a step by parts, at the simulator's default efficiencies."""
     default, gpu = SimulateOptions(), Catalogue().gpu(card)
     flow, links = LayoutFlow(model, layout, mesh), stated_links(gpu, mesh)
     costs = LayoutCosts(flow, gpu, links, default.flops, default.bandwidth, weight_size=weight_size)

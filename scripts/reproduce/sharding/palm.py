@@ -9,7 +9,8 @@ from scripts.tables import Row
 
 MESH = {"x": 4, "y": 4, "z": 4}
 CARD = "TPU-v4"
-# Phase: its work, steps of it, bytes of a weight, the paper's best layout and seconds (Table 2).
+# For each phase: its work, number of steps, bytes of a weight, and the paper's best layout and
+# seconds (Table 2).
 PHASES: dict[str, tuple[Work, int, int, str, float]] = {
     "prefill, 1 x 2,048": (prefill(1, 2048), 1, 1, "2D", 0.29),
     "decode, 64 rows": (decode(64, 2048), 64, 1, "2D", 1.82),
@@ -19,7 +20,7 @@ PHASES: dict[str, tuple[Work, int, int, str, float]] = {
 
 
 def phases(inputs: Inputs) -> Part:
-    """Seconds of each phase under each layout, beside Table 2."""
+    """Seconds of each phase under each layout, compared with Table 2."""
     model = Catalogue().model("palm-540b")
     rows: list[Row] = []
     claims: list[Target] = []

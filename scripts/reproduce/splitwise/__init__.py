@@ -1,6 +1,6 @@
-"""Splitwise on the modelled cluster, beside the paper and its public simulator.
+"""Splitwise on the modelled cluster, compared with the paper and its public simulator.
 
-Some hours of CPU in all.
+All parts together take some hours of CPU time.
 """
 
 from collections.abc import Mapping
@@ -18,22 +18,22 @@ TRACES = {"conv": "azure_conversation.csv", "code": "azure_code.csv"}
 
 
 def files(inputs: Inputs) -> Public:
-    """Files made from the authors' measurements."""
+    """Return files made from the authors' measurements."""
     return Public(inputs.path(PERF_MODEL), inputs.kept / "public")
 
 
 def traces(inputs: Inputs) -> Mapping[str, Work]:
-    """Conversations and coding."""
+    """Return the traces of conversations and coding."""
     return {name: inputs.work(file) for name, file in TRACES.items()}
 
 
 def setting(inputs: Inputs) -> rates.Setting:
-    """Setting of searches for the largest rates."""
+    """Return the setting of searches for the largest rates."""
     return rates.Setting(inputs.shared(files), inputs.shared(traces), inputs.pool)
 
 
 def at_home(inputs: Inputs) -> Mapping[str, int]:
-    """The largest rates of conversations at equal power, by cluster."""
+    """Return the largest rates of conversations at equal power, by cluster."""
     return targets.by_cluster(inputs.rows("capacities"), "public")["conv", "power"]
 
 
@@ -55,7 +55,7 @@ def transfers(inputs: Inputs) -> Part:
 
 
 def pools(inputs: Inputs) -> Part:
-    """Machines in each pool, with more and more requests."""
+    """Machines in each pool as the load grows."""
     cluster = rates.design("HA", "code", "power")
     figure = pictures.draw_pools(inputs.shared(files), cluster, inputs.shared(traces)["code"])
     return Part(pictures={"pools": figure})
@@ -81,7 +81,7 @@ def batch_jobs(inputs: Inputs) -> Part:
 
 
 def others(inputs: Inputs) -> Part:
-    """Simulate other work than a cluster is made for, and slower links."""
+    """Clusters with other work than they are made for, and with slower links."""
     near = at_home(inputs)
     rows = rates.others(inputs.shared(setting), near)
     return Part(rows, targets.other_targets(rows, near))
@@ -99,7 +99,7 @@ def llama(inputs: Inputs) -> Part:
 
 
 def provisioned(inputs: Inputs) -> Part:
-    """Provisioning by the planner: minutes of CPU a search."""
+    """Provisioning by the planner; each search takes minutes of CPU time."""
     asked = provisioning.Setting(inputs.shared(files), inputs.shared(traces))
     known = EvaluationCache(
         Path(inputs.kept, "placement.jsonl"), inputs.code(PERF_MODEL, *TRACES.values())

@@ -22,7 +22,7 @@ ANCHORS = {
 LATENCIES: Mapping[str, Callable[[float, Sequence[float]], float]] = {
     "response": lambda arrival, times: times[-1] - arrival,
     "ttft": lambda arrival, times: times[0] - arrival,
-    # By tokens, not by the times between them.
+    # Divided by the number of tokens, not by the number of gaps between them.
     "tbt": lambda arrival, times: (times[-1] - times[0]) / len(times),
 }
 
@@ -66,7 +66,11 @@ def anchors(public: Public, trace: Sequence[BenchRequest], folder: Path) -> list
 
 
 def anchor_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
-    """2 % of all of Llama's figures, 6 % of BLOOM's means and medians, 12 % of its pair's TTFT."""
+    """Return targets for the public simulator's figures.
+
+    They may differ by 2 % for all of Llama's figures, 6 % for BLOOM's means and medians, and 12 %
+    for the TTFT of its pair.
+    """
     found = []
     for model, figures in (
         ("llama2-70b", ("mean", "p50", "p90", "p99")),
@@ -98,7 +102,7 @@ def anchor_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
 
 
 def alone(public: Public, cluster: Design, prompt: int, output: int) -> Sequence[float]:
-    """Return the times at which a request that is alone has its tokens."""
+    """Return the times of the tokens of a request that is alone."""
     found: list[Sequence[float]] = []
     work = [BenchRequest(None, prompt, output, 0.0)]
     simulate(public.run_file(cluster), work, on_request=lambda _, times: found.append(list(times)))
@@ -106,7 +110,7 @@ def alone(public: Public, cluster: Design, prompt: int, output: int) -> Sequence
 
 
 def transfers(public: Public) -> tuple[list[dict[str, Any]], list[Target]]:
-    """BLOOM's KV of a median coding prompt between two DGX-A100 (section VI-A)."""
+    """Return transfers of a median coding prompt's KV of BLOOM between two DGX-A100 (VI-A)."""
     whole = alone(public, Design(1, "a100"), 1500, 13)
     rows: list[dict[str, Any]] = []
     for name, least in (("serial", None), ("layer by layer, in 10 pieces", 1)):
@@ -134,7 +138,7 @@ def transfers(public: Public) -> tuple[list[dict[str, Any]], list[Target]]:
 
 
 def table_iv(public: Public) -> list[Target]:
-    """Llama 2 70B, a median request alone: the paper's milliseconds."""
+    """Return targets for a median request alone on Llama 2 70B, in milliseconds."""
     paper = {
         ("code", "a100"): (185, 52, 856),
         ("code", "h100"): (95, 31, 493),

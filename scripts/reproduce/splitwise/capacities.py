@@ -14,7 +14,8 @@ from scripts.reproduce.splitwise.public import GB_S, LLAMA, Design, Public, draw
 
 Rows = list[dict[str, Any]]
 Key = TypeVar("Key")
-# Prompts and tokens: machines of the public notebook's splits, by what is equal to 40 DGX-H100.
+# Machines for prompts and for tokens in the public notebook's splits, by the quantity that equals
+# that of 40 DGX-H100.
 SPLITS: Mapping[tuple[str, str], Mapping[str, tuple[int, int]]] = {
     ("conv", "power"): {"AA": (45, 25), "HH": (25, 15), "HA": (25, 26), "HHcap": (25, 21)},
     ("conv", "cost"): {"AA": (51, 35), "HH": (25, 15), "HA": (30, 21), "HHcap": (30, 10)},
@@ -29,12 +30,12 @@ KINDS = {
 }
 BASELINES = {"power": {"A100": 70, "H100": 40}, "cost": {"A100": 86, "H100": 40}}
 DESIGNS = ("A100", "H100", *KINDS)
-# Of the paper's two ratios.
+# Clusters of the paper's two ratios.
 HEADLINE = ("A100", "AA", "H100", "HA")
 
 
 def design(name: str, trace: str, equal: str, **changes: Any) -> Design:
-    """A cluster of the paper's comparison."""
+    """Return a cluster of the paper's comparison."""
     if name in BASELINES[equal]:
         return Design(BASELINES[equal][name], name.lower(), **changes)
     (p, t), (here, there) = SPLITS[trace, equal][name], KINDS[name]
@@ -43,10 +44,17 @@ def design(name: str, trace: str, equal: str, **changes: Any) -> Design:
 
 @dataclass(frozen=True)
 class Search:
-    """The largest rate of a grid at which all nine targets hold.
+    """Finds the largest rate of a grid at which all nine targets are met.
 
     Attributes:
-        seconds, seed: of arrivals; ``joint``: see ``drawn``.
+        public: files made from the authors' measurements.
+        trace: requests to draw from.
+        design: the cluster.
+        seconds: seconds of arrivals.
+        seed: seed of the arrivals.
+        step: step of the grid, in requests per second.
+        most: largest rate of the grid.
+        joint: see ``drawn``.
     """
 
     public: Public
@@ -66,10 +74,10 @@ class Search:
         return load(config, work, targets, (self.seed,), rate).verdict.met
 
     def largest(self, near: int = 0) -> int:
-        """Find the largest rate by bisection; 0 where the least rate misses.
+        """Find the largest rate by bisection; 0 if the smallest rate misses the targets.
 
         Args:
-            near: a rate whose neighbours are tried first, further and further away.
+            near: a rate whose neighbours are tried first, at growing distances.
         """
         low, high = 0, self.most // self.step + 1
         at, reach = near // self.step, 1
@@ -94,7 +102,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Setting:
-    """The authors' measurements, the traces, and where many simulations run."""
+    """The authors' measurements, the traces, and processes for simulations."""
 
     public: Public
     traces: Mapping[str, Work]
@@ -122,7 +130,7 @@ def capacities(setting: Setting) -> Rows:
         for measured in (False, True)
         if equal == "power" or not measured
     }
-    # Some are the same cluster twice.
+    # Some cells are the same cluster.
     once = {cell: key for key, cell in reversed(cells.items())}
     found = setting.largest({key: cell for cell, key in once.items()})
     return [
@@ -139,16 +147,16 @@ def capacities(setting: Setting) -> Rows:
 
 
 def headline(setting: Setting, near: Mapping[str, int]) -> Rows:
-    """The clusters of the paper's ratios again, with 600 s of arrivals."""
+    """Find the rates of the clusters of the paper's ratios with 600 s of arrivals."""
     cells = {name: ("conv", design(name, "conv", "power")) for name in HEADLINE}
     found = setting.largest(cells, near.__getitem__, seconds=600)
     return [{"cluster": name, "rps": rps} for name, rps in found.items()]
 
 
 def per_dollar(public: Public, trace: Work, cluster: Design, gpu_usd: float) -> float:
-    """Requests per second of batch jobs by dollars, of one GPU of each machine, per hour.
+    """Return the requests per second of batch jobs, per dollar an hour for one GPU of each machine.
 
-    At 180 requests per second nobody keeps up; counted is what ends from 60 to 240 seconds.
+    No cluster sustains the 180 requests per second. Requests that end from 60 to 240 seconds count.
     """
     work = drawn(trace, 180, 240, 0)
     ended = 0
@@ -163,7 +171,7 @@ def per_dollar(public: Public, trace: Work, cluster: Design, gpu_usd: float) -> 
 
 
 def batch_jobs(setting: Setting) -> Rows:
-    """Section VI-E."""
+    """Return the rows of section VI-E."""
     clusters = {name: design(name, "conv", "power") for name in ("A100", "AA", "H100", "HH")}
     # The notebook's prices of a GPU-hour.
     usd = [
@@ -178,10 +186,10 @@ def batch_jobs(setting: Setting) -> Rows:
 
 
 def others(setting: Setting, at_home: Mapping[str, int]) -> Rows:
-    """Clusters with work that they were not made for, and slower links.
+    """Return rows of clusters with work that they were not made for, and with slower links.
 
     Args:
-        at_home: the largest rates of conversations on their own clusters.
+        at_home: largest rates of conversations on their own clusters.
     """
     cells = {
         ("conv on the code cluster", n): ("conv", design(n, "code", "power")) for n in KINDS
@@ -195,7 +203,7 @@ def others(setting: Setting, at_home: Mapping[str, int]) -> Rows:
 
 
 def of_llama(setting: Setting) -> Rows:
-    """Capacities of another model on BLOOM's clusters."""
+    """Return capacities of another model on BLOOM's clusters."""
     cells = {name: ("conv", design(name, "conv", "power", model=LLAMA)) for name in DESIGNS}
     found = setting.largest(cells, step=10, most=300)
     return [{"cluster": name, "rps": rps} for name, rps in found.items()]
@@ -205,7 +213,7 @@ def sensitivities(setting: Setting, near: Mapping[str, int]) -> Rows:
     """Return the effect of the public rules on two ratios: conversations at equal power.
 
     Args:
-        near: the largest rates with these.
+        near: largest rates with these rules.
     """
     cases: Mapping[str, Mapping[str, Any]] = {
         "prompts and decodes in a step: 1.0, not 1.1": {"mixed_factor": 1.0},

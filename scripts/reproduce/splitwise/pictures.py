@@ -44,7 +44,7 @@ def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_decodes(public: Public) -> Figure:
-    """Draw a step of decodes, as it was measured and as the public simulator reads it."""
+    """Draw steps of decodes as measured, and as the public simulator reads them."""
     figure = Figure(figsize=(5, 3.6), layout="constrained")
     ax = figure.subplots()
     for colour, kind in zip(COLOURS, ("a100", "h100"), strict=False):
@@ -63,7 +63,7 @@ def draw_decodes(public: Public) -> Figure:
 
 
 def draw_pools(public: Public, design: Design, trace: Sequence[BenchRequest]) -> Figure:
-    """Machines in each pool, with more and more requests."""
+    """Draw the machines in each pool as the load grows."""
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     ax = figure.subplots()
     rates = (40, 70, 100, 130, 40)

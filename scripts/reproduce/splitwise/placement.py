@@ -26,7 +26,8 @@ from scripts.reproduce.claims import Target, by_amount
 from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
 from scripts.tables import Row
 
-# Kinds for prompts and for tokens, and how many of each there may be: the public grids' ends.
+# Kinds of machines for prompts and for tokens, and the largest numbers of each: the ends of the
+# public grids.
 DESIGNS: Mapping[str, tuple[str, str, int, int]] = {
     "H100": ("h100", "", 50, 0),
     "AA": ("a100", "a100", 69, 69),
@@ -34,10 +35,10 @@ DESIGNS: Mapping[str, tuple[str, str, int, int]] = {
     "HA": ("h100", "a100", 39, 69),
     "HHcap": ("h100", "h100_capped", 39, 39),
 }
-# Of 40 DGX-H100.
+# Power and price of 40 DGX-H100.
 BUDGETS = {"watts": 40 * 5600.0, "usd": 40 * 38.0}
 RATE, SECONDS = 70, 120
-# By which share a largest rate may be too low.
+# Share by which a largest rate may be too low.
 PRECISION = 0.04
 
 
@@ -46,10 +47,13 @@ class Case:
     """A search over the machines of one design.
 
     Attributes:
-        minimise: what is to be least at 70 requests per second; or ``budget``: for the largest
-            rate.
-        step: of the grid.
-        seeds: of arrivals.
+        trace: name of the trace.
+        name: name of the design.
+        minimise: quantity to minimise at 70 requests per second.
+        budget: otherwise, the budget within which the rate is maximised.
+        measured: whether decode times are the measured ones.
+        step: step of the grid.
+        seeds: number of seeds of arrivals.
     """
 
     trace: str
@@ -62,7 +66,7 @@ class Case:
 
     @property
     def named(self) -> dict[str, str]:
-        """The columns by which its row is known."""
+        """Return the columns that identify its row."""
         return {
             "trace": self.trace,
             "cluster": self.name,
@@ -73,12 +77,12 @@ class Case:
 
     @property
     def goal(self) -> dict[str, Any]:
-        """Goal of the plan file; the targets are not those of its ``slo``."""
+        """Return the plan file's goal; the authors' targets replace those of its ``slo``."""
         if self.minimise:
             goal: dict[str, Any] = {"minimise": self.minimise, "rate": RATE}
         else:
             goal = {"maximise": "cluster", "precision": PRECISION}
-        # One process looks at one cluster at a time.
+        # One process simulates one cluster at a time.
         return goal | {"slo": "configs/targets/splitwise.yaml", "seeds": self.seeds, "at_once": 1}
 
 
@@ -90,7 +94,7 @@ class Setting:
     traces: Mapping[str, Sequence[BenchRequest]]
 
     def find(self, case: Case) -> dict[str, Any]:
-        """Return the planner's choice, and the seconds of CPU that it takes."""
+        """Return the planner's choice, and its seconds of CPU time."""
         with TemporaryDirectory() as folder:
             problem = self._problem(case, Path(folder))
             search = DrivenSearch(problem)
@@ -128,7 +132,7 @@ class Setting:
         public = self.public
 
         class NotebookProblem(Problem):
-            """Problem with the targets of the authors' notebook."""
+            """The problem with the targets of the authors' notebook."""
 
             @cached_property
             def targets(self) -> Targets:
@@ -147,8 +151,8 @@ class Setting:
 
 def cheapest() -> list[Case]:
     """Return cases of the cheapest for conversations, at 70 requests per second (section VI-C)."""
-    # Where all machines are alike, the cheapest has the least power, too. A100s alone do not carry
-    # this rate: 86, the end of the public grid, miss the 90th percentile of TPOT by 1 %.
+    # If all machines are equal, the cheapest cluster also needs the least power. A100s alone do not
+    # sustain this rate: 86, the end of the public grid, miss the 90th percentile of TPOT by 1 %.
     by_cost = [Case("conv", name, "usd") for name in ("H100", "AA", "HH", "HA")]
     return [*by_cost, *(Case("conv", name, "watts") for name in ("HA", "HHcap"))]
 
@@ -162,7 +166,7 @@ def largest(budget: str, measured: bool = False) -> list[Case]:
 
 
 def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
-    """Yield the paper's claims that rows tell."""
+    """Yield the paper's claims that the rows can decide."""
     for row in rows:
         if (row["trace"], row["cluster"], row["least"]) == ("code", "HH", "gpus"):
             yield by_amount(
@@ -179,7 +183,7 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
 
 
 def cases() -> list[Case]:
-    """Searches: HH for coding with three seeds, the cheapest, and the largest rates."""
+    """Return all searches: HH for coding with three seeds, the cheapest, and the largest rates."""
     return [
         Case("code", "HH", "gpus", seeds=3),
         *cheapest(),
@@ -190,7 +194,7 @@ def cases() -> list[Case]:
 
 
 def found(setting: Setting, pool: ProcessPoolExecutor, known: EvaluationCache) -> list[Row]:
-    """A row for each search; ``known`` has those of a run that was killed, of this host."""
+    """Return a row for each search; ``known`` has the searches of a killed run on this host."""
     keys = {case: key_of(case.named, case.seeds, origin()["machine"]) for case in cases()}
     missing = [case for case, key in keys.items() if known.get(key) is None]
     for case, row in zip(missing, pool.map(setting.find, missing), strict=True):

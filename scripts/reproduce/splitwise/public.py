@@ -1,6 +1,6 @@
-"""Clusters as Splitwise's public simulator has them: measured steps, pools, links and targets.
+"""Clusters as in Splitwise's public simulator: measured steps, pools, links and targets.
 
-the rules are those of splitwise-sim at 8f99e7d.
+The rules are those of splitwise-sim at 8f99e7d.
 """
 
 import csv
@@ -25,20 +25,22 @@ SPLITWISE = CONFIGS / "splitwise"
 HARDWARE = CONFIGS / "clusters" / "splitwise_dgx.yaml"
 TARGETS = CONFIGS / "targets" / "splitwise.yaml"
 # Machines by their names in perf_model.csv, with Table I's dollars per hour, and provisioned power
-# in multiples of a DGX-A100's.
+# in units of a DGX-A100's.
 MACHINES = {"a100": "a100-80gb", "h100": "h100-80gb", "h100_capped": "h100-80gb-pcap"}
 USD_PER_HOUR = {"a100": 17.6, "h100": 38.0, "h100_capped": 38.0}
 POWER = {"a100": 1.0, "h100": 1.75, "h100_capped": 1.225}
-# Tokens of a machine's pool: 8 x 80 GiB less 329e9 B of weights; Llama 2 70B as if without GQA.
+# Tokens of a machine's pool: 8 x 80 GiB minus 329e9 B of weights; Llama 2 70B counts as if it had
+# no GQA.
 POOL = {"bloom-176b": 89_234, "llama2-70b": 210_645}
 GB_S = 200 * 2**30 / 1e9
-# Of the cards in all clusters here: also a tenth, and Table I's of a DGX-A100.
+# Bandwidth of the network cards in all clusters here; a tenth of it, and Table I's value of a
+# DGX-A100, are used, too.
 SPEEDS = (GB_S, GB_S / 10, 200.0)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as the public simulator has it, by its name in perf_model.csv."""
+    """A model of the public simulator, by its name in perf_model.csv."""
 
     name: str
     shape: Mapping[str, Any] = field(compare=False)
@@ -64,15 +66,21 @@ LLAMA = Model(
 
 @dataclass(frozen=True)
 class Design:
-    """A cluster: so many machines of a kind for prompts, and for tokens where there are two pools.
+    """A cluster with machines for prompts and, with two pools, machines for tokens.
 
     Attributes:
-        model: the public one's.
-        measured: with decode times by batch and context, and prompts and decodes that share the
-            weights, in place of the public simulator's reading.
-        page_size: of its pools, which in the simulator are kept to the token.
-        gb_s, layerwise_from: how KV goes over.
-        mixed_factor: by which decodes lengthen a step of prompts; ``step_tokens``: of a step.
+        prompts: number of machines for prompts.
+        prompt_kind: kind of these machines.
+        tokens: number of machines for tokens; 0 with one pool.
+        token_kind: kind of these machines.
+        model: model of the public simulator.
+        measured: whether decode times are by batch and context, and prompts and decodes share the
+            weights, instead of the public simulator's reading.
+        page_size: page size of the pools; the public simulator counts single tokens.
+        gb_s: bandwidth of KV transfers.
+        layerwise_from: number of prompt tokens from which KV is sent layer by layer.
+        mixed_factor: factor by which decodes lengthen a step of prompts.
+        step_tokens: largest number of prompt tokens of a step.
     """
 
     prompts: int
@@ -89,18 +97,18 @@ class Design:
 
     @property
     def machines(self) -> list[tuple[str, int]]:
-        """Kinds and how many."""
+        """Return the kinds of machines and their numbers."""
         pools = [(self.prompt_kind, self.prompts), (self.token_kind, self.tokens)]
         return [(kind, count) for kind, count in pools if count]
 
     @property
     def usd_per_hour(self) -> float:
-        """Dollars per hour of all machines."""
+        """Return dollars per hour of all machines."""
         return sum(USD_PER_HOUR[kind] * count for kind, count in self.machines)
 
     @property
     def power(self) -> float:
-        """Power of all machines, in DGX-A100."""
+        """Return the power of all machines, in units of a DGX-A100."""
         return sum(POWER[kind] * count for kind, count in self.machines)
 
 
@@ -110,7 +118,7 @@ class Public:
 
     Args:
         perf_model: the CSV file.
-        folder: gets the curves and the hardware files.
+        folder: folder for the curves and the hardware files.
     """
 
     perf_model: Path
@@ -128,7 +136,7 @@ class Public:
             self._write_hardware(gb_s)
 
     def points(self, model: Model, kind: str, time: str) -> dict[float, float]:
-        """Seconds by prompt and batch tokens: medians, as the public simulator takes them."""
+        """Return seconds by prompt and batch tokens: medians, as in the public simulator."""
         found: defaultdict[float, list[float]] = defaultdict(list)
         for row in self._of(model, kind):
             found[int(row["prompt_size"]) * int(row["batch_size"])].append(float(row[time]) / 1e3)
@@ -139,7 +147,7 @@ class Public:
         return (row for row in self._rows if (row["model"], row["hardware"]) == wanted)
 
     def decodes(self, model: Model, kind: str) -> dict[tuple[int, float], float]:
-        """Seconds of a step by batch and mean context, as they were measured."""
+        """Return the measured seconds of a step by batch and mean context."""
         found: defaultdict[tuple[int, float], list[float]] = defaultdict(list)
         for row in self._of(model, kind):
             context = int(row["prompt_size"]) + int(row["token_size"]) / 2
@@ -168,11 +176,11 @@ class Public:
         return self.folder / f"hardware_{gb_s:.4g}.yaml"
 
     def _write_hardware(self, gb_s: float) -> None:
-        """The DGX machines with memory for the public pools, and all cards of one speed."""
+        """Write the DGX machines with memory for the public pools; all network cards are equal."""
         data = yaml.safe_load(HARDWARE.read_text(encoding="utf-8"))
         gpus = {}
         for node in data["nodes"].values():
-            node.pop("flops_scale", None)  # It is in the curves.
+            node.pop("flops_scale", None)  # The curves include it.
             name = f"public-{node['gpu'].lower()}"
             gpus[name] = {
                 "bf16_tflops": 1000,
@@ -187,11 +195,11 @@ class Public:
         self._hardware(gb_s).write_text(text, encoding="utf-8")
 
     def run_file(self, design: Design) -> RunFile:
-        """See ``data``."""
+        """Return the run file; see ``data``."""
         return as_run_file(self.data(design))
 
     def data(self, design: Design) -> dict[str, Any]:
-        """A shipped run file, with the public simulator's numbers."""
+        """Return a shipped run file with the public simulator's numbers."""
         base = "hh" if design.tokens else "baseline_h100"
         data = yaml.safe_load((SPLITWISE / f"{base}.yaml").read_text(encoding="utf-8"))
         data |= {"model": "public", "models": {"public": dict(design.model.shape)}}
@@ -225,10 +233,11 @@ class Public:
         return {"file": str(file), "decode": "by_tokens", "mixed_factor": design.mixed_factor}
 
     def reference(self, model: Model, work: Sequence[BenchRequest]) -> Reference:
-        """A DGX-A100 without contention, as the authors' notebook reckons it.
+        """Return latencies of a DGX-A100 without contention, as in the authors' notebook.
 
-        A time between tokens is there at the prompt's length on the axis of prompt and batch
-        tokens, and a request's own is by all of its tokens, not by the times between them.
+        The notebook takes the time between tokens at the prompt's length, on the axis of prompt and
+        batch tokens. A request's own time per token is its time divided by all of its tokens,
+        rather than by the number of gaps between them.
         """
         prompt, token = (
             PiecewiseLinear(self.points(model, "a100", time))
@@ -243,7 +252,7 @@ class Public:
         return Reference(seconds)
 
     def targets(self, model: Model, work: Sequence[BenchRequest]) -> PercentileTargets:
-        """Table VI's nine, by this reference."""
+        """Return Table VI's nine targets with this reference."""
         table = yaml.safe_load(TARGETS.read_text(encoding="utf-8"))["percentiles"]
         limits = [(m, float(p), most) for m, of in table.items() for p, most in of.items()]
         return PercentileTargets(limits, self.reference(model, work))
@@ -252,10 +261,10 @@ class Public:
 def drawn(
     trace: Sequence[BenchRequest], rate: float, seconds: float, seed: int, joint: bool = False
 ) -> list[BenchRequest]:
-    """Lengths of prompts and of outputs, each drawn by itself, as the public generator does it.
+    """Draw lengths of prompts and of outputs independently, as the public generator does.
 
     Args:
-        joint: drawn are requests in place of it, so that long prompts keep their outputs.
+        joint: whether to draw whole requests instead, so that long prompts keep their outputs.
     """
     rng = random.Random(seed)
     count = round(rate * seconds)

@@ -1,4 +1,4 @@
-"""Splitwise's claims beside ours, told from tables."""
+"""Splitwise's claims, decided from tables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from scripts.reproduce.splitwise.capacities import (
 
 
 def batch_targets(rows: Rows) -> list[Target]:
-    """Section VI-E."""
+    """Return the targets of section VI-E."""
     paper = {"A100": 0.89, "AA": 0.89, "H100": 0.75, "HH": 0.75}
     return [
         by_share(
@@ -71,9 +71,9 @@ def by_cluster(
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], long: Mapping[str, int]) -> list[Target]:
-    """Section VI's, by the public reading of decode times."""
+    """Return targets of section VI's ratios, by the public reading of decode times."""
     found = by_cluster(rows, "public")
-    # The text does not say which trace 1.4 is of; the plot beside it is of conversations.
+    # The text does not say which trace the 1.4 belongs to; the plot next to it shows conversations.
     conv = found["conv", "cost"]["AA"] / found["conv", "cost"]["H100"]
     ha, h100 = design("HA", "conv", "power"), design("H100", "conv", "power")
     cost, power = ha.usd_per_hour / h100.usd_per_hour - 1, ha.power / h100.power - 1

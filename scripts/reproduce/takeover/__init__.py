@@ -1,4 +1,7 @@
-"""Takeover, the system of ours, beside others and beside the bound. No paper has these figures."""
+"""Takeover, our own system, compared with others and with the bound.
+
+No paper has these figures.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +27,7 @@ def _map(cluster: str) -> Callable[[Inputs], Part]:
 
 
 def others(inputs: Inputs) -> Part:
-    """Shares of the bound on 32 other clusters, two of which chose a rule."""
+    """Shares of the bound on 32 other clusters; two of them were used to choose a rule."""
     rows = [
         row | {"cell": f"{cluster}, {row['cell']}"}
         for cluster in OTHERS
@@ -40,7 +43,7 @@ def picture(inputs: Inputs) -> Part:
 
 
 def parts(inputs: Inputs) -> Part:
-    """Simulate what each part of takeover is worth."""
+    """The gain of each part of takeover."""
     return Part(beside.parts(inputs.pool))
 
 

@@ -1,4 +1,4 @@
-"""Takeover's parts, and Cronus' Table 2 beside it."""
+"""The gain of takeover's parts, and Cronus' Table 2 with takeover."""
 
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +14,7 @@ from scripts.reproduce.takeover.cases import OURS, Cell, Run, beside_bound, shar
 from scripts.tables import CONFIGS, Row
 
 TRACE, REQUESTS = "azure_conversation.csv", 1000
-# Takeover's run file, from Cronus' folder; who is set beside the bound in Table 2.
+# Takeover's run file, from Cronus' folder; and the systems that Table 2 compares with the bound.
 PAIR, STEADY = "../takeover/pair", ("Cronus", OURS)
 PARTS: dict[str, tuple[str, ...]] = {
     "all of it": (),
@@ -32,7 +32,7 @@ PART_CELLS = ((256, 128), (256, 512), (1024, 128), (1024, 2048), (16384, 512), (
 
 
 def parts(pool: ProcessPoolExecutor) -> list[Row]:
-    """A row for each part that is left out, on A100+A10, one seed."""
+    """Return a row for each part that is left out, on A100+A10, with one seed."""
     wanted = [Cell("A100+A10", *lengths) for lengths in PART_CELLS]
     runs = [Run(cell, "takeover/pair", changes, 0) for changes in PARTS.values() for cell in wanted]
     found = iter(list(pool.map(shares, runs)))
@@ -46,7 +46,7 @@ def _share(made: tuple[float, float] | None) -> float | str:
 
 
 def table_2(work: Work, pool: ProcessPoolExecutor) -> list[Row]:
-    """Requests per second of each setup under each approach and ours, calibrated."""
+    """Return the requests per second of each approach and ours in each calibrated setup."""
     costs = read_yaml(CONFIGS / "cronus_calibration.yaml")
     systems = {**APPROACHES, OURS: PAIR}
     cases = [Case(s, system, numbers(costs, s)) for s in SETUPS for system in systems.values()]
@@ -65,7 +65,7 @@ def _share_and_rate(case: Case, work: Work) -> tuple[float, float, float]:
 
 
 def table_2_claims(rows: Sequence[Row]) -> list[Target]:
-    """Ours beside Cronus."""
+    """Return claims that compare ours with Cronus."""
     over = [100 * (float(row[OURS]) / float(row["Cronus"]) - 1) for row in rows]
     return [
         agrees(

@@ -1,4 +1,4 @@
-"""Clusters of unlike GPUs under several systems, over lengths of prompts and answers."""
+"""Clusters of unlike GPUs under several systems, by lengths of prompts and answers."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from scripts.reproduce.reproduction import Work
 from scripts.tables import CONFIGS
 
 PROMPTS, ANSWERS = (256, 1024, 4096, 16384), (32, 128, 512, 2048)
-# Short for kinds that have longer names.
+# Short names of kinds.
 KINDS = {
     "A100": "A100-80G-SXM",
     "H100": "H100-SXM",
@@ -26,15 +26,15 @@ KINDS = {
     "4090": "RTX-4090",
     "PRO6000": "RTX-PRO-6000",
 }
-# KV entries that a pool holds, about.
+# About how many KV entries a pool holds.
 POOLS = {"A100": 466_000, "H100": 466_000, "L40S": 190_000, "A10": 22_000, "A30": 22_000,
          "L4": 22_000}  # fmt: skip
-# Names say what there is, the best kind first.
+# Names list the GPUs, the best kind first.
 PAIRS = ("A100+A10", "A100+A30", "H100+L4")
 WIDE = ("A100+4 A10", "H100+A100+L40S+L4")
-# Of two kinds as well: ten that were looked at once all rules were there, but for three that two
-# rules were then chosen by; and ten more. A6000+3090 and L40S+A10G have chosen a rule since. Of
-# twelve more, run when all was done, ten have spoken against a stricter rule for takes.
+# Further clusters of two kinds. Ten were run once all rules existed; three of them were then used
+# to choose two rules. Ten more followed. A6000+3090 and L40S+A10G have been used to choose a rule
+# since. Of twelve more, which were run at the end, ten spoke against a stricter rule for takes.
 OTHERS = ("A100+L4", "B200+H100", "A100+L40S", "H100+A10", "A6000+3090", "A100+V100", "MI300X+A40",
           "2 A100+3 L4", "4090+4 A10G", "H200+8 L4",
           "H100+A40", "L40S+A10G", "L40S+3090", "A6000+4090", "H200+A6000", "B200+A100",
@@ -44,17 +44,18 @@ OTHERS = ("A100+L4", "B200+H100", "A100+L40S", "H100+A10", "A6000+3090", "A100+V
 OTHER_CELLS = ((512, 64), (1024, 1024), (2048, 256), (8192, 128), (8192, 1024))
 WIDE_CELLS = ((256, 128), (256, 512), (1024, 32), (1024, 128), (1024, 512), (4096, 32),
               (4096, 128), (4096, 512))  # fmt: skip
-# The model whose efficiencies were calibrated for Cronus' tables; other GPUs have the A100's.
+# The model whose efficiencies were calibrated for Cronus' tables; other GPUs have those of the
+# A100.
 MODEL = "LLaMA3-8B"
-MODELS = {"A100+L40S": "llama-2-7b", "H100+A10": "qwen2-7b"}  # Llama 3 8B on the others.
-# By the variant's name: its run file, and what is changed in it.
+MODELS = {"A100+L40S": "llama-2-7b", "H100+A10": "qwen2-7b"}  # Others run Llama 3 8B.
+# For each variant's name, its run file and the changes to it.
 Variants = Mapping[str, tuple[str, tuple[str, ...]]]
 SAME, CHUNKS = "takeover's narrow budgets", "1,024 tokens"
-# Who computes 256 tokens in the time for which it reads its weights. Steps of 512 suit others;
-# where there is ample room, takeover's are twice as wide.
+# GPUs that compute 256 tokens in the time in which they read their weights. Steps of 512 suit
+# others. With ample room, takeover's steps are twice as wide.
 SMALL, LONGER = ("A10", "A10G", "A30"), "instances.low.max_num_batched_tokens=512"
 WIDER = "instances.low.max_num_batched_tokens=1024"
-# A system counts with the best of its variants.
+# The best variant of a system counts.
 SYSTEMS: dict[str, Variants] = {
     "Cronus": {"relative fits": ("cronus/cronus", ("simulate.fit=relative",))},
     "DP": {
@@ -83,11 +84,11 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The lengths in words."""
+        """The lengths as text."""
         return f"{_short(self.prompt)}/{_short(self.answer)}"
 
     def work(self, seed: int, count: int) -> list[BenchRequest]:
-        """Requests that are all there at the beginning."""
+        """Return the requests, which all arrive at the start."""
         rng = random.Random(seed)
         # The longest prompts still fit into the model's context, and into an A10.
         width = 0.25 if self.prompt > 8192 else 0.5
@@ -102,7 +103,10 @@ class Cell:
 
     @property
     def count(self) -> int:
-        """Four times the requests that run at once, about; 200 to 1,000, on wide ones 4,000."""
+        """Return about four times the number of requests that run at once.
+
+        It is at least 200, and at most 1,000 on pairs and 4,000 on others.
+        """
         entries = self.prompt + self.answer / 2
         at_once = sum(min(pool / entries, 256) for pool in pools(self.cluster))
         return round(min(max(4 * at_once, 200), 1000 if is_pair(self.cluster) else 4000))
@@ -118,7 +122,7 @@ class Run:
     seed: int
 
     def config(self) -> RunFile:
-        """The run file, with the cluster's GPUs and costs."""
+        """Return the run file with the cluster's GPUs and costs."""
         kinds = list(dict.fromkeys(gpus(self.cell.cluster)))
         groups = ["high", "low"] if len(kinds) == 2 else [kind.lower() for kind in kinds]
         return load_run_file(
@@ -137,7 +141,7 @@ class Run:
 
 
 def gpus(cluster: str) -> tuple[str, ...]:
-    """The kind of each GPU of a cluster."""
+    """Return the kind of each GPU of a cluster."""
     return tuple(kind for kind, count in _counted(cluster) for _ in range(count))
 
 
@@ -153,7 +157,7 @@ def is_pair(cluster: str) -> bool:
 
 @cache
 def pools(cluster: str) -> list[int]:
-    """KV entries that each GPU's pool holds, about."""
+    """Return about how many KV entries each GPU's pool holds."""
     if cluster not in OTHERS:
         return [POOLS[kind] for kind in gpus(cluster)]
     run = Run(Cell(cluster, 1, 1), *systems(cluster)[OURS][""], 0)
@@ -161,10 +165,10 @@ def pools(cluster: str) -> list[int]:
 
 
 def systems(cluster: str) -> Mapping[str, Variants]:
-    """The systems that run on a cluster, with their variants.
+    """Return the systems that run on a cluster, with their variants.
 
-    Cronus runs on pairs. L-H computes prompts on all that are weaker or, of four kinds, on one or
-    two. DP's turns go by peak FLOPS where the published ones are not 3 to 1.
+    Cronus runs on pairs. L-H computes prompts on all weaker GPUs, or, with four kinds, on one or
+    two. DP's shares are by peak FLOPS if the published shares of 3 to 1 do not apply.
     """
     if cluster in PAIRS:
         longer: tuple[str, ...] = () if gpus(cluster)[1] in SMALL else (LONGER,)
@@ -208,7 +212,7 @@ def _two_kinds(cluster: str) -> Mapping[str, Variants]:
     ]
 
     def instances(high: str, low: str) -> tuple[list[str], list[list[str]]]:
-        """Settings of their number, and the names of each."""
+        """Return the settings for the number of instances, and the names of each kind."""
         each = {high: num_high, low: num_low}
         settings = [f"instances.{name}.replicas={n}" for name, n in each.items() if n > 1]
         names = [[f"{name}{i}" for i in range(n)] if n > 1 else [name] for name, n in each.items()]
@@ -231,7 +235,7 @@ def _two_kinds(cluster: str) -> Mapping[str, Variants]:
 def _parallel(
     file: str, changes: Sequence[str], weights: Mapping[str, int], instances: Iterable[str]
 ) -> Variants:
-    """Data parallelism with the budgets that takeover has, and with longer chunks."""
+    """Return data parallelism with takeover's budgets, and with longer chunks."""
     shares = ", ".join(
         f"{name}: {{weight: {weight}, max_waiting: {weight}}}" for name, weight in weights.items()
     )
@@ -241,13 +245,13 @@ def _parallel(
 
 
 def _split(prefill: Sequence[str], decode: Sequence[str]) -> str:
-    """The setting of disaggregation over these instances."""
+    """Return the setting of disaggregation on these instances."""
     first, second = ", ".join(prefill), ", ".join(decode)
     return f"system={{name: disaggregated, prefill: [{first}], decode: [{second}]}}"
 
 
 def costs(kinds: Mapping[str, str]) -> list[str]:
-    """The calibrated costs of groups of these kinds, as settings."""
+    """Return the calibrated costs of groups of these kinds, as settings."""
     found = read_yaml(CONFIGS / "cronus_calibration.yaml")
     own = found["high"][MODEL]
     settings = [f"simulate.{name}={value}" for name, value in found["engine"].items()]
@@ -258,12 +262,11 @@ def costs(kinds: Mapping[str, str]) -> list[str]:
 
 
 def shares(run: Run) -> tuple[float, float] | None:
-    """The shares of the bound: of the steady part of a run, and of all of it.
+    """Return the shares of the bound that the steady part of a run and the whole run reach.
 
-    The bound is that of takeover's settings for all systems: others' weak GPUs may have one seat,
-    which bounds what they can do and not what the cluster can.
-
-    None where the system gives an instance a request which that could never hold.
+    The bound uses takeover's settings for all systems. Weak GPUs of other systems may have one
+    seat, which limits these systems, but not the cluster. Returns None if the system gives an
+    instance a request that does not fit there.
     """
     ours = next(iter(systems(run.cell.cluster)[OURS].values()))
     work = run.cell.work(run.seed, run.cell.count)
@@ -279,9 +282,9 @@ def shares(run: Run) -> tuple[float, float] | None:
 
 
 def beside_bound(config: RunFile, ours: RunFile, work: Work) -> tuple[float, float, float]:
-    """Run, and return the steady part's share of the bound of ``ours``, and both rates.
+    """Run; return the steady part's share of the bound of ``ours``, and both rates.
 
-    Rates are the run's requests per second, and the bound's.
+    The rates are the run's requests per second, and the bound's.
     """
     bound = bound_of(prepare(ours), work)
     done = WorthDone(bound)
@@ -290,7 +293,7 @@ def beside_bound(config: RunFile, ours: RunFile, work: Work) -> tuple[float, flo
 
 
 def cells(cluster: str) -> Sequence[Cell]:
-    """All cells of a cluster: sixteen of a pair, eight of a wide one, five of others."""
+    """Return all cells of a cluster: sixteen of a pair, eight of a wide one, five of others."""
     if cluster in PAIRS:
         return [Cell(cluster, prompt, answer) for prompt in PROMPTS for answer in ANSWERS]
     return [Cell(cluster, *each) for each in (OTHER_CELLS if cluster in OTHERS else WIDE_CELLS)]

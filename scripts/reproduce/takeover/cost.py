@@ -1,4 +1,4 @@
-"""Costs of takeover's decisions, and of simulating it beside data parallelism."""
+"""Costs of takeover's decisions, and of its simulation compared with data parallelism."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,34 +20,36 @@ from scripts.reproduce.reproduction import Work
 from scripts.reproduce.takeover.cases import OURS, Cell
 from scripts.tables import CONFIGS, Row
 
-# Instances and requests for each: few, all of which run at once soon, and many, which wait.
+# Numbers of instances, and of requests for each: few requests, which soon all run, and many, which
+# wait.
 SIZES = ((2, 30), (16, 30), (16, 240), (128, 30))
-# Microseconds of decisions per request, by instances; and simulated time beside data parallelism.
+# Limits: microseconds of decisions per request, by instances; and simulation time relative to data
+# parallelism.
 MOST_US, MOST_TIMES = {16: 50, 128: 200}, 1.5
-# Runs of each; the least of each call's seconds counts, as others use the processor as well.
+# Number of runs. The smallest time of each call counts, because other processes use the CPU, too.
 RUNS = 3
 T = TypeVar("T")
 
 
 class Timed(Takeover):
-    """Takeover, and the seconds of each call of its hooks."""
+    """Takeover, with the seconds of each call of its hooks."""
 
     spent: list[float]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
-        """Note what routing takes."""
+        """Route, and record the time."""
         return _timed(super().route, waiting, cluster)
 
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
-        """Note what looking at a step takes."""
+        """Look at a step, and record the time."""
         return _timed(super().on_step, step, cluster)
 
     def on_leg_end(self, request: RequestView, leg: Leg, cluster: ClusterView) -> None:
-        """Note what a leg's end takes."""
+        """End a leg, and record the time."""
         _timed(super().on_leg_end, request, leg, cluster)
 
     def on_finish(self, request: RequestView, cluster: ClusterView) -> None:
-        """Note what a request's end takes."""
+        """End a request, and record the time."""
         _timed(super().on_finish, request, cluster)
 
 
@@ -59,7 +61,7 @@ def _timed(hook: Callable[..., T], *given: object) -> T:
 
 
 def rows() -> list[Row]:
-    """Microseconds per request, half of the instances A100 and half A10, prompts of 1k."""
+    """Return microseconds per request, for half A100s and half A10s, with prompts of 1k tokens."""
     return [_measured(*size) for size in SIZES]
 
 
@@ -70,7 +72,7 @@ def _measured(instances: int, each: int) -> Row:
         Timed.spent = []
         _seconds(_config("takeover/pair", instances, f"system.name={Timed.__module__}:Timed"), work)
         calls.append(Timed.spent)
-    # The same run each time: its calls are the same ones.
+    # The run is the same each time, and so are its calls.
     decided = sum(map(min, zip(*calls, strict=True)))
     names = [f"{name}{number}" for name in ("high", "low") for number in range(instances // 2)]
     shares: Mapping[str, Any] = {
@@ -118,7 +120,7 @@ def _config(file: str, instances: int, *changes: str) -> RunFile:
 
 
 def _seconds(config: RunFile, work: Work) -> float:
-    """Seconds of the processor of a run."""
+    """Return the CPU seconds of a run."""
     prepared = prepare(config)
     start = time.process_time()
     serve(prepared, work, None)
@@ -126,7 +128,7 @@ def _seconds(config: RunFile, work: Work) -> float:
 
 
 def claims(rows: Sequence[Row]) -> list[Target]:
-    """The bars."""
+    """Return the claims, with their limits."""
     made = []
     for row in rows:
         where = f"{row['instances']} instances, {row['requests']} requests"

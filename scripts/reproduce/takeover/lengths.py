@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers that are not uniform: drawn by a lognormal law, and of traces."""
+"""Lengths that are not uniform: drawn from a lognormal distribution, and from traces."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -13,26 +13,26 @@ from scripts.reproduce.takeover.cases import PAIRS, Cell
 CLUSTER = "A100+A10"
 SPREAD = (*PAIRS, "L40S+A10G")
 LOADED = (CLUSTER, "L40S+A10G")
-# By the file of ``--data``: a name, and what the file is.
+# For each file of ``--data``, a name and a description.
 TRACES = {
     "azure_code.csv": ("Azure code", CODE),
     "azure_conversation.csv": ("Azure conversations", CONVERSATIONS),
     "sharegpt.csv": ("ShareGPT", SHAREGPT),
 }
-# Medians of prompts and answers, and the deviation of their logarithms.
+# Medians of prompts and answers, and the standard deviations of their logarithms.
 LOGNORMAL, MEDIANS, DEVIATION = "lognormal 700/90", (700, 90), 0.7
-# Tokens of the longest request, which an A10 holds, too.
+# Tokens of the longest request; it also fits into an A10.
 LONGEST, MOST = 8000, 2000
 
 
 @dataclass(frozen=True)
 class Drawn(Cell):
-    """Requests of some lengths on a cluster; ``prompt`` and ``answer`` are their means.
+    """Requests of given lengths on a cluster; ``prompt`` and ``answer`` are their means.
 
     Attributes:
-        called: as the workload is.
-        lengths: of each request; a run has as many of them as it needs, from a place that its seed
-            says.
+        called: name of the workload.
+        lengths: lengths of each request. A run takes as many as it needs, from a start that depends
+            on its seed.
     """
 
     called: str = ""
@@ -40,18 +40,18 @@ class Drawn(Cell):
 
     @property
     def name(self) -> str:
-        """What the lengths are of."""
+        """Name of the lengths."""
         return self.called
 
     def work(self, seed: int, count: int) -> list[BenchRequest]:
-        """Requests that are all there at the beginning, in their order."""
+        """Return the requests in their order; all arrive at the start."""
         start = seed * count % max(len(self.lengths) - count, 1)
         found = self.lengths[start : start + count]
         return [BenchRequest(None, prompt, answer, 0.0) for prompt, answer in found]
 
 
 def drawn(cluster: str, traces: Mapping[str, Work]) -> Sequence[Drawn]:
-    """A cluster's cells: lengths of a lognormal law, and of each trace."""
+    """Return a cluster's cells: lognormal lengths, and those of each trace."""
     rng = random.Random(0)
     lognormal = [
         tuple(max(round(rng.lognormvariate(log(each), DEVIATION)), 1) for each in MEDIANS)

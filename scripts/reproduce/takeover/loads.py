@@ -1,4 +1,4 @@
-"""Takeover's latencies at 80 % of Cronus' rate: requests come evenly, at random, or in bursts."""
+"""Takeover's latencies at 80 % of Cronus' rate, for even, random and bursty arrivals."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +14,7 @@ from scripts.reproduce.takeover.cases import OURS, Cell, Run, cells, systems
 from scripts.reproduce.takeover.lengths import CLUSTER, LOADED, drawn
 from scripts.tables import Row
 
-# 80 % load: as often as relative Cronus serves 80 % of what it can.
+# 80 % load: requests arrive at 80 % of the rate that relative Cronus can serve.
 LOAD, COUNT, SEEDS = 0.8, 300, (1,)
 KINDS = ("even", "poisson", "bursty")
 SERVED = ("Cronus", "DP", OURS)
@@ -34,15 +34,15 @@ class Asked(NamedTuple):
 
 
 def uniform(pool: ProcessPoolExecutor) -> list[Row]:
-    """TTFT and TBT p99 of eight cells of A100+A10 for Cronus, DP and ours.
+    """Return TTFT and TBT p99 of eight cells of A100+A10 for Cronus, DP and ours.
 
-    Ours also with targets: what is asked of it beside Cronus.
+    Ours also runs with targets, as the comparison with Cronus needs.
     """
     return _rows([cell for cell in cells(CLUSTER) if cell.answer in (128, 512)], pool)
 
 
 def of_traces(traces: Mapping[str, Work], pool: ProcessPoolExecutor) -> list[Row]:
-    """Make the same rows for other lengths on two clusters."""
+    """Return the same rows for other lengths on two clusters."""
     return _rows([cell for name in LOADED for cell in drawn(name, traces)], pool)
 
 
@@ -75,7 +75,7 @@ def _rows(wanted: Sequence[Cell], pool: ProcessPoolExecutor) -> list[Row]:
 
 
 def _cronus_rate(cell: Cell) -> float:
-    """The steady rate of Cronus, by its relative fits."""
+    """Return the steady rate of Cronus with its relative fits."""
     config = Run(cell, *_first(cell, "Cronus"), 0).config()
     made = serve(prepare(config), cell.work(0, cell.count), None)
     assert made.steady_requests_s
@@ -83,12 +83,12 @@ def _cronus_rate(cell: Cell) -> float:
 
 
 def _first(cell: Cell, system: str) -> tuple[str, tuple[str, ...]]:
-    """The first variant of a system."""
+    """Return the first variant of a system."""
     return next(iter(systems(cell.cluster)[system].values()))
 
 
 def arriving(work: Sequence[BenchRequest], kind: str, rate: float, seed: int) -> Work:
-    """Requests that come evenly, at random, or at random in bursts."""
+    """Return requests that arrive evenly, at random, or in random bursts."""
     made = {
         "even": {"kind": "interval", "seconds": 1 / rate},
         "poisson": {"kind": "poisson", "rate": rate, "seed": seed},
@@ -110,7 +110,7 @@ def _latency(asked: Asked) -> tuple[float, float]:
 
 
 def claims(where: str, rows: Sequence[Row]) -> list[Target]:
-    """Ours beside Cronus, by the arrivals: a cell's ratio is the mean of its runs'."""
+    """Return claims that compare ours with Cronus by arrivals; ratios are means over runs."""
     return [claim for kind in KINDS for claim in _claims(f"80 % load, {where}, {kind}", rows, kind)]
 
 
@@ -149,7 +149,7 @@ def _claims(said: str, rows: Sequence[Row], kind: str) -> list[Target]:
 
 
 def _ratios(cell: Mapping[tuple[str, str], Row], system: str, figure: str) -> list[float]:
-    """A system's figure by Cronus', of each run of a cell."""
+    """Return the ratios of a system's figure to Cronus', for each run of a cell."""
     seeds = dict.fromkeys(seed for seed, _ in cell)
     return [
         float(cell[seed, system][figure]) / float(cell[seed, "Cronus"][figure]) for seed in seeds

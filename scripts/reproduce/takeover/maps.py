@@ -31,7 +31,7 @@ def map_of(
     pool: ProcessPoolExecutor,
     wanted: Sequence[Cell] | None = None,
 ) -> list[Row]:
-    """A row for each cell and seed; a system counts with its best variant, by steady share."""
+    """Return a row for each cell and seed; a system counts with its best variant."""
     asked = [
         (cell, seed, system, variant, Run(cell, file, changes, seed))
         for cell in (cells(cluster) if wanted is None else wanted)
@@ -58,12 +58,12 @@ def _row(cell: Cell, seed: int, made: Mapping[str, Best], failed: Sequence[str])
     for name, suffix in (("by_best", ""), ("whole_by_best", " whole")):
         best = max(float(row[f"{system}{suffix}"]) for system in others)
         row[name] = round(float(row[f"{OURS}{suffix}"]) / best, 4)
-    # Variants that gave an instance what it could never hold.
+    # Variants that gave an instance a request which does not fit there.
     return row | {"could_not_run": "; ".join(failed)}
 
 
 def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Means over seeds, by cell and column."""
+    """Return means over seeds, by cell and column."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(str(row["cell"]), []).append(row)
@@ -78,7 +78,7 @@ def by_cell(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def claims(cluster: str, rows: Sequence[Row]) -> list[Target]:
-    """Make a map's claims: ours beside the best other, and all beside the bound."""
+    """Return a map's claims: ours compared with the best other, and all with the bound."""
     made = by_cell(rows)
     ratios = sorted(cell["by_best"] for cell in made.values())
     share = [cell[OURS] for cell in made.values()]
@@ -107,7 +107,7 @@ def claims(cluster: str, rows: Sequence[Row]) -> list[Target]:
 
 
 def draw(maps: Mapping[str, Sequence[Row]]) -> Figure:
-    """A heat map per pair and system: prompts downwards, answers to the right."""
+    """Draw a heat map per pair and system: prompts downwards, answers to the right."""
     figure = Figure(figsize=(2.4 * len(SYSTEMS), 2.5 * len(maps)), layout="constrained")
     axes: Any = figure.subplots(len(maps), len(SYSTEMS), squeeze=False)
     image: Any = None
@@ -122,7 +122,7 @@ def draw(maps: Mapping[str, Sequence[Row]]) -> Figure:
             image = ax.imshow(grid, vmin=0.3, vmax=1.0, cmap="viridis")
             for y, line_ in enumerate(grid):
                 for x, value in enumerate(line_):
-                    if isnan(value):  # Not run.
+                    if isnan(value):  # It was not run.
                         continue
                     colour = "black" if value > 0.75 else "white"
                     said = f"{value:.2f}".removeprefix("0")

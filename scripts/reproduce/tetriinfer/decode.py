@@ -23,7 +23,7 @@ from scripts.reproduce.tetriinfer.runs import (
 )
 from scripts.tables import Row
 
-# By name, the policy, the end of a range that counts, and the accuracy.
+# For each name: the policy, the end of the range that counts, and the accuracy.
 ADMISSIONS = {
     "reserve-dynamic, 74.9 %": ("reserve_dynamic", "low", 0.749),
     "reserve-dynamic, 100 %": ("reserve_dynamic", "low", 1.0),
@@ -33,7 +33,7 @@ ADMISSIONS = {
 
 
 def admissions(inputs: Inputs) -> Part:
-    """JCT by that of greedy admission over the pool, 256 requests; nobody keeps pages free."""
+    """JCT relative to greedy admission by size of the pool, 256 requests, no pages kept free."""
     trace = inputs.work(TRACE)
     rows = []
     works = [draw(trace, "Mixed", 256, seed) for seed in SEEDS]
@@ -74,7 +74,7 @@ PAIRED = range(20)
 
 
 def dispatches(inputs: Inputs) -> Part:
-    """Makespans, 32 requests for each decode instance, the same in each column."""
+    """Makespans with 32 requests for each decode instance, the same ones in each column."""
     trace = inputs.work(TRACE)
     rows, targets = [], []
     for count in (2, 4, 8):
@@ -133,12 +133,12 @@ def _means(name: str, runs: Sequence[Figures]) -> Row:
 
 SHIFTING = (("HPLD", 3.0, 40.0), ("LPHD", 8.0, 40.0), ("HPLD", 3.0, 40.0))
 STEADY = (("Mixed", 4.0, 120.0),)
-# Heavier prompts, and for longer: an instance that decodes is never idle for long again.
+# Prompts are heavier for a longer time, so no decoding instance is idle for long again.
 BACK = (("HPLD", 6.0, 60.0), ("LPHD", 4.0, 60.0), ("HPLD", 6.0, 60.0))
 
 
 def flips(inputs: Inputs) -> Part:
-    """Two pairs of GPUs in each role, by the seconds for which one has to be idle."""
+    """Two pairs of GPUs in each role, by the seconds for which an instance must be idle."""
     trace = inputs.work(TRACE)
     rows: list[Row] = []
     jct: dict[tuple[str, str], float] = {}
@@ -189,7 +189,7 @@ def links(inputs: Inputs) -> Part:
 
 
 def draw_flips(trace: Work) -> Figure:
-    """Draw the instances' prompts and decodes over a load that shifts."""
+    """Draw the instances' prompts and decodes under a load that shifts."""
     work = phases(trace, SHIFTING, 0)
     _, run = recorded(cluster(2, 2, settings=["system.flip_after_s=5"]), work, load_run)
     names = sorted(run.steps["instance"].unique(), reverse=True)

@@ -7,13 +7,13 @@ from scripts.reproduce.claims import by_amount, by_share
 from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.reproduce.tetriinfer.runs import REQUESTS, TRACE, draw, of_class, tetriinfer
 
-# Of a V100 pair, with prompts in tokens: what a step takes besides, as in configs/tetriinfer.
+# For a V100 pair and prompts in tokens: the additional time of a step, as in configs/tetriinfer.
 STEP, TOKEN, CONTEXT = 0.0187, 1.48e-4, 6.9e-7
 CHUNK = 512
 
 
 def chunked(inputs: Inputs) -> Part:
-    """The iteration that a prompt is computed in: one of 16 prompts, and one chunk."""
+    """The iteration in which a prompt is computed: one of 16 prompts, and one chunk."""
     trace = inputs.work(TRACE)
     rng_works = [draw_whole(trace, 16, seed) for seed in range(400)]
     whole = [STEP + TOKEN * sum(item.prompt_len for item in work) for work in rng_works]
@@ -30,18 +30,18 @@ def chunked(inputs: Inputs) -> Part:
 
 
 def draw_whole(trace: Work, count: int, seed: int) -> Work:
-    """Return so many requests of the whole trace, from a place that the seed picks."""
+    """Return ``count`` requests of the whole trace, from a start that the seed picks."""
     start = count * seed % (len(trace) - count)
     return trace[start : start + count]
 
 
 def sorting(inputs: Inputs) -> Part:
-    """Mean TTFT by order and window, simulated, and by the closed form."""
+    """Mean TTFT by order and window, simulated and by the closed form."""
     trace = inputs.work(TRACE)
     works = [draw(trace, "Mixed", REQUESTS, seed) for seed in range(20)]
     lengths = [item.prompt_len for item in of_class(trace, "Mixed")]
     ordered, count = sorted(lengths), len(lengths)
-    # The sum of min(X, X') over pairs: each length by how many are longer.
+    # The sum of min(X, X') over pairs: each length times the number of longer ones.
     pairs = sum(x * (count - 1 - rank) for rank, x in enumerate(ordered))
     mu = pairs / (count * (count - 1) / 2) / fmean(lengths)
 
@@ -92,7 +92,7 @@ def _short(item: BenchRequest) -> BenchRequest:
 
 
 def interference(inputs: Inputs) -> Part:
-    """Iterations beside others by the same alone; light is 18 tokens, heavy 512."""
+    """Iterations with others, relative to the same alone; light has 18 tokens, heavy 512."""
     a = STEP / TOKEN
     light, heavy, context, others = 18, 512, 275, 50
     rows_of = {

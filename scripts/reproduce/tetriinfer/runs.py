@@ -22,18 +22,18 @@ REQUESTS, SEEDS = 128, range(3)
 
 
 def of_class(trace: Work, name: str) -> list[BenchRequest]:
-    """Pairs of at most 2,048 tokens of one class, or of all."""
+    """Return pairs of at most 2,048 tokens of one class, or of all."""
     fitting = [item for item in trace if item.prompt_len + item.max_tokens <= 2048]
     return [item for item in fitting if name == "Mixed" or is_of_class(item, name)]  # type: ignore[arg-type]
 
 
 def draw(trace: Work, name: str, count: int, seed: int) -> list[BenchRequest]:
-    """Different pairs, all there at the start."""
+    """Draw different pairs, which all arrive at the start."""
     return random.Random(seed).sample(of_class(trace, name), count)
 
 
 def phases(trace: Work, parts: Sequence[tuple[str, float, float]], seed: int) -> list[BenchRequest]:
-    """Poisson arrivals: each part a class, requests per second, and for how many seconds."""
+    """Return Poisson arrivals in parts: each has a class, requests per second, and seconds."""
     rng, start, work = random.Random(seed), 0.0, []
     for name, rate, seconds in parts:
         pool, now = of_class(trace, name), start
@@ -46,11 +46,15 @@ def phases(trace: Work, parts: Sequence[tuple[str, float, float]], seed: int) ->
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one run, in seconds.
+    """Figures of one run; all but the last are in seconds.
 
     Attributes:
-        ttft, jct: means over the requests; makespan: until the last one's end.
-        resource: from each instance's first step to its last, summed; busy: its part in steps.
+        ttft: mean time to the first token.
+        jct: mean job completion time.
+        makespan: time until the last request's end.
+        resource: sum of the times from each instance's first step to its last.
+        busy: the part of ``resource`` in steps.
+        preemptions: number of preemptions.
     """
 
     ttft: float
@@ -83,7 +87,7 @@ class Figures:
 
 
 def vllm(work: Work, cap: int = 16) -> Figures:
-    """The baseline with a batch of at most so many."""
+    """Run the baseline with a batch of at most ``cap`` requests."""
     config = load_run_file(FOLDER / "vllm.yaml", [f"engine.max_num_seqs={cap}"])
     return Figures.of(simulate(config, work))
 
@@ -91,7 +95,7 @@ def vllm(work: Work, cap: int = 16) -> Figures:
 def cluster(
     prefill: int = 1, decode: int = 1, accuracy: float = 1.0, settings: Sequence[str] = ()
 ) -> RunFile:
-    """So many pairs of GPUs in each role."""
+    """Return a cluster with these numbers of pairs of GPUs in each role."""
     ends = ["p, d"] + ["p, p"] * (prefill > 1) + ["d, d"] * (decode > 1)
     links = ", ".join(f"{{between: [{end}], gb_s: 25, latency_s: 0.00001}}" for end in ends)
     wanted = [
@@ -114,13 +118,13 @@ def tetriinfer(
     accuracy: float = 1.0,
     settings: Sequence[str] = (),
 ) -> Figures:
-    """The system; lengths are predicted by the right bucket of 200, unless said otherwise."""
+    """Run the system; by default, the right bucket of 200 tokens is predicted."""
     return Figures.of(simulate(cluster(prefill, decode, accuracy, settings), work))
 
 
 def with_flips(
     work: Work, prefill: int, decode: int, settings: Sequence[str]
 ) -> tuple[Figures, int]:
-    """A run's figures, and how many flips it asked for."""
+    """Return a run's figures, and the number of flips."""
     metrics, run = recorded(cluster(prefill, decode, settings=settings), work, read_lines)
     return Figures.of(metrics), len(run.run["system_report"]["flips"])

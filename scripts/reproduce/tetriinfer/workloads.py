@@ -11,7 +11,7 @@ from scripts.reproduce.tetriinfer.runs import REQUESTS, SEEDS, WORKLOADS, draw, 
 from scripts.tables import Row
 
 CAPS = (16, 24, 32, 64, 256)
-# TTFT, JCT and resource time in percent, and perf/$, of Figs. 11 to 15; None: not stated.
+# TTFT, JCT and resource time in percent, and perf/$, of Figs. 11 to 15; None if not stated.
 PAPER: dict[str, tuple[float | None, float, float | None, float]] = {
     "LPLD": (-44, -40, None, 1.4),
     "LPHD": (-97, -47, -38, 2.4),
@@ -23,17 +23,17 @@ NAMES = ("TTFT", "JCT", "resource time")
 
 
 def perf_per_dollar(jct: float, resource: float) -> float:
-    """Form of the paper's five values, by changes in percent; no quotient of performances."""
+    """Return the paper's formula, by changes in percent; it is no ratio of performances."""
     return (1 - jct / 100) / (1 + resource / 100)
 
 
 def quotient(jct: float, resource: float) -> float:
-    """Requests per second and GPU-second by those of vLLM."""
+    """Return requests per second and GPU-second, relative to those of vLLM."""
     return 1 / (1 + jct / 100) / (1 + resource / 100)
 
 
 def workloads(trace: Work) -> tuple[list[Row], dict[tuple[str, int], tuple[float, float, float]]]:
-    """Means over seeds, for each cap."""
+    """Return means over seeds, for each cap."""
     rows, found = [], {}
     for name in WORKLOADS:
         works = [draw(trace, name, REQUESTS, seed) for seed in SEEDS]
@@ -51,7 +51,7 @@ def workloads(trace: Work) -> tuple[list[Row], dict[tuple[str, int], tuple[float
 
 
 def paper_cells(found: dict[tuple[str, int], tuple[float, float, float]]) -> list[Target]:
-    """Sizes at the cap of 16, and what is left of the gains at 256."""
+    """Return targets for the cap of 16, and for the gains that remain at 256."""
     targets = []
     for name, cells in PAPER.items():
         for what, theirs, ours in zip(NAMES, cells[:3], found[name, 16], strict=True):
@@ -71,7 +71,7 @@ def paper_cells(found: dict[tuple[str, int], tuple[float, float, float]]) -> lis
 
 
 def prices(inputs: Inputs) -> Part:
-    """The paper's perf/$ from its own changes, by two forms."""
+    """The paper's perf/$ from its own changes, by two formulas."""
     rows, targets = [], []
     for name, (_, jct, resource, theirs) in PAPER.items():
         value = perf_per_dollar(jct, resource or 0.0)
@@ -89,7 +89,7 @@ def prices(inputs: Inputs) -> Part:
 
 
 def draw_caps(found: dict[tuple[str, int], tuple[float, float, float]]) -> Figure:
-    """Draw each change by the cap of the baseline's batch, beside the paper's."""
+    """Draw each change by the cap of the baseline's batch, next to the paper's."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     for number, (ax, what) in enumerate(zip(figure.subplots(1, 3), NAMES, strict=True)):
         for colour, name in zip(COLOURS, WORKLOADS, strict=False):

@@ -33,11 +33,13 @@ REQUESTS = 16_000
 
 @dataclass(frozen=True)
 class Searches:
-    """Runs of the command, each in a folder of its own.
+    """Runs of the command, each in its own folder.
 
     Attributes:
-        tables: by GPU.
-        jobs: processes.
+        out: folder for the searches.
+        tables: tables of operators by GPU.
+        workloads: options of the workloads by name.
+        jobs: number of processes.
         code: a digest of code and data.
     """
 
@@ -48,11 +50,13 @@ class Searches:
     code: str
 
     def run(self, name: str, work: str = CHAT, **changes: Any) -> Path:
-        """The folder of a search, made unless it is there: of the same settings, code and host,
-        whose seconds are told.
+        """Return the folder of a search, which is run unless the folder exists.
+
+        An existing folder must be from the same settings, code and host, because seconds are
+        reported.
 
         Args:
-            changes: of the planner's options; ``goal`` among them has options of the goal.
+            changes: options of the planner; ``goal`` among them has options of the goal.
         """
         gpus = changes.get("gpus", dict.fromkeys(GPUS, 16))
         goal = changes.pop("goal", {})
@@ -90,25 +94,25 @@ class Searches:
         return folder
 
     def rows(self, name: str, **how: Any) -> list[Row]:
-        """Candidates of a search; numbers as such."""
+        """Return the candidates of a search, with numbers as numbers."""
         with (self.run(name, **how) / "plan.csv").open(newline="") as file:
             return [
                 {key: _number(text) for key, text in row.items()} for row in csv.DictReader(file)
             ]
 
     def exact(self, name: str, **how: Any) -> list[Row]:
-        """Return the rows found in full, the best first."""
+        """Return the rows that were searched in full, the best first."""
         found = [row for row in self.rows(name, **how) if row["value"]]
         return sorted(found, key=lambda row: -row["value"])
 
     def one(self, name: str, row: Row, **how: Any) -> Row:
-        """A configuration; without a value if it never keeps the targets."""
+        """Return the row of one configuration; it has no value if it never meets the targets."""
         (found,) = self.rows(name, **only(row), **how)
         return found
 
 
 def _cpu_seconds() -> float:
-    """CPU seconds of all processes that have been started and have ended."""
+    """Return the CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -121,7 +125,7 @@ def _number(text: str) -> Any:
 
 
 def only(row: Row) -> Row:
-    """The planner's options that leave one configuration."""
+    """Return planner options that leave one configuration."""
     return {
         "gpus": {row["gpu"]: 16},
         "tensor_parallel": [row["tp"]],
@@ -132,7 +136,7 @@ def only(row: Row) -> Row:
 
 
 def made(inputs: Inputs) -> Searches:
-    """Searches, each of which is made once."""
+    """Return the searches; each one is run once."""
     profiles = inputs.path(VIDUR), inputs.path(OWN)
     tables = {gpu: make_tables(*profiles, gpu, inputs.kept / "tables") for gpu in GPUS}
     works: dict[str, Mapping[str, Any]] = {
@@ -146,6 +150,6 @@ def made(inputs: Inputs) -> Searches:
 
 
 def unpack(path: Path, to: Path) -> Path:
-    """A trace as plain CSV."""
+    """Unpack a trace to plain CSV."""
     to.write_bytes(gzip.decompress(path.read_bytes()))
     return to

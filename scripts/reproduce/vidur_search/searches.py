@@ -1,6 +1,6 @@
-"""Vidur-Search's claims, by the plan driver on Vidur's 450 configurations.
+"""Vidur-Search's claims, by the planner on Vidur's 450 configurations.
 
-Each search is one ``jaxinfer plan``; what is kept of them is not searched again.
+Each search is one ``jaxinfer plan``; kept results are not searched again.
 """
 
 import json
@@ -17,35 +17,35 @@ from scripts.tables import Row
 # Dollars an hour of an A100 and of an H100: Azure's, and those in Vidur's code.
 PRICES = {"Azure": (3.67, 6.98), "Vidur's code": (2.21, 4.25)}
 A100, H100 = GPUS
-# Limits of the time between tokens, P99, in seconds.
+# Limits of the time between tokens (P99), in seconds.
 TBT = (0.1, 0.12, 0.14, 0.16, 0.18, 0.2)
 SARATHI = {name: options for name, options in ENGINES.items() if name.startswith("sarathi")}
 # Shapes near the paper's.
 NEAR: Row = {"gpus": {H100: 16}, "tensor_parallel": [1, 2], "pipeline_parallel": [2, 4]}
 PAPER: Row = {"gpu": H100, "tp": 2, "pp": 2, "engine": "sarathi_512", "seqs_per_stage": 256}
 SMALL = {name: SARATHI[name] for name in ("sarathi_512", "sarathi_1024")}
-# Requests per GPU, fewer where rates are low: 200 seconds of Chat-1M's best rate, 320 of BWB-4K's.
+# Requests per GPU; fewer where rates are low: 200 seconds of Chat-1M's best rate, 320 of BWB-4K's.
 SIZES = {CHAT: 1000, ARXIV: 500, BWB: 200}
-# Likewise, of longer runs: eight for each seat of Chat-1M's best.
+# Requests per GPU of longer runs: eight for each seat of Chat-1M's best.
 LONGER = 2048
-# BWB-4K's best and A100's best there, as ``--whole`` finds them.
+# BWB-4K's best configuration, and the best with A100s there, as found by ``--whole``.
 BWB_BEST: Row = PAPER | {"pp": 4}
 BWB_A100: Row = PAPER | {"gpu": A100, "tp": 4, "pp": 1}
 
 
 def label(row: Row) -> str:
-    """A configuration in words."""
+    """Return a configuration in words."""
     gpu = row["gpu"].partition("-")[0]
     return f"TP{row['tp']} PP{row['pp']} {row['engine']} b{row['seqs_per_stage']} {gpu}"
 
 
 def sized(work: str) -> Row:
-    """Options of the goal."""
+    """Return options of the goal."""
     return {"requests_per_gpu": SIZES[work], "fresh_seeds": 1, "top": 1}
 
 
 def per_dollar(row: Row, prices: str = "Azure") -> float:
-    """Requests per second by dollars an hour."""
+    """Return requests per second divided by dollars an hour."""
     usd = dict(zip(GPUS, PRICES[prices], strict=True))[row["gpu"]]
     return float(row["requests_s"] or 0.0) / (row["gpus"] * usd)
 
@@ -85,7 +85,7 @@ def cost_of(searches: Searches, name: str, rows: Sequence[Row]) -> Row:
 
 
 def chat(inputs: Inputs) -> Part:
-    """The best, and the paper's best, where the paper's search takes an hour of 96 cores."""
+    """The best, and the paper's best, with the time that the paper's search takes."""
     searches = inputs.shared(made)
     rows = searches.rows("chat")
     best, near = searches.exact("chat"), near_shapes(searches)
@@ -126,15 +126,15 @@ def chat(inputs: Inputs) -> Part:
 
 
 def near_shapes(searches: Searches) -> list[Row]:
-    """Shapes near the paper's with its batch, found in full."""
+    """Return shapes near the paper's with its batch, searched in full."""
     goal = {"top": 4, "at_once": 4, "fresh_seeds": 1}
     return searches.exact("chat_near", **NEAR, engines=SMALL, seqs_per_stage=[256], goal=goal)
 
 
 def cliff(inputs: Inputs) -> Part:
-    """The best by the limit of the time between tokens, of what was found in full.
+    """The best by the limit of the time between tokens, of the fully searched configurations.
 
-    Where TTFT binds: its limit changes nothing for those that are below.
+    For a configuration that TTFT limits, a limit above its time between tokens changes nothing.
     """
     searches = inputs.shared(made)
     found = [*searches.exact("chat"), *near_shapes(searches)]
@@ -170,7 +170,7 @@ def cliff(inputs: Inputs) -> Part:
 
 
 def longer(inputs: Inputs) -> Part:
-    """The best and the paper's best with more requests, of which a short trace has too few."""
+    """The best and the paper's best with more requests, since a short trace has too few."""
     searches = inputs.shared(made)
     best, table = searches.exact("chat")[0], []
     for count, name in ((SIZES[CHAT], ""), (LONGER, "_longer")):
@@ -191,7 +191,7 @@ def longer(inputs: Inputs) -> Part:
 
 
 def arxiv_rows(searches: Searches) -> list[Row]:
-    """The search on Arxiv-4K."""
+    """Return the search on Arxiv-4K."""
     return searches.rows("arxiv", work=ARXIV, goal={**sized(ARXIV), "top": 3})
 
 
@@ -203,7 +203,7 @@ def costs(inputs: Inputs) -> Part:
 
 
 def workloads(inputs: Inputs) -> Part:
-    """The best of Arxiv-4K, and some on BWB-4K; and the targets."""
+    """The best of Arxiv-4K, some configurations on BWB-4K, and the targets."""
     searches = inputs.shared(made)
     rows = arxiv_rows(searches)
     arxiv = max(rows, key=lambda row: row["value"] or 0)
@@ -247,7 +247,7 @@ def workloads(inputs: Inputs) -> Part:
 
 
 def own_best(inputs: Inputs) -> Part:
-    """The best of each kind of GPU by itself, where the searches above gave it up."""
+    """The best of each kind of GPU, if the searches above gave that kind up."""
     searches = inputs.shared(made)
     table = []
     for work, gpu in ((BWB, H100), (BWB, A100), (CHAT, A100), (ARXIV, A100)):

@@ -1,8 +1,9 @@
 """Tables of operators for Vidur's search: its own products and all-reduces, others' attention.
 
-Vidur's attention profiles of its four models are gone but for one. In their place stand those of
-NVIDIA's aiconfigurator (vLLM's kernels on the same GPUs), which have prompts without a prefix: a
-chunk of c tokens behind s takes what s + c tokens take less what s take, and not less than c alone.
+Of Vidur's attention profiles of its four models, only one is left. The tables of NVIDIA's
+aiconfigurator replace the others (vLLM's kernels on the same GPUs). These have prompts without a
+prefix. A chunk of c tokens after s entries therefore takes the time of s + c tokens minus the time
+of s tokens, but at least the time of c tokens alone.
 """
 
 import shutil
@@ -12,24 +13,24 @@ from pathlib import Path
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from scripts.validate.vidur_tables import rows, write_tables
 
-# By the GPU's name in configs/gpus.yaml: Vidur's name of it, and aiconfigurator's.
+# For each GPU of configs/gpus.yaml, Vidur's name of it and aiconfigurator's.
 GPUS = {"A100-80G-SXM": ("a100", "a100_sxm"), "H100-SXM": ("h100", "h100_sxm")}
 # Vidur's folder of LLaMA2-70B, and its heads.
 NAME, HEADS, KV_HEADS = "meta-llama/Llama-2-70b-hf", 64, 8
 DEGREES = (1, 2, 4)
-# Contexts of Vidur's space are at most this long.
+# Contexts in Vidur's space are at most this long.
 LONGEST = 4096
 Times = dict[tuple[float, float], float]
 
 
 def healed(times: Times) -> tuple[Times, int]:
-    """No point takes longer than one with as many rows and entries or more; how many did."""
+    """Limit times to those of points with as many rows and entries or more; count changes."""
     found = {(n, k): min(ms for (m, j), ms in times.items() if m >= n and j >= k) for n, k in times}
     return found, sum(found[at] < 0.9 * times[at] for at in times)
 
 
 def measured(path: Path, heads: int, kv_heads: int) -> Iterable[Mapping[str, str]]:
-    """Yield an operator's rows of 16 bits that have these heads."""
+    """Yield an operator's rows of 16 bits with these heads."""
     for row in rows(path):
         same = row["num_heads"] == str(heads) and row["num_key_value_heads"] == str(kv_heads)
         if same and row["kv_cache_dtype"] == row["attn_dtype"] == "bfloat16":
@@ -37,7 +38,7 @@ def measured(path: Path, heads: int, kv_heads: int) -> Iterable[Mapping[str, str
 
 
 def prefill(path: Path, heads: int, kv_heads: int) -> tuple[Times, int]:
-    """Milliseconds by chunk and context."""
+    """Return milliseconds by chunk and context."""
     alone, bad = healed(
         {
             (float(row["isl"]), 0.0): float(row["latency"])
@@ -56,7 +57,7 @@ def prefill(path: Path, heads: int, kv_heads: int) -> tuple[Times, int]:
 
 
 def decode(path: Path, heads: int, kv_heads: int) -> tuple[Times, int]:
-    """Milliseconds by batch and context."""
+    """Return milliseconds by batch and context."""
     found = {
         (float(row["batch_size"]), float(row["isl"]) + float(row["step"])): float(row["latency"])
         for row in measured(path, heads, kv_heads)
@@ -65,7 +66,7 @@ def decode(path: Path, heads: int, kv_heads: int) -> tuple[Times, int]:
 
 
 def make_tables(vidur: Path, own: Path, gpu: str, out: Path) -> Path:
-    """A new folder of tables for all degrees of LLaMA2-70B on one GPU.
+    """Write a new folder of tables for all degrees of LLaMA2-70B on one GPU.
 
     Args:
         vidur, own: profiles of microsoft/vidur and of aiconfigurator.

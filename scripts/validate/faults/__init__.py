@@ -1,1 +1,1 @@
-"""Faults of hand-offs, made on purpose, that the conformance check has to name."""
+"""Deliberate faults of hand-offs, which the conformance check must name."""

@@ -1,6 +1,6 @@
-"""Faults on the way and at the destination: what is lost, misread, or written where it must not be.
+"""Faults on the way and at the destination: entries lost, misread, or written to wrong places.
 
-Reports of other engines that a production is modelled on stand beside it, by their numbers.
+If a fault is modelled on a report about another engine, its docstring has the report's number.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ Skips = Callable[[Mover, LayerPages, int, int], bool]
 
 
 def _without(skips: Skips) -> Step:
-    """Write all tokens but some."""
+    """Return a step that writes all tokens but some."""
 
     def put(self: Mover, shard: LayerPages, request: int, tokens: range, slab: np.ndarray) -> None:
         run: list[int] = []
@@ -95,7 +95,7 @@ def _wire(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mist
                 travel=lambda m, slab, n=name: decode(encode(slab, n), n),
             )
     for name, other in (("bfloat16", "float16"), ("float16", "bfloat16")):
-        # What is then rounded to 8 bits cannot be told from noise.
+        # An error that is then rounded to 8 bits cannot be distinguished from noise.
         if source.kv_dtype == name and not FORMATS[dest.kv_dtype].scaled:
 
             def travel(self: Mover, slab: Any, name: str = name, other: str = other) -> Any:
@@ -133,7 +133,7 @@ def _wire(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mist
 
 
 def _orders(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
-    """TensorRT-LLM 6507, at the destination; keys with a channel's tokens side by side, too."""
+    """TensorRT-LLM 6507, at the destination; also keys with a channel's tokens side by side."""
     order = dest.keys
     alike = len(dest.heads_of(model, 0)) == 1
     for other in {
@@ -152,8 +152,8 @@ def _orders(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mi
 
 
 def _scales(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
-    """vLLM 42179: entries of 8 bits beside scales that are not theirs."""
-    # Large pages all have one largest entry, and so one scale.
+    """vLLM 42179: entries of 8 bits with scales of other entries."""
+    # Large pages all have the same largest entry, and therefore one scale.
     if not FORMATS[dest.kv_dtype].scaled or dest.page_size > 24:
         return
 
@@ -207,7 +207,7 @@ def _bytes(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mis
     if mine.name == "bfloat16":
 
         def wide(mover: Mover) -> None:
-            """Copy float32: as much of it as fits into a page."""
+            """Copy as much float32 data as fits into a page."""
             pages = mover.dest.tables[1]
             for _, pool in mover.dest.pools.values():
                 x = decode(pool.pages[pages], mine.name).reshape(len(pages), -1)
@@ -218,7 +218,7 @@ def _bytes(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mis
 
 
 def _late(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
-    """SGLang 24527: a writer whose pages were given to another request meanwhile."""
+    """SGLang 24527: a write to pages that meanwhile belong to another request."""
     for request in LENGTHS:
 
         def late(mover: Mover, request: int = request) -> None:

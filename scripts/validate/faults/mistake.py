@@ -1,4 +1,4 @@
-"""Parts that the grammar of faults is written in."""
+"""The building blocks of the grammar of faults."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,13 @@ Step = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A step of a hand-off that is wrong.
+    """A wrong step of a hand-off.
 
     Attributes:
-        name: what a check is to call it; ``words``: what is done.
-        steps: in place of the mover's methods of these names; ``after``: done at the end.
+        name: name that a check must give to the mistake.
+        words: description of the mistake.
+        steps: functions that replace the mover's methods of these names.
+        after: function to call at the end.
     """
 
     name: str
@@ -30,10 +32,10 @@ Production = Callable[[KVLayout, KVLayout, GoldenModel], Iterator[Mistake]]
 
 
 def replacing(name: str, words: str, **steps: Step) -> Mistake:
-    """A mistake in these steps."""
+    """Return a mistake in these steps."""
     return Mistake(name, words, steps)
 
 
 def afterwards(name: str, words: str, after: Callable[[Mover], None]) -> Mistake:
-    """A mistake that is made when all requests have been moved."""
+    """Return a mistake that is made after all requests have been moved."""
     return Mistake(name, words, {}, after)

@@ -1,7 +1,7 @@
-"""Faults of hand-offs: movers with one step wrong, from a grammar of where one can go wrong.
+"""Faults of hand-offs: movers with one wrong step, from a grammar of mistakes.
 
-The grammar is a step, an object and a mistake (``source_faults``, ``dest_faults``), on each pair of
-layouts that they are a fault of. The check knows nothing of it.
+The grammar (``source_faults``, ``dest_faults``) combines a step, an object and a mistake. It is
+applied to each pair of layouts for which the result is a fault. The check does not use the grammar.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from scripts.validate.faults.source_faults import SOURCE_PRODUCTIONS
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake that is made between two layouts."""
+    """A mistake in a hand-off between two layouts."""
 
     mistake: Mistake
     source: KVLayout
@@ -28,7 +28,7 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """The name that a check is to give it."""
+        """The name that a check must give to it."""
         return self.mistake.name
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class _Faulty(Mover):
         super().__init__(case.source, case.dest)
         self._after = mistake.after
         for name, step in mistake.steps.items():
-            setattr(self, name, step.__get__(self))  # Bound to the mover, as a method is.
+            setattr(self, name, step.__get__(self))  # Bound to the mover like a method.
 
     def finish(self) -> None:
         if self._after:
@@ -55,7 +55,7 @@ class _Faulty(Mover):
 
 
 def all_faults(pairs: Sequence[tuple[KVLayout, KVLayout, GoldenModel]] = PAIRS) -> list[Fault]:
-    """The faults that the grammar has on each pair of layouts."""
+    """Return the faults of the grammar on each pair of layouts."""
     return [
         Fault(each, source, dest, model)
         for source, dest, model in pairs

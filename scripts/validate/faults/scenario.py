@@ -1,4 +1,4 @@
-"""A hand-off with neighbours: what lies beside the requests that move, on either side."""
+"""A hand-off with neighbours: other requests on both sides, next to those that move."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,16 +12,16 @@ from jaxinfer.lab.conformance.mover import Mover
 from jaxinfer.lab.conformance.side import Side
 
 MODEL = GoldenModel()
-# Layers that attend to the last 24 tokens, which an engine may send alone.
+# Layers that attend to the last 24 tokens; an engine may send only these.
 WINDOWED = GoldenModel(windows=(None, 24, None, 24))
-# Heads that two devices have one and a half of each: the last is padded.
+# Number of heads of which two devices have one and a half each, so the last is padded.
 WIDE = GoldenModel(heads=3, head_dim=32)
-# Of two requests that move: pages that end within, slabs that end within.
+# The two requests that move: pages end within one, slabs end within the other.
 LENGTHS = {1: 75, 2: 50}
-# A request that only the source has, one that only the destination has, and one whose pages at the
-# destination were given to request 2 while its transfer was still to come.
+# A request that only the source has; one that only the destination has; and one whose pages at the
+# destination were given to request 2 before its transfer arrived.
 SOURCE_ONLY, DEST_ONLY, FREED = 3, 4, 9
-# A request that neither side's tables have.
+# A request that is in neither side's tables.
 UNKNOWN = 6
 OTHER_LENGTH = 40
 _SPARE_PAGES = 3
@@ -50,7 +50,9 @@ class Scenario:
     """Two sides before a hand-off.
 
     Attributes:
-        before: the destination as it is before.
+        source: side that sends.
+        dest: side that receives.
+        before: copy of the destination before the hand-off.
     """
 
     source: Side
@@ -66,7 +68,7 @@ class Scenario:
 
 
 def scenario(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Scenario:
-    """Make a scenario; its sides may be changed."""
+    """Return a new scenario; its sides may be changed."""
     given, taken = _side(model, source, True), _side(model, dest, False)
     return Scenario(given.copy(), taken.copy(), taken)
 

@@ -1,6 +1,6 @@
-"""Faults at the source: which entries are taken, from which pages, and when.
+"""Faults at the source: wrong entries, wrong pages, or a wrong time.
 
-Reports of other engines that a production is modelled on stand beside it, by their numbers.
+If a fault is modelled on a report about another engine, its docstring has the report's number.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from scripts.validate.faults.scenario import (
 
 
 def _heads(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
-    """SGLang 22145: a device's heads counted wrongly where devices have copies."""
+    """SGLang 22145: a device's heads counted wrongly if devices have copies."""
     K = model.heads
 
     def mapped(heads: Mapping[int, int], layers: range = range(model.layers)) -> Step:
@@ -76,7 +76,7 @@ def _parts(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mis
 
 
 def _tables(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
-    """Dynamo 8419: the last pages where the first ones were meant. At either end."""
+    """Dynamo 8419: the last pages instead of the first ones, at either end."""
     changes: dict[str, Callable[[list[int]], list[int]]] = {
         "two pages swapped": lambda table: [table[1], table[0], *table[2:]],
         "pages from the second on": lambda table: [*table[1:], table[0]],
@@ -94,7 +94,7 @@ def _tables(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mi
 
 
 def _other_tables(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
-    """Dynamo 15079: another request's entries taken for one's own."""
+    """Dynamo 15079: the entries of another request."""
     name = "page of another request"
 
     def neighbour(self: Mover, request: int) -> list[int]:
@@ -152,7 +152,7 @@ def _offsets(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[M
 
 
 def _early(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Iterator[Mistake]:
-    """vLLM 49250: entries that are used before they are there."""
+    """vLLM 49250: entries that are used before they have arrived."""
     for words, first in (("its last step", 64), ("any of its steps", 0)):
 
         def early(self: Mover, request: int, first: int = first) -> None:

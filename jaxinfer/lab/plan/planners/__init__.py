@@ -1,1 +1,1 @@
-"""Planners: each lists, or walks through, the candidates of one kind of cluster."""
+"""Planners: each searches the candidates of one kind of cluster."""

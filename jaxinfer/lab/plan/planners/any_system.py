@@ -1,4 +1,4 @@
-"""Systems side by side in one search: each run file's cluster, with all values of its axes."""
+"""Compares systems in one search: the cluster of each run file, with all values of its axes."""
 
 import json
 from collections import Counter
@@ -19,9 +19,9 @@ from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.options.validation import Named, OptionError, Options, shown, within
 from jaxinfer.simulate.run import prepare
 
-# From what a file holds, and what all have in common, to a candidate's part.
+# Returns a candidate's part, from a file's content and the common part.
 PartOf = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-# Dotted keys of a run file, and the values that each is to have.
+# Dotted keys of a run file, with the values to try.
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
 
 
@@ -46,10 +46,10 @@ class AnySystemOptions(Options):
 
 
 def check_axes(files: Mapping[str, Axes], axes: Axes) -> None:
-    """Refuse values that an axis has twice: their candidates would be the same.
+    """Refuse an axis with a value given twice, since its candidates would be equal.
 
     Raises:
-        OptionError: an axis has one twice.
+        OptionError: an axis has a value twice.
     """
     for where, own in (("axes", axes), *((f"files.{file}", each) for file, each in files.items())):
         for key, values in own.items():
@@ -60,7 +60,7 @@ def check_axes(files: Mapping[str, Axes], axes: Axes) -> None:
 
 
 class AnySystem:
-    """Looks at all combinations of each file."""
+    """Tries all combinations of axes of each file."""
 
     Options = AnySystemOptions
 
@@ -68,17 +68,17 @@ class AnySystem:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """The best of them."""
+        """Return the best combination."""
         found = list(self.candidates(problem.run))
         if not self._options.by_bound:
             return search.best(found)
         return search.best(found, lambda candidate: _most(problem, search, candidate))
 
     def candidates(self, run: Mapping[str, Any] | None = None) -> Iterator[Candidate]:
-        """Candidates of the whole ``grid``.
+        """Yield the candidates of the whole ``grid``.
 
         Args:
-            run: what all have in common; by default a model, too.
+            run: common options; by default with the common model, too.
         """
         common = {"model": ""} if run is None else run
         try:
@@ -90,12 +90,12 @@ class AnySystem:
 
 
 def _most(problem: Problem, search: Search, candidate: Candidate) -> float:
-    """The rate that no system exceeds on a candidate's cluster; infinite if that cannot be."""
+    """Return an upper bound on the rate of a candidate's cluster; infinite if there is none."""
     try:
         work = problem.served(search.costs(candidate).gpus)
         cluster = prepare(as_run_file(problem.run_file(candidate.part)))
     except JaxinferError:
-        return inf  # The search says why it cannot be.
+        return inf  # The search reports why it cannot be used.
     return bound_of(cluster, work).rate
 
 
@@ -106,14 +106,14 @@ def grid(
     part: PartOf = without_requests,
     run: Mapping[str, Any] = {},
 ) -> Iterator[Candidate]:
-    """Combinations of all axes, in the files' order.
+    """Yield the combinations of all axes, in the files' order.
 
     Args:
-        points: values of further keys, each with all combinations of the axes.
-        part: makes a candidate's part of what a file holds, and of ``run``.
+        points: values of further keys, each used with all combinations of the axes.
+        part: makes a candidate's part from a file's contents and ``run``.
 
     Raises:
-        OptionError: a file cannot be read, or an axis or a point leads nowhere.
+        OptionError: a file cannot be read, or an axis or a point names no option.
     """
     for file, name, data in named_files(files):
         base = part(data, run)
@@ -121,7 +121,7 @@ def grid(
         for point, values in product(points, product(*of_file.values())):
             chosen = {**point, **dict(zip(of_file, values, strict=True))}
             named = {key: _shown(value) for key, value in chosen.items()}
-            # As they are: 1, true and "1" are told apart.
+            # Compared by type, too: 1, true and "1" differ.
             own = _with(_with(base, point, "points"), chosen, "axes")
             yield Candidate({"file": name, **named}, own, (file, repr(chosen)))
 
@@ -129,11 +129,12 @@ def grid(
 def named_files(
     files: Iterable[str], where: str = "files"
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield each path, the file's name (its stem, if no other has it, else the path), and what it
-    holds.
+    """Yield each file's path, name and contents.
+
+    The name is the stem of the path, or the path itself if several files have that stem.
 
     Args:
-        where: the option that names them, in errors.
+        where: option that names the files, in errors.
 
     Raises:
         OptionError: a file cannot be read.

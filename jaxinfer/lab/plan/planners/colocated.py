@@ -1,6 +1,6 @@
-"""Replicas that each do all of a request: parallelism, GPU and scheduling in all combinations.
+"""Replicas that each serve whole requests: all combinations of parallelism, GPU and scheduling.
 
-The space of Vidur-Search (section 7.3 of its paper).
+This is the space of Vidur-Search (section 7.3 of its paper).
 """
 
 from collections.abc import Iterator, Mapping
@@ -57,7 +57,7 @@ class ColocatedOptions(Options):
 
 
 class Colocated:
-    """Looks at all combinations that the GPUs are enough for."""
+    """Tries all combinations for which there are enough GPUs."""
 
     Options = ColocatedOptions
 
@@ -65,7 +65,7 @@ class Colocated:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """The best of them."""
+        """Return the best combination."""
 
         def guess(candidate: Candidate) -> float:
             config = as_run_file(problem.run_file(candidate.part))
@@ -75,7 +75,7 @@ class Colocated:
         return search.best(list(self.candidates()), guess=guess)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Candidates, each instance of ``tp`` times ``pp`` GPUs."""
+        """Yield candidates whose instances have ``tp`` times ``pp`` GPUs."""
         options = self._options
         shapes = product(options.gpus, options.tensor_parallel, options.pipeline_parallel)
         for kind, tp, pp in shapes:
@@ -114,7 +114,7 @@ class Colocated:
         )
         return {
             "groups": {"g": group},
-            # Not of all engines: what is enough for a stage's share of them depends on the stages.
+            # Not for all engines, because the number that suffices depends on the stages.
             "instances": {"i": {**place, **engine, **own, "replicas": replicas}},
             "system": self._options.system if replicas > 1 else "single",
             "simulate": given,

@@ -1,9 +1,9 @@
-"""Numbers of instances that prefill and decode, and their sharding: `disaggregated` over lists.
+"""Numbers and sharding of instances that prefill and that decode.
 
 The joint optimisation of "Disaggregated Prefill and Decoding Inference System for Large Language
-Model Serving on Multi-Vendor GPUs", section III-C: of closed forms, as the paper has it, and then
-of simulations. Of the former comes a rate for each ratio (as if no prompt had its beginning in a
-cache), and which ones are not simulated.
+Model Serving on Multi-Vendor GPUs", section III-C: first with closed forms, as in the paper, and
+then with simulations. The closed forms give a rate for each ratio (as if no prompt were in a
+cache), and decide which ratios are not simulated.
 """
 
 import math
@@ -28,9 +28,10 @@ from jaxinfer.simulate.costs.model import CostModel
 from jaxinfer.simulate.targets import RequestTargets, Targets, gap_limits, limits
 from jaxinfer.workload.lengths import BenchRequest
 
-# Share of the time in which prefill instances may be busy: queues grow without end towards 1.
+# Largest share of the time in which prefill instances may be busy; queues grow without limit
+# towards 1.
 UTILISATION = 0.8
-# By which closed forms are taken to be off at most, a rule of thumb: what is above is given up.
+# Largest assumed error of the closed forms, a rule of thumb; candidates beyond it are given up.
 SLACK = 1.5
 
 
@@ -38,9 +39,10 @@ class Side(Options):
     """Instances of one phase.
 
     Attributes:
-        kind: of their GPUs; ``most``: how many instances there may be.
-        tensor_parallel: degrees of an instance.
-        engine: their options, besides those of all.
+        kind: kind of their GPUs.
+        most: largest number of instances.
+        tensor_parallel: degrees of tensor parallelism to try.
+        engine: their engine options, in addition to the common ones.
     """
 
     kind: str
@@ -67,23 +69,23 @@ class PDRatioOptions(Options):
 
 @dataclass(frozen=True)
 class Rates:
-    """Requests per second that one instance of each phase carries, by closed forms."""
+    """Requests per second that one instance of each phase can serve, by closed forms."""
 
     prefill: float
     decode: float
 
     def of(self, prefills: int, decodes: int) -> float:
-        """Requests per second that these numbers of instances of each phase carry."""
+        """Return the requests per second of these numbers of instances of each phase."""
         return min(UTILISATION * prefills * self.prefill, decodes * self.decode)
 
 
 def prefill_rate(
     cost: CostModel, work: Sequence[BenchRequest], budget: int, hits: Sequence[int] | None = None
 ) -> float:
-    """Prompts per second of one instance that is never idle, one at a time, in chunks.
+    """Return prompts per second of one instance that is never idle and computes one at a time.
 
     Args:
-        hits: tokens of each prompt that its cache has.
+        hits: number of tokens of each prompt that its cache has.
     """
 
     def seconds(begin: int, length: int) -> float:
@@ -98,10 +100,10 @@ def prefill_rate(
 def packed_rate(
     cost: CostModel, work: Sequence[BenchRequest], budget: int, hits: Sequence[int] | None = None
 ) -> float:
-    """Prompts per second of one instance whose steps are all full: what a queue makes of it.
+    """Return prompts per second of one instance with a queue, whose steps are all full.
 
     Args:
-        hits: tokens of each prompt that its cache has.
+        hits: number of tokens of each prompt that its cache has.
     """
     seconds, room, ended = 0.0, budget, 0
     chunks: list[tuple[int, int]] = []
@@ -120,10 +122,10 @@ def packed_rate(
 
 
 def finite_rate(rate: float, requests: int, late_s: float, share: float) -> float:
-    """Return the arrival rate for a number of requests that are served at ``rate``.
+    """Return the arrival rate at which ``requests`` requests are served in time at ``rate``.
 
     Args:
-        late_s: seconds that the last one of the ``share`` that comes first may wait.
+        late_s: seconds that the last request of the first ``share`` may wait.
     """
     seconds = share * requests / rate - late_s if rate else math.inf
     return requests / seconds if seconds > 0 else math.inf
@@ -132,9 +134,9 @@ def finite_rate(rate: float, requests: int, late_s: float, share: float) -> floa
 def allowances(
     targets: Targets, work: Sequence[BenchRequest]
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Times by which requests must have their first token, and their last: seconds, and shares.
+    """Return when requests must have their first token, and their last: seconds and shares.
 
-    Targets say nothing of whom a percentile of all gaps lets wait for one of its tokens.
+    A percentile of all gaps does not tell which requests may wait for one of their tokens.
     """
     longest = max(item.max_tokens for item in work)
     first: list[tuple[float, float]] = []
@@ -154,18 +156,19 @@ def allowances(
 def decode_rate(
     cost: CostModel, work: Sequence[BenchRequest], most: int, entries: float, tbt_s: float | None
 ) -> float:
-    """Requests per second of one instance that only decodes; infinite where nothing is left to.
+    """Return requests per second of one instance that only decodes; infinite if nothing is left.
 
     Args:
-        most: sequences; ``entries``: of KV, in all pages.
-        tbt_s: what a step may take, at most.
+        most: largest number of sequences.
+        entries: number of KV entries in all pages.
+        tbt_s: longest allowed step in seconds.
     """
-    # The first token is the prefill instance's.
+    # The first token comes from the prefill instance.
     tokens = sum(item.max_tokens - 1 for item in work)
     if not tokens:
         return math.inf
     outputs = tokens / len(work)
-    # Of a token that is drawn, the mean number of entries that it sees.
+    # Mean number of entries that a randomly drawn token sees.
     context = sum((i.max_tokens - 1) * (i.prompt_len + i.max_tokens / 2) for i in work) / tokens
     best = 0.0
     for batch in range(1, int(min(most, entries / context)) + 1):
@@ -177,9 +180,9 @@ def decode_rate(
 
 
 def mixed_rate(slow: float, fast: float, share: float) -> float:
-    """Return the rate of requests of which a share is served at one rate, and the rest at another.
+    """Return the rate if a share of requests is served at one rate, and the rest at another.
 
-    Where the mean request has no rate that is slow enough, shorter ones may: the other rate.
+    If the mean request allows no slow rate, shorter ones may still be served at the fast rate.
     """
     if not slow or math.isinf(fast):
         return fast
@@ -195,7 +198,7 @@ def _decodes(batch: int, context: int) -> Work:
 
 
 class PDRatio:
-    """Looks at all ratios that the closed forms leave open."""
+    """Tries all ratios that the closed forms allow."""
 
     Options = PDRatioOptions
 
@@ -204,15 +207,15 @@ class PDRatio:
         self._most: dict[tuple[object, ...], float] = {}
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
-        """The best of them."""
+        """Return the best ratio."""
         return search.best(list(self.candidates(problem)), self.most)
 
     def most(self, candidate: Candidate) -> float:
-        """The requests per second above which one of ``candidates`` is taken to carry nothing."""
+        """Return the requests per second above which a candidate is assumed to fail."""
         return self._most[candidate.key]
 
     def candidates(self, problem: Problem) -> Iterator[Candidate]:
-        """Ratios, with the rate that the closed forms give each."""
+        """Yield ratios with the rates that the closed forms give."""
         options = self._options
         degrees = product(options.prefill.tensor_parallel, options.decode.tensor_parallel)
         for prefill_tp, decode_tp in degrees:
@@ -240,9 +243,9 @@ class PDRatio:
     def _rates(
         self, problem: Problem, prefill_tp: int, decode_tp: int
     ) -> Callable[[int], "_Found | None"]:
-        """Return what finds the rates of an instance of each phase, by a candidate's GPUs.
+        """Return a function that finds the rates of one instance of each phase, by number of GPUs.
 
-        Rates are of the requests with which a candidate is simulated. They are None where the
+        The rates are for the requests with which a candidate is simulated. They are None if the
         candidate cannot be simulated; its evaluation says why.
         """
         try:
@@ -294,8 +297,9 @@ class _Found:
     """Rates of one instance of each phase.
 
     Attributes:
-        one_by_one: of prompts one by one; ``full``: the most that a queue and a cache allow.
-        work: of these requests.
+        one_by_one: rates with prompts one by one.
+        full: largest rates that a queue and a cache allow.
+        work: requests of these rates.
     """
 
     one_by_one: Rates
@@ -306,7 +310,7 @@ class _Found:
 def _of_work(
     problem: Problem, here: ModelledInstance, there: ModelledInstance, work: Sequence[BenchRequest]
 ) -> _Found:
-    """The rates of an instance that prefills (``here``) and one that decodes."""
+    """Return the rates of an instance that prefills (``here``) and one that decodes (``there``)."""
     budget = here.config.max_num_batched_tokens
     caching = [each.config.enable_prefix_caching for each in (here, there)]
     hits = problem.hits_of(work) if any(caching) else None
@@ -323,7 +327,7 @@ def _of_work(
     gaps = gap_limits(problem.targets)
     within = [decode(limit.seconds, entries) for limit in gaps]
     most, shared = decode(None, entries), decode(None, room)
-    # Who need not keep a limit may be decoded in steps of any length.
+    # Requests without this limit may be decoded in steps of any length.
     bounds = [mixed_rate(decode(g.seconds, room), shared, g.share) for g in gaps]
     return _Found(
         Rates(one_by_one, min(within, default=most)),
@@ -333,7 +337,7 @@ def _of_work(
 
 
 def _bound(targets: Targets, found: _Found, prefills: int, decodes: int) -> float:
-    """The rate at which the requests may come, by what each phase carries and ``SLACK``."""
+    """Return the allowed arrival rate, from what each phase can serve and ``SLACK``."""
     first, last = allowances(targets, found.work)
     full = found.full
     phases = (UTILISATION * prefills * full.prefill, first), (decodes * full.decode, last)

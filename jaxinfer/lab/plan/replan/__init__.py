@@ -1,1 +1,1 @@
-"""Placements over time: a trace in windows, and a placement for each."""
+"""Placements that change over time: a trace in windows, and a placement for each."""

@@ -1,6 +1,6 @@
 """Placements that follow a load: planned again whenever a window's mix has shifted.
 
-DistServe, section 4.3, names what is watched (lengths and rate), not when it has shifted.
+DistServe, section 4.3, names what is monitored (lengths and rate), but not when it has shifted.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,11 +24,13 @@ from jaxinfer.simulate.capacity import too_few
 
 @dataclass(frozen=True)
 class Look:
-    """The plan that is made of a window at its end, if any.
+    """The plan made at the end of a window, if any.
 
     Attributes:
-        shift: that of its mix from the one that the placement was planned for; None if empty.
-        chosen: the plan, if one was made; ``refused``: the reason why there is nothing better.
+        shift: distance between this window's load and the load planned for; None for an empty
+            window.
+        chosen: the plan, if one was made.
+        refused: reason why there is no better plan.
     """
 
     shift: float | None
@@ -38,13 +40,14 @@ class Look:
 
 @dataclass(frozen=True)
 class Followed:
-    """A load that was followed, beside what stays.
+    """The results of following a load, and of fixed placements for comparison.
 
     Attributes:
-        stands: for each window, what was planned for its start; ``looks``: at its end.
-        oracle: for each window, the plan of its own requests.
-        served: the trace replanned, by one static plan, by the oracle's, and by what was to be
-            compared with them.
+        stands: placement in each window, planned before its start.
+        looks: plan made at each window's end.
+        oracle: plan for each window's own requests.
+        served: results of the trace with the following, the static and the oracle's placements, and
+            with further run files.
         warnings: a line for each plan that was made from too few requests.
     """
 
@@ -57,10 +60,10 @@ class Followed:
 
 
 class MapSchedules(Protocol):
-    """``map``, or a pool's."""
+    """``map``, or that of a pool of processes."""
 
     def __call__(self, call: Server, schedules: Iterable[Schedule], /) -> Iterable[ScheduleResult]:
-        """Serve each schedule, and return their figures in the same order."""
+        """Serve each schedule, and return their results in the same order."""
 
 
 def follow(
@@ -74,8 +77,8 @@ def follow(
         new_search: begins a search of a problem.
 
     Raises:
-        JaxinferError: there are no windows to tell apart, there is no plan of the first or of the
-            whole trace, or a request can never fit.
+        JaxinferError: there are fewer than two windows, there is no plan for the first window or
+            for the whole trace, or a request can never fit.
     """
     replanner = Replanner(problem, new_search)
     windows = replanner.windows
@@ -96,11 +99,11 @@ class Replanner:
     """Plans for windows of a problem's requests.
 
     Args:
-        problem: with a section ``replan``.
+        problem: problem with a section ``replan``.
         new_search: begins a search of a problem.
 
     Attributes:
-        windows: all of them.
+        windows: all windows.
         warnings: a line for each plan so far that was made from too few requests.
 
     Raises:
@@ -116,13 +119,13 @@ class Replanner:
         self._plans: dict[int, Candidate | str] = {}
 
     def replanned(self) -> tuple[list[Candidate], list[Look]]:
-        """Return the placement that stands in each window, and the look at each one's end.
+        """Return the placement in each window, and the plan made at each one's end.
 
-        A plan is made of a window that is over, and stands from then on. The first one is of the
-        first window, and stands from the start.
+        A plan is made from a window that is over, and used from then on. The first plan is made
+        from the first window, and is used from the start.
 
         Raises:
-            JaxinferError: there is no plan of the first window.
+            JaxinferError: there is no plan for the first window.
         """
         placements, looks = [self._first()], []
         made_for = _mix(self.windows[0])
@@ -143,10 +146,10 @@ class Replanner:
         return placements, looks
 
     def oracle(self) -> list[Candidate]:
-        """Return, for each window, the plan of its own requests.
+        """Return the plan for each window's own requests.
 
         Raises:
-            JaxinferError: there is no plan of the first window.
+            JaxinferError: there is no plan for the first window.
         """
         placements = [self._first()]
         for number in range(1, len(self.windows)):
@@ -155,7 +158,7 @@ class Replanner:
         return placements
 
     def static(self) -> Candidate:
-        """The plan of the whole trace.
+        """Return the plan for the whole trace.
 
         Raises:
             JaxinferError: there is none.
@@ -205,8 +208,8 @@ def windows_of(problem: Problem) -> list[Window]:
     """Cut the problem's requests into windows.
 
     Raises:
-        OptionError: there is only one, the first is empty, all requests come at 0 s, or prompts
-            have tokens.
+        OptionError: there is only one window, the first is empty, all requests arrive at 0 s, or
+            prompts have known tokens.
     """
     assert problem.replan
     seconds = problem.replan.window_s
@@ -232,10 +235,10 @@ def windows_of(problem: Problem) -> list[Window]:
 
 
 def beside(problem: Problem) -> list[Schedule]:
-    """Return the schedules of run files that stand from the start to the end.
+    """Return the schedules of run files that are used from start to end.
 
     Raises:
-        JaxinferError: a file cannot be read, or is none.
+        JaxinferError: a file cannot be read, or is not a run file.
     """
     assert problem.replan
     found = []

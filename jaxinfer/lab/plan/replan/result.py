@@ -16,7 +16,7 @@ from jaxinfer.lab.plan.result import is_untouched, write_sealed, write_table
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.simulate.targets import PercentileTargets, RequestTargets, Targets, Verdict
 
-# Of all requests, besides the targets' own figures.
+# Figures of all requests, in addition to the targets' own figures.
 LATENCIES = ("ttft_mean", "ttft_p99", "tpot_mean", "e2e_mean", "e2e_p99")
 
 
@@ -45,7 +45,7 @@ def rows(served: Sequence[ScheduleResult]) -> list[dict[str, Any]]:
 
 
 def table(served: Sequence[ScheduleResult]) -> Table:
-    """The same for the terminal, without most latencies."""
+    """Return the same rows for the terminal, without most latencies."""
     found = Table(box=None, pad_edge=False)
     shown = [
         {name: value for name, value in row.items() if name not in ("windows", *LATENCIES[1:])}
@@ -97,7 +97,7 @@ def _named(prefix: str, verdict: Verdict | None) -> dict[str, float | None]:
 def write(
     folder: Path, problem: Problem, followed: Followed, kind: str, force: bool = False
 ) -> None:
-    """``replan.csv``, ``windows.csv``, a run file of each placement that stood, and a picture.
+    """Write ``replan.csv``, ``windows.csv``, a run file for each used placement, and a picture.
 
     Args:
         force: overwrite run files that were edited.
@@ -135,23 +135,25 @@ def write_run_files(
         lines = [f"{i.arrival - period.start!r},{i.prompt_len},{i.max_tokens}\n" for i in part]
         header = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
         trace.write_text(header + "".join(lines), encoding="utf-8")
-    # Of a trace that has changed since, more may have stood.
+    # A trace that has been changed since may have had more windows.
     for old in folder.glob(f"{name}[0-9]*.yaml"):
         ending = old.stem.removeprefix(name)
-        # ``name0.mine.yaml`` is a user's own.
+        # ``name0.mine.yaml`` may be a user's file.
         if re.fullmatch("[0-9]+", ending) and int(ending) >= len(periods) and is_untouched(old):
             old.unlink()
             old.with_suffix(".csv").unlink(missing_ok=True)
 
 
-# Of a window's mix, what is drawn, by its unit.
+# Quantities of a window's mix to draw, by their unit.
 _LOAD = (("requests/s", "rate"), ("prompt tokens", "prompt"), ("output tokens", "output"))
 
 
 def draw(
     path: Path, windows: Sequence[Window], served: Sequence[ScheduleResult], targets: Targets
 ) -> None:
-    """The load, and each target's figure window by window; grey: nothing serves new requests."""
+    """Draw the load, and each target's figure per window; grey: no placement serves
+    new requests.
+    """
     from matplotlib.figure import Figure
 
     from jaxinfer.report.plots import COLOURS
@@ -173,7 +175,7 @@ def draw(
             values = [window.figures[name] if window else None for window in each.windows]
             dash = "--" if each.schedule.free else "-"
             label = {"label": each.schedule.name} if axes is panels[0] else {}
-            # Those that were first lie above, and are thinner: equal ones can be told apart.
+            # Earlier lines lie above and are thinner, so that equal ones can be told apart.
             style = {"lw": 1.2 + 0.6 * number, "zorder": 3 - 0.1 * number, "alpha": 0.9}
             _steps(axes, edges, values, color=colour, ls=dash, **label, **style)
         axes.axhline(limit, color="0.3", lw=1, ls=":", zorder=1)
@@ -182,7 +184,7 @@ def draw(
         axes.set_ylabel(_in_words(name, targets))
         for course in served[0].courses[1:]:
             axes.axvspan(course.start, course.ready, color="0.88", lw=0, zorder=0)
-    # What is the same in all panels is said in the first.
+    # The first panel has the labels that all panels share.
     panels[0].plot([], [], color="0.3", lw=1, ls=":", label="target")
     if len(served[0].courses) > 1:
         words = "replanned: the old end,\nthen weights load"
@@ -204,7 +206,7 @@ def _log_scale(axes: Any) -> None:
 
 
 def _explain(axes: Any, title: str) -> None:
-    """A legend beside the axes."""
+    """Add a legend next to the axes."""
     axes.legend(
         frameon=False,
         fontsize="small",
@@ -217,7 +219,7 @@ def _explain(axes: Any, title: str) -> None:
 
 
 def _in_words(name: str, targets: Targets) -> str:
-    """A figure and its unit."""
+    """Return the name of a figure with its unit."""
     metric, _, percent = name.partition(" ")
     if isinstance(targets, PercentileTargets):
         return f"{metric.upper()} {percent}, {'times alone' if targets.reference else 's'}"
@@ -229,7 +231,7 @@ def _steps(axes: Any, edges: Sequence[float], values: Sequence[float | None], **
 
 
 def _limits(targets: Targets) -> dict[str, float]:
-    """Return the limit that each figure in a verdict is to keep."""
+    """Return the limit of each figure in a verdict."""
     if isinstance(targets, PercentileTargets):
         return {f"{metric} p{percent:g}": limit for metric, percent, limit in targets.limits}
     assert isinstance(targets, RequestTargets)

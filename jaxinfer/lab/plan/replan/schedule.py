@@ -1,4 +1,4 @@
-"""A whole trace over one placement after another, each served by the code that serves it alone."""
+"""Serves a whole trace with successive placements."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,10 @@ from jaxinfer.workload.lengths import BenchRequest
 
 @dataclass(frozen=True)
 class PlacementPeriod:
-    """A placement, and the second from which requests are its own, up to the next period's.
+    """A placement, and the second from which it receives new requests.
 
     Attributes:
-        data: what its run file holds.
+        data: contents of its run file.
     """
 
     start: float
@@ -33,11 +33,11 @@ class PlacementPeriod:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Placements of one schedule over a trace.
+    """Successive placements for a trace.
 
     Attributes:
-        free: each placement is there when its period starts, on GPUs of its own, while the one
-            before goes on with what it has.
+        free: whether each placement is ready when its period starts, on GPUs of its own, while the
+            previous one completes its requests.
     """
 
     name: str
@@ -50,9 +50,10 @@ class PeriodCourse:
     """The course of a period, in seconds of the trace.
 
     Attributes:
-        requests: its own.
-        ready: when it began to serve; ``reload_s``: seconds that it waited for weights.
-        drained: when its last request had ended.
+        requests: number of its own requests.
+        ready: time at which it began to serve.
+        reload_s: seconds for which it waited for weights.
+        drained: time at which its last request had ended.
     """
 
     start: float
@@ -65,10 +66,10 @@ class PeriodCourse:
 
 @dataclass
 class ScheduleResult:
-    """A schedule's figures over the whole trace.
+    """A schedule's results over the whole trace.
 
     Attributes:
-        windows: on the requests of each window; None of none.
+        windows: verdict on the requests of each window; None for a window without requests.
     """
 
     schedule: Schedule
@@ -79,9 +80,9 @@ class ScheduleResult:
 
     @property
     def drain_s(self) -> float:
-        """Seconds for which requests waited for others to end on the placement before, in all.
+        """Total seconds for which requests waited for others to end on the previous placement.
 
-        Where that one was still loading, they waited for weights first, as ``reload_s`` counts.
+        If that placement was still loading, they first waited for weights, as ``reload_s`` counts.
         """
         if self.schedule.free:
             return 0.0
@@ -89,12 +90,12 @@ class ScheduleResult:
 
     @property
     def reload_s(self) -> float:
-        """Seconds for which they waited for weights, in all."""
+        """Total seconds for which requests waited for weights."""
         return sum(course.reload_s for course in self.courses)
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of all periods, each from the end of the one before to its own."""
+        """GPU-hours of all periods, each from the end of the previous one to its own end."""
         seconds = begin = 0.0
         for here, there in self._switches:
             end = max(here.drained, there.start)
@@ -110,21 +111,21 @@ class ScheduleResult:
 
 @dataclass(frozen=True)
 class Server:
-    """Serves a trace by some schedule; goes to other processes as it is."""
+    """Serves a trace with a schedule; it can be sent to other processes."""
 
     windows: Sequence[Window]
     targets: Targets
     options: Replan
 
     def __call__(self, schedule: Schedule) -> ScheduleResult:
-        """Period by period.
+        """Serve the trace, one period after another.
 
-        All that has come before a period's start is ended by the placement before, what waits in
-        its queues too, as where an instance flips. Then all GPUs load; what has come meanwhile has
-        waited since its arrival.
+        The previous placement completes all requests that arrived before a period's start,
+        including those in its queues, as when an instance flips. Then all GPUs load weights;
+        requests that arrive meanwhile wait.
 
         Raises:
-            JaxinferError: a placement cannot be, or a request can never fit.
+            JaxinferError: a placement is invalid, or a request can never fit.
         """
         work = list(chain.from_iterable(window.work for window in self.windows))
         starts = [window.start for window in self.windows]
@@ -162,7 +163,7 @@ class Server:
         on_request: OnRequest,
         drained: float | None,
     ) -> PeriodCourse:
-        """Serve one period; ``drained``: when the one before has ended, if this one waits."""
+        """Serve one period; ``drained``: when the previous one ended, if this one must wait."""
         config = as_run_file(period.data)
         cluster = prepare(config)
         ready, reload_s = period.start, 0.0
@@ -173,7 +174,9 @@ class Server:
         return PeriodCourse(period.start, len(items), reload_s, ready, end, num_gpus(config))
 
     def reload_s(self, cluster: ModelledCluster) -> float:
-        """Seconds until all GPUs of a placement have their weights, each at its own rate."""
+        """Return the seconds until all GPUs of a placement have their weights, each at its own
+        rate.
+        """
         if self.options.reload_s is not None:
             return self.options.reload_s
         assert self.options.reload_gb_s

@@ -1,4 +1,4 @@
-"""A trace in windows of time, and how the mix of its requests changes from one to another."""
+"""Divides a trace into windows of time, and measures how the mix of requests changes."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,10 +11,12 @@ from jaxinfer.workload.lengths import BenchRequest
 
 @dataclass(frozen=True)
 class LoadMix:
-    """The figures of a load that DistServe's profiler watches (section 4.3).
+    """The figures of a load that DistServe's profiler monitors (section 4.3).
 
     Attributes:
-        rate: requests per second; ``prompt``, ``output``: tokens, the mean of the requests.
+        rate: requests per second.
+        prompt: mean number of prompt tokens.
+        output: mean number of output tokens.
     """
 
     rate: float
@@ -42,11 +44,12 @@ class LoadMix:
 
 @dataclass(frozen=True)
 class Window:
-    """The requests of some seconds.
+    """The requests of a period of time.
 
     Attributes:
-        start, stop: seconds, of which the second is the next window's.
-        work: by arrival.
+        start: first second.
+        stop: end, which belongs to the next window.
+        work: requests, by arrival.
     """
 
     start: float
@@ -55,12 +58,12 @@ class Window:
 
     @property
     def mix(self) -> LoadMix | None:
-        """The window's load; None of no requests."""
+        """The window's load; None without requests."""
         return LoadMix.of(self.work, self.stop - self.start) if self.work else None
 
 
 def cut(work: Sequence[BenchRequest], seconds: float) -> list[Window]:
-    """Windows of equal length, from 0 to the last arrival, some of which may be empty."""
+    """Return windows of equal length, from 0 to the last arrival; some may be empty."""
     last = max(item.arrival for item in work)
     edges = [0.0]
     while edges[-1] <= last:
@@ -70,7 +73,7 @@ def cut(work: Sequence[BenchRequest], seconds: float) -> list[Window]:
 
 
 def split(work: Sequence[BenchRequest], starts: Sequence[float]) -> list[list[BenchRequest]]:
-    """Split requests by arrival, from each start to the next, of which the first is 0."""
+    """Split requests by arrival, from each start to the next; the first start is 0."""
     parts: list[list[BenchRequest]] = [[] for _ in starts]
     for item in sorted(work, key=lambda item: item.arrival):
         parts[bisect_right(starts, item.arrival) - 1].append(item)

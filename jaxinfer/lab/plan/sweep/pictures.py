@@ -1,4 +1,4 @@
-"""Pictures of a sweep: a line of each file over an axis of numbers, with intervals of seeds."""
+"""Pictures of a sweep: a line per file over a numeric axis, with intervals over seeds."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TableRow = Mapping[str, Any]
-# Of each line: x, y, and half of y's interval.
+# For each line: x, y, and half of y's interval.
 Line = list[tuple[float, float, float]]
-# Ratio of the largest to the smallest value from which on an axis is logarithmic.
+# An axis is logarithmic if the ratio of its largest to its smallest value is at least this.
 LOG_FROM = 30
 _LATENCIES = {
     "ttft": "time to first token (TTFT)",
@@ -46,7 +46,7 @@ _AXES = {
 
 
 def figure_words(name: str) -> str:
-    """A figure in words, with its unit."""
+    """Return a figure's name in words, with its unit."""
     metric, _, of = name.rpartition("_")
     if metric in _LATENCIES and of in _OF_REQUESTS:
         return f"{_LATENCIES[metric]}, {_OF_REQUESTS[of]} (s)"
@@ -60,14 +60,14 @@ def figure_words(name: str) -> str:
 
 
 def axis_words(key: str) -> str:
-    """A dotted key of a run file in words."""
+    """Return a dotted key of a run file in words."""
     return _AXES.get(key) or key.rpartition(".")[2].replace("_", " ")
 
 
 def draw(
     folder: Path, kind: str, sweep: Sweep, rows: Sequence[TableRow]
 ) -> tuple[list[Path], list[str]]:
-    """A picture for each y, none without an axis of numbers; and what could not be drawn."""
+    """Draw a picture for each y, if there is a numeric axis; also return what was not drawn."""
     from matplotlib.figure import Figure
 
     x = x_axis(sweep)
@@ -109,9 +109,9 @@ def draw(
 
 
 def _lines(sweep: Sweep, rows: Sequence[TableRow], x: str, y: str) -> tuple[dict[str, Line], int]:
-    """The lines of a picture by their labels, and how many points it cannot have."""
+    """Return the lines of a picture by their labels, and the number of points left out."""
     others = varied(sweep)
-    # What all points have in common tells no lines apart.
+    # Values that all points share do not distinguish lines.
     others = [name for name in others if len({str(row.get(name)) for row in rows}) > 1]
     lines: dict[str, Line] = {}
     missing = 0
@@ -136,23 +136,23 @@ def _draw_line(axes: "Axes", number: int, label: str, line: Line, lowest: float)
 
     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
     xs, ys, halves = zip(*line, strict=True)
-    # Over the axes' own lines, which would hide a flat one.
+    # Drawn over the axes' own lines, which would hide a flat one.
     look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "clip_on": False, "zorder": 3}
     marker = "os^vDP*Xd"[number % 9]
     axes.plot(xs, ys, label=label, ls=dashes, lw=1.4, marker=marker, ms=4, **look)
     if any(halves):
-        # An interval that goes below the axis ends there.
+        # An interval that reaches below the axis ends there.
         below = [min(half, y - lowest) for y, half in zip(ys, halves, strict=True)]
         axes.errorbar(xs, ys, (below, halves), fmt="none", elinewidth=1, capsize=2.5, **look)
 
 
 def _is_wide(values: Sequence[float]) -> bool:
-    """True if an axis goes by powers: on another one, the largest would hide the rest."""
+    """Tell whether an axis needs a logarithmic scale, because the largest value hides the rest."""
     return min(values) > 0 and max(values) > LOG_FROM * min(values)
 
 
 def _scale_y(axes: "Axes", points: Line) -> float:
-    """Make room from 0, or where the axis goes by powers from a part of the least, up to all bars.
+    """Scale from 0, or on a logarithmic axis from a fraction of the smallest value, up to all bars.
 
     Returns the lower end.
     """

@@ -1,4 +1,4 @@
-"""A grid or a list of points over run files: each run with each seed, and their table."""
+"""A grid or a list of points over run files: runs each with each seed, and makes a table."""
 
 import gc
 import shutil
@@ -25,7 +25,7 @@ from jaxinfer.options.validation import Named, OptionError, Options, did_you_mea
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.simulate.capacity import enough_requests
 
-# What a host takes for a run, and what is no number.
+# Figures that depend on the host, and figures that are no numbers.
 _NOT_OF_THE_RUN = (
     "instances",
     "slice_moves",
@@ -42,9 +42,9 @@ FIGURES = (
     *(f.name for f in fields(RunMetrics) if f.init and f.name not in _NOT_OF_THE_RUN),
 )
 Figures = Mapping[str, Any]
-# Beyond, an interval is no narrower for any use, and figures fill the memory.
+# With more seeds, intervals become hardly narrower, and figures fill the memory.
 MOST_SEEDS = 10_000
-# Of a figure's mean over the seeds, half of its 95 % interval.
+# For a figure's mean over the seeds, half of its 95 % interval.
 HALF = "_ci95"
 
 
@@ -52,8 +52,8 @@ class PointRun(NamedTuple):
     """A run of a point.
 
     Attributes:
-        data: what its run file holds.
-        seed: of all in its workload that is drawn, in place of what stands there; None leaves that.
+        data: contents of its run file.
+        seed: seed of all random parts of its workload; None keeps those of the run file.
         folder: gets the run's files, if given.
     """
 
@@ -94,11 +94,11 @@ class Sweep(Options):
 
     @property
     def all_seeds(self) -> tuple[int | None, ...]:
-        """Seeds of the sweep; None alone for those of the run files."""
+        """Return the seeds of the sweep; only None to keep those of the run files."""
         return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds or (None,)
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse keys that have values twice, and pictures of what is not there."""
+        """Refuse keys with values given twice, and pictures without data."""
         if isinstance(self.seeds, tuple) and (
             not self.seeds or len(set(self.seeds)) < len(self.seeds)
         ):
@@ -133,7 +133,7 @@ class Sweep(Options):
                 raise OptionError(f"y: no figure {name!r}: {did_you_mean(name, FIGURES)}")
 
     def _keyed(self) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-        """Yield all keys that points have, with their values, by where they stand."""
+        """Yield all keys of points with their values, by their position."""
         named = {"axes": self.axes} | {f"files.{file}": own for file, own in self.files.items()}
         for where, axes in named.items():
             yield where, [(key, value) for key, values in axes.items() for value in values]
@@ -151,20 +151,20 @@ class Sweep(Options):
         return listed | self.axes | own
 
     def candidates(self) -> Iterator[Candidate]:
-        """Points of the sweep, in the files' order.
+        """Yield the points of the sweep, in the files' order.
 
         Raises:
-            JaxinferError: a file cannot be read, or a key leads nowhere.
+            JaxinferError: a file cannot be read, or a key names no option.
         """
         return grid(self.files, self.axes, self.points, with_workload, self.run)
 
     def data(self, point: Candidate) -> dict[str, Any]:
-        """Return the contents of a point's run file; the axes win over what all have in common."""
+        """Return the contents of a point's run file; axes take precedence over common options."""
         return merge(self.run, point.part)
 
 
 def _has_seed(key: str, value: Any) -> bool:
-    """Tell whether a key or its value is a seed of what a workload draws."""
+    """Tell whether a key or its value is a seed of a workload's random part."""
     *path, last = key.split(".")
     within = isinstance(value, Mapping) and any(
         _has_seed(f"{key}.{n}", v) for n, v in value.items()
@@ -173,23 +173,23 @@ def _has_seed(key: str, value: Any) -> bool:
 
 
 class MapPoints(Protocol):
-    """``map``, or a pool's."""
+    """``map``, or that of a pool of processes."""
 
     def __call__(
         self, call: Callable[[PointRun], Figures], asked: Sequence[PointRun], /
     ) -> Iterator[Figures]:
-        """The figures of each, in their order."""
+        """Return the figures of each run, in order."""
 
 
 def figures_of(metrics: RunMetrics) -> dict[str, Any]:
-    """Return the figures of a run, the same whenever it is repeated on a modelled cluster."""
+    """Return the figures of a run that are equal in each repetition on a modelled cluster."""
     served = metrics.requests - metrics.failed
     found = {name: getattr(metrics, name) for name in FIGURES[1:]}
     return {"requests_s": served / metrics.wall_s if metrics.wall_s else None, **found}
 
 
 def _enough(config: RunFile, figures: Figures) -> dict[str, Any]:
-    """``enough_requests``, where random arrivals were fewer than tell a rate."""
+    """Return the number of requests needed, if random arrivals were too few for a rate."""
     rate, e2e = figures["requests_s"], figures["e2e_mean"]
     if config.workload.arrivals.kind not in ("poisson", "gamma") or not rate or not e2e:
         return {}
@@ -198,7 +198,9 @@ def _enough(config: RunFile, figures: Figures) -> dict[str, Any]:
 
 
 def seeded(config: RunFile, seed: int | None) -> RunFile:
-    """The run file with this seed of all that is drawn in its workload; the same for None."""
+    """Return the run file with this seed for all random parts of its workload; None
+    keeps theirs.
+    """
     if seed is None:
         return config
     drawn = config.workload.drawn.items()
@@ -208,7 +210,7 @@ def seeded(config: RunFile, seed: int | None) -> RunFile:
 
 
 def simulate_point(asked: PointRun) -> Figures:
-    """The figures of a run on a modelled cluster; ``refused`` says why it cannot be."""
+    """Return the figures of a simulated run, or ``refused`` with the reason why it is invalid."""
     from jaxinfer.simulate.run import simulate
 
     try:
@@ -223,7 +225,7 @@ def simulate_point(asked: PointRun) -> Figures:
 
 
 def run_point(asked: PointRun) -> Figures:
-    """The figures of a real run in this process."""
+    """Return the figures of a real run in this process."""
     from jaxinfer.lab.measure import measure
     from jaxinfer.llm import LLM
 
@@ -238,14 +240,14 @@ def run_point(asked: PointRun) -> Figures:
         return {"refused": str(error)}
     finally:
         del llm
-        gc.collect()  # What it had of the devices is free only now.
+        gc.collect()  # The memory that it had on the devices is free only now.
 
 
 def check(sweep: Sweep, real: bool) -> None:
-    """Look for what keeps all points from being run, before any is.
+    """Check, before any point is run, that at least one can be.
 
     Raises:
-        JaxinferError: none of them can be, or the seeds change nothing.
+        JaxinferError: none of them can be run, or the seeds change nothing.
     """
     from jaxinfer.simulate.run import prepare
 
@@ -274,7 +276,7 @@ def check(sweep: Sweep, real: bool) -> None:
 def _run_files(
     sweep: Sweep, refuse: Callable[[JaxinferError], None] = lambda error: None
 ) -> Iterator[RunFile]:
-    """Points that can be run; ``refuse`` hears why another one cannot."""
+    """Yield the run files of valid points; ``refuse`` is called with the errors of others."""
     for point in sweep.candidates():
         try:
             config = as_run_file(sweep.data(point))
@@ -292,12 +294,12 @@ def sweep_rows(
     on_point: Callable[[Candidate, Figures], None] = lambda *args: None,
     folders: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Axes and figures of each point; what is kept already is not run again.
+    """Return the axes and figures of each point; cached runs are not repeated.
 
     Args:
         on_point: called with each run of a point.
-        folders: gets a folder for each run, by the number of the point and the seed; points that
-            are equal have that of the first of them.
+        folders: gets a folder for each run, named by the number of the point and the seed; equal
+            points share that of the first one.
     """
     points, seeds = list(sweep.candidates()), sweep.all_seeds
     runs: dict[str, PointRun] = {}
@@ -314,7 +316,7 @@ def sweep_rows(
     known = {key: _kept(kept, key, asked) for key, asked in runs.items()}
     missing = {key: asked for key, asked in runs.items() if known[key] is None}
     for asked in missing.values():
-        if asked.folder:  # Of a run that was killed.
+        if asked.folder:  # The file of a killed run.
             shutil.rmtree(asked.folder, ignore_errors=True)
     fresh = iter(map_points(call, list(missing.values()))) if missing else iter(())
     rows = []
@@ -323,7 +325,7 @@ def sweep_rows(
         for key in of_point:
             if known[key] is None:
                 known[key] = next(fresh)
-                if "refused" not in known[key]:  # Of what may be mended elsewhere.
+                if "refused" not in known[key]:  # Errors that another run may not have.
                     kept.add(key, known[key])
             on_point(point, known[key])
             found.append(known[key])
@@ -333,21 +335,21 @@ def sweep_rows(
 
 
 def _where(folders: Path | None, asked: PointRun) -> Figures:
-    """The folder of a point's runs, for the table, by one of them."""
+    """Return the folder of a point's runs, for the table, from one of them."""
     if not folders or not asked.folder:
         return {}
     return {"folder": f"{folders.name}/{Path(asked.folder).relative_to(folders).parts[0]}"}
 
 
 def _kept(kept: EvaluationCache, key: str, asked: PointRun) -> Any:
-    """The figures kept of a run whose folder is there, too."""
+    """Return the cached figures of a run, if its folder still exists."""
     if asked.folder and not (Path(asked.folder) / "1" / "run.json").is_file():
         return None
     return kept.get(key)
 
 
 def _together(found: Sequence[Figures]) -> Figures:
-    """Means over the seeds, each with half of its 95 % interval by Student's t."""
+    """Return means over the seeds, each with half of its 95 % interval by Student's t."""
     refused = next((figures for figures in found if figures.get("refused")), None)
     if refused or len(found) == 1:
         return refused or found[0]
@@ -363,7 +365,9 @@ def _together(found: Sequence[Figures]) -> Figures:
 
 
 def half_interval(values: Sequence[float]) -> float | None:
-    """Half of the 95 % interval of a mean, by Student's t; None of fewer than two values."""
+    """Return half of the 95 % interval of a mean, by Student's t; None for fewer than
+    two values.
+    """
     if len(values) < 2:
         return None
     error = statistics.stdev(values) / len(values) ** 0.5
@@ -371,7 +375,7 @@ def half_interval(values: Sequence[float]) -> float | None:
 
 
 def clusters(sweep: Sweep) -> list[ClusterConfig]:
-    """Return the clusters of all points that can be."""
+    """Return the clusters of all valid points."""
     found = []
     for config in _run_files(sweep):
         try:
@@ -382,13 +386,13 @@ def clusters(sweep: Sweep) -> list[ClusterConfig]:
 
 
 def varied(sweep: Sweep) -> list[str]:
-    """The keys that points have, but for that of the pictures' x."""
+    """Return the keys of points, without that of the pictures' x axis."""
     names = dict.fromkeys(name for point in sweep.candidates() for name in point.axes)
     return [name for name in names if name != x_axis(sweep)]
 
 
 def x_axis(sweep: Sweep) -> str | None:
-    """The key that pictures are over, if there is one with numbers."""
+    """Return the key of the pictures' x axis, if there is one with numbers."""
     if sweep.x:
         return sweep.x
     numbers = [
