@@ -12,7 +12,7 @@ The states of a hand-off from leg to leg, and the fields of the request in each 
 
 "There" is the instance of the ended leg, "here" is the instance of the next leg. ``sent`` counts
 the KV entries whose transfer here has started, or which the prefix cache here had. ``transfers``
-counts the transfers that have not landed. Who frees pages:
+counts the transfers that have not landed.
 
 Pages are freed as follows:
 
