@@ -33,7 +33,7 @@ READMES = [ROOT / "README.md", ROOT / "examples" / "README.md"]
 DOCS = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
 # What each command writes to.
-OUTPUTS = ("output_path", "json_path", "out", "destination")
+OUTPUTS = ("output_path", "out", "destination")
 
 
 def commands() -> Iterator[str]:

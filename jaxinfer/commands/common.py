@@ -45,7 +45,9 @@ with_ray_hosts = click.option(
 )
 TRACES = "Trace file (CSV, JSONL or JSON); its columns tell the format."
 with_workload = click.option("--workload", help=TRACES)
-with_figures = click.option("--json", "json_path", required=True, help="JSON file for the figures.")
+with_output = click.option(
+    "--output", "output_path", required=True, help="JSON file for the figures."
+)
 with_limit = click.option(
     "--limit", type=click.IntRange(min=1), help="Use only the first N requests."
 )

@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 
 from jaxinfer.commands.common import with_model
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.errors import JaxinferError
 
 
@@ -31,8 +32,14 @@ from jaxinfer.errors import JaxinferError
     help="Output tokens to compare.",
 )
 @click.option("--out", help="New folder for conformance.md and conformance.csv.")
+@with_json
 def conformance(
-    model: str | None, values: tuple[str, ...], tokens: int, outputs: int, out: str | None
+    model: str | None,
+    values: tuple[str, ...],
+    tokens: int,
+    outputs: int,
+    out: str | None,
+    as_json: bool,
 ) -> None:
     """Check KV hand-offs between all pairs of differently configured instances.
 
@@ -70,13 +77,16 @@ def conformance(
             found.append(outcome)
             bar.update("pairs", len(sides) ** 2 - len(found))
     console = Console(width=None if sys.stdout.isatty() else 160)
+    if as_json:
+        print_json({"sides": sides, "pairs": found})
     for title, cells in conformance_tables(sides, found, outputs).items():
-        if cells[1]:
+        if cells[1] and not as_json:
             console.print(as_rich(title, cells))
             console.print()
     if out:
         write_conformance(Path(out), sides, found, outputs)
-        console.print(f"tables: {out}", soft_wrap=True)
+        if not as_json:
+            console.print(f"tables: {out}", soft_wrap=True)
     wrong = [
         f"{o.source} to {o.dest}" + (f" ({o.fault})" if o.fault else "")
         for o in found

@@ -21,6 +21,7 @@ from jaxinfer.commands.common import (
     with_pictures,
     with_ray,
 )
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.errors import JaxinferError, one_line
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ MANY = 1000
 @with_ray
 @with_pictures
 @settings_of("sweep", "run.workload.limit=100")
+@with_json
 def sweep(
     sweep_file: str,
     out: str,
@@ -52,6 +54,7 @@ def sweep(
     ray_address: str | None,
     pictures: str | None,
     settings: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Simulate (or run) a grid or list of configurations, and tabulate the results.
 
@@ -87,6 +90,9 @@ def sweep(
                 f"{one_line(rows[0]['refused'])}"
             )
         written = _write(folder, asked, rows, pictures)
+    if as_json:
+        print_json({"points": rows})
+        return
     console = Console(width=None if sys.stdout.isatty() else 100)
     for line in [*_doubts(rows), *written]:
         console.print(line, soft_wrap=True, markup=False)

@@ -21,6 +21,7 @@ from jaxinfer.commands.common import (
     say,
     with_pictures,
 )
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.config.run_file import apply_setting
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import OPERATORS_NAME, data_path
@@ -62,6 +63,7 @@ FOUND = "found.jsonl"
     metavar="A.B=C",
     help="Override a value of every run file, e.g. simulate.sequence_s=2.0e-5; may be repeated.",
 )
+@with_json
 def validate(
     points: str,
     operators: str | None,
@@ -73,6 +75,7 @@ def validate(
     jobs: int | None,
     pictures: str | None,
     settings: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Simulate points measured on real engines, and report the errors of the predictions.
 
@@ -91,7 +94,7 @@ def validate(
             if value
         ]:
             raise JaxinferError(f"{unused[0]} has no effect on a log of requests: leave it out")
-        _validate_log(Path(points), run_file, operators, out, settings, pictures or "png")
+        _validate_log(Path(points), run_file, operators, out, settings, pictures or "png", as_json)
         return
     if run_file:
         raise JaxinferError(
@@ -130,9 +133,13 @@ def validate(
         _write(folder, compared)
         summary = summarise(compared)
         left_out = {why: len(several) for why, several in _left_out(compared).items()}
-        text = json.dumps(summary | {"left_out": left_out}, indent=2)
+        figures = summary | {"left_out": left_out}
+        text = json.dumps(figures, indent=2)
         (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
         drawn = draw(folder, pictures or "png", compared)
+    if as_json:
+        print_json(figures)
+        return
     console = Console(width=None if sys.stdout.isatty() else 170)
     console.print(show(summary))
     for line in _notes(summary, given[0].row, compared):
@@ -147,6 +154,7 @@ def _validate_log(
     out: str,
     settings: Sequence[str],
     ending: str,
+    as_json: bool,
 ) -> None:
     """Simulate the requests of a log, and write and print both sides."""
     from jaxinfer.config.run_file import load_run_file
@@ -169,7 +177,7 @@ def _validate_log(
         rows = request_rows(real, ours)
         write_table(folder / "points.csv", rows)
         found = figures(rows, real, ours)
-        summary = {
+        summary: dict[str, Any] = {
             each.name: {
                 "measured_s": each.measured,
                 "simulated_s": each.simulated,
@@ -177,9 +185,13 @@ def _validate_log(
             }
             for each in found
         }
-        text = json.dumps({"requests": len(rows)} | summary, indent=2)
+        summary = {"requests": len(rows)} | summary
+        text = json.dumps(summary, indent=2)
         (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
         draw_requests(folder / f"scatter-requests.{ending}", rows)
+    if as_json:
+        print_json(summary)
+        return
     for each in found:
         print(each.line)
     print(f"{counted(len(rows), 'request')}, picture and run: {folder}{os.sep}")

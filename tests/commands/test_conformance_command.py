@@ -1,6 +1,7 @@
 """``jaxinfer conformance``: its tables and files, by outcomes that are known."""
 
 import csv
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +88,11 @@ def test_files(known: list[HandOffCheck], tmp_path: Path) -> None:
     (row,) = csv.DictReader((tmp_path / "new" / "conformance.csv").open())
     assert (row["verdict"], row["num_bytes"], row["source_page_size"]) == ("exact", "4000", "8")
     assert "| A | = |" in (tmp_path / "new" / "conformance.md").read_text()
+    (pair,) = json.loads(run("--json").stdout)["pairs"]
+    assert {name: str(value) for name, value in pair.items() if name in row} == {
+        name: row[name] or "None" if name != "reason" and name != "fault" else row[name]
+        for name in pair
+    }
     again = run("--out", str(tmp_path / "new"))
     assert "has files in it" in str(again.exception)
 

@@ -103,7 +103,9 @@ def test_what_is_written_and_gone_on_with(folder: Path, monkeypatch: pytest.Monk
     assert (folder / "a" / "scatter-trtllm.png").is_file()
     # What was found is not simulated again.
     monkeypatch.setattr("jaxinfer.lab.validate.predict.predict", None)
-    assert run(folder, rows, "a").exit_code == 0
+    again = run(folder, rows, "a", "--json")
+    assert again.exit_code == 0
+    assert json.loads(again.stdout) == summary
     assert predicted(folder, "a") == found
 
 
