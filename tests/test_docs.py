@@ -50,6 +50,10 @@ COMMANDS = list(commands())
 def test_there_are_some() -> None:
     named = {shlex.split(command)[1] for command in COMMANDS}
     assert named == set(NAMES)
+    checks = {shlex.split(line)[2] for line in COMMANDS if line.startswith("jaxinfer check ")}
+    check = cli.get_command(click.Context(cli), "check")
+    assert isinstance(check, click.Group)
+    assert checks == set(check.list_commands(click.Context(check)))
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -57,6 +61,9 @@ def test_a_command_of_the_docs(line: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(ROOT)
     _, name, *arguments = shlex.split(line)
     command = cli.get_command(click.Context(cli), name)
+    if name == "check":
+        assert isinstance(command, click.Group)
+        command = command.get_command(click.Context(command), arguments.pop(0))
     assert command
     # A copy: click takes the arguments out of its list.
     with command.make_context(name, list(arguments)) as context:

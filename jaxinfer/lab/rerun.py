@@ -1,4 +1,4 @@
-"""A run once more, from what its ``run.json`` records: what ``jaxinfer rerun`` does."""
+"""A run once more, from what its ``run.json`` records: what ``jaxinfer check rerun`` does."""
 
 import json
 import os

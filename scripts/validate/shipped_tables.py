@@ -2,7 +2,7 @@
 
     python -m scripts.validate.shipped_tables --operators FOLDER --profiles FOLDER --out DIR
 
-FOLDERs have H100 and H200 as Parquet (as `jaxinfer validate` reads them), and A100 and L40S as CSV.
+FOLDERs have H100 and H200 as Parquet (as `check points` reads them), and A100 and L40S as CSV.
 DIR gets, for each card, its numbers and a file of arrays per operator: heads of 128, prompts and
 decodes without windows, products in bfloat16 and fp8 at some numbers of rows, experts of models in
 `configs/models.yaml`; times to four digits. Otherwise, two tables change: where a card's peak FLOPs

@@ -303,7 +303,7 @@ def test_all_of_a_job_has_the_date_of_its_first_start(
         recorded = json.loads((job.newest_run() / "run.json").read_text())
         assert prompts == ["04 Mar 2021: 2", "04 Mar 2021: 3"]
         prompts.clear()
-        again = ["rerun", str(job.newest_run()), "--out", str(tmp_path / "again")]
+        again = ["check", "rerun", str(job.newest_run()), "--out", str(tmp_path / "again")]
         assert "results: " in CliRunner().invoke(cli, again).output
     assert prompts == [f"04 Mar 2021: {i}" for i in range(4)]
     assert recorded["job_started"] == "2021-03-04T05:06:07"
@@ -531,7 +531,7 @@ def test_a_batch_is_run_again_from_its_record(
     assert run["command"]
 
     def rerun(out: str) -> Any:
-        words = ["rerun", "out.jsonl.runs/1", "--out", out]
+        words = ["check", "rerun", "out.jsonl.runs/1", "--out", out]
         return CliRunner().invoke(cli, words, catch_exceptions=False)
 
     done = rerun("again")

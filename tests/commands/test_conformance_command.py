@@ -1,4 +1,4 @@
-"""``jaxinfer conformance``: its tables and files, by outcomes that are known."""
+"""``jaxinfer check hand-offs``: its tables and files, by outcomes that are known."""
 
 import csv
 import json
@@ -77,7 +77,7 @@ ONE = ["page_size=8", "dtype=float32", "kv_cache_dtype=auto", "kernels=plain", "
 def run(*more: str) -> Any:
     values = [word for text in [*ONE, "tensor_parallel_size=1"] for word in ("--values", text)]
     return CliRunner().invoke(
-        cli, ["conformance", *values, "--tokens", "20", "--outputs", "2", *more]
+        cli, ["check", "hand-offs", *values, "--tokens", "20", "--outputs", "2", *more]
     )
 
 
@@ -100,5 +100,6 @@ def test_files(known: list[HandOffCheck], tmp_path: Path) -> None:
 def test_what_is_wrong_is_an_error(known: list[HandOffCheck]) -> None:
     known.append(HandOffCheck("A", "A", "wrong", "", 0.02, 0.003, 0.005, 1, 0.0, 2000, 0.002))
     ran = run()
-    assert str(ran.exception) == "KV arrives changed by more than its formats round: A to A"
+    assert ran.exit_code == 1
+    assert "jaxinfer: KV arrives changed by more than its formats round: A to A\n" in ran.stderr
     assert "WRONG 2 %" in ran.output

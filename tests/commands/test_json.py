@@ -124,4 +124,4 @@ def test_a_calibration() -> None:
 
 def test_a_simulation_again(tmp_path: Path) -> None:
     said("simulate", *RUN, "--limit", "5", "--out", tmp_path / "first")
-    assert figures("rerun", tmp_path / "first") == {"same": True, "differing_files": []}
+    assert figures("check", "rerun", tmp_path / "first") == {"same": True, "differing_files": []}

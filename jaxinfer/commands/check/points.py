@@ -1,4 +1,4 @@
-"""``jaxinfer validate``: compare measured points of real engines with the simulator's."""
+"""``jaxinfer check points``: compare measured points of real engines with the simulator's."""
 
 import json
 import os
@@ -37,7 +37,7 @@ FOUND = "found.jsonl"
 
 
 @click.command()
-@click.argument("points")
+@click.argument("points", metavar="POINTS")
 @click.option("--operators", help="Folder of measured operator times, such as configs/operators.")
 @click.option("--out", required=True, help="Folder for results; a killed run continues there.")
 @click.option(
@@ -64,7 +64,7 @@ FOUND = "found.jsonl"
     help="Override a value of every run file, e.g. simulate.sequence_s=2.0e-5; may be repeated.",
 )
 @with_json
-def validate(
+def points(
     points: str,
     operators: str | None,
     out: str,

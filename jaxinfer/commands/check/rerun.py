@@ -1,4 +1,4 @@
-"""``jaxinfer rerun``: a run once more, from what its folder records."""
+"""``jaxinfer check rerun``: a run once more, from what its folder records."""
 
 import sys
 from pathlib import Path
