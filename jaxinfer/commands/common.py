@@ -16,7 +16,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.report.pictures import FORMATS
 
 if TYPE_CHECKING:
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.files.kept import KeptResults
 
 with_model = click.option(
     "--model",
@@ -194,7 +194,7 @@ def own_folder(folder: Path, name: str, text: str) -> Path:
 @contextmanager
 def kept_results(
     out: str, name: str, text: str, lines: str, version: str | None = None
-) -> Iterator[tuple[Path, "EvaluationCache"]]:
+) -> Iterator[tuple[Path, "KeptResults"]]:
     """A folder for what is found bit by bit, and what is there of it.
 
     In a new one, ``origin.json`` says by which command, code and machine it was begun. What fails
@@ -202,12 +202,12 @@ def kept_results(
 
     Args:
         name, text: see ``own_folder``; ``lines``: of the file that keeps what is found;
-            ``version``: see ``EvaluationCache``.
+            ``version``: see ``KeptResults``.
 
     Raises:
         JaxinferError: see ``own_folder``, or a file in it cannot be read or written.
     """
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.files.kept import KeptResults
     from jaxinfer.report.origin import origin
 
     folder = Path(out)
@@ -220,7 +220,7 @@ def kept_results(
         if not begun:
             made_from = json.dumps(origin(), indent=2) + "\n"
             (folder / "origin.json").write_text(made_from, encoding="utf-8")
-        kept = EvaluationCache(keeps, version)
+        kept = KeptResults(keeps, version)
         if kept.of_others:
             print(
                 f"{keeps}: {kept.of_others} results come from another version of jaxinfer, its "

@@ -20,8 +20,8 @@ from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
+    from jaxinfer.files.kept import KeptResults
     from jaxinfer.lab.plan.candidate import Planner
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
     from jaxinfer.lab.plan.problem import Problem
 
 # Candidates in the table at the end; ``plan.csv`` has all.
@@ -93,7 +93,7 @@ def _search(
     problem: "Problem",
     planner: "Planner",
     folder: Path,
-    kept: "EvaluationCache",
+    kept: "KeptResults",
     map_calls: Any,
     kind: str,
     force: bool,
@@ -149,7 +149,7 @@ def _search(
 def _follow(
     problem: "Problem",
     folder: Path,
-    kept: "EvaluationCache",
+    kept: "KeptResults",
     map_calls: Any,
     kind: str,
     force: bool,

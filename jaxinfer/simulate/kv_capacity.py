@@ -8,8 +8,7 @@ from jaxinfer.config.engine import GPU_SHARE
 from jaxinfer.config.site import SiteGroup
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import Gpu
-from jaxinfer.simulate.costs.model import ITEMSIZE
+from jaxinfer.hardware.catalogue import ITEMSIZE, Gpu
 
 # Entries of 8 bits have a float32 for each page and head, of keys and of values.
 _SCALES = 2 * 4

@@ -27,7 +27,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import OPERATORS_NAME, data_path
 
 if TYPE_CHECKING:
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.files.kept import KeptResults
     from jaxinfer.lab.validate.campaigns import PointSetup
     from jaxinfer.lab.validate.points import Point
     from jaxinfer.lab.validate.table import Compared
@@ -102,7 +102,7 @@ def points(
         )
     folder_of_tables = _tables_folder(operators)
     from jaxinfer.files.contents import contents
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.files.kept import KeptResults
     from jaxinfer.lab.validate.campaigns import launch, read_campaigns
     from jaxinfer.lab.validate.pictures import draw
     from jaxinfer.lab.validate.points import read_points
@@ -114,7 +114,7 @@ def points(
         rules.check_columns(given[0].row)
     except JaxinferError as error:
         raise JaxinferError(f"campaigns {campaigns or 'campaigns.yaml'}: {error}") from None
-    others = EvaluationCache(Path(known) / FOUND) if known else None
+    others = KeptResults(Path(known) / FOUND) if known else None
     tables, own = contents({"folder": folder_of_tables}), _settings(settings)
     files = contents({"trace": points}) | tables
     asked = {"rules": rules.model_dump(mode="json"), "set": list(settings), "files": files}
@@ -245,7 +245,7 @@ class Known:
     """
 
     def __init__(
-        self, kept: "EvaluationCache", others: "EvaluationCache | None", files: Mapping[str, str]
+        self, kept: "KeptResults", others: "KeptResults | None", files: Mapping[str, str]
     ) -> None:
         self._kept, self._others, self._files = kept, others, files
 
@@ -260,7 +260,7 @@ class Known:
         self._kept.add(self._key(launch), found)
 
     def _key(self, launch: "PointSetup") -> str:
-        from jaxinfer.lab.plan.evaluation_cache import key_of
+        from jaxinfer.files.kept import key_of
 
         return key_of(launch.data, launch.first_wave, self._files)
 

@@ -3,7 +3,7 @@
 Searches for the fewest workers take hours of CPU; what was simulated is kept.
 """
 
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.files.kept import KeptResults
 from scripts.reproduce.aladdin import cpu, fewest, sensitivity, single
 from scripts.reproduce.aladdin import unlike as kinds
 from scripts.reproduce.aladdin.fewest import CALIBRATION, LEVELS, RATE, SEEDS, THETAS
@@ -98,7 +98,7 @@ def opened(inputs: Inputs) -> Part:
 
 def mixes(inputs: Inputs) -> Part:
     """Workers of several kinds: the cheapest mixes."""
-    simulated = EvaluationCache(inputs.kept / "unlike.jsonl", inputs.code(TRACE))
+    simulated = KeptResults(inputs.kept / "unlike.jsonl", inputs.code(TRACE))
     found = kinds.cheapest(inputs.shared(trace), inputs.kept, SEEDS[:1], simulated)
     simulated.close()
     return Part(*found)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.files.contents import contents
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
+from jaxinfer.files.kept import KeptResults, key_of
 from jaxinfer.papers.aladdin.sizing import fewest
 from jaxinfer.simulate.capacity import load
 from jaxinfer.simulate.targets import RequestTargets
@@ -83,7 +83,7 @@ class Search:
         self, trace: Work, tables: Path, folder: Path, code: str, name: str = "simulated"
     ) -> None:
         self.trace, self.tables, self.folder, self.code = trace, tables, folder, code
-        self._kept = EvaluationCache(folder / f"{name}.jsonl", code)
+        self._kept = KeptResults(folder / f"{name}.jsonl", code)
         self._data = key_of(repr(trace), contents(str(tables)))
 
     def of(self, trace: Work, name: str) -> "Search":

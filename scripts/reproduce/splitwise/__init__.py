@@ -6,7 +6,7 @@ Some hours of CPU in all.
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.files.kept import KeptResults
 from scripts.reproduce.reproduction import CODE, CONVERSATIONS, Inputs, Part, Reproduction, Work
 from scripts.reproduce.splitwise import alone, pictures, targets
 from scripts.reproduce.splitwise import capacities as rates
@@ -101,7 +101,7 @@ def llama(inputs: Inputs) -> Part:
 def provisioned(inputs: Inputs) -> Part:
     """Provisioning by the planner: minutes of CPU a search."""
     asked = provisioning.Setting(inputs.shared(files), inputs.shared(traces))
-    known = EvaluationCache(
+    known = KeptResults(
         Path(inputs.kept, "placement.jsonl"), inputs.code(PERF_MODEL, *TRACES.values())
     )
     rows = provisioning.found(asked, inputs.pool, known)

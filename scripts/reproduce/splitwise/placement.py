@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
+from jaxinfer.files.kept import KeptResults, key_of
 from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.splitwise.planner import SplitwisePools, SplitwisePoolsOptions
@@ -189,7 +189,7 @@ def cases() -> list[Case]:
     ]
 
 
-def found(setting: Setting, pool: ProcessPoolExecutor, known: EvaluationCache) -> list[Row]:
+def found(setting: Setting, pool: ProcessPoolExecutor, known: KeptResults) -> list[Row]:
     """A row for each search; ``known`` has those of a run that was killed, of this host."""
     keys = {case: key_of(case.named, case.seeds, origin()["machine"]) for case in cases()}
     missing = [case for case, key in keys.items() if known.get(key) is None]

@@ -16,8 +16,8 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.contents import contents
+from jaxinfer.files.kept import KeptResults, key_of
 from jaxinfer.lab.plan.candidate import Candidate
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
 from jaxinfer.lab.plan.file_parts import with_workload
 from jaxinfer.lab.plan.planners.any_system import Axes, check_axes, grid
 from jaxinfer.lab.plan.problem import merge
@@ -286,7 +286,7 @@ def _run_files(
 
 def sweep_rows(
     sweep: Sweep,
-    kept: EvaluationCache,
+    kept: KeptResults,
     map_points: MapPoints = map,
     call: Callable[[PointRun], Figures] = simulate_point,
     on_point: Callable[[Candidate, Figures], None] = lambda *args: None,
@@ -339,7 +339,7 @@ def _where(folders: Path | None, asked: PointRun) -> Figures:
     return {"folder": f"{folders.name}/{Path(asked.folder).relative_to(folders).parts[0]}"}
 
 
-def _kept(kept: EvaluationCache, key: str, asked: PointRun) -> Any:
+def _kept(kept: KeptResults, key: str, asked: PointRun) -> Any:
     """The figures kept of a run whose folder is there, too."""
     if asked.folder and not (Path(asked.folder) / "1" / "run.json").is_file():
         return None
