@@ -111,9 +111,9 @@ def _search(
         write_table,
     )
     from jaxinfer.lab.plan.search import DrivenSearch
-    from jaxinfer.lab.plan.search_progress import SearchBar
+    from jaxinfer.lab.plan.search_progress import SearchProgress
 
-    with SearchBar() as bar:
+    with SearchProgress() as bar:
         search = DrivenSearch(problem, map_calls, kept, bar)
         try:
             choice = choose(planner, search)
@@ -159,9 +159,9 @@ def _follow(
     from jaxinfer.lab.plan.replan.result import rows as replan_rows
     from jaxinfer.lab.plan.replan.result import table, window_rows, write
     from jaxinfer.lab.plan.search import DrivenSearch
-    from jaxinfer.lab.plan.search_progress import SearchBar
+    from jaxinfer.lab.plan.search_progress import SearchProgress
 
-    with SearchBar() as bar:
+    with SearchProgress() as bar:
 
         def new_search(part: "Problem") -> DrivenSearch:
             return DrivenSearch(part, map_calls, kept, bar)

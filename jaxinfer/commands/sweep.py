@@ -61,8 +61,8 @@ def sweep(
     SWEEP_FILE names run files, axes (dotted keys with lists of values) or a list of points, and the
     options that all points share.
     """
-    from jaxinfer.lab.plan.search_progress import PointBar
     from jaxinfer.lab.plan.sweep.sweep import clusters, run_point, simulate_point, sweep_rows
+    from jaxinfer.report.progress import CountProgress
 
     if real:
         refuse("for simulations: real points take turns", {"--jobs": jobs, "--ray": ray_address})
@@ -81,9 +81,11 @@ def sweep(
         if (count := points * len(asked.all_seeds)) >= MANY:
             say(f"{count:,} runs: {points:,} points, {len(asked.all_seeds):,} seeds each")
         at = nullcontext((map, 1)) if real else cores(ray_address, jobs)
-        with at as (map_points, _), PointBar(count) as bar:
+        with at as (map_points, _), CountProgress("points", count) as bar:
             run = run_point if real else simulate_point
-            rows = sweep_rows(asked, kept, map_points, run, bar.update, runs)
+            rows = sweep_rows(
+                asked, kept, map_points, run, lambda point, _: bar.advance(point), runs
+            )
         if all(row.get("refused") for row in rows):
             raise JaxinferError(
                 f"sweep file {sweep_file}: none of {len(rows)} points is valid; for example: "

@@ -204,10 +204,10 @@ def _compare(
     jobs: int | None,
 ) -> "list[Compared]":
     """Simulate what is not known yet, the longest first."""
-    from jaxinfer.lab.plan.search_progress import Bar
     from jaxinfer.lab.validate.points import uses
     from jaxinfer.lab.validate.predict import predict
     from jaxinfer.lab.validate.table import Compared
+    from jaxinfer.report.progress import CountProgress
 
     compared: list[Compared] = []
     todo: list[tuple[int, PointSetup]] = []
@@ -226,7 +226,7 @@ def _compare(
     todo.sort(key=lambda each: -points[each[0]].osl * points[each[0]].concurrency)
     if todo:
         at = nullcontext((map, 1)) if jobs == 1 else cores(None, jobs)
-        with at as (map_points, _), Bar(len(todo)) as bar:
+        with at as (map_points, _), CountProgress("points", len(todo)) as bar:
             launches = [launch for _, launch in todo]
             for (number, launch), found in zip(todo, map_points(predict, launches), strict=True):
                 if "refused" not in found:
