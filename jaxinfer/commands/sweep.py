@@ -83,9 +83,7 @@ def sweep(
         at = nullcontext((map, 1)) if real else cores(ray_address, jobs)
         with at as (map_points, _), CountProgress("points", count) as bar:
             run = run_point if real else simulate_point
-            rows = sweep_rows(
-                asked, kept, map_points, run, lambda point, _: bar.advance(point), runs
-            )
+            rows = sweep_rows(asked, kept, map_points, run, bar.advance, runs)
         if all(row.get("refused") for row in rows):
             raise JaxinferError(
                 f"sweep file {sweep_file}: none of {len(rows)} points is valid; for example: "

@@ -87,10 +87,9 @@ class CountProgress(Progress):
         super().__init__(True)
         self._part, self._done, self._total, self._said = part, 0, total, ""
 
-    def advance(self, said: object) -> None:
-        """Note that one more is done."""
-        self._done += 1
-        self._said = str(said)
+    def advance(self, said: object, *_: object) -> None:
+        """Note that one more is done, and what it is."""
+        self._done, self._said = self._done + 1, str(said)
         self._show(self._part, self._done, self._total)
 
     def _text(self) -> str:
