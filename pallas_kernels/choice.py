@@ -71,9 +71,9 @@ def products(kernels: str, dtype: jnp.dtype) -> Products | None:
     """Return the products of that name for weights of this dtype; None for XLA's own."""
     if kernels != "numba" or dtype not in (jnp.float32, jnp.bfloat16):
         return None
-    from jaxinfer.pallas_kernels import numba_matmul
+    from jaxinfer.pallas_kernels import numba_logits, numba_matmul
 
-    return Products(numba_matmul.matmul, numba_matmul.gated, numba_matmul.logits)
+    return Products(numba_matmul.matmul, numba_matmul.gated, numba_logits.logits)
 
 
 class ScaledProducts(NamedTuple):
@@ -234,13 +234,14 @@ def _why_numba_fails() -> str | None:
         from jaxinfer.pallas_kernels import (
             numba_cpu,
             numba_grouped,
+            numba_logits,
             numba_matmul,
             numba_write,
             xla_call,
         )
     except Exception as error:
         return f"numba cannot be imported: {type(error).__name__}: {one_line(error)}"
-    del numba_cpu, numba_grouped, numba_matmul, numba_write
+    del numba_cpu, numba_grouped, numba_logits, numba_matmul, numba_write
     return xla_call.why_not()
 
 

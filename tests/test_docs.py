@@ -18,7 +18,7 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.lab.plan.problem import load_options, load_problem
 from jaxinfer.lab.plan.registry import PLANNERS
-from jaxinfer.lab.plan.sweep.sweep import Sweep
+from jaxinfer.lab.plan.sweep.sweep_file import Sweep
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.serving.policies import KINDS
 from jaxinfer.simulate.run import simulate

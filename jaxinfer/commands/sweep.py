@@ -25,7 +25,7 @@ from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.errors import JaxinferError, one_line
 
 if TYPE_CHECKING:
-    from jaxinfer.lab.plan.sweep.sweep import Sweep
+    from jaxinfer.lab.plan.sweep.sweep_file import Sweep
 
 # Runs of which a sweep says how many they are before it begins: it looks at all of them first.
 MANY = 1000
@@ -101,7 +101,7 @@ def sweep(
 def _load(sweep_file: str, settings: tuple[str, ...], pictures: str | None, real: bool) -> "Sweep":
     """Read a sweep file, some point of which can be."""
     from jaxinfer.lab.plan.problem import load_options
-    from jaxinfer.lab.plan.sweep.sweep import Sweep, check, x_axis
+    from jaxinfer.lab.plan.sweep.sweep_file import Sweep, check, x_axis
 
     asked = load_options(Sweep, "sweep file", sweep_file, settings)
     try:

@@ -9,7 +9,7 @@ from itertools import permutations
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.nodes import NetworkPath
-from jaxinfer.config.site import SiteStage
+from jaxinfer.config.site_values import SiteStage
 from jaxinfer.config.stages import head_pages
 from jaxinfer.hardware.catalogue import ITEMSIZE
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard

@@ -7,7 +7,7 @@ from jaxinfer.config.cluster import InstanceConfig, instance_options
 from jaxinfer.config.layer_split import shared_layers
 from jaxinfer.config.nodes import NetworkPath
 from jaxinfer.config.resolve import Resolved
-from jaxinfer.config.site import ModelledSite, SiteStage, total_watts
+from jaxinfer.config.site_values import ModelledSite, SiteStage, total_watts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ITEMSIZE
 from jaxinfer.hardware.efficiency import Efficiency, model_flops

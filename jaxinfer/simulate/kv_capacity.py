@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.engine import GPU_SHARE
-from jaxinfer.config.site import SiteGroup
+from jaxinfer.config.site_values import SiteGroup
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ITEMSIZE, Gpu

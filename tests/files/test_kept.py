@@ -23,7 +23,8 @@ from jaxinfer.lab.plan.choose import choose
 from jaxinfer.lab.plan.planners.any_system import grid
 from jaxinfer.lab.plan.problem import merge
 from jaxinfer.lab.plan.search import DrivenSearch
-from jaxinfer.lab.plan.sweep.sweep import Sweep, sweep_rows
+from jaxinfer.lab.plan.sweep.sweep import sweep_rows
+from jaxinfer.lab.plan.sweep.sweep_file import Sweep
 from jaxinfer.simulate.targets import Verdict
 
 CLUSTER = {"groups": {"g": {"kind": "A10", "devices": 1}}, "instances": {"i": {"group": "g"}}}

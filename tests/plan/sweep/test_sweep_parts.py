@@ -12,9 +12,7 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.files.kept import KeptResults
 from jaxinfer.lab.plan.sweep.pictures import axis_words, draw, figure_words
 from jaxinfer.lab.plan.sweep.sweep import (
-    FIGURES,
     PointRun,
-    Sweep,
     check,
     clusters,
     figures_of,
@@ -23,8 +21,8 @@ from jaxinfer.lab.plan.sweep.sweep import (
     seeded,
     simulate_point,
     sweep_rows,
-    x_axis,
 )
+from jaxinfer.lab.plan.sweep.sweep_file import FIGURES, Sweep, x_axis
 from jaxinfer.workload.synthetic import Synthetic
 
 
