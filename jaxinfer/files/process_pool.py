@@ -5,9 +5,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
+
+from jaxinfer.errors import JaxinferError
 
 # How often a worker looks for its parent, in seconds.
 _LOOKS_S = 0.5
@@ -18,6 +20,9 @@ def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
     """A pool of some number of processes; by default one for each core.
 
     What fails inside ends them at once, and drops what they were at.
+
+    Raises:
+        JaxinferError: one of the processes was killed.
     """
     # Not forked: who calls may have threads, as JAX has.
     pool = ProcessPoolExecutor(
@@ -26,9 +31,14 @@ def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
     before = set(active_children())
     try:
         yield pool
-    except BaseException:
+    except BaseException as error:
         for child in set(active_children()) - before:
             child.kill()
+        if isinstance(error, BrokenExecutor):
+            raise JaxinferError(
+                f"one of {pool._max_workers} processes that simulate was killed, perhaps for lack "
+                "of memory: run the same command again, with fewer --jobs where it has them"
+            ) from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)
