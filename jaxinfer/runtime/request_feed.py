@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.cluster import Cluster
 from jaxinfer.runtime.parallel_sampling import Continuations
-from jaxinfer.runtime.processes.process import NobodyThere
+from jaxinfer.runtime.processes.process import ProcessGone
 from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.sampling_inputs import sampler_shape, sampling_of
@@ -99,7 +99,7 @@ class RequestFeed:
             for engine in self._cluster.engines.values():
                 # Closed, since whoever is interrupted here may be kept with all that it has.
                 with (
-                    suppress(NobodyThere),  # The first step for it will show it.
+                    suppress(ProcessGone),  # The first step for it will show it.
                     closing(engine.worker.prepare(wanted, wait)) as left,
                 ):
                     if total := next(left):

@@ -70,7 +70,7 @@ ENGINE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Size:
+class RunSize:
     """Size of a run.
 
     Attributes:
@@ -88,7 +88,7 @@ class Size:
     steps: int
 
 
-FULL = Size(
+FULL = RunSize(
     LLAMA_3_8B,
     ENGINE | {"max_num_seqs": 256, "max_num_batched_tokens": 2048},
     requests=1000,
@@ -97,7 +97,7 @@ FULL = Size(
     multiplied=8192,
     steps=24,
 )
-REHEARSAL = Size(
+REHEARSAL = RunSize(
     TINY,
     ENGINE | {"max_num_seqs": 4, "max_num_batched_tokens": 16, "page_size": 16, "num_pages": 40,
               "kernels": "interpret"},
@@ -105,7 +105,7 @@ REHEARSAL = Size(
 )  # fmt: skip
 
 
-def lengths(trace: str | None, size: Size, count: int) -> list[BenchRequest]:
+def lengths(trace: str | None, size: RunSize, count: int) -> list[BenchRequest]:
     """The work, all at once."""
     found = read_workload(trace) if trace else Synthetic(lengths=LENGTHS, count=count).requests()
     most = size.longest
@@ -144,7 +144,7 @@ def seconds(roofline: RooflineStage, steps: Iterable[Work]) -> float:
 
 
 def trace_steps(
-    llm: LLM, work: list[BenchRequest], size: Size, roofline: RooflineStage
+    llm: LLM, work: list[BenchRequest], size: RunSize, roofline: RooflineStage
 ) -> dict[str, Any]:
     """A run of as many requests as there can be at once, some steps of which are traced."""
     most = min(size.engine["max_num_seqs"], len(work))

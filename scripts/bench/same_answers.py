@@ -13,7 +13,7 @@ TOP = 5
 
 
 @dataclass
-class Answers:
+class ComparedAnswers:
     """A run's tokens by request, and what it held likely at each position.
 
     Attributes:
@@ -37,7 +37,7 @@ class Answers:
         path.write_text(json.dumps({"tokens": self.tokens, "likely": self.likely}) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> "Answers":
+    def read(cls, path: Path) -> "ComparedAnswers":
         """Read what ``write`` has written."""
         data: Any = json.loads(path.read_text())
         likely = {
@@ -65,7 +65,7 @@ class Comparison:
     largest_gap: float
 
 
-def compare(first: Answers, second: Answers, bound: float) -> Comparison:
+def compare(first: ComparedAnswers, second: ComparedAnswers, bound: float) -> Comparison:
     """Compare a run's answers with those that another gave before.
 
     Args:
@@ -89,7 +89,7 @@ def compare(first: Answers, second: Answers, bound: float) -> Comparison:
     return Comparison(equal, tied, sorted(apart), tokens, largest)
 
 
-def _gap(first: Answers, name: str, at: int | None, theirs: Sequence[int]) -> float | None:
+def _gap(first: ComparedAnswers, name: str, at: int | None, theirs: Sequence[int]) -> float | None:
     """Return how much less likely the first run held the other's token; None if unknown."""
     if at is None or name not in first.likely:
         return None

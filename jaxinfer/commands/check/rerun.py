@@ -56,7 +56,7 @@ def rerun(folder: str, out: str | None, as_json: bool) -> None:
         sys.exit(1)
 
 
-class Found(NamedTuple):
+class RerunResult(NamedTuple):
     """What a second run shows; ``same`` is True if nothing could be compared, too."""
 
     same: bool
@@ -64,14 +64,14 @@ class Found(NamedTuple):
     figures: dict[str, Any]
 
 
-def _files(names: list[str]) -> Found:
+def _files(names: list[str]) -> RerunResult:
     said = "all files are the same, apart from times of day and the machine in run.json"
     if names:
         said = f"these files differ: {', '.join(names)}"
-    return Found(not names, [said], {"differing_files": names})
+    return RerunResult(not names, [said], {"differing_files": names})
 
 
-def _run(recorded: Recorded, out: Path, as_json: bool) -> Found:
+def _run(recorded: Recorded, out: Path, as_json: bool) -> RerunResult:
     """Run a real one again, and compare its answers with the recorded ones."""
     with where_it_ran(recorded.run):
         config = recorded.config()
@@ -104,18 +104,18 @@ def _run(recorded: Recorded, out: Path, as_json: bool) -> Found:
     same = len(after & before)
     compared = f"{same} of {len(after)} answers are the same as in {lines}"
     figures = {"same_answers": same, "answers": len(after)}
-    return Found(after == before, [said, compared], figures)
+    return RerunResult(after == before, [said, compared], figures)
 
 
-def _tokens(before: Path, parent: Path) -> Found:
+def _tokens(before: Path, parent: Path) -> RerunResult:
     """Compare the newest run in a folder with another by their tokens."""
     found = same_tokens(before, run_folders(parent)[-1])
     if found is None:
         said = f"nothing was compared: {before} does not record its tokens"
-        return Found(True, [said], {"same_answers": None, "answers": None})
+        return RerunResult(True, [said], {"same_answers": None, "answers": None})
     same, count = found
     said = f"{same} of {count} answers have the same tokens as in {before}"
-    return Found(same == count, [said], {"same_answers": same, "answers": count})
+    return RerunResult(same == count, [said], {"same_answers": same, "answers": count})
 
 
 def _print(metrics: "RunMetrics | None", as_json: bool) -> None:

@@ -45,7 +45,7 @@ _OPTIONS = (
 _COPY, _PRODUCT = 1 << 28, 2048
 
 
-class MeasuredTables(NamedTuple):
+class WrittenTables(NamedTuple):
     """Tables that were written, and how well their parts add up to whole steps."""
 
     degrees: Sequence[Degree]
@@ -55,7 +55,7 @@ class MeasuredTables(NamedTuple):
 
 def profile_operators(
     config: RunFile, degrees: Sequence[int], layers: tuple[int, int] | None, out: Path
-) -> MeasuredTables:
+) -> WrittenTables:
     """Measure, write and check; the folder is new.
 
     Raises:
@@ -90,17 +90,17 @@ def profile_operators(
     for degree in found:
         written = write_run_file(out, Path(name).name, device, own, degree)
         checks += list(check_steps(out, device, gpu or own, degree))  # type: ignore[arg-type]
-    return MeasuredTables(found, checks, written)
+    return WrittenTables(found, checks, written)
 
 
-def operator_figures(found: MeasuredTables) -> dict[str, Any]:
+def operator_figures(found: WrittenTables) -> dict[str, Any]:
     """How far sums of parts are from whole steps, and how far rounds are apart; as shares."""
     checks = [{"devices": c.devices, "steps": c.kind, "median_off": c.middle} for c in found.checks]
     spread = {degree.devices: degree.spread for degree in found.degrees}
     return {"run_file": found.run_file, "checks": checks, "spread": spread}
 
 
-def show_operators(found: MeasuredTables, out: str) -> None:
+def show_operators(found: WrittenTables, out: str) -> None:
     """Print how well the parts add up, and what may be wrong."""
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(check_table(found.checks))

@@ -37,7 +37,7 @@ _SCORED = 100_000
 _DRAWN = {"restarts": ("programs",), "seed": ("programs", "random_swaps", "genetic")}
 
 
-class HexGen2Options(Options):
+class HexGen2PlannerOptions(Options):
     """Options of ``HexGen2Planner``.
 
     Attributes:
@@ -98,9 +98,9 @@ class HexGen2Options(Options):
 class HexGen2Planner:
     """Finds one plan by its flow; the driver simulates it."""
 
-    Options = HexGen2Options
+    Options = HexGen2PlannerOptions
 
-    def __init__(self, options: HexGen2Options) -> None:
+    def __init__(self, options: HexGen2PlannerOptions) -> None:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:

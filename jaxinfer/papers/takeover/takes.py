@@ -4,7 +4,7 @@ from collections.abc import Collection
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from jaxinfer.papers.takeover.books import Book, Books
+from jaxinfer.papers.takeover.accounts import Account, Accounts
 from jaxinfer.serving.system import Action, Reassign
 
 # Decodes of an instance that are taken in one step, at most: a few are looked at first.
@@ -27,15 +27,15 @@ class Takes:
         decodes, prompts: how many were taken.
     """
 
-    def __init__(self, books: Books, most_moves: int) -> None:
+    def __init__(self, books: Accounts, most_moves: int) -> None:
         self._books, self.most_moves = books, most_moves
         self.moves: dict[str, int] = {}
-        self.bound_for: dict[str, Book] = {}
-        self.fixed: dict[str, Book] = {}
+        self.bound_for: dict[str, Account] = {}
+        self.fixed: dict[str, Account] = {}
         self.stale: dict[str, None] = {}
         self.decodes = self.prompts = 0
 
-    def take_prompt(self, here: Book, there: Book, actions: list[Action]) -> None:
+    def take_prompt(self, here: Account, there: Account, actions: list[Action]) -> None:
         """Have an instance take the oldest prompt that is under way on another."""
         name, (_, rest, known, _) = next(iter(here.under_way.items()))
         del here.under_way[name]
@@ -50,7 +50,7 @@ class Takes:
         there.conclude()
         self.prompts += 1
 
-    def longest_of(self, books: Collection[Book], to: Book, actions: list[Action]) -> None:
+    def longest_of(self, books: Collection[Account], to: Account, actions: list[Action]) -> None:
         """Have one instance take the longest decodes that any of these has, while it has room."""
         left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
         by_number = {each.number: each for each in books}
@@ -66,8 +66,8 @@ class Takes:
 
     def take(
         self,
-        to: Book,
-        book: Book,
+        to: Account,
+        book: Account,
         actions: list[Action],
         wanted: float = inf,
     ) -> None:
@@ -85,7 +85,7 @@ class Takes:
             book.conclude()
 
     def _take_longest(
-        self, to: Book, book: Book, actions: list[Action], wanted: float
+        self, to: Account, book: Account, actions: list[Action], wanted: float
     ) -> int | None:
         """Take decodes, and return the KV entries of the longest one that is left."""
         kind, size = book.kind, to.page_size
@@ -105,7 +105,9 @@ class Takes:
                 return 0
         return None
 
-    def _bind(self, name: str, book: Book, to: Book, pages: int, actions: list[Action]) -> None:
+    def _bind(
+        self, name: str, book: Account, to: Account, pages: int, actions: list[Action]
+    ) -> None:
         """Have a request go elsewhere, and write down that it is to come there."""
         self.moves[name], self.bound_for[name] = self.moves.get(name, 0) + 1, to
         self.fixed[name] = book
@@ -113,7 +115,7 @@ class Takes:
         to.coming[name] = pages
         actions.append(Reassign(name, to.legs, "when_room"))
 
-    def take_spent(self, to: Book, book: Book, actions: list[Action]) -> None:
+    def take_spent(self, to: Account, book: Account, actions: list[Action]) -> None:
         """Take decodes that were taken as often as they may be, while there is room."""
         running = book.view.running
         for name in list(book.spent):
@@ -134,7 +136,7 @@ class Takes:
             before.stay -= 1
             before.spent.pop(name, None)
 
-    def put(self, name: str, here: Book | None) -> None:
+    def put(self, name: str, here: Account | None) -> None:
         """Write down where a request is, or that it is nowhere."""
         self._release(name)
         if bound := self.bound_for.pop(name, None):

@@ -1,7 +1,7 @@
 """The one protocol by which KV moves between instances, over any kind of link.
 
 A ``Channel`` joins two sides. A side is a process: the loop's own (``kv_endpoint.ThisProcess``), or
-another one to which the same messages travel (``process_group.AnotherProcess``). Each side has an
+another one to which the same messages travel (``process_group.RemoteEndpoint``). Each side has an
 end of every ``StagePair`` (``kv_endpoint.KVEndpoint``), and each end a thread that does what has to
 be waited for. A transport (``transports``) takes a slab from end to end: ``device`` where both are
 in the loop's process, ``host`` or ``transfer_server`` otherwise.

@@ -84,7 +84,7 @@ class Ended(NamedTuple):
     code: int
 
 
-class Elsewhere:
+class RemotePeer:
     """A process that a worker that listens starts, with some variables besides its own.
 
     Args:

@@ -39,7 +39,7 @@ PARTS = 10
 START_S = 300.0
 
 
-class Hears(Protocol):
+class Listener(Protocol):
     """Hears what becomes of one instance in a process."""
 
     def on_step(self, answer: StepEnded) -> None:
@@ -52,7 +52,7 @@ class Hears(Protocol):
         """Learn that the instance there can do no more."""
 
 
-class NobodyThere(JaxinferError):
+class ProcessGone(JaxinferError):
     """A process cannot answer because it is lost."""
 
 
@@ -73,7 +73,7 @@ class Process:
     def __init__(self, name: str, peer: Peer) -> None:
         self.name = name
         self.lost: str | None = None
-        self.workers: dict[str, Hears] = {}
+        self.workers: dict[str, Listener] = {}
         self.ends: dict[int, Callable[[SlabAnswer], None]] = {}
         self.on_loss: list[Callable[[str], None]] = []
         self.asking = threading.Lock()
@@ -118,7 +118,7 @@ class Process:
         try:
             self.send(message)
         except ProcessLost as error:
-            raise NobodyThere(str(error)) from None
+            raise ProcessGone(str(error)) from None
         return self.answers()
 
     def answers(self) -> Iterator[Any]:
@@ -128,7 +128,7 @@ class Process:
                 case Refused(line):
                     raise JaxinferError(f"groups.{self.name}: {line}")
                 case ProcessLost():
-                    raise NobodyThere(str(answer))
+                    raise ProcessGone(str(answer))
             yield answer
 
     def forget(
@@ -156,7 +156,7 @@ class Process:
                             raise JaxinferError(why)
                         return
                     case ProcessLost():
-                        raise NobodyThere(str(answer))
+                        raise ProcessGone(str(answer))
 
     def close(self) -> None:
         """End it; waits for no more than a few seconds."""

@@ -27,14 +27,14 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import WeightSpec
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.weights import as_it_is
-from jaxinfer.runtime.stage.goal import Goal, goal_of, parameters_of
+from jaxinfer.runtime.stage.goal import ParameterGoal, goal_of, parameters_of
 from jaxinfer.runtime.stage.random_weights import random_parameters
 from jaxinfer.runtime.stage.stage_plan import StagePlan, parameter_shapes
 from jaxinfer.runtime.stage.step import Parameters
 
 T = TypeVar("T")
 # Arrays of parameters by path and goal; stages on the same devices share them.
-Loaded = dict[tuple[str, Goal], Sequence[jax.Array]]
+Loaded = dict[tuple[str, ParameterGoal], Sequence[jax.Array]]
 # Bytes of a parameter's tensors from which the device has them to convert.
 ON_DEVICE = 2**23
 # Parameters whose tensors are read at once, each by a thread.
@@ -71,7 +71,7 @@ def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[
 
 
 def _load(
-    checkpoint: Checkpoint, wanted: Mapping[tuple[str, Goal], WeightSpec]
+    checkpoint: Checkpoint, wanted: Mapping[tuple[str, ParameterGoal], WeightSpec]
 ) -> Iterator[Sequence[jax.Array]]:
     """Yield parameters in order, each once it is there."""
     program = cache(_program)
@@ -98,7 +98,7 @@ def _ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 
 def _read(
-    checkpoint: Checkpoint, spec: WeightSpec, goal: Goal
+    checkpoint: Checkpoint, spec: WeightSpec, goal: ParameterGoal
 ) -> tuple[jax.Array, ...] | list[jax.Array]:
     """Read a parameter's tensors: one that is done, or those that are yet to be converted."""
     tensors, to = read_tensors(checkpoint, spec, ON_DEVICE), goal.values
@@ -128,7 +128,7 @@ def _rows(to: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def _program(
-    convert: Callable[[Any], Any], is_one: bool, goal: Goal
+    convert: Callable[[Any], Any], is_one: bool, goal: ParameterGoal
 ) -> Callable[[list[jax.Array]], tuple[jax.Array, ...]]:
     """The program that makes a parameter of its tensors, and of scales after one of 8 bits."""
     spec = WeightSpec("" if is_one else (), (), convert)

@@ -7,7 +7,7 @@ from jaxinfer.files.kept import KeptResults
 from scripts.reproduce.aladdin import cpu, fewest, sensitivity, single
 from scripts.reproduce.aladdin import unlike as kinds
 from scripts.reproduce.aladdin.fewest import CALIBRATION, LEVELS, RATE, SEEDS, THETAS
-from scripts.reproduce.aladdin.runs import ATGT_S, JSQ, TWO, Search, Way, draw
+from scripts.reproduce.aladdin.runs import ATGT_S, JSQ, TWO, Way, WorkerSearch, draw
 from scripts.reproduce.aladdin.tables import make_tables
 from scripts.reproduce.reproduction import (
     AICONFIGURATOR,
@@ -27,14 +27,14 @@ def trace(inputs: Inputs) -> Work:
     return inputs.work(TRACE)
 
 
-def search(inputs: Inputs) -> Search:
+def search(inputs: Inputs) -> WorkerSearch:
     """Searches for the fewest workers, with tables of operators."""
     tables = make_tables(inputs.path(VIDUR), inputs.path(OWN), inputs.kept)
     code = inputs.code(TRACE, VIDUR, OWN)
-    return Search(inputs.shared(trace), tables, inputs.kept, code)
+    return WorkerSearch(inputs.shared(trace), tables, inputs.kept, code)
 
 
-def other(inputs: Inputs) -> Search:
+def other(inputs: Inputs) -> WorkerSearch:
     """Searches for what figures depend on."""
     return inputs.shared(search).of(inputs.shared(trace), "sensitivity")
 

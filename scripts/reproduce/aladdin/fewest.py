@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from scipy.stats import t as student
 
 from jaxinfer.papers.aladdin.sizing import fit_workers
-from scripts.reproduce.aladdin.runs import JSQ, TWO, Search, Way, aladdin
+from scripts.reproduce.aladdin.runs import JSQ, TWO, Way, WorkerSearch, aladdin
 from scripts.reproduce.claims import Target, holds
 from scripts.tables import Row
 
@@ -27,12 +27,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), float(half)
 
 
-def thetas(search: Search, level: float) -> list[Row]:
+def thetas(search: WorkerSearch, level: float) -> list[Row]:
     """The fewest workers by theta, with a seed that nothing else has."""
     return [row for oracle in (True, False) for row in _thetas(search, level, oracle)]
 
 
-def _thetas(search: Search, level: float, oracle: bool) -> list[Row]:
+def _thetas(search: WorkerSearch, level: float, oracle: bool) -> list[Row]:
     rows: list[Row] = []
     guess = USUAL
     for theta in THETAS:
@@ -66,7 +66,7 @@ def chosen(rows: Sequence[Row]) -> list[Way]:
     return ways
 
 
-def counts_of(search: Search, way: Way, level: float) -> list[int | None]:
+def counts_of(search: WorkerSearch, way: Way, level: float) -> list[int | None]:
     """The fewest workers with each seed; each search begins where the one before ended."""
     found: list[int | None] = []
     for seed in SEEDS:
@@ -76,7 +76,7 @@ def counts_of(search: Search, way: Way, level: float) -> list[int | None]:
 
 
 def fewest_workers(
-    search: Search, level: float, chosen: Sequence[Way]
+    search: WorkerSearch, level: float, chosen: Sequence[Way]
 ) -> tuple[list[Row], list[Target]]:
     """The fewest workers of all systems, over seeds; Aladdin as it was chosen."""
     rows: list[Row] = []
@@ -111,7 +111,7 @@ def fewest_workers(
     return rows, targets
 
 
-def equation_7(search: Search, way: Way) -> tuple[list[Row], list[Target]]:
+def equation_7(search: WorkerSearch, way: Way) -> tuple[list[Row], list[Target]]:
     """The fewest at six rates, and the line through the other five."""
     searched = [
         (rate, search.fewest(way, rate, LEVELS[0], 0, 4 + USUAL / RATE * rate * 0.8))

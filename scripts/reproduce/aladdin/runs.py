@@ -69,7 +69,7 @@ def draw(trace: Work, seed: int, count: int = REQUESTS) -> list[BenchRequest]:
     return random.Random(seed).sample(list(trace), count)
 
 
-class Search:
+class WorkerSearch:
     """Finds the fewest workers; what was simulated is kept in a file, and not simulated again.
 
     Args:
@@ -86,9 +86,9 @@ class Search:
         self._kept = KeptResults(folder / f"{name}.jsonl", code)
         self._data = key_of(repr(trace), contents(str(tables)))
 
-    def of(self, trace: Work, name: str) -> "Search":
+    def of(self, trace: Work, name: str) -> "WorkerSearch":
         """A run of other requests, or with a file of its own."""
-        return Search(trace, self.tables, self.folder, self.code, name)
+        return WorkerSearch(trace, self.tables, self.folder, self.code, name)
 
     def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
         """True if so many workers keep both targets for that share of the requests."""

@@ -202,7 +202,7 @@ def opened(tables: Path, work: Work, ways: Sequence[Way], rate: float) -> list[R
     return rows
 
 
-class Timed(Aladdin):
+class TimedAladdin(Aladdin):
     """Keeps how much of a core it took to ask it."""
 
     def __init__(self, options: Any) -> None:

@@ -14,7 +14,7 @@ from jaxinfer.files.kept import KeptResults
 from jaxinfer.lab.plan.problem import load_problem
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.aladdin.best_fit import Job, Limits, WorkerAccount
-from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner
+from jaxinfer.papers.aladdin.planner import AladdinPlanner, AladdinPlannerOptions
 from jaxinfer.simulate.cluster import fit_instance
 from jaxinfer.simulate.run import prepare
 from scripts.reproduce.aladdin.packing import by_rule, in_order, least_usd
@@ -81,7 +81,7 @@ def _cheapest(
     problem = load_problem(PLAN, settings).for_work(work, 1.0)
     search = DrivenSearch(problem, kept=simulated)
     try:
-        best = AladdinPlanner(AladdinOptions(file=str(path), most=MOST)).plan(
+        best = AladdinPlanner(AladdinPlannerOptions(file=str(path), most=MOST)).plan(
             search.problem, search
         )
     except JaxinferError:

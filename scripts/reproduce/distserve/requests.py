@@ -16,8 +16,8 @@ from scripts.reproduce.claims import by_amount, by_share
 from scripts.reproduce.distserve import reference as reference
 from scripts.reproduce.distserve.model import (
     PROFILES,
-    Cluster,
     Data,
+    DistServeCluster,
     Kernels,
     Shape,
     colocated,
@@ -39,7 +39,7 @@ TABLE_2 = {
 }
 
 
-def latencies(cluster: Cluster, data: Data, work: Work) -> reference.Latencies:
+def latencies(cluster: DistServeCluster, data: Data, work: Work) -> reference.Latencies:
     """Seconds to the first token and per token after it, of each request."""
     found: dict[int, tuple[float, float]] = {}
 

@@ -61,7 +61,7 @@ Seconds = Callable[[int, float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Stage:
+class HalvedStage:
     """A stage, whose steps are decodes that see equally many KV entries."""
 
     instance: ModelledInstance
@@ -119,13 +119,13 @@ class Stage:
         return shown / own.fit.per_entry / self.heads
 
 
-def stage_of(name: str, exchange_s: float | None = None) -> Stage:
+def stage_of(name: str, exchange_s: float | None = None) -> HalvedStage:
     """A stage, by its own link's latency or another one."""
     model, layers, attention = STAGES[name]
     engine = LARGE | {"half_batches": "by_time"}
     with TemporaryDirectory() as folder:
         file = hardware(Path(folder), exchange_s and exchange_s / 2)
-        return Stage(modelled(cluster(model, layers, attention, hetis(), engine, file=file)))
+        return HalvedStage(modelled(cluster(model, layers, attention, hetis(), engine, file=file)))
 
 
 def halves(inputs: Inputs) -> Part:

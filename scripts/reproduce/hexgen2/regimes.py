@@ -14,8 +14,8 @@ from scripts.reproduce.hexgen2.runs import (
     MANY,
     SLOW,
     WORKLOADS,
-    Cluster,
     Clusters,
+    HexGen2Cluster,
     both,
     draw,
     fixed,
@@ -47,7 +47,7 @@ def regimes(inputs: Inputs) -> Part:
     return Part(rows)
 
 
-def _row(name: str, setting: str, engine: str, cluster: Cluster, work: Work) -> Row:
+def _row(name: str, setting: str, engine: str, cluster: HexGen2Cluster, work: Work) -> Row:
     plan = planned(cluster, work)
     ours = throughput(plan, name)
     assert plan.bound

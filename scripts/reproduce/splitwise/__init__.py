@@ -100,7 +100,7 @@ def llama(inputs: Inputs) -> Part:
 
 def provisioned(inputs: Inputs) -> Part:
     """Provisioning by the planner: minutes of CPU a search."""
-    asked = provisioning.Setting(inputs.shared(files), inputs.shared(traces))
+    asked = provisioning.PlacementSetting(inputs.shared(files), inputs.shared(traces))
     known = KeptResults(
         Path(inputs.kept, "placement.jsonl"), inputs.code(PERF_MODEL, *TRACES.values())
     )

@@ -63,7 +63,7 @@ LLAMA = Model(
 
 
 @dataclass(frozen=True)
-class Design:
+class PublicDesign:
     """A cluster: so many machines of a kind for prompts, and for tokens where there are two pools.
 
     Attributes:
@@ -186,11 +186,11 @@ class Public:
         text = yaml.safe_dump(data | {"gpus": gpus})
         self._hardware(gb_s).write_text(text, encoding="utf-8")
 
-    def run_file(self, design: Design) -> RunFile:
+    def run_file(self, design: PublicDesign) -> RunFile:
         """See ``data``."""
         return as_run_file(self.data(design))
 
-    def data(self, design: Design) -> dict[str, Any]:
+    def data(self, design: PublicDesign) -> dict[str, Any]:
         """A shipped run file, with the public simulator's numbers."""
         base = "hh" if design.tokens else "baseline_h100"
         data = yaml.safe_load((SPLITWISE / f"{base}.yaml").read_text(encoding="utf-8"))
@@ -217,7 +217,7 @@ class Public:
             }
         return data
 
-    def _costs(self, design: Design, kind: str) -> dict[str, Any]:
+    def _costs(self, design: PublicDesign, kind: str) -> dict[str, Any]:
         if design.measured:
             file = self._curves(design.model, kind, "measured")
             return {"file": str(file), "share_weights": True}

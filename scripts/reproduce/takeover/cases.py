@@ -109,7 +109,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Run:
+class TakeoverRun:
     """A cell under one variant of a system."""
 
     cell: Cell
@@ -156,7 +156,7 @@ def pools(cluster: str) -> list[int]:
     """KV entries that each GPU's pool holds, about."""
     if cluster not in OTHERS:
         return [POOLS[kind] for kind in gpus(cluster)]
-    run = Run(Cell(cluster, 1, 1), *systems(cluster)[OURS][""], 0)
+    run = TakeoverRun(Cell(cluster, 1, 1), *systems(cluster)[OURS][""], 0)
     return [instance.num_tokens for instance in prepare(run.config()).instances.values()]
 
 
@@ -257,7 +257,7 @@ def costs(kinds: Mapping[str, str]) -> list[str]:
     return [*settings, f"simulate.hop_s={found['hop_s']}"]
 
 
-def shares(run: Run) -> tuple[float, float] | None:
+def shares(run: TakeoverRun) -> tuple[float, float] | None:
     """The shares of the bound: of the steady part of a run, and of all of it.
 
     The bound is that of takeover's settings for all systems: others' weak GPUs may have one seat,
@@ -269,7 +269,7 @@ def shares(run: Run) -> tuple[float, float] | None:
     work = run.cell.work(run.seed, run.cell.count)
     try:
         share, rate, most = beside_bound(
-            run.config(), Run(run.cell, *ours, run.seed).config(), work
+            run.config(), TakeoverRun(run.cell, *ours, run.seed).config(), work
         )
     except JaxinferError as error:
         if "pages of" not in str(error):

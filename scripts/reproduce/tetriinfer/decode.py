@@ -14,7 +14,7 @@ from scripts.reproduce.tetriinfer.runs import (
     REQUESTS,
     SEEDS,
     TRACE,
-    Figures,
+    RunFigures,
     cluster,
     draw,
     phases,
@@ -122,7 +122,7 @@ def predictions(inputs: Inputs) -> Part:
     return Part(rows)
 
 
-def _means(name: str, runs: Sequence[Figures]) -> Row:
+def _means(name: str, runs: Sequence[RunFigures]) -> Row:
     return {
         "accuracy": name,
         "JCT (s)": round(fmean(r.jct for r in runs), 2),

@@ -78,7 +78,7 @@ def padded(some: np.ndarray, size: int) -> np.ndarray:
     return found
 
 
-class PoolElsewhere:
+class PoolClient:
     """Asks for what is to be done in another process, which does it in this order.
 
     One thread asks; another one calls that process, and hears the answers.
