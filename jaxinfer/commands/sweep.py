@@ -101,7 +101,8 @@ def sweep(
 def _load(sweep_file: str, settings: tuple[str, ...], pictures: str | None, real: bool) -> "Sweep":
     """Read a sweep file, some point of which can be."""
     from jaxinfer.lab.plan.problem import load_options
-    from jaxinfer.lab.plan.sweep.sweep_file import Sweep, check, x_axis
+    from jaxinfer.lab.plan.sweep.sweep import check
+    from jaxinfer.lab.plan.sweep.sweep_file import Sweep, x_axis
 
     asked = load_options(Sweep, "sweep file", sweep_file, settings)
     try:

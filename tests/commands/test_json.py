@@ -16,7 +16,7 @@ from jaxinfer.commands.figures import print_json
 
 RUN = ["configs/cronus/cronus.yaml", "--set", "workload.synthetic=azure_conversation"]
 # Those that print no figures.
-WITHOUT = {"configs", "convert", "worker"}
+WITHOUT = {"configs", "convert", "worker", "check"}
 
 
 def said(*words: object) -> str:
@@ -33,11 +33,16 @@ def metrics(folder: Path) -> dict[str, Any]:
 
 
 def test_every_command_with_figures_has_it() -> None:
-    context = click.Context(cli)
-    for name in set(COMMANDS) - WITHOUT:
-        command = cli.get_command(context, name)
-        assert command
-        assert any("--json" in option.opts for option in command.params), name
+    check = cli.get_command(click.Context(cli), "check")
+    assert isinstance(check, click.Group)
+    for group, names in (
+        (cli, set(COMMANDS) - WITHOUT),
+        (check, check.list_commands(click.Context(check))),
+    ):
+        for name in names:
+            command = group.get_command(click.Context(group), name)
+            assert command
+            assert any("--json" in option.opts for option in command.params), name
 
 
 def test_numbers_that_json_lacks_are_null(capsys: pytest.CaptureFixture[str]) -> None:
