@@ -162,7 +162,7 @@ def draw_pools(data: Data) -> Figure:
             share = 100 * here["pages_in_use"] / (instance.num_pages - 1)
             ax.plot(here["end"], share, lw=1, color=colour, label=name.rstrip("0123456789"))
         ax.set_title(f"{rate:g} requests/s per GPU", fontsize=10)
-        ax.set_xlabel("s")
+        ax.set_xlabel("time (s)")
         ax.grid(alpha=0.3)
     figure.axes[0].set_ylabel("pages in use (%)")
     figure.axes[0].legend(fontsize=8)

@@ -206,6 +206,6 @@ def draw_flips(trace: Work) -> Figure:
     for flip in run.run["system_report"]["flips"]:
         ax.plot([flip["asked"]], [names.index(flip["instance"]) + 0.42], "v", color="black", ms=6)
     ax.set_yticks(range(len(names)), names)
-    ax.set_xlabel("s (triangles: a flip is asked for)")
+    ax.set_xlabel("time (s); triangles: a flip is asked for")
     figure.legend(loc="outside upper center", ncols=2)
     return figure
