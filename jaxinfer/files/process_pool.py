@@ -25,9 +25,8 @@ def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
         JaxinferError: one of the processes was killed.
     """
     # Not forked: who calls may have threads, as JAX has.
-    pool = ProcessPoolExecutor(
-        count or os.cpu_count() or 1, get_context("spawn"), _begin, (os.getpid(),)
-    )
+    workers = count or os.cpu_count() or 1
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (os.getpid(),))
     before = set(active_children())
     try:
         yield pool
@@ -36,7 +35,7 @@ def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
             child.kill()
         if isinstance(error, BrokenExecutor):
             raise JaxinferError(
-                f"one of {pool._max_workers} processes that simulate was killed, perhaps for lack "
+                f"one of {workers} processes that simulate was killed, perhaps for lack "
                 "of memory: run the same command again, with fewer --jobs where it has them"
             ) from None
         raise
