@@ -1,4 +1,4 @@
-"""What is kept from run to run: results by key in a file that grows, and whole files."""
+"""Keeps results from run to run: by key in a file that grows, or as whole files."""
 
 import fcntl
 import hashlib

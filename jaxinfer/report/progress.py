@@ -45,7 +45,7 @@ class Progress:
         self._show(part, total - left, total)
 
     def _text(self) -> str:
-        """What else is to be said; asked only when it is shown."""
+        """Return what else is to be said; called only when it is shown."""
         return ""
 
     def _show(self, part: str, done: int, total: int) -> None:

@@ -57,7 +57,7 @@ def rerun(folder: str, out: str | None, as_json: bool) -> None:
 
 
 class RerunResult(NamedTuple):
-    """What a second run shows; ``same`` is True if nothing could be compared, too."""
+    """The outcome of a second run; ``same`` is True if nothing could be compared, too."""
 
     same: bool
     lines: list[str]
