@@ -1,8 +1,12 @@
 """Chooses a device's functions for attention and products: plain JAX, or kernels."""
 
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
@@ -14,6 +18,10 @@ from jaxinfer.pallas_kernels import kv_pages, reference
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 
 Kernels = Literal["plain", "numba", "generic", "ampere", "hopper", "interpret"]
+# NVIDIA's assembler, which Mosaic GPU calls, makes wrong code from CUDA 12.8.0 up to, but not with,
+# 12.9.1: jax's own attention refuses causal masks there.
+WRONG_FROM, RIGHT_FROM = (12, 8, 0), (12, 9, 86)
+PACKAGE = "nvidia-cuda-nvcc-cu12"
 # Compute capabilities of NVIDIA GPUs: the first with products of bfloat16 matrices, the first with
 # fp8, and the one with wgmma.
 _BF16, _FP8, _HOPPER = 8.0, 8.9, 9.0
@@ -71,9 +79,9 @@ def products(kernels: str, dtype: jnp.dtype) -> Products | None:
     """Return these kernels' products for weights of this dtype; None for XLA's own."""
     if kernels != "numba" or dtype not in (jnp.float32, jnp.bfloat16):
         return None
-    from jaxinfer.pallas_kernels import numba_matmul
+    from jaxinfer.pallas_kernels import numba_logits, numba_matmul
 
-    return Products(numba_matmul.matmul, numba_matmul.gated, numba_matmul.logits)
+    return Products(numba_matmul.matmul, numba_matmul.gated, numba_logits.logits)
 
 
 class ScaledProducts(NamedTuple):
@@ -195,11 +203,11 @@ def _why_not_hopper(
 ) -> str | None:
     if _capability(device) != _HOPPER:
         return f"{_name(device)}, they need compute capability {_HOPPER}, an H100 or H200"
-    from jaxinfer.pallas_kernels import assembler, hopper
+    from jaxinfer.pallas_kernels import hopper
 
     if reason := hopper.why_not(head_dim, group, page_size, dtype):
         return reason
-    if reason := assembler.why_not(assembler.ptxas_version()):
+    if reason := wrong_assembler(ptxas_version()):
         # The GPU is one that they support.
         _note(f"kernels for Hopper are left out: {reason}")
     return reason
@@ -235,13 +243,14 @@ def _why_numba_fails() -> str | None:
         from jaxinfer.pallas_kernels import (
             numba_cpu,
             numba_grouped,
+            numba_logits,
             numba_matmul,
             numba_write,
             xla_call,
         )
     except Exception as error:
         return f"numba cannot be imported: {type(error).__name__}: {one_line(error)}"
-    del numba_cpu, numba_grouped, numba_matmul, numba_write
+    del numba_cpu, numba_grouped, numba_logits, numba_matmul, numba_write
     return xla_call.why_not()
 
 
@@ -255,3 +264,31 @@ def _name(device: jax.Device) -> str:
     if device.platform != "gpu":
         return f"the device is a {device.platform}"
     return f"{device.device_kind} has compute capability {_capability(device)}"
+
+
+def wrong_assembler(found: tuple[int, ...] | None) -> str | None:
+    """Say why NVIDIA's assembler would make wrong causal kernels for Hopper; None if it does not.
+
+    Args:
+        found: ptxas's version; None where it is unknown, and taken to be right.
+    """
+    if found is None or not WRONG_FROM <= found < RIGHT_FROM:
+        return None
+    at_least = ".".join(map(str, RIGHT_FROM))
+    return (
+        f"ptxas {'.'.join(map(str, found))} makes wrong code of causal masks: "
+        f"pip install '{PACKAGE}>={at_least}'"
+    )
+
+
+@cache
+def ptxas_version() -> tuple[int, ...] | None:
+    """Return the version of the ptxas on PATH, else of NVIDIA's wheel; None if there is neither."""
+    if path := shutil.which("ptxas"):
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        found = re.search(r"V(\d+\.\d+\.\d+)", said.stdout)
+        return tuple(map(int, found[1].split("."))) if found else None
+    try:
+        return tuple(map(int, version(PACKAGE).split(".")[:3]))
+    except PackageNotFoundError:
+        return None

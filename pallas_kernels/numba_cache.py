@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +23,7 @@ from llvmlite import binding, ir
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
+from jaxinfer.files.kept import write_whole
 from jaxinfer.files.made_from import digest_of
 
 FOLDER = Path("~/.cache/jaxinfer/numba")
@@ -139,13 +139,7 @@ def _write(path: Path, symbol: str, code: bytes) -> None:
     content = symbol.encode() + b"\0" + code
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(number, "wb") as file:
-                file.write(hashlib.sha256(content).digest() + content)
-            os.replace(name, path)
-        except OSError:
-            os.unlink(name)
+        write_whole(path, hashlib.sha256(content).digest() + content)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import as_run_file, load_run_file
 from jaxinfer.lab.plan.problem import load_options, load_problem
 from jaxinfer.lab.plan.registry import PLANNERS
-from jaxinfer.lab.plan.sweep.sweep import Sweep
+from jaxinfer.lab.plan.sweep.sweep_file import Sweep
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.serving.policies import KINDS
 from jaxinfer.simulate.run import simulate
@@ -33,7 +33,7 @@ READMES = [ROOT / "README.md", ROOT / "examples" / "README.md"]
 DOCS = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
 # What each command writes to.
-OUTPUTS = ("output_path", "json_path", "out", "destination")
+OUTPUTS = ("output_path", "out", "destination")
 
 
 def commands() -> Iterator[str]:
@@ -50,6 +50,10 @@ COMMANDS = list(commands())
 def test_there_are_some() -> None:
     named = {shlex.split(command)[1] for command in COMMANDS}
     assert named == set(NAMES)
+    checks = {shlex.split(line)[2] for line in COMMANDS if line.startswith("jaxinfer check ")}
+    check = cli.get_command(click.Context(cli), "check")
+    assert isinstance(check, click.Group)
+    assert checks == set(check.list_commands(click.Context(check)))
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -57,6 +61,9 @@ def test_a_command_of_the_docs(line: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(ROOT)
     _, name, *arguments = shlex.split(line)
     command = cli.get_command(click.Context(cli), name)
+    if name == "check":
+        assert isinstance(command, click.Group)
+        command = command.get_command(click.Context(command), arguments.pop(0))
     assert command
     # A copy: click takes the arguments out of its list.
     with command.make_context(name, list(arguments)) as context:

@@ -119,8 +119,8 @@ def test_the_core_imports_no_other_wing() -> None:
 
 
 def test_each_package_has_a_floor_of_its_own() -> None:
-    """But for rooms of papers, and the part of ``serving`` that only some runs use."""
-    inside = ("papers.", "serving.features")
+    """But for rooms of papers, features of ``serving``, and checks among the commands."""
+    inside = ("papers.", "serving.features", "commands.check")
     named = {package for package in PACKAGES if package and not package.startswith(inside)}
     assert named <= FLOOR.keys()
     assert all(room in MODULES for room in FLOOR)

@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from waiting import HANG_S, wait_until
 
+from jaxinfer import JaxinferError
 from jaxinfer.files.process_pool import process_pool
+from jaxinfer.lab.plan.choose import find
 
 # Says who its workers are, which then have nothing to do for a while.
 BUSY = """
@@ -56,6 +59,18 @@ def test_workers_end_with_their_parent(number: signal.Signals) -> None:
         assert said == "jaxinfer: terminated\n"
         # Nobody was waited for, as after the seconds in which a command may clear away.
         assert parent.returncode == 128 + number
+
+
+def test_a_killed_worker_is_an_error_that_names_what_to_do() -> None:
+    """And it is not taken for a planner's own mistake."""
+
+    def plan_in_a_pool() -> None:
+        with process_pool(1) as pool:
+            planner = SimpleNamespace(plan=lambda *given: list(pool.map(os._exit, [1])))
+            find(planner, SimpleNamespace(problem=None))  # type: ignore[arg-type]
+
+    with pytest.raises(JaxinferError, match=r"^one of 1 processes that simulate was killed, "):
+        plan_in_a_pool()
 
 
 def test_what_fails_inside_ends_workers_in_the_midst_of_work() -> None:

@@ -66,8 +66,8 @@ CASES: list[tuple[str, Sequence[str]]] = [
 def test_a_run_comes_to_the_same(name: str, settings: Sequence[str], here: Path) -> None:
     config = load_run_file(name, settings)
     simulate(config, config.requests(), "runs")
-    assert call("rerun", "runs/1").output == SAME
-    assert call("rerun", "runs/1", "--out", "again").output == SAME
+    assert call("check", "rerun", "runs/1").output == SAME
+    assert call("check", "rerun", "runs/1", "--out", "again").output == SAME
     before, after = files(here / "runs" / "1"), files(here / "again")
     for file in ("steps.jsonl", "requests.jsonl"):
         assert len(before[file]) > 100
@@ -101,7 +101,7 @@ def test_a_comparison_comes_to_the_same(here: Path, monkeypatch: pytest.MonkeyPa
     elsewhere = here / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)  # t.csv is found where the command was given.
-    assert call("rerun", "../out", "--out", "again").output == SAME
+    assert call("check", "rerun", "../out", "--out", "again").output == SAME
     assert files(here / "out").keys() == files(elsewhere / "again").keys()
     assert differing(here / "out", elsewhere / "again") == []
 
@@ -113,22 +113,27 @@ def test_what_has_changed_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch
     settings = ["system=rerun_mine:Mine", "workload.trace=t.csv"]
     config = load_run_file("vllm/rtx4090_llama31_8b.yaml", settings)
     simulate(config, config.requests(), "runs")
-    assert call("rerun", "runs/1").output == SAME
+    assert call("check", "rerun", "runs/1").output == SAME
     for name in ("steps.jsonl", "run.json"):
         path = here / "runs" / "1" / name
         whole = path.read_text()
         path.write_text(whole.replace("prefill_tokens", "tokens").replace('"n": 1', '"n": 2'))
-        done = call("rerun", "runs/1")
+        done = call("check", "rerun", "runs/1")
         assert (done.output, done.exit_code) == (f"these files differ: {name}\n", 1)
         path.write_text(whole)
     run = f"{here}/runs/1"
     Path("t.csv").write_text(TRACE + "5,5,1.0\n")
-    assert refused("rerun", "runs/1") == f"{run}: t.csv has changed since the run was made from it"
+    assert (
+        refused("check", "rerun", "runs/1")
+        == f"{run}: t.csv has changed since the run was made from it"
+    )
     Path("t.csv").unlink()
-    assert refused("rerun", "runs/1") == f"{run}: t.csv is gone, which the run was made from"
+    assert (
+        refused("check", "rerun", "runs/1") == f"{run}: t.csv is gone, which the run was made from"
+    )
     Path("t.csv").write_text(TRACE)
     Path("rerun_mine.py").write_text(SYSTEM.replace("1", "2"))
-    assert "rerun_mine.py has changed since the run" in refused("rerun", "runs/1")
+    assert "rerun_mine.py has changed since the run" in refused("check", "rerun", "runs/1")
 
 
 def changed(**values: Any) -> None:
@@ -139,30 +144,34 @@ def changed(**values: Any) -> None:
 def test_what_cannot_be_run_again_is_told(here: Path) -> None:
     config = load_run_file("vllm/rtx4090_llama31_8b.yaml", DRAWN)
     simulate(config, [BenchRequest(None, 10, 2, 0.0)], "runs")
-    message = refused("rerun", "runs/1")
+    message = refused("check", "rerun", "runs/1")
     assert message.startswith(f"{here}/runs/1: its 1 requests are not those of its run file: ")
-    assert refused("rerun", "runs").endswith(f"such as {here}/runs/1")
+    assert refused("check", "rerun", "runs").endswith(f"such as {here}/runs/1")
     missing = f"{here}/none/run.json: cannot read the file: No such file or directory"
-    assert refused("rerun", "none") == missing
+    assert refused("check", "rerun", "none") == missing
     whole = json.loads(Path("runs/1/run.json").read_text())
     changed(run_file=whole["run_file"] | {"gone": 1})
-    assert "runs/1/run.json: run_file: gone: unknown option" in refused("rerun", "runs/1")
+    assert "runs/1/run.json: run_file: gone: unknown option" in refused("check", "rerun", "runs/1")
     changed(status="running")
-    assert refused("rerun", "runs/1").endswith("the run is 'running', must be finished")
+    assert refused("check", "rerun", "runs/1").endswith("the run is 'running', must be finished")
     older = {name: value for name, value in whole.items() if name != "files"}
     Path("runs/1/run.json").write_text(json.dumps(older))
-    assert "run.json does not record the run's inputs" in refused("rerun", "runs/1")
+    assert "run.json does not record the run's inputs" in refused("check", "rerun", "runs/1")
     shutil.rmtree("runs")
     config = load_run_file("vllm/rtx4090_llama31_8b.yaml", DRAWN)
     simulate(config, config.requests(), "runs")
     Path("full").mkdir()
     Path("full/x").touch()
-    assert refused("rerun", "runs/1", "--out", "full").startswith(f"{here}/full: has files in it")
+    assert refused("check", "rerun", "runs/1", "--out", "full").startswith(
+        f"{here}/full: has files in it"
+    )
     changed(run_file=whole["run_file"] | {"workload": {}})
-    assert refused("rerun", "runs/1").startswith(f"{here}/runs/1: its requests: no trace: ")
+    assert refused("check", "rerun", "runs/1").startswith(
+        f"{here}/runs/1: its requests: no trace: "
+    )
     real = {name: value for name, value in whole.items() if name != "simulate"}
     Path("runs/1/run.json").write_text(json.dumps(real))
-    assert refused("rerun", "runs/1") == "a real run needs --out FOLDER"
+    assert refused("check", "rerun", "runs/1") == "a real run needs --out FOLDER"
 
 
 def test_a_measured_run_is_made_again(
@@ -173,7 +182,7 @@ def test_a_measured_run_is_made_again(
     given = {"model": tiny.model, "engine": TINY_OPTIONS, "workload": {"trace": "t.csv"}}
     monkeypatch.setattr(tiny, "config", RunFile.model_validate(given))
     measure(tiny, tiny.config.requests(), "t.csv", "runs")
-    done = call("rerun", "runs/1", "--out", "again")
+    done = call("check", "rerun", "runs/1", "--out", "again")
     assert done.exit_code == 0
     assert f"2 of 2 answers have the same tokens as in {here}/runs/1\n" in done.output
     lines = [
@@ -186,14 +195,14 @@ def test_a_measured_run_is_made_again(
     whole = path.read_text()
     other = {x["id"]: x["tokens_sha256"] for x in lines[0]}
     path.write_text(whole.replace(other["1"], other["0"]))
-    done = call("rerun", "runs/1", "--out", "other")
+    done = call("check", "rerun", "runs/1", "--out", "other")
     assert (done.exit_code, "1 of 2 answers have the same" in done.output) == (1, True)
     path.write_text(whole.replace("tokens_sha256", "no_digest"))
-    done = call("rerun", "runs/1", "--out", "older")
+    done = call("check", "rerun", "runs/1", "--out", "older")
     assert (done.exit_code, "nothing was compared: " in done.output) == (0, True)
     path.write_text(whole)
     Path("t.csv").write_text("num_prefill_tokens,num_decode_tokens\n7,3\n")
-    assert "t.csv has changed" in refused("rerun", "runs/1", "--out", "third")
+    assert "t.csv has changed" in refused("check", "rerun", "runs/1", "--out", "third")
 
 
 def test_what_else_lies_in_the_folder_does_not_count(here: Path) -> None:
@@ -202,8 +211,8 @@ def test_what_else_lies_in_the_folder_does_not_count(here: Path) -> None:
     simulate(config, config.requests(), "runs")
     Path("runs/1/notes.txt").write_text("mine")
     for name in ("again", "once_more"):
-        done = call("rerun", "runs/1", "--out", f"runs/1/{name}")
+        done = call("check", "rerun", "runs/1", "--out", f"runs/1/{name}")
         assert (done.output, done.exit_code) == (SAME, 0)
     Path("runs/1/steps.jsonl").unlink()
-    done = call("rerun", "runs/1")
+    done = call("check", "rerun", "runs/1")
     assert (done.output, done.exit_code) == ("these files differ: steps.jsonl\n", 1)

@@ -3,48 +3,53 @@
 import errno
 import os
 import sys
-from importlib import import_module
 
 import click
 
 from jaxinfer import __version__
+from jaxinfer.commands.lazy_group import LazyGroup
 from jaxinfer.commands.signals import leave
 from jaxinfer.errors import JaxinferError
 
 COMMANDS = (
-    "run", "bench", "compare", "simulate", "replay", "capacity", "plan", "sweep",
-    "calibrate", "explain", "profile", "convert", "worker",
-    "conformance", "configs", "rerun", "shard", "validate",
+    "run", "bench", "compare", "simulate", "capacity", "plan", "sweep", "calibrate",
+    "explain", "profile", "convert", "worker", "configs", "shard", "check",
 )  # fmt: skip
+# Commands that became checks, and their names there.
+RENAMED = {
+    "replay": "replay",
+    "rerun": "rerun",
+    "validate": "points",
+    "conformance": "hand-offs",
+}
 # Errors of files, pipes and terminals that receive a command's output.
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE, errno.EIO)
 
 
-class Commands(click.Group):
-    """The commands of ``COMMANDS``, each imported on first use."""
+class Commands(LazyGroup):
+    """All commands. The names that earlier versions had for checks work for one more release."""
 
-    def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of the commands."""
-        return list(COMMANDS)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Return the command of this name, or None."""
-        if name not in COMMANDS:
-            return None
-        home = import_module(f"jaxinfer.commands.{name}")
-        command: click.Command = getattr(home, name)
-        return command
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each command's first sentence in full, over several lines if necessary."""
-        found = {name: self.get_command(context, name) for name in self.list_commands(context)}
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, each.get_short_help_str(limit=500)) for name, each in found.items() if each]
-            )
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command by its name, or by its name in an earlier version."""
+        name, *rest = args
+        if name in RENAMED:
+            new = RENAMED[name]
+            if name == "replay" and "--check" in rest:
+                new = "decisions"
+                rest.remove("--check")
+            click.echo(f"jaxinfer: {name} is now `jaxinfer check {new}`", err=True)
+            args = ["check", new, *rest]
+        return super().resolve_command(context, args)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands,
+    package="jaxinfer.commands",
+    names=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="jaxinfer")
 def cli() -> None:
     """Run and study LLM inference in JAX."""
@@ -58,6 +63,9 @@ def main() -> None:
     try:
         code = cli(standalone_mode=False)
         sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
     except click.ClickException as error:
         leave(error.format_message(), 2)
     except JaxinferError as error:

@@ -1,7 +1,7 @@
 """``jaxinfer capacity``: the largest rate at which targets are met."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.console import Console
@@ -16,7 +16,8 @@ from jaxinfer.commands.common import (
     with_workload,
     workload_settings,
 )
-from jaxinfer.commands.systems import print_share, with_bound
+from jaxinfer.commands.figures import print_json, with_json
+from jaxinfer.commands.systems import bound_rate, print_share, with_bound
 from jaxinfer.config.run_file import load_run_file
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 @with_bound
 @with_ray
 @with_settings
+@with_json
 def capacity(
     run_file: str,
     workload: str | None,
@@ -69,6 +71,7 @@ def capacity(
     bound: bool,
     ray_address: str | None,
     settings: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Find the largest request rate at which a modelled cluster meets latency targets."""
     from jaxinfer.simulate.capacity import capacity, met_above, num_gpus, requests_for
@@ -83,6 +86,13 @@ def capacity(
         work = list(requests_for(num_gpus(config), work, requests_per_gpu))
     targets = read_targets(slo, work, attainment, criterion)
     console = Console()
+    tried: list[TriedRate] = []
+
+    def show(load: "TriedRate") -> None:
+        tried.append(load)
+        if not as_json:
+            console.print(_line(load), soft_wrap=True)
+
     of_arrivals = tuple(range(seeds)) if seeds else seed or (0,)
     with cores(ray_address) as (map_rates, at_once):
         best = capacity(
@@ -91,13 +101,19 @@ def capacity(
             targets,
             seeds=of_arrivals,
             precision=precision,
-            on_load=lambda load: console.print(_line(load), soft_wrap=True),
+            on_load=show,
             map_rates=map_rates,
             at_once=at_once,
         )
         again = best.rate and met_above(
             config, work, targets, best, of_arrivals, precision, map_rates
         )
+    if as_json:
+        found = _figures(best) | {"tried": [_figures(load) for load in tried]}
+        found["met_again_at"] = again.rate if again else None
+        bounded = {"bound_requests_s": bound_rate(config, work)} if bound else {}
+        print_json(found | bounded)
+        return
     for line in _found(best):
         console.print(line, soft_wrap=True)
     if again:
@@ -108,6 +124,19 @@ def capacity(
         )
     if bound:
         print_share(config, work, best.rate)
+
+
+def _figures(load: "TriedRate") -> dict[str, Any]:
+    verdict = load.verdict
+    return {
+        "requests_s": load.rate,
+        "met": verdict.met,
+        "attainment": verdict.attainment,
+        "figures": verdict.figures,
+        "goodput_requests_s": load.goodput,
+        "goodput_per_gpu": load.goodput_per_gpu,
+        "enough_requests": load.enough,
+    }
 
 
 def _found(best: "TriedRate") -> Iterator[str]:
@@ -129,8 +158,10 @@ def _found(best: "TriedRate") -> Iterator[str]:
 
 def _line(load: "TriedRate") -> str:
     """Return a line on a rate, and how well it meets the targets."""
+    from jaxinfer.simulate.capacity import AT_ONCE
+
     share, figures = load.verdict.attainment, load.verdict.figures
-    rate = f"{load.rate:9.3f} requests/s: "
+    rate = "all requests at once: " if load.rate == AT_ONCE else f"{load.rate:9.3f} requests/s: "
     if share is None:
         found = [f"{name} {'-' if v is None else f'{v:.3g}'}" for name, v in figures.items()]
         said = "met" if load.verdict.met else "missed"

@@ -16,7 +16,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.report.pictures import FORMATS
 
 if TYPE_CHECKING:
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.files.kept import KeptResults
 
 with_model = click.option(
     "--model",
@@ -45,7 +45,9 @@ with_ray_hosts = click.option(
 )
 TRACES = "Trace file (CSV, JSONL or JSON); its columns tell the format."
 with_workload = click.option("--workload", help=TRACES)
-with_figures = click.option("--json", "json_path", required=True, help="JSON file for the figures.")
+with_output = click.option(
+    "--output", "output_path", required=True, help="JSON file for the figures."
+)
 with_limit = click.option(
     "--limit", type=click.IntRange(min=1), help="Use only the first N requests."
 )
@@ -193,22 +195,20 @@ def own_folder(folder: Path, name: str, text: str) -> Path:
 @contextmanager
 def kept_results(
     out: str, name: str, text: str, lines: str, version: str | None = None
-) -> Iterator[tuple[Path, "EvaluationCache"]]:
+) -> Iterator[tuple[Path, "KeptResults"]]:
     """Open a folder for results that are added one by one, and read those already there.
 
     In a new folder, ``origin.json`` names the command, code and machine that began it. A new folder
     is removed if a failure occurs before the first result.
 
     Args:
-        name: see ``own_folder``.
-        text: see ``own_folder``.
-        lines: name of the file with the results.
-        version: see ``EvaluationCache``.
+        name, text: see ``own_folder``; ``lines``: of the file that keeps what is found;
+            ``version``: see ``KeptResults``.
 
     Raises:
         JaxinferError: see ``own_folder``, or a file in it cannot be read or written.
     """
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.files.kept import KeptResults
     from jaxinfer.report.origin import origin
 
     folder = Path(out)
@@ -221,7 +221,7 @@ def kept_results(
         if not begun:
             made_from = json.dumps(origin(), indent=2) + "\n"
             (folder / "origin.json").write_text(made_from, encoding="utf-8")
-        kept = EvaluationCache(keeps, version)
+        kept = KeptResults(keeps, version)
         if kept.of_others:
             print(
                 f"{keeps}: {kept.of_others} results come from another version of jaxinfer, its "

@@ -23,14 +23,15 @@ from jaxinfer.commands.common import (
     with_workload,
     workload_settings,
 )
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.commands.systems import (
     print_share,
-    print_systems,
     run_systems,
+    show_and_write,
+    systems_json,
     with_bound,
-    write_systems,
 )
-from jaxinfer.config.run_file import load_run_file
+from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.errors import JaxinferError
 
 
@@ -47,7 +48,7 @@ from jaxinfer.errors import JaxinferError
 @with_pictures
 @with_model
 @with_workload
-@click.option("--json", "json_path", help="For layouts: JSON file for the figures.")
+@click.option("--output", "output_path", help="For layouts: JSON file for the figures.")
 @with_limit
 @click.option(
     "--rounds",
@@ -62,6 +63,7 @@ from jaxinfer.errors import JaxinferError
 @with_settings
 @with_ray_hosts
 @with_force
+@with_json
 def compare(
     files: tuple[str, ...],
     systems: str | None,
@@ -70,7 +72,7 @@ def compare(
     run_file: str | None,
     model: str | None,
     workload: str | None,
-    json_path: str | None,
+    output_path: str | None,
     limit: int | None,
     rounds: int | None,
     one_by_one: bool,
@@ -79,6 +81,7 @@ def compare(
     settings: tuple[str, ...],
     ray_address: str | None,
     force: bool,
+    as_json: bool,
 ) -> None:
     """Run one workload under several systems, or several layouts, side by side.
 
@@ -96,15 +99,15 @@ def compare(
             "--one-by-one": one_by_one,
         }
         refuse("for run files, not for layouts", only)
-        if not json_path:
-            raise JaxinferError("layouts are compared with --json FILE")
-        _compare_layouts(
-            files, run_file, model, workload, json_path, limit, rounds or 3, settings, force
-        )
+        if not output_path:
+            raise JaxinferError("layouts are compared with --output FILE")
+        changes = [*settings, *workload_settings(workload, limit)]
+        config = configure(run_file, tuple(changes), model)
+        _compare_layouts(files, config, new_file(output_path, force), rounds or 3, as_json)
         return
     refuse(
         "for layouts, not for run files",
-        {"--config": run_file, "--model": model, "--json": json_path, "--force": force},
+        {"--config": run_file, "--model": model, "--output": output_path, "--force": force},
     )
     if not out:
         raise JaxinferError("systems are compared with --out FOLDER")
@@ -121,29 +124,24 @@ def compare(
     configs = load_systems(files, names, changes)
     work = load_run_file(files[0], changes).requests(say)
     runs = run_systems(configs, work, folder, 0 if simulate else rounds or 3, one_by_one)
-    print_systems(runs)
-    write_systems(runs, folder, pictures)
+    show_and_write(runs, folder, pictures, as_json)
+    if as_json:
+        print_json(systems_json(runs, configs, work, bound))
+        return
     for name, config in configs.items() if bound else ():
         print_share(config, work, runs[name][0].rate, name)
 
 
 def _compare_layouts(
-    layouts: Sequence[str],
-    run_file: str | None,
-    model: str | None,
-    workload: str | None,
-    json_path: str,
-    limit: int | None,
-    rounds: int,
-    settings: tuple[str, ...],
-    force: bool,
+    layouts: Sequence[str], config: RunFile, out: Path, rounds: int, as_json: bool
 ) -> None:
     from jaxinfer.lab.measure import compare_layouts
     from jaxinfer.runtime.layout_table import layouts_table
 
-    config = configure(run_file, (*settings, *workload_settings(workload, limit)), model)
-    out = new_file(json_path, force)
     work = config.requests(say)
     records = compare_layouts(config, layouts, work, config.workload.source, f"{out}.runs", rounds)
-    Console(width=None if sys.stdout.isatty() else 160).print(layouts_table(records))
+    if as_json:
+        print_json({"layouts": records})
+    else:
+        Console(width=None if sys.stdout.isatty() else 160).print(layouts_table(records))
     out.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")

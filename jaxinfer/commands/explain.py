@@ -7,13 +7,17 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxinfer.commands.common import configure, say, with_model, with_settings
+from jaxinfer.commands.figures import print_json, with_json
 
 
 @click.command()
 @click.argument("run_file", required=False)
 @with_model
 @with_settings
-def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) -> None:
+@with_json
+def explain(
+    run_file: str | None, model: str | None, settings: tuple[str, ...], as_json: bool
+) -> None:
     """Show how a model would be placed on its devices, and what its largest steps cost.
 
     No weights are loaded. The largest steps are compiled, which may take a minute.
@@ -21,7 +25,7 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.explain import step_costs
-    from jaxinfer.runtime.layout_table import plan_tables
+    from jaxinfer.runtime.layout_table import plan_figures, plan_tables
     from jaxinfer.runtime.processes.gpu_shares import GpuShares, on_same_gpus
     from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 
@@ -37,8 +41,8 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
             )
     for line in GpuShares(cluster).lines():
         say(line)
-    stages = plan_cluster(checkpoint.config, on_same_gpus(cluster))
-    plans = [(name, plan) for name, of_one in stages.items() for plan in of_one]
+    planned = plan_cluster(checkpoint.config, on_same_gpus(cluster))
+    plans = [(name, plan) for name, of_one in planned.items() for plan in of_one]
     costs = []
     with LoadProgress(True) as bar:
         part = "compiling the largest steps, to see what they cost"
@@ -46,6 +50,13 @@ def explain(run_file: str | None, model: str | None, settings: tuple[str, ...]) 
         for _, plan in plans:
             costs.append(step_costs(plan))
             bar.update(part, len(plans) - len(costs))
+    if as_json:
+        stages = [
+            {"instance": name if config.instances else None} | plan_figures(plan, cost)
+            for (name, plan), cost in zip(plans, costs, strict=True)
+        ]
+        print_json({"stages": stages})
+        return
     console = Console(width=None if sys.stdout.isatty() else 120)
     for (name, plan), cost in zip(plans, costs, strict=True):
         if config.instances:

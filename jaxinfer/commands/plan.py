@@ -16,11 +16,12 @@ from jaxinfer.commands.common import (
     with_pictures,
     with_ray,
 )
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
+    from jaxinfer.files.kept import KeptResults
     from jaxinfer.lab.plan.candidate import Planner
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
     from jaxinfer.lab.plan.problem import Problem
 
 # Number of candidates in the printed table; ``plan.csv`` has all.
@@ -37,6 +38,7 @@ SHOWN = 8
 @with_pictures
 @click.option("--force", is_flag=True, help="Overwrite run files that you have edited.")
 @settings_of("plan", "goal.seeds=3")
+@with_json
 def plan(
     plan_file: str,
     out: str,
@@ -45,6 +47,7 @@ def plan(
     pictures: str | None,
     force: bool,
     settings: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Search for the best placement of a model, and write it as a run file.
 
@@ -73,11 +76,14 @@ def plan(
     ):
         try:
             if problem.replan:
-                lines = _follow(problem, folder, kept, map_calls, kind, force)
+                figures, lines = _follow(problem, folder, kept, map_calls, kind, force)
             else:
-                lines = _search(problem, planner, folder, kept, map_calls, kind, force)
+                figures, lines = _search(problem, planner, folder, kept, map_calls, kind, force)
         except JaxinferError as error:
             raise JaxinferError(f"plan file {plan_file}: {error}") from error
+    if as_json:
+        print_json(figures)
+        return
     console = Console(width=None if sys.stdout.isatty() else 100)
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
@@ -87,12 +93,12 @@ def _search(
     problem: "Problem",
     planner: "Planner",
     folder: Path,
-    kept: "EvaluationCache",
+    kept: "KeptResults",
     map_calls: Any,
     kind: str,
     force: bool,
-) -> list[Any]:
-    """Search for a plan; return the lines and tables to print."""
+) -> tuple[dict[str, Any], list[Any]]:
+    """Search and write; returns the figures, and what the terminal shows."""
     from jaxinfer.lab.plan.choose import choose
     from jaxinfer.lab.plan.pictures import draw_latencies, draw_rates
     from jaxinfer.lab.plan.result import (
@@ -105,9 +111,9 @@ def _search(
         write_table,
     )
     from jaxinfer.lab.plan.search import DrivenSearch
-    from jaxinfer.lab.plan.search_progress import SearchBar
+    from jaxinfer.lab.plan.search_progress import SearchProgress
 
-    with SearchBar() as bar:
+    with SearchProgress() as bar:
         search = DrivenSearch(problem, map_calls, kept, bar)
         try:
             choice = choose(planner, search)
@@ -120,7 +126,16 @@ def _search(
     draw_rates(folder / f"rates.{kind}", search, choice.candidate)
     draw_latencies(folder / f"latencies.{kind}", search, choice.candidate)
     refused = refusals(search)
-    return [
+    candidates = rows(search)
+    best = list(search.tried).index(choice.candidate.key)
+    figures = {
+        "run_file": run_file,
+        "best": candidates[best],
+        "fresh_requests_s": choice.fresh,
+        "interval_95": choice.interval and choice.interval[1:],
+        "candidates": candidates,
+    }
+    return figures, [
         best_few(search, max(SHOWN, problem.goal.top)),
         "<: misses the targets at this rate; *: on the Pareto front of rate and cost.",
         *([refused] if refused else []),
@@ -134,25 +149,27 @@ def _search(
 def _follow(
     problem: "Problem",
     folder: Path,
-    kept: "EvaluationCache",
+    kept: "KeptResults",
     map_calls: Any,
     kind: str,
     force: bool,
-) -> list[Any]:
-    """Plan again as the load shifts; return the table of all schedules."""
+) -> tuple[dict[str, Any], list[Any]]:
+    """Plan as the load shifts and write; returns the figures, and what the terminal shows."""
     from jaxinfer.lab.plan.replan.replan import follow
-    from jaxinfer.lab.plan.replan.result import table, write
+    from jaxinfer.lab.plan.replan.result import rows as replan_rows
+    from jaxinfer.lab.plan.replan.result import table, window_rows, write
     from jaxinfer.lab.plan.search import DrivenSearch
-    from jaxinfer.lab.plan.search_progress import SearchBar
+    from jaxinfer.lab.plan.search_progress import SearchProgress
 
-    with SearchBar() as bar:
+    with SearchProgress() as bar:
 
         def new_search(part: "Problem") -> DrivenSearch:
             return DrivenSearch(part, map_calls, kept, bar)
 
         followed = follow(problem, new_search, map_calls)
     write(folder, problem, followed, kind, force)
-    return [
+    figures = {"ways": replan_rows(followed.served), "windows": window_rows(followed)}
+    return figures, [
         table(followed.served),
         *followed.warnings,
         f"tables, run files and a picture: {folder}{os.sep}",

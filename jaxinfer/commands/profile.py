@@ -13,6 +13,7 @@ from jaxinfer.commands.common import (
     with_pictures,
     with_settings,
 )
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.errors import JaxinferError
 
@@ -50,6 +51,7 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]
 )
 @with_pictures
 @with_settings
+@with_json
 def profile(
     run_file: str,
     model: str | None,
@@ -59,6 +61,7 @@ def profile(
     layers: list[int] | None,
     pictures: str | None,
     settings: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Measure the step times of each instance, and store them for later runs.
 
@@ -72,22 +75,36 @@ def profile(
     """
     config = configure(run_file, settings, model)
     if operators:
-        from jaxinfer.lab.operators.tables import profile_operators
+        from jaxinfer.lab.operators.tables import (
+            operator_figures,
+            profile_operators,
+            show_operators,
+        )
 
         refuse("for a profile of whole steps, not for --operators", {"--pictures": pictures})
         if layers is not None and len(layers) != 2:
             raise JaxinferError(f"--layers has {len(layers)} numbers, must have two, such as 2,6")
         depths = (layers[0], layers[1]) if layers else None
-        profile_operators(config, sorted(set(tensor_parallel or [1])), depths, Path(out))
+        degrees = sorted(set(tensor_parallel or [1]))
+        found = profile_operators(config, degrees, depths, Path(out))
+        if as_json:
+            print_json(operator_figures(found))
+        else:
+            show_operators(found, out)
         return
     refuse("for --operators", {"--tensor-parallel": tensor_parallel, "--layers": layers})
-    _profile_steps(config, Path(out), pictures or "png")
+    _profile_steps(config, Path(out), pictures or "png", as_json)
 
 
-def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
+def _profile_steps(config: RunFile, folder: Path, pictures: str, as_json: bool) -> None:
     from jaxinfer.checkpoints.checkpoint import open_checkpoint
     from jaxinfer.report.comparison import new_folder
-    from jaxinfer.report.profile_plot import attention_table, draw_profile, profile_table
+    from jaxinfer.report.profile_plot import (
+        attention_table,
+        draw_profile,
+        profile_figures,
+        profile_table,
+    )
     from jaxinfer.report.progress import LoadProgress
     from jaxinfer.runtime.cluster import load_cluster
     from jaxinfer.runtime.profiling.profile import profile_engines, profile_name
@@ -115,6 +132,9 @@ def _profile_steps(config: RunFile, folder: Path, pictures: str) -> None:
                 engine = cluster.engines[name]
                 attention[name] = profile_attention(name, engine, model, bar.update)
                 store_attention(attention[name])
+    if as_json:
+        print_json(profile_figures(found, attention))
+        return
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(profile_table(found))
     if attention:

@@ -12,11 +12,13 @@ from jaxinfer.commands.common import (
     configure,
     ledger_settings,
     ray_settings,
+    refuse,
     with_ledger,
     with_model,
     with_ray_hosts,
     with_settings,
 )
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.commands.signals import Interrupted
 from jaxinfer.errors import JaxinferError
 from jaxinfer.ledger.ledger_file import NAME as LEDGER
@@ -45,6 +47,7 @@ from jaxinfer.report.table import metrics_table
     metavar="N",
     help="Print the first N answers at the end.",
 )
+@with_json
 def run(
     run_file: str | None,
     model: str | None,
@@ -55,6 +58,7 @@ def run(
     ledger: bool,
     force: bool,
     show: int,
+    as_json: bool,
 ) -> None:
     """Answer a file of requests. The same command continues an interrupted run.
 
@@ -69,7 +73,9 @@ def run(
         raise JaxinferError(
             f"no {missing}: give --{missing}, or workload.{missing} in the run file"
         )
-    console = Console(width=None if sys.stdout.isatty() else 100)
+    refuse("not for use with --json: the answers are in the output", {"--show": as_json and show})
+    # With --json, notes go to stderr.
+    console = Console(width=None if sys.stdout.isatty() else 100, stderr=as_json)
     with BatchJob.open(config, input_path, output_path, force, show) as job:
         if not job.num_lines:
             console.print(f"0 requests in {input_path}", soft_wrap=True)
@@ -80,11 +86,20 @@ def run(
         except Interrupted as ended:
             ended.add_note("the same command continues")
             raise
-        if metrics:
+        if as_json:
+            _print_json(job, metrics)
+        elif metrics:
             _print_run(console, job, metrics, is_cluster=len(config.instances) > 1)
         _print_results(console, job)
         if job.num_failed or job.lost:
             sys.exit(1)
+
+
+def _print_json(job: BatchJob, metrics: RunMetrics | None) -> None:
+    counts = {"lines": job.num_lines, "resumed": job.num_resumed, "failed": job.num_failed}
+    folder = job.newest_run() if metrics else None
+    figures = {"results": job.results_file, "run_folder": folder, "metrics": metrics}
+    print_json(counts | {"missing": job.num_missing} | figures)
 
 
 def _print_run(console: Console, job: BatchJob, metrics: RunMetrics, is_cluster: bool) -> None:

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from jaxinfer.commands.common import new_results, say, with_pictures
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.errors import JaxinferError
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ MOST = 65536
 @click.option("--search", is_flag=True, help="Also search all assignments of weights to mesh axes.")
 @click.option("--out", help="New folder for tables, a picture and parts of run files.")
 @with_pictures
+@with_json
 def shard(
     model: str,
     mesh: str,
@@ -97,6 +99,7 @@ def shard(
     search: bool,
     out: str | None,
     pictures: str | None,
+    as_json: bool,
 ) -> None:
     """Compare layouts of a model on a mesh: bytes, collectives and estimated seconds.
 
@@ -142,9 +145,9 @@ def shard(
             for name, each in searched.items():
                 text = layout_file(each, tuple(sizes))
                 (Path(out) / f"{name}.py").write_text(text, encoding="utf-8")
-            _report(question, chosen, title, Path(out), pictures or "png")
+            _report(question, chosen, title, Path(out), pictures or "png", as_json)
     else:
-        _report(question, chosen, title, None, "")
+        _report(question, chosen, title, None, "", as_json)
 
 
 def _report(
@@ -153,12 +156,20 @@ def _report(
     title: str,
     out: Path | None,
     kind: str,
+    as_json: bool,
 ) -> None:
     from jaxinfer.lab.sharding.cache import FOLDER
     from jaxinfer.lab.sharding.crossings import crossings, fastest, token_counts
     from jaxinfer.lab.sharding.picture import draw_seconds
     from jaxinfer.lab.sharding.study import seconds_of, study, where_it_fits
-    from jaxinfer.lab.sharding.table import UNITS, fastest_lines, link_line, tables, write_csvs
+    from jaxinfer.lab.sharding.table import (
+        UNITS,
+        all_rows,
+        fastest_lines,
+        link_line,
+        tables,
+        write_csvs,
+    )
     from jaxinfer.report.progress import LoadProgress
 
     with LoadProgress(True) as bar:
@@ -184,15 +195,18 @@ def _report(
     }
     best = {phase: fastest(of, counts) for phase, of in fitting.items()}
     runs = {name: not {*"SC"} & layout.kv.keys() for name, layout in layouts.items()}
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    for table in tables(question, findings, refused, title):
-        console.print(table)
-        console.print()
-    console.print(UNITS, soft_wrap=True, highlight=False)
-    console.print(link_line(question), soft_wrap=True, markup=False, highlight=False)
     parts = run_file_parts(question, [each for each in findings if runs[each.layout]], out)
-    for line in (*fastest_lines(best), *(line for text in parts.values() for line in text)):
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+    if as_json:
+        first = {phase: [{"from": n, "layout": name} for n, name in f] for phase, f in best.items()}
+        print_json({"layouts": all_rows(question, findings, refused), "fastest": first})
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+        for table in tables(question, findings, refused, title):
+            console.print(table)
+            console.print()
+        lines = (line for text in parts.values() for line in text)
+        for line in (UNITS, link_line(question), *fastest_lines(best), *lines):
+            console.print(line, soft_wrap=True, markup=False)
     if out:
         crossed = {p: crossings(s, counts) for p, s in seconds.items()}
         write_csvs(out, question, findings, refused, crossed)
@@ -201,7 +215,8 @@ def _report(
         asked = {"prefill": question.tokens, "decode": question.sequences}
         picture = out / f"seconds.{kind}"
         draw_seconds(picture, seconds, fitting, best, counts, asked, title)
-        console.print(f"tables, picture and parts of run files: {out}/", markup=False)
+        if not as_json:
+            console.print(f"tables, picture and parts of run files: {out}/", markup=False)
 
 
 def _search(question: "LayoutQuestion") -> "dict[str, AxisAssignment | PricedLayout]":

@@ -1,6 +1,7 @@
 """``jaxinfer simulate``: a workload on a modelled cluster, in virtual time."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,13 @@ from jaxinfer.commands.common import (
     with_workload,
     workload_settings,
 )
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.commands.systems import (
+    bound_rate,
     print_share,
-    print_systems,
     run_systems,
+    show_and_write,
     with_bound,
-    write_systems,
 )
 from jaxinfer.config.run_file import RunFile
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 @with_bound
 @with_settings
 @with_ledger
+@with_json
 def simulate(
     run_file: str,
     workload: str | None,
@@ -52,6 +55,7 @@ def simulate(
     bound: bool,
     settings: tuple[str, ...],
     ledger: bool,
+    as_json: bool,
 ) -> None:
     """Simulate a modelled cluster that serves a workload.
 
@@ -68,14 +72,16 @@ def simulate(
     work = config.requests(say)
     if out:
         runs = run_systems({name: config}, work, Path(out), rounds=0)
-        print_systems(runs)
-        write_systems(runs, Path(out), pictures)
-        rate = runs[name][0].rate
+        figures, rate = dict(runs[name][0].run["metrics"]), runs[name][0].rate
+        show_and_write(runs, Path(out), pictures, as_json)
     else:
         found = simulate(config, work)
-        _print_figures(config, found)
-        rate = found.requests / found.wall_s
-    if bound:
+        figures, rate = asdict(found), found.requests / found.wall_s
+        if not as_json:
+            _print_figures(config, found)
+    if as_json:
+        print_json(figures | ({"bound_requests_s": bound_rate(config, work)} if bound else {}))
+    elif bound:
         print_share(config, work, rate)
 
 

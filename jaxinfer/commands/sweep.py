@@ -21,10 +21,11 @@ from jaxinfer.commands.common import (
     with_pictures,
     with_ray,
 )
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.errors import JaxinferError, one_line
 
 if TYPE_CHECKING:
-    from jaxinfer.lab.plan.sweep.sweep import Sweep
+    from jaxinfer.lab.plan.sweep.sweep_file import Sweep
 
 # A sweep with more runs than this prints their number before it begins, because it checks all of
 # them first.
@@ -44,6 +45,7 @@ MANY = 1000
 @with_ray
 @with_pictures
 @settings_of("sweep", "run.workload.limit=100")
+@with_json
 def sweep(
     sweep_file: str,
     out: str,
@@ -53,14 +55,15 @@ def sweep(
     ray_address: str | None,
     pictures: str | None,
     settings: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Simulate (or run) a grid or list of configurations, and tabulate the results.
 
     SWEEP_FILE names run files, axes (dotted keys with lists of values) or a list of points, and the
     options that all points share.
     """
-    from jaxinfer.lab.plan.search_progress import PointBar
     from jaxinfer.lab.plan.sweep.sweep import clusters, run_point, simulate_point, sweep_rows
+    from jaxinfer.report.progress import CountProgress
 
     if real:
         refuse("for simulations: real points take turns", {"--jobs": jobs, "--ray": ray_address})
@@ -79,15 +82,18 @@ def sweep(
         if (count := points * len(asked.all_seeds)) >= MANY:
             say(f"{count:,} runs: {points:,} points, {len(asked.all_seeds):,} seeds each")
         at = nullcontext((map, 1)) if real else cores(ray_address, jobs)
-        with at as (map_points, _), PointBar(count) as bar:
+        with at as (map_points, _), CountProgress("points", count) as bar:
             run = run_point if real else simulate_point
-            rows = sweep_rows(asked, kept, map_points, run, bar.update, runs)
+            rows = sweep_rows(asked, kept, map_points, run, bar.advance, runs)
         if all(row.get("refused") for row in rows):
             raise JaxinferError(
                 f"sweep file {sweep_file}: none of {len(rows)} points is valid; for example: "
                 f"{one_line(rows[0]['refused'])}"
             )
         written = _write(folder, asked, rows, pictures)
+    if as_json:
+        print_json({"points": rows})
+        return
     console = Console(width=None if sys.stdout.isatty() else 100)
     for line in [*_doubts(rows), *written]:
         console.print(line, soft_wrap=True, markup=False)
@@ -96,7 +102,8 @@ def sweep(
 def _load(sweep_file: str, settings: tuple[str, ...], pictures: str | None, real: bool) -> "Sweep":
     """Read a sweep file; refuse one without a valid point."""
     from jaxinfer.lab.plan.problem import load_options
-    from jaxinfer.lab.plan.sweep.sweep import Sweep, check, x_axis
+    from jaxinfer.lab.plan.sweep.sweep import check
+    from jaxinfer.lab.plan.sweep.sweep_file import Sweep, x_axis
 
     asked = load_options(Sweep, "sweep file", sweep_file, settings)
     try:

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -39,6 +40,22 @@ def _has_finished_run(out: Path) -> bool:
     return any('"status": "finished"' in file.read_text(encoding="utf-8") for file in files)
 
 
+def systems_json(
+    runs: Runs, configs: Mapping[str, RunFile], work: Sequence[BenchRequest], bound: bool
+) -> dict[str, Any]:
+    """Figures of systems side by side, as ``compare.json`` has them; with ``bound``, their bounds.
+
+    Raises:
+        JaxinferError: a cluster has no bound.
+    """
+    from jaxinfer.report.comparison import document
+
+    found = document(runs, command_line())
+    for name, config in configs.items() if bound else ():
+        found["systems"][name]["bound_requests_s"] = bound_rate(config, work)
+    return found
+
+
 def print_systems(runs: Runs) -> None:
     """Print a table of the systems, and those whose steps exceeded the measured range."""
     from jaxinfer.report.comparison import comparison_table
@@ -51,8 +68,17 @@ def print_systems(runs: Runs) -> None:
             console.print(f"{name}: {warning}", soft_wrap=True, highlight=False)
 
 
-def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
-    """Write tables, pictures and traces next to the runs, and print their paths.
+def show_and_write(runs: Runs, out: Path, pictures: str | None, as_json: bool) -> None:
+    """Print the table of systems, unless it is JSON that is asked for, and write their files."""
+    if not as_json:
+        print_systems(runs)
+    written = write_systems(runs, out, pictures)
+    if not as_json:
+        Console().print(written, soft_wrap=True)
+
+
+def write_systems(runs: Runs, out: Path, pictures: str | None) -> str:
+    """Write tables, pictures and traces beside the runs, and return where they are.
 
     Args:
         pictures: format of pictures; by default png.
@@ -62,9 +88,8 @@ def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
     """
     from jaxinfer.report.comparison import write_comparison
 
-    command = shlex.join(["jaxinfer", *sys.argv[1:]])
     try:
-        written = write_comparison(runs, out, command, pictures or "png")
+        written = write_comparison(runs, out, command_line(), pictures or "png")
     except OSError:
         raise  # For example a full disk; the error names its file.
     except Exception as error:
@@ -72,7 +97,12 @@ def write_systems(runs: Runs, out: Path, pictures: str | None) -> None:
             f"{out}: all runs are there, under runs, but not all of their tables and pictures: "
             f"{raised(error)}"
         ) from error
-    Console().print(f"tables, pictures and traces: {written[0]}", soft_wrap=True)
+    return f"tables, pictures and traces: {written[0]}"
+
+
+def command_line() -> str:
+    """The command that runs."""
+    return shlex.join(["jaxinfer", *sys.argv[1:]])
 
 
 def with_bound(command: Callable[..., None]) -> Callable[..., None]:
@@ -82,8 +112,8 @@ def with_bound(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
-def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name: str = "") -> None:
-    """Print a rate, in requests per second, and the bound of its cluster and workload.
+def bound_rate(config: RunFile, work: Sequence[BenchRequest]) -> float:
+    """Return the upper bound for the requests per second of any system on the cluster.
 
     Raises:
         JaxinferError: the cluster has no bound.
@@ -91,7 +121,16 @@ def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name
     from jaxinfer.lab.plan.bound import bound_of
     from jaxinfer.simulate.run import prepare
 
-    bound = bound_of(prepare(config), work).rate
+    return bound_of(prepare(config), work).rate
+
+
+def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name: str = "") -> None:
+    """Print a rate, in requests per second, and the bound of its cluster and workload.
+
+    Raises:
+        JaxinferError: the cluster has no bound.
+    """
+    bound = bound_rate(config, work)
     what = f"{rate / bound:.3f} of {bound:.3g}, the upper bound for any system on this cluster"
     if rate > bound:
         what = f"above {bound:.3g}, the upper bound for a sustained rate: use more requests"

@@ -1,10 +1,7 @@
-"""A modelled cluster in final values: its groups, its instances' stages, and their paths.
-
-``model_site`` computes them from a run file; the simulator reads them.
-"""
+"""Works out a modelled cluster, as finished values, from a run file."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, permutations
 from math import inf
@@ -17,10 +14,11 @@ from jaxinfer.config.nodes import NetworkPath, Placement, place_groups
 from jaxinfer.config.published import PublishedTables
 from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.site_checks import check_played, check_sharing
+from jaxinfer.config.site_values import ModelledSite, SiteAttention, SiteGroup, SiteStage
 from jaxinfer.config.stage_part import EXPERT_SIZES, StagePart, stored_sizes
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import Catalogue, Gpu, ModelShape, sum_known
+from jaxinfer.hardware.catalogue import Catalogue, ModelShape
 from jaxinfer.models.layout_checks import check_pages
 from jaxinfer.models.layout_files import load_layout
 from jaxinfer.models.layouts import DEFAULT_AXIS
@@ -29,100 +27,8 @@ from jaxinfer.sharding.costs import LayoutFlow
 from jaxinfer.sharding.shapes import check_layout
 from jaxinfer.steps.shapes import StepLimits
 
-
-@dataclass(frozen=True)
-class SiteGroup:
-    """A device group of equal GPUs.
-
-    Attributes:
-        kind: name of the GPU.
-        devices: number of devices.
-        stage_devices: number of devices of one stage; 1 in a group for attention, where each device
-            has KV heads of its own.
-        mesh: axes of a stage's devices and their sizes, if given.
-        slowdown: factor by which a step takes longer than on the GPU.
-        shares: group whose devices these are; None if they are its own.
-    """
-
-    name: str
-    gpu: Gpu
-    kind: str
-    devices: int
-    stage_devices: int
-    mesh: Mapping[str, int] | None = None
-    slowdown: float = 1.0
-    shares: str | None = None
-
-    @property
-    def own_devices(self) -> int:
-        """Number of devices that are its own."""
-        return 0 if self.shares else self.devices
-
-
 # The path from group to group, by the name of what it carries, such as "KV".
 _PathOf = Callable[[SiteGroup, SiteGroup, str], NetworkPath]
-
-
-@dataclass(frozen=True)
-class SiteAttention:
-    """A group other than a stage's own, for KV heads.
-
-    Attributes:
-        num_pages: pages of its pool for this stage; None for as many as its memory holds.
-        path: path from the stage's own group.
-    """
-
-    group: SiteGroup
-    costs: SimulateOptions
-    num_pages: int | None
-    path: NetworkPath
-
-
-@dataclass(frozen=True)
-class SiteStage:
-    """A pipeline stage of an instance.
-
-    Attributes:
-        costs: costs of its group.
-        hop: path of hidden states to the next stage; None after the last one.
-    """
-
-    group: SiteGroup
-    part: StagePart
-    costs: SimulateOptions
-    attention: Sequence[SiteAttention]
-    hop: NetworkPath | None
-
-    @property
-    def groups(self) -> list[SiteGroup]:
-        """Return groups where its KV heads may lie: its own, then the others, once per device."""
-        return [
-            self.group,
-            *(each.group for each in self.attention for _ in range(each.group.devices)),
-        ]
-
-
-@dataclass(frozen=True)
-class ModelledSite:
-    """A modelled cluster.
-
-    Attributes:
-        placement: groups on the nodes of a hardware file; None without such a file.
-        stages: stages of each instance, in the layers' order.
-        paths: all paths that KV may take, from group to group.
-        sharing: instances that share the experts of each layer.
-        relative_fits: whether fits of step times minimise the relative error; otherwise the error
-            in seconds.
-    """
-
-    resolved: Resolved
-    placement: Placement | None
-    groups: Mapping[str, SiteGroup]
-    model: ModelShape
-    stages: Mapping[str, Sequence[SiteStage]]
-    paths: Mapping[tuple[str, str], NetworkPath]
-    sharing: Sequence[str] = ()
-    relative_fits: bool = True
 
 
 def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGroup]]:
@@ -151,13 +57,6 @@ def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGr
             name, gpu, kind, group.devices, stage_devices, group.mesh, group.slowdown, group.shares
         )
     return placement, groups
-
-
-def total_watts(placement: Placement | None, groups: Iterable[SiteGroup]) -> float | None:
-    """Return the watts of the GPUs, or of whole nodes if there are any; None if unknown."""
-    if placement:
-        return placement.watts
-    return sum_known(group.gpu.watts for group in groups for _ in range(group.own_devices))
 
 
 def model_site(resolved: Resolved) -> ModelledSite:

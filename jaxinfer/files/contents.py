@@ -33,8 +33,7 @@ def contents(data: object, beside: bool = True) -> dict[str, str]:
     for text, may_be_folder in _texts(data):
         for path in _files(text, may_be_folder, beside):
             with suppress(OSError):  # It is gone or closed by now; its user will report that.
-                status = path.stat()
-                found[str(path)] = _digest(path, status.st_mtime_ns, status.st_size)
+                found[str(path)] = file_digest(path)
     return found
 
 
@@ -74,6 +73,12 @@ def _files(text: str, may_be_folder: bool, beside: bool) -> Iterator[Path]:
                 yield from with_imports(module_file) if beside else [module_file]
     except (OSError, RuntimeError, ValueError, ImportError):
         return  # It is too long or otherwise invalid as a name; its user will report that.
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file, read again only after it has changed."""
+    status = path.stat()
+    return _digest(path, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=4096)

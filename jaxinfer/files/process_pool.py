@@ -5,9 +5,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context
+
+from jaxinfer.errors import JaxinferError
 
 # Seconds after which a worker checks again that its parent exists.
 _LOOKS_S = 0.5
@@ -18,17 +20,24 @@ def process_pool(count: int | None = None) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes; by default one for each core.
 
     A failure inside ends them at once, and drops their work.
+
+    Raises:
+        JaxinferError: one of the processes was killed.
     """
     # Not forked, because the caller may have threads, as JAX does.
-    pool = ProcessPoolExecutor(
-        count or os.cpu_count() or 1, get_context("spawn"), _begin, (os.getpid(),)
-    )
+    workers = count or os.cpu_count() or 1
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (os.getpid(),))
     before = set(active_children())
     try:
         yield pool
-    except BaseException:
+    except BaseException as error:
         for child in set(active_children()) - before:
             child.kill()
+        if isinstance(error, BrokenExecutor):
+            raise JaxinferError(
+                f"one of {workers} processes that simulate was killed, perhaps for lack "
+                "of memory: run the same command again, with fewer --jobs where it has them"
+            ) from None
         raise
     finally:
         pool.shutdown(cancel_futures=True)

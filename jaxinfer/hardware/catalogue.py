@@ -20,8 +20,9 @@ PCIE_GB_S, PCIE_S = 17.0, 30e-6
 # Collectives over NVLink: NCCL on two A100 or H100 SXM, 256 KiB to 16 MiB, as in NVIDIA's
 # aiconfigurator.
 NVLINK_SHARE, NVLINK_S = 0.5, 12e-6
-# Bytes of a 16-bit number.
-WIDE_SIZE = 2
+# Bytes of a number, by dtype; those of a step have 16 bits.
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEMSIZE = ITEMSIZES["bfloat16"]
 # The default between domains: an adapter of 400 Gbit/s for each GPU.
 NETWORK_GB_S = 50.0
 # Connections between GPUs; collectives over PCIe go through the host. A CPU has its memory, and a
@@ -232,7 +233,7 @@ class ModelShape(Options):
         if not wide:
             return narrow
         share = wide / (sum(numbers.values()) * self.num_hidden_layers)
-        return narrow + share * (WIDE_SIZE - narrow)
+        return narrow + share * (ITEMSIZE - narrow)
 
     def parameters(self, layers: int, first: bool, last: bool) -> int:
         """Return the number of parameters of a stage."""

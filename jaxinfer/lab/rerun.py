@@ -1,4 +1,4 @@
-"""Repeats a run from its ``run.json``, for ``jaxinfer rerun``."""
+"""A run once more, from what its ``run.json`` records: what ``jaxinfer check rerun`` does."""
 
 import json
 import os

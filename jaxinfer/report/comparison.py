@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -107,7 +108,7 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
     new_folder(folder, besides="runs")
     texts = [folder / f"compare.{suffix}" for suffix in ("md", "csv", "json")]
     _write_csv(runs, texts[1])
-    texts[2].write_text(json.dumps(_document(runs, command), indent=2) + "\n", encoding="utf-8")
+    texts[2].write_text(json.dumps(document(runs, command), indent=2) + "\n", encoding="utf-8")
     texts[0].write_text(_markdown(runs, command, pictures), encoding="utf-8")
     if _undrawn(runs):
         return texts
@@ -259,7 +260,8 @@ def _write_csv(runs: Runs, path: Path) -> None:
         writer.writerows(rows)
 
 
-def _document(runs: Runs, command: str) -> dict[str, object]:
+def document(runs: Runs, command: str) -> dict[str, Any]:
+    """Figures of each system: of each round, and their medians, as ``compare.json`` has them."""
     middle = medians(runs)
     systems = {
         name: {

@@ -1,7 +1,9 @@
 """A profile as a table, and as Cronus' Figure 3 for this machine."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -10,6 +12,28 @@ from rich.table import Table
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.steps.attention_profile import AttentionProfile
 from jaxinfer.steps.profile import Profile
+
+
+def profile_figures(
+    profiles: Mapping[str, tuple[Profile, list[float]]], attention: Mapping[str, AttentionProfile]
+) -> dict[str, Any]:
+    """The numbers of ``profile_table`` and ``attention_table``, by instance; in seconds."""
+    found: dict[str, Any] = {}
+    for name, (profile, slowdowns) in profiles.items():
+        fit, quality = profile.fit(slowdowns), profile.quality()
+        fits = {"prefill": fit.prefill, "mixed": fit.mixed}
+        found[name] = {
+            part: asdict(each) | {"r2": of.r2, "mape": of.mape}
+            for (part, each), of in zip(fits.items(), quality, strict=True)
+        }
+    for name, shards in attention.items():
+        found[name]["attention"] = [
+            {"group": shard.group}
+            | asdict(shard.fit())
+            | dict(zip(("attention_mape", "exchange_mape"), shard.errors(), strict=True))
+            for shard in shards.shards
+        ]
+    return {"instances": found}
 
 
 def profile_table(profiles: Mapping[str, tuple[Profile, list[float]]]) -> Table:

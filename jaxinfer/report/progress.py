@@ -6,8 +6,8 @@ import time
 from types import TracebackType
 from typing import Self
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from jaxinfer.report.metrics import RunTotals
 
@@ -15,23 +15,23 @@ from jaxinfer.report.metrics import RunTotals
 LINES_EVERY_S = 30.0
 
 
-class _Shown:
+class Progress:
     """Shows parts of the work and how much of each is done, while in use."""
 
     def __init__(self, enabled: bool) -> None:
         console = Console(file=sys.stderr)
         # In a file, bars would only appear at the end.
         self._writes_lines = enabled and not console.is_terminal
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[rates]}"),
-            TimeElapsedColumn(),
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            progress.TextColumn("{task.fields[text]}", markup=False),
+            progress.TimeElapsedColumn(),
             console=console,
             disable=not enabled or self._writes_lines,
         )
-        self._tasks: dict[str, TaskID] = {}
+        self._tasks: dict[str, progress.TaskID] = {}
         # For each part, its size, and how much of it is left.
         self._parts: dict[str, tuple[int, int]] = {}
         # For each part, its start, and the time of the last line about it.
@@ -44,19 +44,19 @@ class _Shown:
         self._parts[part] = total, left
         self._show(part, total - left, total)
 
-    def _rates(self) -> str:
-        """Return the text of a part's speed; called only when it is shown."""
+    def _text(self) -> str:
+        """Return what else is to be said; called only when it is shown."""
         return ""
 
     def _show(self, part: str, done: int, total: int) -> None:
         if self._writes_lines:
             self._write(part, done, total)
             return
-        rates = self._rates()
+        text = self._text()
         self._bar.start()
         if part not in self._tasks:
-            self._tasks[part] = self._bar.add_task(part, total=total, rates="")
-        self._bar.update(self._tasks[part], completed=done, total=total, rates=rates)
+            self._tasks[part] = self._bar.add_task(part, total=total, text="")
+        self._bar.update(self._tasks[part], completed=done, total=total, text=text)
 
     def _write(self, part: str, done: int, total: int) -> None:
         now = time.perf_counter()
@@ -64,8 +64,8 @@ class _Shown:
         if done < total and now - last < LINES_EVERY_S:
             return
         self._times[part] = began, now
-        line, rates = f"{part}: {done} of {total}, {now - began:.0f} s", self._rates()
-        print(f"{line}, {rates}" if rates else line, file=sys.stderr, flush=True)
+        line, text = f"{part}: {done} of {total}, {now - began:.0f} s", self._text()
+        print(f"{line}, {text}" if text else line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +80,23 @@ class _Shown:
             self._bar.stop()
 
 
-class LoadProgress(_Shown):
+class CountProgress(Progress):
+    """One part of a known size, and a text about the last piece that was done."""
+
+    def __init__(self, part: str, total: int) -> None:
+        super().__init__(True)
+        self._part, self._done, self._total, self._said = part, 0, total, ""
+
+    def advance(self, said: object, *_: object) -> None:
+        """Note that one more is done, and what it is."""
+        self._done, self._said = self._done + 1, str(said)
+        self._show(self._part, self._done, self._total)
+
+    def _text(self) -> str:
+        return self._said
+
+
+class LoadProgress(Progress):
     """Progress of an engine's start."""
 
     def update_of(self, name: str, part: str, left: int) -> None:
@@ -88,7 +104,7 @@ class LoadProgress(_Shown):
         self.update(f"{name}: {part}", left)
 
 
-class RunProgress(_Shown):
+class RunProgress(Progress):
     """Number of finished requests, and the recent speeds of prefill and decode.
 
     Speeds are over the last second on a terminal, and since the last line in a file. They are not
@@ -124,7 +140,7 @@ class RunProgress(_Shown):
         if time.perf_counter() - self._since[0] >= 1:
             self._show_requests()
 
-    def _rates(self) -> str:
+    def _text(self) -> str:
         if self._done >= self._num_requests:
             return ""
         now = time.perf_counter()

@@ -21,6 +21,25 @@ def plan_tables(plan: StagePlan, costs: list[StepCost]) -> Iterator[Table]:
     yield _steps(plan, costs)
 
 
+def plan_figures(plan: StagePlan, costs: list[StepCost]) -> dict[str, Any]:
+    """The numbers of ``plan_tables``; sizes in bytes."""
+    limits = plan.limits
+    return {
+        "layers": [plan.layers.start, plan.layers.stop - 1],
+        "parameters": parameter_groups(plan),
+        "devices": len(plan.devices),
+        "weight_bytes_per_device": weight_bytes_per_device(plan),
+        "weight_bytes": plan.weight_bytes,
+        "kv_bytes": plan.kv_bytes,
+        "free_bytes": plan.memory_bytes,
+        "pages": plan.num_pages - 1,
+        "page_size": limits.page_size,
+        "largest_step": {"tokens": limits.max_num_batched_tokens, "requests": limits.max_num_seqs},
+        "longest_request": longest_request(plan),
+        "steps": costs,
+    }
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for number, column in enumerate(columns):

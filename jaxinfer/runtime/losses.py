@@ -4,14 +4,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed
-from jaxinfer.runtime.processes.homes import Restarted, RestartResult
+from jaxinfer.runtime.processes.restart_groups import Restarted, RestartResult
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.serving.world import Event, GoesWithout, InstanceBack, InstanceLost
 
 ALL: tuple[Sequence[int], bool] = (), False
 
 
-class Losses:
+class LossEvents:
     """Makes the events of losses and returns, and keeps their results.
 
     Args:

@@ -6,7 +6,7 @@ from contextlib import closing, suppress
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.cluster import Cluster
 from jaxinfer.runtime.parallel_sampling import Continuations
-from jaxinfer.runtime.processes.process import NobodyThere
+from jaxinfer.runtime.processes.process import ProcessGone
 from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.stage.sampler import SamplerShape
 from jaxinfer.runtime.stage.sampling_inputs import sampler_shape, sampling_of
@@ -110,7 +110,7 @@ class RequestFeed:
                 # Closed, because an interrupted thread may be kept with everything that it refers
                 # to.
                 with (
-                    suppress(NobodyThere),  # The first step for it will notice it.
+                    suppress(ProcessGone),  # The first step for it will show it.
                     closing(engine.worker.prepare(wanted, wait)) as left,
                 ):
                     if total := next(left):

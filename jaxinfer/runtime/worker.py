@@ -15,7 +15,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.request import Logprob
 from jaxinfer.runtime.kv.hidden_states import HiddenStates
 from jaxinfer.runtime.kv.outcome import Failed, Launched, Post, join
-from jaxinfer.runtime.spread.slice_move import Copies, SliceMoves
+from jaxinfer.runtime.spread.slice_move import Copies, SliceCopies
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER, SamplerShape, Samples
 from jaxinfer.runtime.stage.sampling_inputs import (
@@ -76,7 +76,7 @@ class Worker:
         self._sample_slots: dict[str, int] = {}
         self._ended: list[Future[None]] = []
         is_spread = any(isinstance(stage, SpreadStage) for stage in stages)
-        self.moves = SliceMoves(stages) if is_spread else None
+        self.moves = SliceCopies(stages) if is_spread else None
         of = groups or [""] * len(stages)
         together = groupby(range(len(stages)), lambda i: (stages[i].plan.mesh, of[i]))
         self.parts = [list(part) for _, part in together]

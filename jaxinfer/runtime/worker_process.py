@@ -56,8 +56,8 @@ from jaxinfer.runtime.processes.messages import (
     WorkerFailed,
 )
 from jaxinfer.runtime.processes.turns import Turns
-from jaxinfer.runtime.spread.lent_pool import LentPool
-from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
+from jaxinfer.runtime.spread.pool_client import PoolClient
+from jaxinfer.runtime.spread.pool_server import PoolServer
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.attention_plan import plan_pool
 from jaxinfer.runtime.stage.devices import open_groups
@@ -92,7 +92,7 @@ class WorkerProcess:
         self._cluster: Cluster
         self._groups: Mapping[str, GroupConfig]
         self._endpoint: KVEndpoint
-        self._lent: list[LentPool] = []
+        self._lent: list[PoolServer] = []
         self._decoders: dict[str, BatchDecoder] = {}
         # For each instance, the ends of the last steps, by their numbers.
         self._ends: defaultdict[str, dict[int, list[Future[None]]]] = defaultdict(dict)
@@ -205,7 +205,7 @@ class WorkerProcess:
                 assert isinstance(spread, SpreadStage)
                 group = spread.plan.attention[number].group
                 patience = None if wait else LENDER_S
-                spread.elsewhere[number + 1] = PoolElsewhere(address, group, patience)
+                spread.elsewhere[number + 1] = PoolClient(address, group, patience)
                 if wait:
                     self._say(Left("pools", 0))
             case BreakOff():
@@ -250,7 +250,7 @@ class WorkerProcess:
         device = open_groups(self._groups)[asked.group][asked.number]
         pool = plan_pool(plan, asked, device, self._groups[asked.group])
         places = [*plan.attention[:number], pool, *plan.attention[number + 1 :]]
-        lent = LentPool(replace(plan, attention=places), number, message.host)
+        lent = PoolServer(replace(plan, attention=places), number, message.host)
         self._lent.append(lent)
         known = DeviceFacts(device.platform, device.id, device.device_kind)
         self._say(Lent(replace(pool, device=known), lent.address))

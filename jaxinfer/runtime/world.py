@@ -12,10 +12,10 @@ from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.channel import Channel, Landed
 from jaxinfer.runtime.kv.emulated_links import EmulatedLinks
 from jaxinfer.runtime.kv.outcome import End, Failed, ProcessLost, SlabLost
-from jaxinfer.runtime.losses import Losses
-from jaxinfer.runtime.processes.homes import Restarted
+from jaxinfer.runtime.losses import LossEvents
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.runtime.processes.restart_groups import Restarted
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.worker import Worker
 from jaxinfer.serving.batch import Batch, Transfer
@@ -95,7 +95,7 @@ class RealWorld:
         # received the first or reported one.
         self._steps: dict[str, int] = {}
         self._heard_at: dict[str, float] = {}
-        self._losses = losses = Losses(restarts, workers, self._forget)
+        self._losses = losses = LossEvents(restarts, workers, self._forget)
         self.lost, self.returning, self.restarted = losses.lost, losses.returning, losses.restarted
         losses.listen(self._posted.put)
 

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.hardware.catalogue import ITEMSIZE, Gpu, ModelShape
 from jaxinfer.models.layout_checks import check_apart, check_divides, check_names, check_on_mesh
 from jaxinfer.models.layouts import Layout, letters_of, most_ways, table_of, ways
 from jaxinfer.sharding.dataflow import LayerFlow, head_flow, layer_flow
 from jaxinfer.sharding.links import Link, links_of, ring_seconds
 from jaxinfer.sharding.shapes import Sizes, layer_parameters, padded, up
-
-# Returns the bytes of a number of hidden states and logits.
-ITEMSIZE = 2
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.models.layouts import Layout
 from jaxinfer.sharding.collectives import Collective
-from jaxinfer.sharding.expert_flow import Exchange, experts
+from jaxinfer.sharding.expert_flow import ExpertExchange, experts
 from jaxinfer.sharding.flow_rules import (
     Activation,
     Cuts,
@@ -45,7 +45,7 @@ class LayerFlow:
     collectives: list[Collective]
     products: list[ProductShare]
     attention: AttentionShare | None = None
-    exchange: Exchange | None = None
+    exchange: ExpertExchange | None = None
 
 
 def layer_flow(model: ModelShape, layout: Layout, mesh: Sizes, tokens: float) -> LayerFlow:

@@ -12,7 +12,7 @@ from jaxinfer.sharding.flow_rules import Activation, Cuts, FlowRules
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ExpertExchange:
     """Tokens that are sent to their experts and come back, in one round.
 
     Attributes:
@@ -34,7 +34,7 @@ class Exchange:
 
 def experts(
     flow: FlowRules, model: ModelShape, y: Activation, path: Mapping[str, str], residual: Cuts
-) -> Exchange | None:
+) -> ExpertExchange | None:
     """Add a mixture's flow to a layer's; return the exchange."""
     E, X = model.num_experts, model.num_experts_per_tok
     places = expert_places(flow.layout, flow.axes)
@@ -44,7 +44,7 @@ def experts(
     x, exchange = flow.move(y, {**tokens, **rows}), None
     count, letters = flow.local("T", tokens), "T"
     if over:
-        exchange = Exchange(flow.ways(over), flow.ways(tokens["T"]), E, X)
+        exchange = ExpertExchange(flow.ways(over), flow.ways(tokens["T"]), E, X)
         x = replace(x, cuts=_without(over, x.cuts))
         count, letters = exchange.devices * exchange.slots(flow.sizes["T"]), "TJ"
         flow.add("all-gather", over, flow.local("T", x.cuts) * 2 * X, "shares", "TX")

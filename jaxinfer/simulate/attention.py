@@ -7,11 +7,12 @@ from itertools import permutations
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.nodes import NetworkPath
-from jaxinfer.config.site import SiteStage
+from jaxinfer.config.site_values import SiteStage
 from jaxinfer.config.stages import head_pages
+from jaxinfer.hardware.catalogue import ITEMSIZE
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
 from jaxinfer.serving.step_fit import AttentionFit
-from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost
+from jaxinfer.simulate.costs.model import StageCost
 from jaxinfer.simulate.kv_capacity import AttentionGroup, count_attention_pages
 from jaxinfer.simulate.spread import ModelledSpreadStage, ShardCost, Visit
 from jaxinfer.simulate.stage_path import StagePath

@@ -7,8 +7,9 @@ from jaxinfer.config.cluster import InstanceConfig, instance_options
 from jaxinfer.config.layer_split import shared_layers
 from jaxinfer.config.nodes import NetworkPath
 from jaxinfer.config.resolve import Resolved
-from jaxinfer.config.site import ModelledSite, SiteStage, total_watts
+from jaxinfer.config.site_values import ModelledSite, SiteStage, total_watts
 from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import ITEMSIZE
 from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.hardware.network import Link
 from jaxinfer.options.validation import within
@@ -30,7 +31,6 @@ from jaxinfer.simulate.attention import (
 from jaxinfer.simulate.costs.fit import fit_costs
 from jaxinfer.simulate.costs.joint import GRAPH_TOKENS, JointExperts, JointSteps
 from jaxinfer.simulate.costs.model import (
-    ITEMSIZE,
     CostModel,
     Padded,
     Pipeline,

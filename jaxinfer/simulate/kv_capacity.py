@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.engine import GPU_SHARE
-from jaxinfer.config.site import SiteGroup
+from jaxinfer.config.site_values import SiteGroup
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import Gpu
-from jaxinfer.simulate.costs.model import ITEMSIZE
+from jaxinfer.hardware.catalogue import ITEMSIZE, Gpu
 
 # Entries of 8 bits have a float32 scale for each page and head, for keys and for values.
 _SCALES = 2 * 4

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from jaxinfer.config.cluster import InstanceConfig
-from jaxinfer.config.site import ModelledSite, SiteStage
+from jaxinfer.config.site_values import ModelledSite, SiteStage
 from jaxinfer.errors import JaxinferError
 from jaxinfer.simulate.kv_capacity import page_bytes, reserved_bytes
 

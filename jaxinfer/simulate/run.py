@@ -7,7 +7,8 @@ from pathlib import Path
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
-from jaxinfer.config.site import SiteGroup, model_site
+from jaxinfer.config.site import model_site
+from jaxinfer.config.site_values import SiteGroup
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.recorder import Recorder

@@ -5,7 +5,6 @@ It is stored in ``~/.cache/jaxinfer/profiles``, keyed by everything that decides
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.kept import write_whole
 from jaxinfer.serving.step_fit import (
     DecodeFit,
     MixedFit,
@@ -130,9 +130,7 @@ def store_profile(profile: Profile, folder: Path | None = None) -> Path:
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record completely or not at all, since other processes may read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(record), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, json.dumps(record).encode())
 
 
 def profile_folder() -> Path:

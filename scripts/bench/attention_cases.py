@@ -41,14 +41,14 @@ class How(NamedTuple):
         return max(count // 64, least) if self.small else count
 
 
-class Run(NamedTuple):
+class AttentionRun(NamedTuple):
     """A function to time: ``start`` starts its work, ``wait`` waits for it."""
 
     start: Callable[[], Any]
     wait: Callable[[Any], object] = jax.block_until_ready
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     """The computations of one case.
 
     Attributes:
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     """
 
     expected: Callable[[], jax.Array]
-    runs: dict[str, Callable[[], Run]]
+    runs: dict[str, Callable[[], AttentionRun]]
     work: float
     rate: Literal["bytes", "operations"]
 
@@ -109,54 +109,57 @@ def kernels(name: str, how: How) -> dict[str, Callable[..., jax.Array]]:
     return {kernel: jax.jit(run) for kernel, run in found.items()}
 
 
-def decode_case(lengths: np.ndarray, how: How) -> Case:
+def decode_case(lengths: np.ndarray, how: How) -> AttentionCase:
     """Return the case of one step of decodes; ``lengths`` are int32 [S] tokens of context."""
     sequences, longest = len(lengths), int(lengths.max())
     kv, table = pool(sequences, longest)
     q = jax.random.normal(jax.random.key(1), (sequences, N, H), jnp.bfloat16) * H**-0.5
     length_S = jnp.asarray(lengths, jnp.int32)
     ours = kernels("decode_attention", how)
-    runs: dict[str, Callable[[], Run]] = {
-        kernel: partial(Run, partial(run, q, kv, table, length_S)) for kernel, run in ours.items()
+    runs: dict[str, Callable[[], AttentionRun]] = {
+        kernel: partial(AttentionRun, partial(run, q, kv, table, length_S))
+        for kernel, run in ours.items()
     }
 
-    def of_8_bits(kernel: str) -> Run:
-        return Run(partial(ours[kernel], q, in_8_bits(kv), table, length_S))
+    def of_8_bits(kernel: str) -> AttentionRun:
+        return AttentionRun(partial(ours[kernel], q, in_8_bits(kv), table, length_S))
 
     runs |= {f"{kernel}, int8": partial(of_8_bits, kernel) for kernel in ours}
     plain = jax.jit(reference.decode_attention)
-    runs["plain"] = lambda: Run(
+    runs["plain"] = lambda: AttentionRun(
         partial(plain, q, kv._replace(keys=jnp.swapaxes(kv.keys, 2, 3)), table, length_S)
     )
     flat = [contiguous(pages, table) for pages in kv[:2]]
 
-    def attend(by: How | None) -> Run:
+    def attend(by: How | None) -> AttentionRun:
         run = dense(by, key_value_seq_lengths=length_S)
-        return Run(lambda: run(q[:, None], *flat)[:, 0])
+        return AttentionRun(lambda: run(q[:, None], *flat)[:, 0])
 
     runs["contiguous"] = lambda: attend(how)
     if not how.interpreted:
         runs |= jaxs_own(q, kv, table, length_S)
     if how.flex and longest == lengths.min():
         runs["flex_attention"] = lambda: flex_attention(sequences, 1, longest - 1)
-    return Case(attend(None).start, runs, float(lengths.sum()) * 2 * K * H * 2, "bytes")
+    return AttentionCase(attend(None).start, runs, float(lengths.sum()) * 2 * K * H * 2, "bytes")
 
 
 def jaxs_own(
     q: jax.Array, kv: KVPages, table: jax.Array, length_S: jax.Array
-) -> dict[str, Callable[[], Run]]:
+) -> dict[str, Callable[[], AttentionRun]]:
     """Return JAX's own paged decode, by the pages of a block."""
     from jax.experimental.pallas.ops.gpu import paged_attention as shipped
 
     by_head = [pages.swapaxes(0, 1) for pages in kv[:2]]
-    found: dict[str, Callable[[], Run]] = {}
+    found: dict[str, Callable[[], AttentionRun]] = {}
     for block in (1, 2, 4):
         run = jax.jit(partial(shipped.paged_attention, pages_per_compute_block=block))
-        found[f"jax's, {block} pages"] = partial(Run, partial(run, q, *by_head, table, length_S))
+        found[f"jax's, {block} pages"] = partial(
+            AttentionRun, partial(run, q, *by_head, table, length_S)
+        )
     return found
 
 
-def chunk_case(new: int, before: int, how: How) -> Case:
+def chunk_case(new: int, before: int, how: How) -> AttentionCase:
     """Return the case of one chunk of a prompt.
 
     The plain function is left out, because it takes minutes for it.
@@ -164,17 +167,17 @@ def chunk_case(new: int, before: int, how: How) -> Case:
     kv, table = pool(1, before + new)
     q = jax.random.normal(jax.random.key(1), (new, N, H), jnp.bfloat16) * H**-0.5
     rest = jnp.array([before], jnp.int32), jnp.array([0, new], jnp.int32)
-    runs: dict[str, Callable[[], Run]] = {
-        kernel: partial(Run, partial(run, q, kv, table, *rest))
+    runs: dict[str, Callable[[], AttentionRun]] = {
+        kernel: partial(AttentionRun, partial(run, q, kv, table, *rest))
         for kernel, run in kernels("chunk_attention", how).items()
     }
     length = before + new
     seen = jnp.arange(length)[None, :] <= before + jnp.arange(new)[:, None]
     flat = [contiguous(pages, table)[:, :length] for pages in kv[:2]]
 
-    def attend(by: How | None, **mask: Any) -> Run:
+    def attend(by: How | None, **mask: Any) -> AttentionRun:
         run = dense(by, **mask)
-        return Run(lambda: run(q[None], *flat)[0])
+        return AttentionRun(lambda: run(q[None], *flat)[0])
 
     # For cuDNN, the mask is an array of biases. Without it, there is more to compute, but less to
     # read.
@@ -183,10 +186,12 @@ def chunk_case(new: int, before: int, how: How) -> Case:
     if how.flex:
         runs["flex_attention"] = lambda: flex_attention(1, new, before)
     pairs = new * before + new * (new + 1) / 2
-    return Case(attend(None, mask=seen[None, None]).start, runs, 4 * N * H * pairs, "operations")
+    return AttentionCase(
+        attend(None, mask=seen[None, None]).start, runs, 4 * N * H * pairs, "operations"
+    )
 
 
-def flex_attention(sequences: int, new: int, before: int) -> Run:
+def flex_attention(sequences: int, new: int, before: int) -> AttentionRun:
     """Return torch's causal flex_attention over pages of its block size, on other random data."""
     import torch
     from torch.nn.attention import flex_attention as flex
@@ -208,7 +213,7 @@ def flex_attention(sequences: int, new: int, before: int) -> Run:
     mask = paged.convert_logical_block_mask(mask)
     attend = torch.compile(flex.flex_attention, dynamic=False)
     start = partial(attend, q, k, v, block_mask=mask, enable_gqa=True, scale=1.0)
-    return Run(start, lambda _: torch.cuda.synchronize())
+    return AttentionRun(start, lambda _: torch.cuda.synchronize())
 
 
 def ragged(how: How) -> np.ndarray:
@@ -223,7 +228,7 @@ def equal(sequences: int, length: int, how: How) -> np.ndarray:
     return np.full(how.of(sequences, 2), how.of(length), np.int32)
 
 
-CASES: dict[str, Callable[[How], Case]] = {
+CASES: dict[str, Callable[[How], AttentionCase]] = {
     "decode 64 x 4096": lambda how: decode_case(equal(64, 4096, how), how),
     "decode 4 x 65536": lambda how: decode_case(equal(4, 65536, how), how),
     "decode 64 of 50 to 8192": lambda how: decode_case(ragged(how), how),

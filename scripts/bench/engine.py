@@ -72,7 +72,7 @@ ENGINE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Size:
+class RunSize:
     """The size of a run.
 
     Attributes:
@@ -94,7 +94,7 @@ class Size:
     steps: int
 
 
-FULL = Size(
+FULL = RunSize(
     LLAMA_3_8B,
     ENGINE | {"max_num_seqs": 256, "max_num_batched_tokens": 2048},
     requests=1000,
@@ -103,7 +103,7 @@ FULL = Size(
     multiplied=8192,
     steps=24,
 )
-REHEARSAL = Size(
+REHEARSAL = RunSize(
     TINY,
     ENGINE | {"max_num_seqs": 4, "max_num_batched_tokens": 16, "page_size": 16, "num_pages": 40,
               "kernels": "interpret"},
@@ -111,7 +111,7 @@ REHEARSAL = Size(
 )  # fmt: skip
 
 
-def lengths(trace: str | None, size: Size, count: int) -> list[BenchRequest]:
+def lengths(trace: str | None, size: RunSize, count: int) -> list[BenchRequest]:
     """Return the requests, which all arrive at once."""
     found = read_workload(trace) if trace else Synthetic(lengths=LENGTHS, count=count).requests()
     most = size.longest
@@ -150,7 +150,7 @@ def seconds(roofline: RooflineStage, steps: Iterable[Work]) -> float:
 
 
 def trace_steps(
-    llm: LLM, work: list[BenchRequest], size: Size, roofline: RooflineStage
+    llm: LLM, work: list[BenchRequest], size: RunSize, roofline: RooflineStage
 ) -> dict[str, Any]:
     """Run as many requests as fit at once, and trace some of the steps."""
     most = min(size.engine["max_num_seqs"], len(work))

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
-from scripts.bench.attention_cases import CASES, Case, How, Run
+from scripts.bench.attention_cases import CASES, AttentionCase, AttentionRun, How
 
 CALLS = 10
 # Seconds for one case, including compilation; a case that hangs is stopped then.
@@ -44,7 +44,7 @@ CASE_S = 100
 TOLERANCE = 2e-2
 
 
-def seconds(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
+def seconds(runs: Mapping[str, AttentionRun], rounds: int) -> dict[str, float]:
     """Return the median seconds of one call for each compiled run; none without rounds.
 
     As many calls are in flight as take a twentieth of a second. A slow run has fewer rounds.
@@ -66,12 +66,14 @@ def seconds(runs: Mapping[str, Run], rounds: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items() if found}
 
 
-def measure(case: Case, rates: Mapping[str, float], how: How, rounds: int) -> dict[str, Any]:
+def measure(
+    case: AttentionCase, rates: Mapping[str, float], how: How, rounds: int
+) -> dict[str, Any]:
     """Return the seconds, the share of the machine's rate, and the largest error of each run.
 
     A run that fails has its error's first line; the others are still timed.
     """
-    runs: dict[str, Run] = {}
+    runs: dict[str, AttentionRun] = {}
     figures: dict[str, Any] = {}
     expected = case.expected()
     for name, make in case.runs.items():

@@ -38,7 +38,7 @@ from jaxinfer.report.run_folder import run_folders
 from jaxinfer.report.summary import figures
 from jaxinfer.request import SamplingParams
 from jaxinfer.simulate.run import simulate
-from scripts.bench.same_answers import TOP, Answers, Comparison, compare
+from scripts.bench.same_answers import TOP, ComparedAnswers, Comparison, compare
 from scripts.tables import Row, show_table, write_csv
 
 FOLDER = Path("configs/gpu/one_card")
@@ -196,7 +196,7 @@ class Suite:
 
         path, folder = FOLDER / f"{system}.yaml", self.out / kind.name / label
         config = load_run_file(path, [*kind.of(system, "ledger=true", *more), *self._on_cpu(path)])
-        work, answers = config.requests(), Answers()
+        work, answers = config.requests(), ComparedAnswers()
         sampling = SamplingParams(temperature=0, logprobs=TOP) if system == ALONE else GREEDY
         start = time.monotonic()
         llm = LLM.from_config(config, progress=False)
@@ -250,7 +250,7 @@ class Suite:
             return row
         if not alone.is_file():
             return row | {"result": f"failed: {ALONE} has not run, no answers to compare with"}
-        found = compare(Answers.read(alone), Answers.read(own), BOUND[kind.dtype])
+        found = compare(ComparedAnswers.read(alone), ComparedAnswers.read(own), BOUND[kind.dtype])
         return row | told(found)
 
 

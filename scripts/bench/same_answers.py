@@ -13,7 +13,7 @@ TOP = 5
 
 
 @dataclass
-class Answers:
+class ComparedAnswers:
     """The output tokens of a run, and the likely tokens at each position.
 
     Attributes:
@@ -38,7 +38,7 @@ class Answers:
         path.write_text(json.dumps({"tokens": self.tokens, "likely": self.likely}) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> "Answers":
+    def read(cls, path: Path) -> "ComparedAnswers":
         """Read a file that ``write`` has written."""
         data: Any = json.loads(path.read_text())
         likely = {
@@ -68,7 +68,7 @@ class Comparison:
     largest_gap: float
 
 
-def compare(first: Answers, second: Answers, bound: float) -> Comparison:
+def compare(first: ComparedAnswers, second: ComparedAnswers, bound: float) -> Comparison:
     """Compare a run's answers with those of an earlier run.
 
     Args:
@@ -92,7 +92,7 @@ def compare(first: Answers, second: Answers, bound: float) -> Comparison:
     return Comparison(equal, tied, sorted(apart), tokens, largest)
 
 
-def _gap(first: Answers, name: str, at: int | None, theirs: Sequence[int]) -> float | None:
+def _gap(first: ComparedAnswers, name: str, at: int | None, theirs: Sequence[int]) -> float | None:
     """Return by how much the first run found the other's token less likely; None if unknown."""
     if at is None or name not in first.likely:
         return None

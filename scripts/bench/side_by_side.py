@@ -34,7 +34,7 @@ ENGINE = {
 def ours(python: str, workload: str, dtype: str, out: Path, settings: list[str]) -> list[str]:
     """Return the command of one ``jaxinfer bench``."""
     command = [python, "-m", "jaxinfer", "bench", "--model", "smollm2-135m-instruct"]
-    command += ["--workload", workload, "--json", str(out), "--force"]
+    command += ["--workload", workload, "--output", str(out), "--force"]
     options = [f"engine.{name}={value}" for name, value in ENGINE.items()]
     for option in [f"engine.dtype={dtype}", *options, *settings]:
         command += ["--set", option]

@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 
 from jaxinfer.files.contents import contents
+from jaxinfer.files.kept import key_of
 from jaxinfer.files.made_from import code_version, digest_of
-from jaxinfer.lab.plan.evaluation_cache import key_of
 from scripts.tables import CONFIGS
 
 

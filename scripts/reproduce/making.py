@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.lab.plan.evaluation_cache import key_of
+from jaxinfer.files.kept import key_of
 from jaxinfer.report.origin import origin
 from jaxinfer.report.pictures import save_picture
 from scripts.reproduce.claims import read_claims, show_claims, write_claims

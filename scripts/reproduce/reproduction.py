@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.files.kept import key_of
 from jaxinfer.files.process_pool import process_pool
-from jaxinfer.lab.plan.evaluation_cache import key_of
 from jaxinfer.workload.lengths import BenchRequest, read_workload
 from scripts.reproduce.claims import Target
 from scripts.reproduce.digests import digest_of_code, digests_of

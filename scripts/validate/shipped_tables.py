@@ -2,14 +2,12 @@
 
     python -m scripts.validate.shipped_tables --operators FOLDER --profiles FOLDER --out DIR
 
-The folders have tables of H100 and H200 as Parquet (as `jaxinfer validate` reads them), and of A100
-and L40S as CSV. For each card, DIR gets its numbers, and one file of arrays per operator. The
-tables have heads of 128, prompts and decodes without windows, products in bfloat16 and fp8 at some
-numbers of rows, and experts of models in `configs/models.yaml`. Times are rounded to four digits.
-
-Two tables change in other ways. If a card's attention for prompts is faster than its peak FLOPs
-permit, the table of the card with the same peak takes its place. A100's all-reduces are NCCL's of
-16 bits, under the name of bfloat16.
+FOLDERs have H100 and H200 as Parquet (as `check points` reads them), and A100 and L40S as CSV.
+DIR gets, for each card, its numbers and a file of arrays per operator: heads of 128, prompts and
+decodes without windows, products in bfloat16 and fp8 at some numbers of rows, experts of models in
+`configs/models.yaml`; times to four digits. Otherwise, two tables change: where a card's peak FLOPs
+forbid its prompts' attention, that of the card with the same peak takes its place; and A100's
+all-reduces are NCCL's of 16 bits, under the name of bfloat16.
 """
 
 import csv

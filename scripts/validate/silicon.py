@@ -2,12 +2,12 @@
 
     python -m scripts.validate.silicon --points points.csv --operators FOLDER --out DIR
 
-Each variant is a run of ``jaxinfer validate`` in its own folder below DIR; an interrupted run
-continues. DIR gets ``groups.csv``, ``experts.csv`` (models with experts), ``ablations.csv``,
-``tried.csv`` (possible explanations for groups with large errors) and ``halves.csv``. With
-``--peer FILE`` of ``peer_estimates.py``, it also gets ``peer.csv`` and ``peer_experts.csv``, and
-with ``--log``, ``logs.csv``. None of these has the figures of a single point. The fitted number,
-``sequence_s``, is fitted on one half of the points and tested on the other.
+Each variant is a run of ``jaxinfer check points`` in a folder of its own below DIR, which goes on
+where it was cut off. DIR gets ``groups.csv``, ``experts.csv`` (of models with experts),
+``ablations.csv``, ``tried.csv`` (what might explain groups that are far off) and ``halves.csv``,
+with ``--peer FILE`` of ``peer_estimates.py`` also ``peer.csv`` and ``peer_experts.csv``, and with
+``--log`` ``logs.csv``; none has a point's own figures. The number, ``sequence_s``, is fitted on one
+half of the points and tested on the other.
 """
 
 import hashlib
@@ -204,7 +204,7 @@ def try_all(points: Path, operators: str, out: Path) -> dict[tuple[str, str], Pa
 def run_log(log: str, run_file: str, operators: str, out: Path) -> list[Row]:
     """Return figures of a log of requests, compared with those of its simulation."""
     name = Path(run_file).stem
-    command = [sys.executable, "-m", "jaxinfer", "validate", log, "--run", run_file]
+    command = [sys.executable, "-m", "jaxinfer", "check", "points", log, "--run", run_file]
     _call([*command, "--operators", operators, "--out", str(out / name)])
     summary = json.loads((out / name / "summary.json").read_text(encoding="utf-8"))
     count = summary.pop("requests")
@@ -224,7 +224,16 @@ def run(
     settings: Iterable[str],
 ) -> Path:
     """Run or continue one variant; results that it does not change come from ``known``."""
-    command = [sys.executable, "-m", "jaxinfer", "validate", str(points), "--operators", operators]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxinfer",
+        "check",
+        "points",
+        str(points),
+        "--operators",
+        operators,
+    ]
     command += ["--known", str(known)] if known != out else []
     for rule in (*without, "fitted"):
         command += ["--without", rule]
@@ -236,7 +245,7 @@ def run(
 
 def _call(command: Sequence[str]) -> None:
     if subprocess.run(command, check=False).returncode:
-        raise JaxinferError(f"{command[-1]}: jaxinfer validate has failed")
+        raise JaxinferError(f"{command[-1]}: jaxinfer check points has failed")
 
 
 def groups(name: str, out: Path) -> list[Row]:

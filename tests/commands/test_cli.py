@@ -155,8 +155,13 @@ def test_nothing_is_overwritten_unasked(run_file: Path, tmp_path: Path) -> None:
     refused = jaxinfer("run", run_file, "--input", first, "--output", first, "--force")
     assert_one_line_error(refused, "the output must not be the input")
     assert out.read_bytes() == before
-    forced = jaxinfer("run", run_file, "--input", second, "--output", out, "--force")
+    forced = jaxinfer("run", run_file, "--input", second, "--output", out, "--force", "--json")
     assert forced.returncode == 0
+    found = json.loads(forced.stdout)
+    run = json.loads((Path(found["run_folder"]) / "run.json").read_text())
+    assert found["metrics"] == run["metrics"]
+    assert (found["lines"], found["failed"], found["results"]) == (1, 0, str(out))
+    assert f"results: {out}" in forced.stderr
     assert out.read_bytes() != before
 
 
@@ -166,7 +171,7 @@ def test_bench(run_file: Path, tmp_path: Path) -> None:
         [{"prompt_token_ids": [i, 2, 3], "max_tokens": 5 + i} for i in range(6)],
     )
     out = tmp_path / "bench.json"
-    done = jaxinfer("bench", run_file, "--workload", work, "--json", out)
+    done = jaxinfer("bench", run_file, "--workload", work, "--output", out)
     assert done.returncode == 0, done.stderr
     (figures,) = json.loads(out.read_text())
     assert figures["prompt_tokens"] == 18
@@ -175,16 +180,17 @@ def test_bench(run_file: Path, tmp_path: Path) -> None:
     assert figures["output_tok_s"] == pytest.approx(45 / figures["wall_s"])
     assert figures["peak_rss_mib"] > 50
     assert (tmp_path / "bench.json.runs" / "1" / "steps.jsonl").exists()
-    refused = jaxinfer("bench", run_file, "--workload", work, "--json", out)
+    refused = jaxinfer("bench", run_file, "--workload", work, "--output", out)
     assert_one_line_error(refused, "bench.json exists", "--force")
 
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n40,3\n7,9\n5,5\n")
-    more = ("--json", tmp_path / "csv.json", "--limit", "2", "--repeat", "2")
+    more = ("--output", tmp_path / "csv.json", "--limit", "2", "--repeat", "2")
     own = f"workload={{trace: {lengths}, arrivals: {{kind: closed, concurrency: 1}}}}"
-    done = jaxinfer("bench", run_file, "--set", own, *more)
+    done = jaxinfer("bench", run_file, "--set", own, *more, "--json")
     assert done.returncode == 0, done.stderr
     twice = json.loads((tmp_path / "csv.json").read_text())
+    assert json.loads(done.stdout) == {"runs": twice}
     assert [(f["prompt_tokens"], f["output_tokens"]) for f in twice] == [(47, 12)] * 2
     for number in (1, 2):
         path = tmp_path / "csv.json.runs" / str(number) / "requests.jsonl"

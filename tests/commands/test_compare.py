@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from jaxinfer import LLM, JaxinferError
+from jaxinfer.commands.check.replay import replay
 from jaxinfer.commands.common import refuse, workload_settings
 from jaxinfer.commands.compare import compare as command
-from jaxinfer.commands.replay import replay
 from jaxinfer.config.run_file import RunFile, as_run_file, load_run_file
 from jaxinfer.lab import compare, measure
 from jaxinfer.lab.compare import compare_systems, load_systems, simulate_systems

@@ -1,6 +1,7 @@
-"""``jaxinfer conformance``: its tables and files, by outcomes that are known."""
+"""``jaxinfer check hand-offs``: its tables and files, by outcomes that are known."""
 
 import csv
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +77,7 @@ ONE = ["page_size=8", "dtype=float32", "kv_cache_dtype=auto", "kernels=plain", "
 def run(*more: str) -> Any:
     values = [word for text in [*ONE, "tensor_parallel_size=1"] for word in ("--values", text)]
     return CliRunner().invoke(
-        cli, ["conformance", *values, "--tokens", "20", "--outputs", "2", *more]
+        cli, ["check", "hand-offs", *values, "--tokens", "20", "--outputs", "2", *more]
     )
 
 
@@ -87,6 +88,11 @@ def test_files(known: list[HandOffCheck], tmp_path: Path) -> None:
     (row,) = csv.DictReader((tmp_path / "new" / "conformance.csv").open())
     assert (row["verdict"], row["num_bytes"], row["source_page_size"]) == ("exact", "4000", "8")
     assert "| A | = |" in (tmp_path / "new" / "conformance.md").read_text()
+    (pair,) = json.loads(run("--json").stdout)["pairs"]
+    assert {name: str(value) for name, value in pair.items() if name in row} == {
+        name: row[name] or "None" if name != "reason" and name != "fault" else row[name]
+        for name in pair
+    }
     again = run("--out", str(tmp_path / "new"))
     assert "has files in it" in str(again.exception)
 
@@ -94,5 +100,6 @@ def test_files(known: list[HandOffCheck], tmp_path: Path) -> None:
 def test_what_is_wrong_is_an_error(known: list[HandOffCheck]) -> None:
     known.append(HandOffCheck("A", "A", "wrong", "", 0.02, 0.003, 0.005, 1, 0.0, 2000, 0.002))
     ran = run()
-    assert str(ran.exception) == "KV arrives changed by more than its formats round: A to A"
+    assert ran.exit_code == 1
+    assert "jaxinfer: KV arrives changed by more than its formats round: A to A\n" in ran.stderr
     assert "WRONG 2 %" in ran.output

@@ -17,7 +17,8 @@ from jaxinfer.lab.plan.candidate import Candidate, Score
 from jaxinfer.lab.plan.problem import load_options, load_problem
 from jaxinfer.lab.plan.registry import make_planner
 from jaxinfer.lab.plan.search import DrivenSearch
-from jaxinfer.lab.plan.sweep.sweep import Sweep, clusters
+from jaxinfer.lab.plan.sweep.sweep import clusters
+from jaxinfer.lab.plan.sweep.sweep_file import Sweep
 
 ROOT = Path(__file__).parents[2]
 # Others than run files: test_nodes.py, test_targets.py and test_shipped_tables.py have them.

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jaxinfer.config.layer_split import shared_layers
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file, load_run_file
-from jaxinfer.config.site import ModelledSite, model_site
+from jaxinfer.config.site import model_site
+from jaxinfer.config.site_values import ModelledSite
 from jaxinfer.simulate.cluster import model_cluster
 
 CONFIGS = Path(__file__).parents[2] / "configs"

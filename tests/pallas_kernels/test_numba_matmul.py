@@ -13,7 +13,8 @@ from jaxinfer.models import layers
 
 pytest.importorskip("numba")
 from jaxinfer.pallas_kernels import numba_matmul, numba_vectors, xla_call
-from jaxinfer.pallas_kernels.numba_matmul import gated, is_left_to_xla, logits, matmul
+from jaxinfer.pallas_kernels.numba_logits import logits
+from jaxinfer.pallas_kernels.numba_matmul import gated, is_left_to_xla, matmul
 
 Shape = tuple[int, int, int]
 # T, D, F: whole tiles, and some more rows and columns; in place and, on some processors, packed.

@@ -14,7 +14,8 @@ from jaxinfer.config.run_file import load_run_file
 from jaxinfer.lab.plan.file_parts import joined
 from jaxinfer.lab.plan.planners.any_system import AnySystem, AnySystemOptions
 from jaxinfer.lab.plan.problem import Problem
-from jaxinfer.lab.plan.sweep.sweep import PointRun, Sweep, simulate_point
+from jaxinfer.lab.plan.sweep.sweep import PointRun, simulate_point
+from jaxinfer.lab.plan.sweep.sweep_file import Sweep
 from jaxinfer.simulate.run import simulate
 
 ONE = {"groups": {"g": {"kind": "A10"}}, "instances": {"i": {"group": "g"}}, "model": "llama-3-8b"}

@@ -78,7 +78,9 @@ def test_ttft_against_tbt(
         [[0.2, 0], [0.2, 1]],
         [[0, 2], [1, 2]],
     ]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("TBT p99, s", "TTFT p90, s")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("TBT p99 (s)", "TTFT p90 (s)")
+    # 0.25, 0.5 and 0.6 of the limit of TBT beside 0.75, 0.25 and 0.3 of that of TTFT.
+    assert axes.get_title() == "TBT limits 2 of 3 candidates at their largest rate"
     assert bar.get_ylabel() == unit
     # What is at a limit is not at the spine.
     assert axes.get_xlim()[1] > 0.2 * 1.1

@@ -12,8 +12,8 @@ from properties import examples
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, Workload
+from jaxinfer.files.kept import KeptResults
 from jaxinfer.lab.plan.candidate import Candidate, Score
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
 from jaxinfer.lab.plan.lacking import why_nothing
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.simulate.capacity import Ladder
@@ -181,7 +181,7 @@ def test_what_was_found_is_not_simulated_again(carries: Carries, tmp_path: Path)
 
     def search() -> tuple[Candidate, int]:
         carries.tried.clear()
-        kept = EvaluationCache(file)
+        kept = KeptResults(file)
         best = DrivenSearch(asked, kept=kept).best(candidates)
         kept.close()
         return best, len(carries.tried)
@@ -198,7 +198,7 @@ def test_what_was_found_is_not_simulated_again(carries: Carries, tmp_path: Path)
     assert 0 < rest < whole
     assert file.read_text() == text
     # Another goal is another search.
-    other = DrivenSearch(problem({"maximise": "usd"}, prices=PRICES), kept=EvaluationCache(file))
+    other = DrivenSearch(problem({"maximise": "usd"}, prices=PRICES), kept=KeptResults(file))
     carries.tried.clear()
     other.best(candidates)
     assert carries.tried
@@ -220,7 +220,7 @@ def test_what_is_asked_for_is_part_of_what_is_kept(
     def simulations(multiple: float) -> int:
         slo.write_text(f"reference: {reference}\nscale: {{ttft: {multiple}}}\n")
         carries.tried.clear()
-        kept = EvaluationCache(tmp_path / "evaluations.jsonl")
+        kept = KeptResults(tmp_path / "evaluations.jsonl")
         search = DrivenSearch(problem({"maximise": "gpu", "slo": str(slo)}), kept=kept)
         search.best([cluster("A10", 1, 8)])
         kept.close()

@@ -131,7 +131,7 @@ def test_a_replay_takes_a_format(
     monkeypatch.setattr("jaxinfer.lab.validate.replay.replay", lambda real, runs: both)
     monkeypatch.setattr("jaxinfer.lab.validate.replay.fidelity", lambda *runs: "as real")
     monkeypatch.setattr("jaxinfer.lab.validate.replay.overruns", lambda run: [])
-    given = ["replay", "real", "--out", str(tmp_path / "out"), "--pictures", "svg"]
+    given = ["check", "replay", "real", "--out", str(tmp_path / "out"), "--pictures", "svg"]
     ran = CliRunner().invoke(cli, given)
     assert ran.exit_code == 0, ran.output
     names = {path.name for path in (tmp_path / "out").glob("*.svg")}

@@ -92,6 +92,11 @@ def test_no_weight_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -
         "4 all-reduce",
     ):
         assert text in result.output
+    (stage,) = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).stdout)["stages"]
+    assert (stage["instance"], stage["layers"], stage["devices"]) == (None, [0, 1], 2)
+    assert (stage["pages"], stage["page_size"], stage["longest_request"]) == (64, 8, 256)
+    assert [step["shape"]["tokens"] for step in stage["steps"]] == [32, 4]
+    assert stage["steps"][0]["collectives"] == {"all-reduce": [4, 4 * 32 * 32 * 4]}
 
 
 def test_the_longest_request_is_the_models_or_the_pools(tiny_folder: Path) -> None:
@@ -145,7 +150,7 @@ def test_compare_puts_layouts_side_by_side(tiny_folder: Path, tmp_path: Path) ->
     work.write_text("\n".join(map(json.dumps, lines)))
     out = tmp_path / "out.json"
     arguments = ["compare", "default", str(whole), "fsdp", "--model", str(tiny_folder)]
-    arguments += ["--workload", str(work), "--json", str(out), "--rounds", "2"]
+    arguments += ["--workload", str(work), "--output", str(out), "--rounds", "2"]
     for name, value in (TINY | {"tensor_parallel_size": 2}).items():
         arguments += ["--set", f"engine.{name}={value}"]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)

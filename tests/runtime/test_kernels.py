@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, JaxinferError, SamplingParams, pallas_kernels
-from jaxinfer.pallas_kernels import assembler, choice
+from jaxinfer.pallas_kernels import choice
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.kv.slab import SLAB_TOKENS, gather, scatter
@@ -166,7 +166,7 @@ def test_an_assembler_that_makes_wrong_code(
     chosen: str,
 ) -> None:
     """The code is of causal masks; what to install is said, and is an error for Hopper's."""
-    monkeypatch.setattr(assembler, "ptxas_version", lambda: ptxas)
+    monkeypatch.setattr(choice, "ptxas_version", lambda: ptxas)
     choice._note.cache_clear()
     case: Any = gpu("9.0"), jnp.dtype("bfloat16"), 128, 4, 64
     assert choose_kernels("auto", *case) == chosen

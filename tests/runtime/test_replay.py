@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from failure_cases import INSTANCE, PARAMS, PROMPTS
 
 from jaxinfer import LLM, JaxinferError
-from jaxinfer.commands.app import cli
 from jaxinfer.config.cluster import InstanceConfig, LinkConfig
 from jaxinfer.config.groups import Emulate, GroupConfig
 from jaxinfer.config.run_file import RunFile
@@ -85,8 +83,3 @@ def test_what_cannot_be_replayed(tiny_folder: Path, tmp_path: Path, own_profiles
         path.unlink()
     with pytest.raises(JaxinferError, match=r"instance a: no profile .*\.json, by which its run"):
         replay(tmp_path / "runs" / "1", tmp_path / "again")
-    refused = CliRunner().invoke(cli, ["replay", str(tmp_path / "runs" / "1")])
-    assert str(refused.exception) == "give --out FOLDER, or --check"
-    given = [str(tmp_path / "runs" / "1"), "--check", "--out", str(tmp_path / "out")]
-    refused = CliRunner().invoke(cli, ["replay", *given])
-    assert str(refused.exception) == "--out is for a replay without --check"

@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer import JaxinferError
 from scripts.bench import one_card
-from scripts.bench.same_answers import Answers, Comparison, compare
+from scripts.bench.same_answers import ComparedAnswers, Comparison, compare
 from scripts.tables import read_csv
 
 ROOT = Path(__file__).parents[2]
@@ -17,18 +17,22 @@ def test_where_answers_part(tmp_path: Path) -> None:
     path = tmp_path / "answers.json"
     likely = {7: -1.0, 8: -1.1, 9: -1.5}
     names = ("equal", "tied", "unlikely", "unknown")
-    first = Answers({name: [5, 7] for name in names}, {n: [{5: -0.1}, likely] for n in names})
+    first = ComparedAnswers(
+        {name: [5, 7] for name in names}, {n: [{5: -0.1}, likely] for n in names}
+    )
     first.write(path)
-    second = Answers({"equal": [5, 7], "tied": [5, 8], "unlikely": [5, 9], "unknown": [5, 6]})
-    found = compare(Answers.read(path), second, bound=0.125)
+    second = ComparedAnswers(
+        {"equal": [5, 7], "tied": [5, 8], "unlikely": [5, 9], "unknown": [5, 6]}
+    )
+    found = compare(ComparedAnswers.read(path), second, bound=0.125)
     assert found == Comparison(1, 1, ["unknown", "unlikely"], 2 + 3 * 1, pytest.approx(0.1))
     assert compare(first, second, bound=0.5).apart == ["unknown"]
     assert compare(first, second, bound=0.05).apart == ["tied", "unknown", "unlikely"]
 
 
 def test_answers_that_are_not_there_or_too_short() -> None:
-    first = Answers({"a": [1, 2], "b": [1]}, {"a": [{1: -0.1}, {2: -0.1}]})
-    found = compare(first, Answers({"a": [1], "c": [1]}), bound=1.0)
+    first = ComparedAnswers({"a": [1, 2], "b": [1]}, {"a": [{1: -0.1}, {2: -0.1}]})
+    found = compare(first, ComparedAnswers({"a": [1], "c": [1]}), bound=1.0)
     assert (found.equal, found.tied, found.apart) == (0, 0, ["a", "b", "c"])
 
 
@@ -56,9 +60,9 @@ def test_what_is_wrong() -> None:
 def test_a_run_without_answers_to_compare_with_is_wrong(tmp_path: Path) -> None:
     suite = one_card.Suite(tmp_path, "H200", is_rehearsal=True)
     kind, row = one_card.Pass("exact", "m", (), "float32", False), {"system": "x", "result": "ok"}
-    Answers({"0": [1]}, {}).write(tmp_path / "exact_x.json")
+    ComparedAnswers({"0": [1]}, {}).write(tmp_path / "exact_x.json")
     assert one_card.is_wrong(suite.against(kind, row))
-    Answers({"0": [1]}, {}).write(tmp_path / "exact_single.json")
+    ComparedAnswers({"0": [1]}, {}).write(tmp_path / "exact_single.json")
     assert suite.against(kind, row)["equal"] == 1
     assert suite.shown_card == "H200, played by a CPU"
     late = row | {"result": "not run: no time left"}

@@ -145,7 +145,10 @@ def test_a_cell_of_takeover_on_another_cluster_comes_out_again() -> None:
     assert cases.gpus("2 A100+3 L4") == ("A100", "A100", "L4", "L4", "L4")
     cell = cases.Cell("H100+L4", 16384, 128)
     (ours,) = cases.systems(cell.cluster)["takeover"].values()
-    made = [cell.count, *(round(share, 4) for share in cases.shares(cases.Run(cell, *ours, 0)))]
+    made = [
+        cell.count,
+        *(round(share, 4) for share in cases.shares(cases.TakeoverRun(cell, *ours, 0))),
+    ]
     published = {row["cell"]: row for row in rows(RESULTS / "takeover" / "h100_l4.csv")}
     row = published["16k/128"]
     assert made == [float(row[name]) for name in ("requests", "takeover", "takeover whole")]

@@ -80,7 +80,11 @@ def test_tables_pictures_and_run_files(model: str, tmp_path: Path) -> None:
     assert (out / "seconds.png").stat().st_size > 10_000
     # What has been compiled is kept: no compiler is asked again.
     again = [*call[:-1], str(tmp_path / "again")]
-    assert "0 of 0" in CliRunner().invoke(cli, again, catch_exceptions=False).output
+    kept = CliRunner().invoke(cli, [*again, "--json"], catch_exceptions=False)
+    assert "0 of 0" in kept.stderr
+    found = json.loads(kept.stdout)["layouts"]
+    assert [each["seconds"] for each in found] == [float(row["seconds"]) for row in rows]
+    assert [each["weight_bytes"] for each in found] == [int(row["weight_bytes"]) for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.config.site import model_site, total_watts
+from jaxinfer.config.site import model_site
+from jaxinfer.config.site_values import total_watts
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
 from jaxinfer.simulate.run import describe_run, simulate

@@ -12,9 +12,9 @@ from scatter import spread
 from waiting import HANG_S
 
 from jaxinfer import LLM
-from jaxinfer.runtime.processes.homes import Home
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.process import Process
+from jaxinfer.runtime.processes.restart_groups import RestartGroup
 from jaxinfer.serving.world import StepDone
 
 
@@ -40,13 +40,13 @@ def pid_of(llm: LLM, group: str) -> int:
     return pid
 
 
-def home_of(llm: LLM, group: str = "a0") -> Home:
+def home_of(llm: LLM, group: str = "a0") -> RestartGroup:
     restarts = llm.cluster.restarts
     assert restarts
     return restarts._homes[group]
 
 
-def wait_for_news(home: Home) -> None:
+def wait_for_news(home: RestartGroup) -> None:
     wait_until(lambda: home.news is not None)
 
 
@@ -56,7 +56,7 @@ class Return:
     Else the loop may have heard of it by then, and have taken it back.
     """
 
-    def __init__(self, home: Home) -> None:
+    def __init__(self, home: RestartGroup) -> None:
         self._home, self._wanted, get_ready = home, threading.Event(), home.get_ready
 
         def when_wanted(processes: Mapping[str, Process]) -> None:

@@ -12,9 +12,9 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes.homes import InstancesHome, Restarted
 from jaxinfer.runtime.processes.messages import Left
-from jaxinfer.runtime.processes.process import NobodyThere
+from jaxinfer.runtime.processes.process import ProcessGone
+from jaxinfer.runtime.processes.restart_groups import Restarted, WorkerRestart
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 
@@ -71,7 +71,7 @@ class FakeWorker:
 
     def prepare(self, sampler: Any, wait: bool) -> Any:
         self.prepared.append((sampler, wait))
-        raise NobodyThere("gone again")
+        raise ProcessGone("gone again")
         yield
 
     def move_to(self, process: FakeProcess) -> None:
@@ -102,7 +102,7 @@ class Cluster:
         config = ClusterConfig(groups={"g": group}, instances=instances)
         self.process = FakeProcess(lost)
         self.workers = {name: FakeWorker(self.process) for name in "xy"}
-        monkeypatch.setattr(InstancesHome, "get_ready", self._get_ready)
+        monkeypatch.setattr(WorkerRestart, "get_ready", self._get_ready)
         others: Any = SimpleNamespace(
             begin_again=self._begin,
             side_of=lambda name: SimpleNamespace(pieces=()),

@@ -14,7 +14,7 @@ from schedules import pool, unit
 from serving_checks import Outcome, Run, make_requests
 
 from jaxinfer.lab.plan.bound import bound_of
-from jaxinfer.papers.takeover.books import Book, Kind
+from jaxinfer.papers.takeover.accounts import Account, InstanceClass
 from jaxinfer.papers.takeover.slo import Slo
 from jaxinfer.papers.takeover.speeds import Speeds
 from jaxinfer.papers.takeover.system import Takeover, TakeoverOptions
@@ -318,7 +318,8 @@ def test_a_prompt_too_long_for_a_small_pool_does_not_leave_the_large_one_idle() 
     work = [BenchRequest(None, 500 if n % 4 else 25_000, 200, 0.0) for n in range(40)]
     kept, let_go = (
         simulate(
-            cases.Run(cases.Cell("A100+A10", 256, 32), "takeover/pair", more, 0).config(), work
+            cases.TakeoverRun(cases.Cell("A100+A10", 256, 32), "takeover/pair", more, 0).config(),
+            work,
         ).wall_s
         for more in ((), ("system.keeps_room=false",))
     )
@@ -330,7 +331,7 @@ def test_a_large_pool_that_is_mostly_free_begins_prompts_too() -> None:
     cell = cases.Cell("A100+A10", 4096, 128)
     work = [replace(r, arrival=i / 2.5) for i, r in enumerate(cell.work(1, 40))]
     kept, let_go = (
-        simulate(cases.Run(cell, "takeover/pair", more, 0).config(), work).ttft_p99
+        simulate(cases.TakeoverRun(cell, "takeover/pair", more, 0).config(), work).ttft_p99
         for more in ((), ("system.keeps_room=false",))
     )
     assert kept is not None
@@ -343,8 +344,8 @@ def test_a_large_pool_that_is_nearly_full_is_for_decodes_that_displace_less_ther
     sequence_s: float, gives: bool
 ) -> None:
     """A small pool's decodes displace one token there, and 1.05 or 5 on the large one."""
-    small = Kind(Speeds.of(fit(0.4, step_s=4.0)), 100, decodes=8, due=80, all_seats=8)
-    large = Kind(Speeds.of(fit(0.1, sequence_s)), 1000, seats=1, room=500, below=[small])
+    small = InstanceClass(Speeds.of(fit(0.4, step_s=4.0)), 100, decodes=8, due=80, all_seats=8)
+    large = InstanceClass(Speeds.of(fit(0.1, sequence_s)), 1000, seats=1, room=500, below=[small])
     large.all_seats, large.all_room = 8, 1000
     system = Takeover()
     assert system._gives(small, large, 10.0) == gives
@@ -356,8 +357,8 @@ def test_a_large_pool_is_not_kept_for_decodes_that_displace_far_more_there(
     sequence_s: float, kept: bool
 ) -> None:
     """A small pool with time for prompts; its decodes displace 1.95 or 2.05 times as much there."""
-    small = Kind(Speeds.of(fit(0.4, step_s=4.0)), 100, decodes=8, due=80, with_time=1)
-    large = Kind(Speeds.of(fit(0.1, sequence_s)), 1000, seats=1, room=500, below=[small])
+    small = InstanceClass(Speeds.of(fit(0.4, step_s=4.0)), 100, decodes=8, due=80, with_time=1)
+    large = InstanceClass(Speeds.of(fit(0.1, sequence_s)), 1000, seats=1, room=500, below=[small])
     large.all_seats, large.all_room = 8, 1000
     system = Takeover()
     system._next = 100
@@ -371,7 +372,9 @@ def test_room_is_made_for_all_prompts_of_two_steps() -> None:
     made: set[tuple[int, float]] = set()
 
     class Noted(Takes):
-        def take(self, to: Book, book: Book, actions: list[Action], wanted: float = inf) -> None:
+        def take(
+            self, to: Account, book: Account, actions: list[Action], wanted: float = inf
+        ) -> None:
             if wanted < inf:
                 made.add((book.backlog, wanted + book.room))
             super().take(to, book, actions, wanted)
@@ -387,7 +390,9 @@ def test_room_is_made_where_seats_are_lacking_too() -> None:
     made: set[tuple[int, int, float]] = set()
 
     class Noted(Takes):
-        def take(self, to: Book, book: Book, actions: list[Action], wanted: float = inf) -> None:
+        def take(
+            self, to: Account, book: Account, actions: list[Action], wanted: float = inf
+        ) -> None:
             if wanted < inf:
                 assert (book.name, to.name) == ("A", "B")
                 made.add((book.backlog, book.seats, wanted))
@@ -410,7 +415,7 @@ def test_shares_of_all_systems_are_of_one_bound(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(cases.Cell, "count", 40)
     cell = cases.Cell("A100+A10", 256, 512)
     runs = {
-        system: cases.Run(cell, *next(iter(cases.SYSTEMS[system].values())), 0)
+        system: cases.TakeoverRun(cell, *next(iter(cases.SYSTEMS[system].values())), 0)
         for system in (cases.OURS, "L-H")
     }
     work = cell.work(0, 40)

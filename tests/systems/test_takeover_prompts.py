@@ -11,7 +11,7 @@ from schedules import pool, unit
 from serving_checks import Outcome, Run, make_requests
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.papers.takeover.books import Book, Kind
+from jaxinfer.papers.takeover.accounts import Account, InstanceClass
 from jaxinfer.papers.takeover.prompts import cost, limit, pays
 from jaxinfer.papers.takeover.slo import Slo
 from jaxinfer.papers.takeover.speeds import Speeds
@@ -21,15 +21,15 @@ from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.system import ClusterView
 
 
-def book(decodes: int, limited: int = 0, pending: Sequence[tuple[float, int]] = ()) -> Book:
+def book(decodes: int, limited: int = 0, pending: Sequence[tuple[float, int]] = ()) -> Account:
     """Steps of up to 8 tokens: 10 s for two of them or for none, 5 s for each one more."""
     view: Any = pool("A", 20)
-    made = Book(
+    made = Account(
         view=view,
         name="A",
         legs=(),
         number=0,
-        kind=Kind(Speeds(5.0, 0.0, 0.0, 10.0, 40.0, 0.0), 80),
+        kind=InstanceClass(Speeds(5.0, 0.0, 0.0, 10.0, 40.0, 0.0), 80),
         widest=8,
         budget=8,
         most_backlog=16,
@@ -92,10 +92,10 @@ def test_with_ttft_at_risk_steps_have_more(
     assert found == (enough[0] if enough else 0)
 
 
-def faster(decodes: int) -> Book:
+def faster(decodes: int) -> Account:
     """Full steps take 8 s, of no prompt 2 s, and 1 s more for each decode."""
     made = book(0)
-    made.kind = Kind(Speeds(1.0, 1.0, 0.0, 2.0, 8.0, 0.0), 80)
+    made.kind = InstanceClass(Speeds(1.0, 1.0, 0.0, 2.0, 8.0, 0.0), 80)
     made.decodes, made.seats, made.room = decodes, 8, 20
     made.conclude()
     return made

@@ -37,7 +37,7 @@ def served(
         if step.batch.work.decodes:
             steps.append(step.batch)
 
-    run = cases.Run(cases.Cell("A100+A10", 1024, 128), "takeover/pair", settings, 0)
+    run = cases.TakeoverRun(cases.Cell("A100+A10", 1024, 128), "takeover/pair", settings, 0)
     figures = serve(prepare(run.config()), work, None, on_step=on_step)
     return figures, steps, dict(made[-1].report())
 

@@ -1,4 +1,4 @@
-"""``jaxinfer validate`` of a log takes any profile of operators; figures by hand."""
+"""``jaxinfer check points`` of a log takes any profile of operators; figures by hand."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def write(folder: Path) -> list[str]:
     (folder / "requests.jsonl").write_text("\n".join(lines))
     given = ["--run", "run.yaml", "--operators", "", "--out", "out"]
     paths = [part if part.startswith("--") else str(folder / part) for part in given]
-    return ["validate", str(folder / "requests.jsonl"), *paths]
+    return ["check", "points", str(folder / "requests.jsonl"), *paths]
 
 
 def test_any_profile_with_a_run_file_of_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``jaxinfer validate`` of a log of vLLM's requests: files, figures by hand, and mistakes."""
+"""``jaxinfer check points`` of a log of vLLM's requests: files, figures by hand, and mistakes."""
 
 import csv
 import json
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *more: str, log: str = "requests.jsonl") -> Result:
-    command = ["validate", str(folder / log), "--out", str(folder / "out"), *more]
+    command = ["check", "points", str(folder / log), "--out", str(folder / "out"), *more]
     return CliRunner().invoke(cli, command)
 
 

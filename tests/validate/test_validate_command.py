@@ -1,4 +1,4 @@
-"""``jaxinfer validate`` on made-up points and operators."""
+"""``jaxinfer check points`` on made-up points and operators."""
 
 import csv
 import json
@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(folder: Path, rows: list[dict[str, str]], out: str, *more: str) -> Result:
     points = write_points(folder / "points.csv", rows)
     command = [
-        "validate", points, "--operators", folder / "operators", "--out", folder / out,
+        "check", "points", points, "--operators", folder / "operators", "--out", folder / out,
         "--campaigns", folder / "rules.yaml", "--jobs", "1", *more,
     ]  # fmt: skip
     return CliRunner().invoke(cli, [str(word) for word in command], catch_exceptions=False)
@@ -103,7 +103,9 @@ def test_what_is_written_and_gone_on_with(folder: Path, monkeypatch: pytest.Monk
     assert (folder / "a" / "scatter-trtllm.png").is_file()
     # What was found is not simulated again.
     monkeypatch.setattr("jaxinfer.lab.validate.predict.predict", None)
-    assert run(folder, rows, "a").exit_code == 0
+    again = run(folder, rows, "a", "--json")
+    assert again.exit_code == 0
+    assert json.loads(again.stdout) == summary
     assert predicted(folder, "a") == found
 
 
@@ -154,7 +156,7 @@ def test_given_columns_stay_beside_ours(folder: Path) -> None:
     points, rules = folder / "points.csv", folder / "rules.yaml"
     done = CliRunner().invoke(
         cli,
-        ["validate", str(points), "--operators", str(folder / "operators"), "--jobs", "1",
+        ["check", "points", str(points), "--operators", str(folder / "operators"), "--jobs", "1",
          "--campaigns", str(rules), "--out", str(folder / "b")],
     )  # fmt: skip
     assert "own_NAME in points.csv: why, ttft_ms" in done.output

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -27,6 +27,7 @@ from jaxinfer.report.progress import LoadProgress
 from jaxinfer.runtime.stage.devices import count_cpu_devices
 from jaxinfer.runtime.stage.machine_speed import copy_rate, product_rate
 from jaxinfer.simulate.costs.operator_folder import (
+    Check,
     Degree,
     check_steps,
     check_table,
@@ -45,9 +46,17 @@ _OPTIONS = (
 _COPY, _PRODUCT = 1 << 28, 2048
 
 
+class WrittenTables(NamedTuple):
+    """Tables that were written, and how well their parts add up to whole steps."""
+
+    degrees: Sequence[Degree]
+    checks: Sequence[Check]
+    run_file: Path
+
+
 def profile_operators(
     config: RunFile, degrees: Sequence[int], layers: tuple[int, int] | None, out: Path
-) -> None:
+) -> WrittenTables:
     """Measure, write and check tables in a new folder.
 
     Raises:
@@ -82,23 +91,36 @@ def profile_operators(
     for degree in found:
         written = write_run_file(out, Path(name).name, device, own, degree)
         checks += list(check_steps(out, device, gpu or own, degree))  # type: ignore[arg-type]
+    return WrittenTables(found, checks, written)
+
+
+def operator_figures(found: WrittenTables) -> dict[str, Any]:
+    """How far sums of parts are from whole steps, and how far rounds are apart; as shares."""
+    checks = [{"devices": c.devices, "steps": c.kind, "median_off": c.middle} for c in found.checks]
+    spread = {degree.devices: degree.spread for degree in found.degrees}
+    return {"run_file": found.run_file, "checks": checks, "spread": spread}
+
+
+def show_operators(found: WrittenTables, out: str) -> None:
+    """Print how well the parts add up, and what may be wrong."""
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    console.print(check_table(checks))
-    for check in checks:
+    console.print(check_table(found.checks))
+    for check in found.checks:
         if not check.adds_up:
             console.print(
                 f"does not add up: {check.kind} on {check.devices} device(s), by "
                 f"{check.middle:+.1%}",
                 soft_wrap=True,
             )
-    for degree in found:
+    for degree in found.degrees:
         if degree.spread > 0.05:
             console.print(
                 f"rounds of {degree.devices} device(s) differ by {degree.spread:.0%}: others use "
                 "the machine; measure again when it is quiet",
                 soft_wrap=True,
             )
-    console.print(f"tables: {out}; jaxinfer simulate {written} --workload TRACE", soft_wrap=True)
+    command = f"jaxinfer simulate {found.run_file} --workload TRACE"
+    console.print(f"tables: {out}; {command}", soft_wrap=True)
 
 
 def _degree(devices: int, measured: MeasuredDegree) -> Degree:

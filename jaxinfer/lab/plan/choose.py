@@ -1,6 +1,7 @@
 """A whole search: the planner's search, and a second look at its choice."""
 
 import math
+from concurrent.futures import BrokenExecutor
 
 from jaxinfer.errors import FAILURES, JaxinferError, raised
 from jaxinfer.lab.plan.candidate import Candidate, Planner, Score
@@ -39,7 +40,7 @@ def find(planner: Planner, search: DrivenSearch) -> tuple[Candidate, Score]:
         if not isinstance(candidate, Candidate):
             raise PlannerFailed(f"planner {type(planner).__name__}: plan returns no Candidate")
         (score,) = search.scores([candidate])
-    except JaxinferError:
+    except (JaxinferError, BrokenExecutor):  # The latter is no mistake of the planner's.
         raise
     except FAILURES as error:
         name = type(planner).__name__

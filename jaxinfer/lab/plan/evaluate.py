@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.config.site import model_groups, total_watts
+from jaxinfer.config.site import model_groups
+from jaxinfer.config.site_values import total_watts
 from jaxinfer.errors import JaxinferError
 from jaxinfer.lab.plan.candidate import Costs, GivenUp, Score
 from jaxinfer.lab.plan.problem import Goal

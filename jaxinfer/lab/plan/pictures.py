@@ -170,7 +170,8 @@ def draw_latencies(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
             values.append(search.value(score) * (-1 if search.problem.goal.minimise else 1))
     figure = Figure((7.5, 4.2), layout="constrained")
     axes = figure.subplots()
-    ends, starts, labelled = [found[gap][1], found["ttft"][1]], [0.0, 0.0], []
+    limits = found[gap][1], found["ttft"][1]
+    ends, labelled = list(limits), []
     if at:
         gaps, firsts = zip(*at.values(), strict=True)
         dots = axes.scatter(gaps, firsts, c=values, s=26, zorder=2)
@@ -181,23 +182,17 @@ def draw_latencies(path: Path, search: DrivenSearch, chosen: Candidate) -> None:
         best = [c for c in drawn if at[c.key] in front or c.key == chosen.key]
         labelled = _label(axes, drawn, best, at)
         ends = [max(ends[0], *gaps), max(ends[1], *firsts)]
-        # The axis starts at 0, unless all values would be far from it.
-        starts = [
-            0.9 * m if (m := min(v)) > e / 2 else 0.0
-            for v, e in zip((gaps, firsts), ends, strict=True)
-        ]
+        # At its largest rate, each candidate is close to one of its limits.
+        by_ttft = sum(y / limits[1] > x / limits[0] for x, y in at.values())
+        by, many = ("TTFT", by_ttft) if 2 * by_ttft >= len(at) else (gap.upper(), len(at) - by_ttft)
+        axes.set_title(f"{by} limits {many} of {len(at)} candidates at their largest rate")
     if chosen.key in at:
         axes.scatter(*zip(at[chosen.key], strict=True), **RING)
-    unit = " times alone" if targets.reference else " s"
-    axes.axvline(found[gap][1], c="0.3", lw=1, ls="--", label="limits of the targets")
-    axes.axhline(found["ttft"][1], c="0.3", lw=1, ls="--")
-    xlabel, ylabel = (f"{m.upper()} p{found[m][0]:g},{unit}" for m in (gap, "ttft"))
-    (left, low), (right, top) = (
-        starts,
-        (e + 0.12 * (e - s) for s, e in zip(starts, ends, strict=True)),
-    )
-    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(left, right), ylim=(low, top))
-    axes.set_title("each candidate at its own largest rate", fontsize="small")
+    unit = "times alone" if targets.reference else "s"
+    axes.axvline(limits[0], c="0.3", lw=1, ls="--", label="limits of the targets")
+    axes.axhline(limits[1], c="0.3", lw=1, ls="--")
+    xlabel, ylabel = (f"{m.upper()} p{found[m][0]:g} ({unit})" for m in (gap, "ttft"))
+    axes.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, 1.12 * ends[0]), ylim=(0, 1.12 * ends[1]))
     _explain(figure, axes, labelled)
     save_picture(figure, path)
 
@@ -219,11 +214,12 @@ def _label(
     named = sorted(drawn if len(drawn) <= FEW else best[:MOST_NAMES], key=lambda c: at[c.key])
     names = names_of(drawn, 48)
     for number, candidate in enumerate(named, 1):
-        up = 4 if number % 2 == 0 else -10  # Neighbours may be close to each other.
+        # Neighbours may be close to each other: their numbers stand around them.
+        offset = ((7, 5), (-13, -12), (7, -12), (-13, 5))[number % 4]
         axes.annotate(
             str(number),
             at[candidate.key],
-            xytext=(7, up),
+            xytext=offset,
             textcoords="offset points",
             fontsize="small",
             zorder=4,

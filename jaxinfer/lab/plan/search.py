@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.contents import contents
+from jaxinfer.files.kept import KeptResults, key_of
 from jaxinfer.lab.plan.candidate import Bound, Candidate, Costs, Guess, Score
 from jaxinfer.lab.plan.canonical import nameless
 from jaxinfer.lab.plan.evaluate import Evaluator, Question, Simulation
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
 from jaxinfer.lab.plan.lacking import more_requests, why_nothing
 from jaxinfer.lab.plan.problem import Cost, Per, Problem
 from jaxinfer.simulate.capacity import Ladder, TriedRate
@@ -96,7 +96,7 @@ class DrivenSearch:
         self,
         problem: Problem,
         map_calls: MapSimulations = map,
-        kept: EvaluationCache | None = None,
+        kept: KeptResults | None = None,
         watcher: Watcher | None = None,
         prune: bool = True,
     ) -> None:
@@ -105,7 +105,7 @@ class DrivenSearch:
         goal = problem.goal
         self.evaluator = Evaluator(goal, problem.work, problem.targets, problem.prices)
         self._map, self._prune = map_calls, prune
-        self._kept, self._watcher = kept or EvaluationCache(), watcher or Watcher()
+        self._kept, self._watcher = kept or KeptResults(), watcher or Watcher()
         self._best: Candidate | None = None
         # With the targets, because a file may have another reference than before.
         self._digest = key_of(repr([problem.work, problem.targets]))

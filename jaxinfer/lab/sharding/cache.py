@@ -1,12 +1,11 @@
 """A cache of compiled layers, keyed by everything that they depend on."""
 
 import contextlib
-import hashlib
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
+from jaxinfer.files.kept import key_of, write_whole
 from jaxinfer.files.made_from import PACKAGE, digest_of, version_of
 from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.lab.sharding.compiling import Compiled, LayerJob
@@ -40,11 +39,11 @@ class CompiledCache:
         folders = ("hardware", "sharding", "models", "pallas_kernels")
         code = [digest_of(PACKAGE / name) for name in folders]
         asked = [str(target), list(mesh.items()), model.model_dump(), dtype]
-        self._common = json.dumps([versions, code, asked])
+        self._common = key_of(versions, code, asked)
 
     def _path(self, job: LayerJob) -> Path:
-        text = self._common + json.dumps([job.part, job.tokens, job.context, job.layout])
-        return self._folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        key = key_of(self._common, job.part, job.tokens, job.context, job.layout)
+        return self._folder / f"{key}.json"
 
     def get(self, job: LayerJob) -> Compiled | None:
         """Return the stored result of a job; None if there is none, or it cannot be read."""
@@ -56,9 +55,6 @@ class CompiledCache:
 
     def add(self, job: LayerJob, compiled: Compiled) -> None:
         """Store a result; if another process writes the same file, it has the same contents."""
-        path = self._path(job)
-        part = path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(asdict(compiled)), encoding="utf-8")
-            part.replace(path)
+            write_whole(self._path(job), json.dumps(asdict(compiled)).encode())

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.hardware.catalogue import ITEMSIZES, Gpu, ModelShape
 from jaxinfer.lab.sharding.cache import CompiledCache
 from jaxinfer.lab.sharding.compiling import Compiled, LayerJob, as_text, compile_all
 from jaxinfer.lab.sharding.crossings import SecondsOf
@@ -22,8 +22,6 @@ from jaxinfer.sharding.dataflow import head_flow, layer_flow
 from jaxinfer.sharding.links import Link
 from jaxinfer.sharding.shapes import up
 
-# Bytes of a number, by dtype.
-ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Share by which a collective's bytes may differ from the closed form.
 TOLERANCE = 0.01
 # The reason why KV cannot be cut by sequences if there is only one.

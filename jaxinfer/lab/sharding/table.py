@@ -124,18 +124,25 @@ def write_csvs(
     crossed: Mapping[str, Sequence[Crossing]],
 ) -> None:
     """Write ``layouts.csv``, and ``crossings.csv`` with the crossings of all pairs."""
-    found = [row(question, each) for each in findings]
-    left_out = [
-        {"layout": each.layout, "phase": each.phase, "fits": False, "refused": each.why}
-        for each in refused
-    ]
-    _write(folder / "layouts.csv", [*found, *left_out], list(found[0]))
+    found = all_rows(question, findings, refused)
+    _write(folder / "layouts.csv", found, list(found[0]))
     rows = [
         {"phase": phase, "tokens": each.tokens, "faster": each.faster, "slower": each.slower}
         for phase, found in crossed.items()
         for each in found
     ]
     _write(folder / "crossings.csv", rows, ["phase", "tokens", "faster", "slower"])
+
+
+def all_rows(
+    question: LayoutQuestion, findings: Sequence[LayoutFinding], refused: Sequence[RefusedLayout]
+) -> list[dict[str, object]]:
+    """Figures of all layouts in all phases, and after them the refused ones."""
+    left_out = [
+        {"layout": each.layout, "phase": each.phase, "fits": False, "refused": each.why}
+        for each in refused
+    ]
+    return [*(row(question, each) for each in findings), *left_out]
 
 
 def row(question: LayoutQuestion, each: LayoutFinding) -> dict[str, object]:

@@ -18,6 +18,7 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site_checks import check_played
 from jaxinfer.errors import JaxinferError
+from jaxinfer.hardware.catalogue import ITEMSIZES
 from jaxinfer.hardware.network import Link
 from jaxinfer.report.records import RequestRecord, RunRecord, read_run
 from jaxinfer.report.run_folder import run_folders
@@ -31,8 +32,6 @@ from jaxinfer.steps.profile import Profile, profile_folder, read_profile
 from jaxinfer.steps.shapes import StepLimits
 from jaxinfer.steps.times import StepTimes
 from jaxinfer.workload.lengths import BenchRequest
-
-ITEMSIZES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)

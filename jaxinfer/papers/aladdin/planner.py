@@ -39,7 +39,7 @@ Part = Mapping[str, Any]
 Kinds = Mapping[str, str]
 
 
-class AladdinOptions(Options):
+class AladdinPlannerOptions(Options):
     """Options of ``AladdinPlanner``.
 
     Attributes:
@@ -70,9 +70,9 @@ class AladdinOptions(Options):
 class AladdinPlanner:
     """Finds the fewest workers, trying one size after the other, or the cheapest mix."""
 
-    Options = AladdinOptions
+    Options = AladdinPlannerOptions
 
-    def __init__(self, options: AladdinOptions) -> None:
+    def __init__(self, options: AladdinPlannerOptions) -> None:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
@@ -108,7 +108,9 @@ class AladdinPlanner:
                 best, limit = found, search.costs(found).amount(goal.minimise)
         return search.best([best] if best else tried)
 
-    def _sizes(self, problem: Problem, search: Search, base: Part, kinds: Kinds) -> list["Size"]:
+    def _sizes(
+        self, problem: Problem, search: Search, base: Part, kinds: Kinds
+    ) -> list["WorkerSize"]:
         """Return the sizes to try, the best by eq. 6 first."""
         ((instance, group),) = kinds.items()
         found = []
@@ -126,7 +128,12 @@ class AladdinPlanner:
         return found if self._options.size == "all" else found[:1]
 
     def _fewest(
-        self, problem: Problem, search: Search, size: "Size", most: int, tried: list[Candidate]
+        self,
+        problem: Problem,
+        search: Search,
+        size: "WorkerSize",
+        most: int,
+        tried: list[Candidate],
     ) -> Candidate | None:
         """Return the fewest workers of a size, or those of eq. 7; None if ``most`` are too few."""
         if not self._options.rates:
@@ -179,7 +186,7 @@ class AladdinPlanner:
         return search.best([candidate(best)] if best else tried)
 
 
-class Size:
+class WorkerSize:
     """Workers of one size, or of one kind.
 
     Args:
@@ -241,9 +248,9 @@ class Size:
 
 def _size(
     part: Part, instance: str, group: str, problem: Problem, search: Search, where: str
-) -> Size:
+) -> WorkerSize:
     try:
-        return Size(part, instance, group, problem, search)
+        return WorkerSize(part, instance, group, problem, search)
     except JaxinferError as error:
         raise OptionError(f"{where}: {error}") from None
 
@@ -258,7 +265,7 @@ def _keeps(
     return bool(score.rate) and not score.given_up
 
 
-def _keeps_at(search: Search, size: Size, rate: float, count: int) -> bool:
+def _keeps_at(search: Search, size: WorkerSize, rate: float, count: int) -> bool:
     return _keeps(search, size.candidate(count, rate=rate), [], rate)
 
 

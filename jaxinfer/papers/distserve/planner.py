@@ -53,7 +53,7 @@ _INSTANT_S = 1e-9
 _SOURCE_PAGES = 2**16
 
 
-class DistServeOptions(Options):
+class DistServePlannerOptions(Options):
     """Limits on the GPUs of instances.
 
     Attributes:
@@ -78,7 +78,7 @@ class DistServeOptions(Options):
                 raise OptionError(f"costs.{degree}: must be tensor parallelism, a number of GPUs")
 
 
-class HighOptions(DistServeOptions):
+class HighOptions(DistServePlannerOptions):
     """Options of ``DistServeHigh``.
 
     Attributes:
@@ -88,7 +88,7 @@ class HighOptions(DistServeOptions):
     rate: float = Field(gt=0)
 
 
-class LowOptions(DistServeOptions):
+class LowOptions(DistServePlannerOptions):
     """Options of ``DistServeLow``.
 
     Attributes:
@@ -105,7 +105,7 @@ class Space:
         JaxinferError: the goal does not suit these planners, or the model or the GPU is unknown.
     """
 
-    def __init__(self, options: DistServeOptions, problem: Problem) -> None:
+    def __init__(self, options: DistServePlannerOptions, problem: Problem) -> None:
         if problem.goal.maximise != "gpu":
             raise JaxinferError("goal: this planner finds the best rate by GPUs, maximise: gpu")
         common = as_run_file(problem.run)

@@ -28,7 +28,7 @@ from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.model import make_stage
 
 
-class HetisOptions(Options):
+class HetisPlannerOptions(Options):
     """Options of ``HetisPlanner``.
 
     Attributes:
@@ -71,9 +71,9 @@ class GpuKinds:
 class HetisPlanner:
     """Ranks groupings by a full step of their largest stage, and simulates the best of them."""
 
-    Options = HetisOptions
+    Options = HetisPlannerOptions
 
-    def __init__(self, options: HetisOptions) -> None:
+    def __init__(self, options: HetisPlannerOptions) -> None:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:

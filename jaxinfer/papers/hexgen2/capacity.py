@@ -16,13 +16,13 @@ from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart, stored_sizes
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.hardware.catalogue import ITEMSIZE, ModelShape
 from jaxinfer.lab.plan.layers import even_times
 from jaxinfer.papers.hexgen2.full_steps import LengthStats
 from jaxinfer.papers.hexgen2.gpus import Group, Site
 from jaxinfer.papers.hexgen2.stages import Shape, Signature, shapes
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.model import ITEMSIZE, StageCost, make_stage
+from jaxinfer.simulate.costs.model import StageCost, make_stage
 from jaxinfer.simulate.kv_capacity import count_pages
 
 GroupRole = Literal["prefill", "decode"]

@@ -12,11 +12,10 @@ from itertools import combinations
 import numpy as np
 from scipy.linalg import eigh
 
-from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.hardware.catalogue import ITEMSIZE, ModelShape
 from jaxinfer.papers.hexgen2.capacity import GroupRole
 from jaxinfer.papers.hexgen2.gpus import Group, Site
 from jaxinfer.papers.hexgen2.moves import MemberPlan, as_plan
-from jaxinfer.simulate.costs.model import ITEMSIZE
 
 # Number of requests whose KV a replica must hold, to count replicas (Appendix A).
 _REQUESTS = 32

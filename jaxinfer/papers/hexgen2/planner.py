@@ -31,11 +31,13 @@ from jaxinfer.papers.hexgen2.table1 import Table1
 
 # Options of the engine that the planner's step times and pools do not model.
 _UNKNOWN = ("token_buckets", "num_pages")
+# Changes that are rated at most by sums of capacities, which is quick.
+_SCORED = 100_000
 # Methods that draw random numbers.
 _DRAWN = {"restarts": ("programs",), "seed": ("programs", "random_swaps", "genetic")}
 
 
-class HexGen2Options(Options):
+class HexGen2PlannerOptions(Options):
     """Options of ``HexGen2Planner``.
 
     Attributes:
@@ -53,8 +55,7 @@ class HexGen2Options(Options):
             a shared network.
         restarts: Number of further searches, from random changes of the best plan (``programs``).
         seed: Seed of the random changes; ``hexgen2`` has none.
-        scored, flows: How many changes are rated at most: quickly, by sums of capacities, and
-            exactly, by flows.
+        flows: How many changes are rated exactly, by flows, at most.
     """
 
     prefill: dict[str, Any] = Field(default_factory=dict)
@@ -68,7 +69,6 @@ class HexGen2Options(Options):
     network: Literal["shared", "pairs"] = "shared"
     restarts: int = Field(default=10, ge=0)
     seed: int = 0
-    scored: int = Field(default=100_000, ge=1)
     flows: int = Field(default=500, ge=1)
 
     def model_post_init(self, context: object, /) -> None:
@@ -98,9 +98,9 @@ class HexGen2Options(Options):
 class HexGen2Planner:
     """Finds one plan by its flow; the driver simulates it."""
 
-    Options = HexGen2Options
+    Options = HexGen2PlannerOptions
 
-    def __init__(self, options: HexGen2Options) -> None:
+    def __init__(self, options: HexGen2PlannerOptions) -> None:
         self._options = options
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
@@ -118,7 +118,7 @@ class HexGen2Planner:
         layer_bytes = capacity.layer_bytes
         whole = layer_bytes * capacity.model.num_hidden_layers
         network = KVNetwork(capacity.site, layer_bytes)
-        effort = Effort(options.scored, options.flows)
+        effort = Effort(_SCORED, options.flows)
         if options.method == "programs":
             bound = inf
             if options.budget is not None:

@@ -6,13 +6,12 @@ The model's own KV width is used, where the table assumes as many KV heads as he
 from collections.abc import Sequence
 from itertools import pairwise
 
-from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.hardware.catalogue import ITEMSIZE, ModelShape
 from jaxinfer.lab.plan.layers import least_sum
 from jaxinfer.papers.hexgen2.capacity import Carried, GroupRole, PlannedStage
 from jaxinfer.papers.hexgen2.full_steps import LengthStats
 from jaxinfer.papers.hexgen2.gpus import Site
 from jaxinfer.papers.hexgen2.stages import Shape, Signature, shapes
-from jaxinfer.simulate.costs.model import ITEMSIZE
 
 
 class Table1:

@@ -37,7 +37,7 @@ class Most(Options):
     token: int = Field(default=0, ge=0)
 
 
-class Budget(Options):
+class MachineBudget(Options):
     """Limits on the cost of a cluster: GPUs, dollars per hour, watts."""
 
     gpus: int | None = Field(default=None, ge=1)
@@ -64,7 +64,7 @@ class SplitwisePoolsOptions(Options):
     """
 
     files: Named[Most] = Field(min_length=1)
-    at_most: Budget = Budget()
+    at_most: MachineBudget = MachineBudget()
     step: int = Field(default=1, ge=1)
 
 

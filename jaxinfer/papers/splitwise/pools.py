@@ -14,7 +14,6 @@ from jaxinfer.serving.system import InstanceView
 
 Role = Literal["prompt", "token"]
 ReturnWhen = Literal["opposite_done", "idle"]
-TokenQueue = Literal["memory", "tokens"]
 _PENDING, _PROMISED = attrgetter("pending"), attrgetter("promised")
 # Number of moves between pools kept for the report, the first ones of a run.
 REPORTED = 2**15
@@ -25,11 +24,11 @@ class Machine:
     """An instance.
 
     Attributes:
-        role: pool that it belongs to, and returns to.
-        pending: prompt tokens given and not yet done, plus one for each decode given.
-        decodes: number of decodes among these.
-        promised: KV entries of everything given, at its longest.
-        mixed_since: time in seconds; None while it is in its own pool.
+        role: the pool that it is of, and goes back to.
+        pending: prompt tokens given and not yet done, and one for each decode given.
+        decodes: of those.
+        promised: KV entries of all that was given, at its longest.
+        is_mixed: whether it is in the mixed pool.
     """
 
     name: str
@@ -37,7 +36,7 @@ class Machine:
     pending: int = 0
     decodes: int = 0
     promised: int = 0
-    mixed_since: float | None = None
+    is_mixed: bool = False
 
     @property
     def has_others_work(self) -> bool:
@@ -71,17 +70,15 @@ class MachinePools:
             whole on the machine with the least pending work.
 
     Attributes:
-        max_pending: largest number of pending tokens on a machine before others are used.
-        token_queue: quantity that is least on the machine chosen for decodes.
-        return_when: when a mixed machine returns to its pool.
-        jobs: jobs by request.
-        moves: time, machine and new pool of each move.
+        max_pending: tokens that a machine with a queue may have pending.
+        return_when: a mixed machine goes back to its pool.
+        jobs: by request.
+        moves: time, machine and where it went.
     """
 
     prompts: Iterable[str]
     tokens: Iterable[str]
     max_pending: int = 8192
-    token_queue: TokenQueue = "memory"
     return_when: ReturnWhen = "opposite_done"
     jobs: dict[str, MachineJob] = field(default_factory=dict)
     moves: list[tuple[float, str, str]] = field(default_factory=list)
@@ -110,7 +107,7 @@ class MachinePools:
         for pool in (self.prompt, self.mixed, self.token):
             for machine in [machine for machine in pool if machine.name not in instances]:
                 pool.remove(machine)
-                machine.mixed_since = None
+                machine.is_mixed = False
                 self._note(now, machine, "lost")
         there = {machine.name for machine in self.everyone}
         for name, role in self._roles.items():
@@ -157,10 +154,9 @@ class MachinePools:
         return None if queued else best
 
     def _for_decodes(self, entries: int, instances: Mapping[str, InstanceView]) -> Machine | None:
-        by = _PROMISED if self.token_queue == "memory" else _PENDING
         for pool in (self.token, self.mixed):
             if pool:
-                best = min(pool, key=by)
+                best = min(pool, key=_PROMISED)
                 view = instances[best.name]
                 if best.promised + entries < view.num_pages * view.page_size:
                     return best
@@ -198,23 +194,16 @@ class MachinePools:
             job.token.promised -= job.entries
             self._settle(job.token, instances, now)
 
-    def repurpose(self, after_s: float, now: float) -> None:
-        """Move machines that have been mixed for this long to the other pool."""
-        for machine in list(self.mixed):
-            if machine.mixed_since is not None and now - machine.mixed_since >= after_s:
-                machine.role = "token" if machine.role == "prompt" else "prompt"
-                self._return(machine, now)
-
     def _mix(self, pool: list[Machine], machine: Machine, now: float) -> Machine:
         pool.remove(machine)
         self.mixed.append(machine)
-        machine.mixed_since = now
+        machine.is_mixed = True
         self._note(now, machine, "mixed")
         return machine
 
     def _settle(self, machine: Machine, instances: Mapping[str, InstanceView], now: float) -> None:
         """Return a mixed machine to the end of its pool, if it may leave."""
-        if machine.mixed_since is None or machine.name not in instances:
+        if not machine.is_mixed or machine.name not in instances:
             return
         if self.return_when == "idle":
             stays = instances[machine.name].num_requests > 0
@@ -227,7 +216,7 @@ class MachinePools:
         if machine in self.mixed:
             self.mixed.remove(machine)
         (self.prompt if machine.role == "prompt" else self.token).append(machine)
-        machine.mixed_since = None
+        machine.is_mixed = False
         self._note(now, machine, machine.role)
 
     def _note(self, now: float, machine: Machine, where: str) -> None:

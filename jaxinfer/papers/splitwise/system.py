@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pydantic import Field
 
 from jaxinfer.options.validation import Options
-from jaxinfer.papers.splitwise.pools import MachineJob, MachinePools, ReturnWhen, TokenQueue
+from jaxinfer.papers.splitwise.pools import MachineJob, MachinePools, ReturnWhen
 from jaxinfer.serving.system import (
     Assignment,
     ClusterView,
@@ -30,11 +30,8 @@ class SplitwiseOptions(Options):
             runs on the instance with the shortest queue (the paper's baseline).
         max_pending_tokens: Largest number of pending prompt tokens on a machine; beyond it, a
             machine of another pool is used.
-        token_queue: How the machine for decodes is chosen: least KV promised, or fewest pending
-            tokens.
         return_when: When a machine leaves the mixed pool: after the last request of the other pool
             (the paper), or after all its requests (the paper's simulator).
-        repurpose_after_s: Seconds in the mixed pool after which a machine joins the other pool.
         layerwise_from: Length of a prompt, in tokens, from which its KV is sent ``per_segment``,
             otherwise ``at_end``; null: always ``at_end``.
     """
@@ -42,9 +39,7 @@ class SplitwiseOptions(Options):
     prompt: Names = ("prompt",)
     token: AnyNames = ("token",)
     max_pending_tokens: int = Field(default=8192, ge=1)
-    token_queue: TokenQueue = "memory"
     return_when: ReturnWhen = "opposite_done"
-    repurpose_after_s: float | None = Field(default=None, gt=0)
     layerwise_from: int | None = Field(default=512, ge=1)
 
 
@@ -62,7 +57,6 @@ class Splitwise(System):
             options.prompt,
             options.token,
             options.max_pending_tokens,
-            options.token_queue,
             options.return_when,
         )
 
@@ -82,8 +76,6 @@ class Splitwise(System):
         if not self.pools.everyone:
             # All are lost: the loop fails requests for them, or lets them wait.
             return [Assignment(r.id, (Leg(self.options.prompt[0]),)) for r in waiting]
-        if self.options.repurpose_after_s is not None:
-            self.pools.repurpose(self.options.repurpose_after_s, cluster.now)
         return [Assignment(request.id, self._legs(request, cluster)) for request in waiting]
 
     def _legs(self, request: RequestView, cluster: ClusterView) -> tuple[Leg, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxinfer.papers.takeover.books import Book
+from jaxinfer.papers.takeover.accounts import Account
 from jaxinfer.papers.takeover.slo import Slo
 from jaxinfer.serving.system import ClusterView, StepView
 from jaxinfer.systems.instances import most_entries
@@ -14,7 +14,7 @@ _CLOSE = 0.9
 
 
 def limit(
-    book: Book,
+    book: Account,
     backlog: int,
     slo: Slo,
     now: float | None = None,
@@ -52,14 +52,14 @@ def limit(
     return tokens if tokens < book.budget - book.decodes else 0
 
 
-def _pending(book: Book) -> Iterator[tuple[float, int]]:
+def _pending(book: Account) -> Iterator[tuple[float, int]]:
     """Yield arrival and remaining tokens of prompts in the order in which they are computed."""
     yield from ((arrival, rest) for arrival, rest, *_ in book.under_way.values())
     for request in book.view.waiting:
         yield request.arrival, request.num_known - request.computed
 
 
-def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
+def _tokens_within(book: Account, tokens: int, seconds: float) -> int:
     """Return the prompt tokens per step that compute ``tokens`` in time, or the whole budget."""
     free, token_s = _free_tokens(book) - book.decodes, _token_s(book)
     if free > 0 and tokens * book.step_s <= free * seconds:
@@ -71,7 +71,7 @@ def _tokens_within(book: Book, tokens: int, seconds: float) -> int:
     return -int(-tokens * max(book.step_s - free * token_s, 0.0) // spare_s)
 
 
-def cost(book: Book, tokens: int, slo: Slo) -> float:
+def cost(book: Account, tokens: int, slo: Slo) -> float:
     """Return the seconds until ``tokens`` of one more prompt are computed, raised for decodes.
 
     The larger the share of decodes in steps, the more of them a prompt delays there.
@@ -79,7 +79,7 @@ def cost(book: Book, tokens: int, slo: Slo) -> float:
     return seconds(book, tokens, slo) * (1 + _share_of_decodes(book))
 
 
-def seconds(book: Book, tokens: int, slo: Slo) -> float:
+def seconds(book: Account, tokens: int, slo: Slo) -> float:
     """Return the seconds until ``tokens`` of one more prompt are computed, spread over steps."""
     backlog = book.backlog + tokens
     chunk = limit(book, backlog, slo)
@@ -89,7 +89,7 @@ def seconds(book: Book, tokens: int, slo: Slo) -> float:
     return backlog / chunk * (book.step_s + beyond * _token_s(book))
 
 
-def _share_of_decodes(book: Book) -> float:
+def _share_of_decodes(book: Account) -> float:
     """Return the seconds that decodes add to a step, divided by those of a full step
     without them.
     """
@@ -97,18 +97,18 @@ def _share_of_decodes(book: Book) -> float:
     return (book.step_s - speeds.step_s) / max(speeds.full_s, speeds.step_s)
 
 
-def _token_s(book: Book) -> float:
+def _token_s(book: Account) -> float:
     """Return the seconds of a token in a full step."""
     return book.kind.speeds.full_s / book.budget
 
 
-def _free_tokens(book: Book) -> int:
+def _free_tokens(book: Account) -> int:
     """Return the number of tokens that are computed while the weights are read."""
     speeds = book.kind.speeds
     return int(book.budget * speeds.step_s / speeds.full_s)
 
 
-def note(book: Book, step: StepView) -> None:
+def note(book: Account, step: StepView) -> None:
     """Record what is left of the partly computed prompts after a step."""
     under_way = book.under_way
     for row in step.rows:
@@ -121,7 +121,7 @@ def note(book: Book, step: StepView) -> None:
             under_way.pop(request.id, None)
 
 
-def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
+def pays(here: Account, there: Account, cluster: ClusterView, slo: Slo) -> float:
     """Return the seconds by which the oldest partly computed prompt would be done sooner elsewhere.
 
     It is 0 if the prompt should stay: until its computed part has taken as long here as the rest
@@ -151,7 +151,7 @@ def pays(here: Book, there: Book, cluster: ClusterView, slo: Slo) -> float:
     return here_s - there_s
 
 
-def _are_in_time(book: Book, left_s: float, slo: Slo) -> bool:
+def _are_in_time(book: Account, left_s: float, slo: Slo) -> bool:
     """Tell whether all prompts of an instance will be computed in time."""
     tokens = 0
     for arrival, rest in _pending(book):
@@ -162,8 +162,12 @@ def _are_in_time(book: Book, left_s: float, slo: Slo) -> bool:
 
 
 def best_take(
-    book: Book, holders: Iterable[Book], open_to: Iterable[Book], cluster: ClusterView, slo: Slo
-) -> tuple[Book, Book] | None:
+    book: Account,
+    holders: Iterable[Account],
+    open_to: Iterable[Account],
+    cluster: ClusterView,
+    slo: Slo,
+) -> tuple[Account, Account] | None:
     """Return which instance hands its oldest prompt to which, after a step of ``book``.
 
     Running instances look at others after each of their own steps; idle ones cannot.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pydantic import Field
 
 from jaxinfer.options.validation import Options
-from jaxinfer.papers.takeover.books import Book
+from jaxinfer.papers.takeover.accounts import Account
 from jaxinfer.serving.system import StepView
 
 
@@ -21,7 +21,7 @@ class Slo(Options):
     tbt: float | None = Field(default=None, gt=0)
 
 
-def attention_s(book: Book, step: StepView) -> float:
+def attention_s(book: Account, step: StepView) -> float:
     """Return the seconds for which the next chunk attends to the computed part of its prompt."""
     done = ((row.start + row.count, row.request.prompt_len) for row in step.rows)
     return book.kind.speeds.prefix_s * max((at for at, length in done if at < length), default=0)
@@ -34,7 +34,7 @@ class StepsBesideTarget:
         self._steps = 0
         self._longer: dict[str, int] = {}
 
-    def note(self, book: Book, step: StepView, tbt: float) -> None:
+    def note(self, book: Account, step: StepView, tbt: float) -> None:
         """Count a step that has ended, given the account as it was before."""
         if not book.decodes:
             return

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from jaxinfer.options.validation import Options
 from jaxinfer.papers.takeover import prompts as takeover_prompts
-from jaxinfer.papers.takeover.books import AMPLE, Book, Books, Kind
+from jaxinfer.papers.takeover.accounts import AMPLE, Account, Accounts, InstanceClass
 from jaxinfer.papers.takeover.slo import Slo, StepsBesideTarget, attention_s
 from jaxinfer.papers.takeover.takes import Takes
 from jaxinfer.serving.system import (
@@ -79,14 +79,14 @@ class Takeover(System):
 
     def __init__(self, options: TakeoverOptions | None = None) -> None:
         super().__init__(options)
-        self._books = Books(self.options.spared, self.options.narrow)
+        self._books = Accounts(self.options.spared, self.options.narrow)
         self._seen: Mapping[str, InstanceView] = {}
         # Whether more requests wait than there are instances; KV entries of the first one, or 0.
         self._waits, self._next = False, 0
         # Whether instances were lost or came back since requests were last routed.
         self._changed = False
         # Instances that may have prompts while few requests wait.
-        self._holders: dict[str, Book] = {}
+        self._holders: dict[str, Account] = {}
         self._takes = Takes(self._books, self.options.most_moves)
         self._beside = StepsBesideTarget()
         # If many wait: arrivals of the first and the last, and the prompt tokens up to each.
@@ -152,7 +152,7 @@ class Takeover(System):
             self._line = [(left[0].arrival, 0), (left[-1].arrival, tokens)] if left else []
         return assignments
 
-    def _place(self, known: int, rest: int, open_to: Sequence[Book]) -> Book | None:
+    def _place(self, known: int, rest: int, open_to: Sequence[Account]) -> Account | None:
         """Choose an instance for the rest of a prompt; None if the request has to wait."""
         best, least = None, inf
         waits, cost, slo = self._waits, takeover_prompts.cost, self.options.slo
@@ -164,14 +164,14 @@ class Takeover(System):
                     best, least = book, seconds
         return best
 
-    def _legs(self, book: Book, known: int, most: int) -> tuple[Leg, ...]:
+    def _legs(self, book: Account, known: int, most: int) -> tuple[Leg, ...]:
         """Return a leg for a whole request or, if it cannot end here, for the known tokens."""
         largest = self._books.largest
         if book.kind.entries_held >= most or book.kind is largest.kind:
             return book.legs
         return Leg(book.name, known, "when_room"), Leg(largest.name)
 
-    def _is_kept(self, kind: Kind) -> bool:
+    def _is_kept(self, kind: InstanceClass) -> bool:
         """Tell whether these instances' room is kept for decodes of smaller pools."""
         if not self.options.keeps_room or not self._takes.most_moves:
             return False
@@ -223,7 +223,7 @@ class Takeover(System):
             self._spread(book, cluster.now, actions)
         return actions
 
-    def _spread(self, book: Book, now: float, actions: list[Action]) -> None:
+    def _spread(self, book: Account, now: float, actions: list[Action]) -> None:
         """Limit the prompt tokens of the next step, unless many requests wait and room is ample."""
         limit, slo, book.for_ttft = 0, self.options.slo, False
         if not self._waits:
@@ -241,20 +241,20 @@ class Takeover(System):
             book.told = told
             actions.append(Budget(book.name, told))
 
-    def _full(self, book: Book) -> int | None:
+    def _full(self, book: Account) -> int | None:
         """Return the prompt tokens of a full narrow step; None if no step is narrow."""
         if book.budget == book.widest:
             return None
         return max(book.budget - (book.decodes if book.backlog else 0), 1)
 
-    def _take_prompt(self, book: Book, cluster: ClusterView, actions: list[Action]) -> None:
+    def _take_prompt(self, book: Account, cluster: ClusterView, actions: list[Action]) -> None:
         """Take over a partly computed prompt."""
         holders, open_to = self._holders.values(), self._books.open_to.values()
         found = takeover_prompts.best_take(book, holders, open_to, cluster, self.options.slo)
         if found:
             self._takes.take_prompt(*found, actions)
 
-    def _take_decodes(self, book: Book, actions: list[Action]) -> None:
+    def _take_decodes(self, book: Account, actions: list[Action]) -> None:
         """Move decodes from other instances here, and from here to others."""
         if book.has_room:
             for others in self._worse(book):
@@ -272,14 +272,14 @@ class Takeover(System):
                 if other.kind.speeds.step_s < own_s:
                     self._takes.take_spent(other, book, actions)
 
-    def _gives(self, kind: Kind, to: Kind, context: float) -> bool:
+    def _gives(self, kind: InstanceClass, to: InstanceClass, context: float) -> bool:
         """Tell whether decodes with this context are better there, while requests wait."""
         if not kind.decodes:
             return False
         most = _LITTLE_MORE if kind in to.below else _LESS
         return _displaced_by(kind, to, context) < most
 
-    def _worse(self, book: Book) -> Sequence[Collection[Book]]:
+    def _worse(self, book: Account) -> Sequence[Collection[Account]]:
         """Return the instances whose decodes this one takes over: the worst first, equal ones
         together.
         """
@@ -300,10 +300,10 @@ class Takeover(System):
         kinds.sort(key=lambda kind: kind.speeds.displaced(context), reverse=True)
         return [kind.givers for kind in kinds]
 
-    def _better(self, book: Book) -> Iterable[Book]:
+    def _better(self, book: Account) -> Iterable[Account]:
         """Return the instances that take over this one's decodes, the best first."""
         if not self._waits:
-            takers: list[Book] = []
+            takers: list[Account] = []
             for kind in self._books.kinds:
                 takers += kind.faster_than(book.step_s, _SHORTER)
             takers.sort(key=lambda each: (each.step_s, each.number))
@@ -316,7 +316,7 @@ class Takeover(System):
             kinds.sort(key=lambda kind: kind.speeds.displaced(context))
         return (each for kind in kinds for each in kind.books if each.has_room)
 
-    def _make_room(self, book: Book, actions: list[Action]) -> None:
+    def _make_room(self, book: Account, actions: list[Action]) -> None:
         """Hand decodes over to a larger pool, so that the next prompts can begin here."""
         if self._next > book.kind.entries_held:
             return
@@ -360,6 +360,6 @@ class Takeover(System):
         return taken | {"steps_beside_tbt": self._beside.report()}
 
 
-def _displaced_by(kind: Kind, to: Kind, context: float) -> float:
+def _displaced_by(kind: InstanceClass, to: InstanceClass, context: float) -> float:
     """Return what a decode with ``context`` entries displaces there, relative to here."""
     return to.speeds.displaced(context) / kind.speeds.displaced(context)

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from jaxinfer.papers.takeover.books import Book, Books
+from jaxinfer.papers.takeover.accounts import Account, Accounts
 from jaxinfer.serving.system import Action, Reassign
 
 # Largest numbers of decodes that an instance examines first, and takes in one step.
@@ -29,15 +29,15 @@ class Takes:
         prompts: number of prompts taken over.
     """
 
-    def __init__(self, books: Books, most_moves: int) -> None:
+    def __init__(self, books: Accounts, most_moves: int) -> None:
         self._books, self.most_moves = books, most_moves
         self.moves: dict[str, int] = {}
-        self.bound_for: dict[str, Book] = {}
-        self.fixed: dict[str, Book] = {}
+        self.bound_for: dict[str, Account] = {}
+        self.fixed: dict[str, Account] = {}
         self.stale: dict[str, None] = {}
         self.decodes = self.prompts = 0
 
-    def take_prompt(self, here: Book, there: Book, actions: list[Action]) -> None:
+    def take_prompt(self, here: Account, there: Account, actions: list[Action]) -> None:
         """Let an instance take over the oldest partly computed prompt of another."""
         name, (_, rest, known, _) = next(iter(here.under_way.items()))
         del here.under_way[name]
@@ -52,7 +52,7 @@ class Takes:
         there.conclude()
         self.prompts += 1
 
-    def longest_of(self, books: Collection[Book], to: Book, actions: list[Action]) -> None:
+    def longest_of(self, books: Collection[Account], to: Account, actions: list[Action]) -> None:
         """Let an instance take over the longest decodes of any of these, while it has room."""
         left = [(-inf if each.longest is None else -each.longest, each.number) for each in books]
         by_number = {each.number: each for each in books}
@@ -68,8 +68,8 @@ class Takes:
 
     def take(
         self,
-        to: Book,
-        book: Book,
+        to: Account,
+        book: Account,
         actions: list[Action],
         wanted: float = inf,
     ) -> None:
@@ -87,7 +87,7 @@ class Takes:
             book.conclude()
 
     def _take_longest(
-        self, to: Book, book: Book, actions: list[Action], wanted: float
+        self, to: Account, book: Account, actions: list[Action], wanted: float
     ) -> int | None:
         """Take over decodes, and return the KV entries of the longest one left."""
         kind, size = book.kind, to.page_size
@@ -107,7 +107,9 @@ class Takes:
                 return 0
         return None
 
-    def _bind(self, name: str, book: Book, to: Book, pages: int, actions: list[Action]) -> None:
+    def _bind(
+        self, name: str, book: Account, to: Account, pages: int, actions: list[Action]
+    ) -> None:
         """Move a request to another instance, and record that it will arrive there."""
         self.moves[name], self.bound_for[name] = self.moves.get(name, 0) + 1, to
         self.fixed[name] = book
@@ -115,7 +117,7 @@ class Takes:
         to.coming[name] = pages
         actions.append(Reassign(name, to.legs, "when_room"))
 
-    def take_spent(self, to: Book, book: Book, actions: list[Action]) -> None:
+    def take_spent(self, to: Account, book: Account, actions: list[Action]) -> None:
         """Take over decodes that reached their limit of takeovers, while there is room."""
         running = book.view.running
         for name in list(book.spent):
@@ -136,7 +138,7 @@ class Takes:
             before.stay -= 1
             before.spent.pop(name, None)
 
-    def put(self, name: str, here: Book | None) -> None:
+    def put(self, name: str, here: Account | None) -> None:
         """Record where a request is, or that it is nowhere."""
         self._release(name)
         if bound := self.bound_for.pop(name, None):

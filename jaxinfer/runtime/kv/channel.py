@@ -1,10 +1,10 @@
 """The one protocol by which KV moves between instances, over any kind of link.
 
 A ``Channel`` joins two sides. A side is a process: the loop's own (``kv_endpoint.ThisProcess``), or
-another process, which receives the same messages (``process_group.AnotherProcess``). Each side has
-an end of every ``StagePair`` (``kv_endpoint.KVEndpoint``). Each end has a thread for jobs that
-wait. A transport (``transports``) takes a slab from end to end: ``device`` if both are in the
-loop's process, ``host`` or ``transfer_server`` otherwise.
+another one to which the same messages travel (``process_group.RemoteEndpoint``). Each side has an
+end of every ``StagePair`` (``kv_endpoint.KVEndpoint``), and each end a thread that does what has to
+be waited for. A transport (``transports``) takes a slab from end to end: ``device`` where both are
+in the loop's process, ``host`` or ``transfer_server`` otherwise.
 
 | step | thread | what it does | to blame |
 |---|---|---|---|

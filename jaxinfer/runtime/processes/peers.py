@@ -84,7 +84,7 @@ class Ended(NamedTuple):
     code: int
 
 
-class Elsewhere:
+class RemotePeer:
     """A process that a listening worker starts, with additional environment variables.
 
     Args:

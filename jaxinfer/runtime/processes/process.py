@@ -40,7 +40,7 @@ PARTS = 10
 START_S = 300.0
 
 
-class Hears(Protocol):
+class Listener(Protocol):
     """Receives the events of one instance in a process."""
 
     def on_step(self, answer: StepEnded) -> None:
@@ -53,7 +53,7 @@ class Hears(Protocol):
         """Record that the instance has failed."""
 
 
-class NobodyThere(JaxinferError):
+class ProcessGone(JaxinferError):
     """A process cannot answer because it is lost."""
 
 
@@ -76,7 +76,7 @@ class Process:
     def __init__(self, name: str, peer: Peer) -> None:
         self.name = name
         self.lost: str | None = None
-        self.workers: dict[str, Hears] = {}
+        self.workers: dict[str, Listener] = {}
         self.ends: dict[int, Callable[[SlabAnswer], None]] = {}
         self.on_loss: list[Callable[[str], None]] = []
         self.asking = threading.Lock()
@@ -121,7 +121,7 @@ class Process:
         try:
             self.send(message)
         except ProcessLost as error:
-            raise NobodyThere(str(error)) from None
+            raise ProcessGone(str(error)) from None
         return self.answers()
 
     def answers(self) -> Iterator[Any]:
@@ -131,7 +131,7 @@ class Process:
                 case Refused(line):
                     raise JaxinferError(f"groups.{self.name}: {line}")
                 case ProcessLost():
-                    raise NobodyThere(str(answer))
+                    raise ProcessGone(str(answer))
             yield answer
 
     def forget(
@@ -159,7 +159,7 @@ class Process:
                             raise JaxinferError(why)
                         return
                     case ProcessLost():
-                        raise NobodyThere(str(answer))
+                        raise ProcessGone(str(answer))
 
     def close(self) -> None:
         """End the process; waits at most a few seconds."""

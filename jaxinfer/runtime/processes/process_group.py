@@ -24,8 +24,8 @@ from jaxinfer.runtime.processes.messages import (
     LoadInstances,
     OpenPools,
 )
-from jaxinfer.runtime.processes.peers import Child, Elsewhere, Peer, shared_key
-from jaxinfer.runtime.processes.pipeline_side import PipelineSide
+from jaxinfer.runtime.processes.peers import Child, Peer, RemotePeer, shared_key
+from jaxinfer.runtime.processes.pipeline_endpoint import PipelineEndpoint
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
 from jaxinfer.runtime.processes.process import Process
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
@@ -36,7 +36,7 @@ from jaxinfer.runtime.stage.stage_plan import StageFacts
 Progress = Callable[[str, int], None]
 
 
-class AnotherProcess:
+class RemoteEndpoint:
     """A process started by this one, as a side of channels; another process may replace it."""
 
     # Empty: it reports each second that it is alive, and is given up if it does not.
@@ -48,8 +48,8 @@ class AnotherProcess:
         self._on_loss: list[Callable[[str], None]] = []
 
     @property
-    def pieces(self) -> "list[AnotherProcess]":
-        """See ``PipelineSide``."""
+    def pieces(self) -> "list[RemoteEndpoint]":
+        """See ``PipelineEndpoint``."""
         return [self]
 
     @property
@@ -114,7 +114,7 @@ def reach(
             yield name, Child({**group.environment, **shares.environment(name)})
         if group.host:
             try:
-                yield name, Elsewhere(group.host, shared_key(), group.environment)
+                yield name, RemotePeer(group.host, shared_key(), group.environment)
             except JaxinferError as error:
                 raise JaxinferError(f"groups.{name}.host: {error}") from None
 
@@ -137,8 +137,8 @@ class OtherProcesses:
         self._config, self._model, self._layers = config, model, layers
         self.gpu_shares = GpuShares(config)
         self._processes: dict[str, Process] = {}
-        self._there: dict[str, AnotherProcess] = {}
-        self._pipelines: dict[str, PipelineSide] = {}
+        self._there: dict[str, RemoteEndpoint] = {}
+        self._pipelines: dict[str, PipelineEndpoint] = {}
 
     @classmethod
     def start(
@@ -216,7 +216,7 @@ class OtherProcesses:
                     parts[name][group] = process, loaded
                     continue
                 workers[name] = RemoteWorker(process, name, plans, loaded.parts[name])
-                self._there[name] = AnotherProcess(process)
+                self._there[name] = RemoteEndpoint(process)
         for name, found in parts.items():
             stages = self._config.instances[name].stages
             groups = dict.fromkeys(stage.group for stage in stages)
@@ -226,8 +226,8 @@ class OtherProcesses:
             workers[name] = whole = PipelineWorker(
                 name, there, links, [self._processes[group] for group in lenders]
             )
-            sides = [AnotherProcess(process) for process, _ in there]
-            self._pipelines[name] = PipelineSide(sides, whole.first_stages)
+            sides = [RemoteEndpoint(process) for process, _ in there]
+            self._pipelines[name] = PipelineEndpoint(sides, whole.first_stages)
         return workers
 
     def lend(
@@ -257,7 +257,7 @@ class OtherProcesses:
             plans[stage] = replace(plans[stage], attention=places)
         return process, loaded._replace(plans={**loaded.plans, instance: plans})
 
-    def side_of(self, instance: str) -> AnotherProcess | PipelineSide:
+    def side_of(self, instance: str) -> RemoteEndpoint | PipelineEndpoint:
         """Return the process of an instance, or its processes, other than this one."""
         return self._pipelines.get(instance) or self._there[instance]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.errors import JaxinferError
-from jaxinfer.runtime.processes.peers import Elsewhere, Peer
+from jaxinfer.runtime.processes.peers import Peer, RemotePeer
 from jaxinfer.runtime.processes.ray_client import connect
 from jaxinfer.runtime.processes.worker_server import WorkerServer
 
@@ -65,7 +65,7 @@ def place(address: str, groups: Mapping[str, GroupConfig]) -> Iterator[tuple[str
             kill = partial(_end, ray, actors[name])
             try:
                 there = ray.get(actors[name].address.remote(), timeout=PLACE_S)
-                peer = Elsewhere(there, key, group.environment, kill)
+                peer = RemotePeer(there, key, group.environment, kill)
             except ray.exceptions.GetTimeoutError:
                 raise JaxinferError(
                     f"groups.{name}.ray: no node has {_words(demands[name])} free after "

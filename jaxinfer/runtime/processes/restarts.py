@@ -9,19 +9,19 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes.homes import (
-    Hear,
-    Home,
-    InstancesHome,
-    LenderHome,
-    Rest,
-    Restarted,
-    RestartResult,
-)
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
 from jaxinfer.runtime.processes.process import Process
 from jaxinfer.runtime.processes.process_group import OtherProcesses
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
+from jaxinfer.runtime.processes.restart_groups import (
+    DegradedInstance,
+    Hear,
+    PoolRestart,
+    Restarted,
+    RestartGroup,
+    RestartResult,
+    WorkerRestart,
+)
 
 
 class Restarts:
@@ -44,9 +44,11 @@ class Restarts:
         self._hear: Hear = lambda news: None
         self._lock = threading.Lock()
         self._closed = False
-        self._homes: dict[str, Home] = {}
-        self._of: dict[str, InstancesHome] = {}
-        self._rests = {n: Rest(w) for n, w in remotes.items() if isinstance(w, PipelineWorker)}
+        self._homes: dict[str, RestartGroup] = {}
+        self._of: dict[str, WorkerRestart] = {}
+        self._rests = {
+            n: DegradedInstance(w) for n, w in remotes.items() if isinstance(w, PipelineWorker)
+        }
         for groups in config.started_together():
             here = {n: w for n, w in remotes.items() if w.pieces[0].process.name in groups}
             if here:
@@ -58,7 +60,7 @@ class Restarts:
             if len(rest.worker.pieces) > 1:
                 continue  # It is lost with any of them.
             rest.lenders = [
-                LenderHome(each.name, {each.name: part}, times, {each.name: each}, rest, others)
+                PoolRestart(each.name, {each.name: part}, times, {each.name: each}, rest, others)
                 for each in rest.worker.lending
                 if (times := config.groups[each.name].restart)
                 for part in [config.part(each.name)]
@@ -66,7 +68,7 @@ class Restarts:
             for lender in rest.lenders:
                 self._add(lender)
 
-    def _add(self, home: Home) -> None:
+    def _add(self, home: RestartGroup) -> None:
         self._homes[home.name] = home
         self._watch(home)
 
@@ -126,7 +128,7 @@ class Restarts:
             returns = any(each.starting or each.is_ready for each in gone)
         return tuple(rest.worker.without), returns
 
-    def _go_on(self, instance: str, rest: Rest, why: str) -> bool:
+    def _go_on(self, instance: str, rest: DegradedInstance, why: str) -> bool:
         """Let an instance continue without its lost parts, if it can."""
         with self._lock:
             if rest.why or rest.news:
@@ -138,7 +140,9 @@ class Restarts:
             rest.thread.start()
         return True
 
-    def _have_go_on(self, instance: str, rest: Rest, why: str, groups: Sequence[str]) -> None:
+    def _have_go_on(
+        self, instance: str, rest: DegradedInstance, why: str, groups: Sequence[str]
+    ) -> None:
         begin = time.perf_counter()
         error = None
         try:
@@ -184,14 +188,14 @@ class Restarts:
         """Start no more processes."""
         self._closed = True
 
-    def _watch(self, home: Home) -> None:
+    def _watch(self, home: RestartGroup) -> None:
         for process in home.processes.values():
             # After the workers and channels, which are told of the loss first.
             process.on_loss.append(partial(self._lose, home, process))
             if process.lost:
                 self._lose(home, process, process.lost)
 
-    def _lose(self, home: Home, process: Process, why: str) -> None:
+    def _lose(self, home: RestartGroup, process: Process, why: str) -> None:
         with self._lock:
             if process not in home.processes.values() or home.starting or self._closed:
                 return
@@ -202,7 +206,7 @@ class Restarts:
             home.tell_of_loss(self._hear)
             thread.start()
 
-    def _start_again(self, home: Home, why: str) -> None:
+    def _start_again(self, home: RestartGroup, why: str) -> None:
         begin = time.perf_counter()
         home.end(why)
         error: str | None = why
@@ -218,7 +222,7 @@ class Restarts:
             self._watch(home)
         self._hear(Restarted(home.name))
 
-    def _attempt(self, home: Home) -> str | None:
+    def _attempt(self, home: RestartGroup) -> str | None:
         """Start the processes once; return why that failed, or None when they are ready."""
         processes: dict[str, Process] = {}
         try:
@@ -243,8 +247,8 @@ def _home_of(
     groups: list[str],
     workers: Mapping[str, AnyRemote],
     others: OtherProcesses,
-    rests: Sequence[Rest],
-) -> InstancesHome:
+    rests: Sequence[DegradedInstance],
+) -> WorkerRestart:
     """Return the home of one group, or of groups that share an instance, with its instances."""
     sides = {instance: others.side_of(instance) for instance in workers}
     pieces = [(name, piece) for name, worker in workers.items() for piece in worker.pieces]
@@ -258,7 +262,7 @@ def _home_of(
     processes = {process.name: process for process in needed}
     left = config.groups[needed[0].name].restart
     name = " and ".join(groups)
-    return InstancesHome(name, parts, left, processes, workers, sides, others, rests)
+    return WorkerRestart(name, parts, left, processes, workers, sides, others, rests)
 
 
 def _as_planned(config: ClusterConfig, workers: Mapping[str, RemoteWorker]) -> ClusterConfig:

@@ -16,10 +16,10 @@ from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.process_group import Progress
 from jaxinfer.runtime.profiling.measure_steps import new_batch
 from jaxinfer.runtime.profiling.profile import Needs, profile_key
-from jaxinfer.runtime.spread.pool_elsewhere import padded
+from jaxinfer.runtime.spread.pool_client import padded
 from jaxinfer.runtime.spread.spread_inputs import SpreadInputs
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
-from jaxinfer.runtime.spread.spread_step import Cut
+from jaxinfer.runtime.spread.spread_step import HeadSplit
 from jaxinfer.runtime.stage.stage import put_whole
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.steps.attention_profile import (
@@ -194,7 +194,7 @@ class _ShardTimes:
         This is measured once per layer, in a row, as between layers.
         """
         plan, there = self._stage.plan, self._stage.pools[self._number].sharding
-        cut = Cut(plan, 1, inputs.pairs.tokens)
+        cut = HeadSplit(plan, 1, inputs.pairs.tokens)
         piece = jax.device_put(self._piece(inputs), plan.devices[0])
         out = jax.device_put(np.zeros((cut.R, cut.G, cut.H), plan.dtype), there)
         jax.block_until_ready((piece, out))
@@ -226,5 +226,5 @@ class _ShardTimes:
         return sorted(found.items())
 
     def _piece(self, inputs: SpreadInputs) -> np.ndarray:
-        cut = Cut(self._stage.plan, 1, inputs.pairs.tokens)
+        cut = HeadSplit(self._stage.plan, 1, inputs.pairs.tokens)
         return np.zeros((cut.R, cut.G + 2, cut.H), cut.dtype)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import HeadPool
-from jaxinfer.runtime.spread.pool_elsewhere import padded
+from jaxinfer.runtime.spread.pool_client import padded
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.serving.batch import Transfer
@@ -110,7 +110,7 @@ def _numbers(pool: HeadPool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((CHUNK,), np.int32, sharding=pool.sharding)
 
 
-class SliceMoves:
+class SliceCopies:
     """Launches copies between the pools of an instance's stages, and reports when they are done.
 
     Later steps find the pages in their new places. A thread waits for the copies, so that launching

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import head_pools
-from jaxinfer.runtime.spread.pool_elsewhere import BegunStep, PoolElsewhere, padded
+from jaxinfer.runtime.spread.pool_client import BegunStep, PoolClient, padded
 from jaxinfer.runtime.spread.spread_inputs import (
     HalvedInputs,
     PageTables,
@@ -46,7 +46,7 @@ class SpreadStage(Stage):
 
     def __init__(self, plan: StagePlan, parameters: Parameters) -> None:
         self.pools = head_pools(plan)
-        self.elsewhere: dict[int, PoolElsewhere] = {}
+        self.elsewhere: dict[int, PoolClient] = {}
         self._zeros: dict[Hashable, jax.Array] = {}
         super().__init__(plan, parameters)
         self.outer, self.layers = split_parameters(plan, parameters)

@@ -33,7 +33,7 @@ from jaxinfer.steps.shapes import StepLimits, StepShape
 Stream = tuple[jax.Array, Any]
 
 
-class Cut:
+class HeadSplit:
     """Divides queries, keys and values into the devices' pairs, and joins the results.
 
     Args:
@@ -74,7 +74,7 @@ def first(
     layer: Graph,
     layers: Layers,
     windowed: bool,
-    cut: Cut,
+    cut: HeadSplit,
     outer_leaves: Leaves,
     layer_leaves: Leaves,
     previous_S: jax.Array,
@@ -100,7 +100,7 @@ def first(
 def middle(
     layer: Graph,
     windowed: bool,
-    cut: Cut,
+    cut: HeadSplit,
     leaves: Leaves,
     next_leaves: Leaves,
     stream: Stream,
@@ -117,7 +117,7 @@ def middle(
 
 def last(
     layer: Graph,
-    cut: Cut,
+    cut: HeadSplit,
     leaves: Leaves,
     x_TD: jax.Array,
     outs: Sequence[jax.Array],
@@ -176,7 +176,7 @@ def compile_attend(
     plan: StageFacts, pool: HeadPool, pairs: StepShape, window: int | None
 ) -> jax.stages.Compiled:
     """Compile one device's attention in a layer with this window, for steps of ``pairs`` pairs."""
-    cut = Cut(plan, 1, pairs.tokens)
+    cut = HeadSplit(plan, 1, pairs.tokens)
     there = partial(jax.ShapeDtypeStruct, sharding=pool.sharding)
     inputs = empty_spread_inputs(pairs, pairs, plan.limits, 1, 1)
     tables = inputs.tables[0]
@@ -260,7 +260,7 @@ class SpreadStep(CompiledStep):
             return super()._lower(part)
         kind, shape, pairs, *rest = part
         plan, W = self._plan, len(self._pools)
-        cut = Cut(plan, W, pairs.tokens)
+        cut = HeadSplit(plan, W, pairs.tokens)
         whole = partial(jax.ShapeDtypeStruct, sharding=plan.whole)
         inputs = empty_spread_inputs(shape, pairs, self.limits, cut.K, W)
         layout = whole(inputs.layout.shape, jnp.int32)

@@ -13,7 +13,7 @@ from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import Parameters
 
 
-class Goal(NamedTuple):
+class ParameterGoal(NamedTuple):
     """Shape, dtype and sharding of a parameter, and of its scales if it has 8 bits.
 
     Attributes:
@@ -63,15 +63,17 @@ def _padded(x: Any, shape: tuple[int, ...], xp: Any) -> Any:
     return xp.pad(x, more) if x.shape != shape else x
 
 
-def goal_of(plan: StagePlan, path: str) -> Goal:
+def goal_of(plan: StagePlan, path: str) -> ParameterGoal:
     """Return the goal of a parameter that is not a scale."""
     scale = own_scale(path, plan.config)
     to = plan.parameters[path]
-    return Goal(to, plan.parameters[scale] if scale else None, plan.dtype if scale else to.dtype)
+    return ParameterGoal(
+        to, plan.parameters[scale] if scale else None, plan.dtype if scale else to.dtype
+    )
 
 
 # Makes the arrays of a parameter, from a stage's plan, its path and its goal.
-Find = Callable[[StagePlan, str, Goal], Sequence[jax.Array]]
+Find = Callable[[StagePlan, str, ParameterGoal], Sequence[jax.Array]]
 
 
 def parameters_of(plans: Sequence[StagePlan], found: Find) -> list[Parameters]:

@@ -27,14 +27,14 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import WeightSpec
 from jaxinfer.models.registry import ARCHITECTURES
 from jaxinfer.models.weights import as_it_is
-from jaxinfer.runtime.stage.goal import Goal, goal_of, parameters_of
+from jaxinfer.runtime.stage.goal import ParameterGoal, goal_of, parameters_of
 from jaxinfer.runtime.stage.random_weights import random_parameters
 from jaxinfer.runtime.stage.stage_plan import StagePlan, parameter_shapes
 from jaxinfer.runtime.stage.step import Parameters
 
 T = TypeVar("T")
 # Arrays of parameters by path and goal; stages on the same devices share them.
-Loaded = dict[tuple[str, Goal], Sequence[jax.Array]]
+Loaded = dict[tuple[str, ParameterGoal], Sequence[jax.Array]]
 # Parameters with at least this many bytes are converted on the device.
 ON_DEVICE = 2**23
 # Number of parameters whose tensors are read at once, each by a thread.
@@ -71,7 +71,7 @@ def load_parameters(checkpoint: Checkpoint, plans: Sequence[StagePlan]) -> list[
 
 
 def _load(
-    checkpoint: Checkpoint, wanted: Mapping[tuple[str, Goal], WeightSpec]
+    checkpoint: Checkpoint, wanted: Mapping[tuple[str, ParameterGoal], WeightSpec]
 ) -> Iterator[Sequence[jax.Array]]:
     """Yield parameters in order, each once it is loaded."""
     program = cache(_program)
@@ -98,7 +98,7 @@ def _ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
 
 
 def _read(
-    checkpoint: Checkpoint, spec: WeightSpec, goal: Goal
+    checkpoint: Checkpoint, spec: WeightSpec, goal: ParameterGoal
 ) -> tuple[jax.Array, ...] | list[jax.Array]:
     """Read a parameter's tensors: the finished arrays, or tensors that must still be converted."""
     tensors, to = read_tensors(checkpoint, spec, ON_DEVICE), goal.values
@@ -128,7 +128,7 @@ def _rows(to: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def _program(
-    convert: Callable[[Any], Any], is_one: bool, goal: Goal
+    convert: Callable[[Any], Any], is_one: bool, goal: ParameterGoal
 ) -> Callable[[list[jax.Array]], tuple[jax.Array, ...]]:
     """Compile the program that makes a parameter, and its scales, from its tensors."""
     spec = WeightSpec("" if is_one else (), (), convert)

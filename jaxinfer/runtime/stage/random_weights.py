@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.runtime.stage.goal import Goal, parameters_of
+from jaxinfer.runtime.stage.goal import ParameterGoal, parameters_of
 from jaxinfer.runtime.stage.stage_plan import StagePlan, parameter_shapes
 from jaxinfer.runtime.stage.step import Parameters
 
@@ -28,9 +28,9 @@ def random_parameters(config: ModelConfig, plans: Sequence[StagePlan]) -> list[P
     shapes = parameter_shapes(config)
     program = cache(_program)  # All layers are equal.
     # Segments of one stage share a tied embedding.
-    drawn: dict[tuple[str, Goal], tuple[jax.Array, ...]] = {}
+    drawn: dict[tuple[str, ParameterGoal], tuple[jax.Array, ...]] = {}
 
-    def found(plan: StagePlan, path: str, goal: Goal) -> tuple[jax.Array, ...]:
+    def found(plan: StagePlan, path: str, goal: ParameterGoal) -> tuple[jax.Array, ...]:
         if (path, goal) not in drawn:
             is_scale = path.rpartition(".")[2].startswith("scale_")
             draw = program(shapes[path], goal, is_scale)
@@ -46,7 +46,7 @@ def _key_data(seed: int, path: str) -> np.ndarray:
 
 
 def _program(
-    shape: tuple[int, ...], goal: Goal, is_scale: bool
+    shape: tuple[int, ...], goal: ParameterGoal, is_scale: bool
 ) -> Callable[[np.ndarray], tuple[jax.Array, ...]]:
     """Compile a program that draws shards on devices; values are the same for any sharding."""
 

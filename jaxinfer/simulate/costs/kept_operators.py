@@ -1,9 +1,6 @@
 """A cache of a model's operators from published tables, keyed by the tables' contents."""
 
-import hashlib
-import json
-import os
-import tempfile
+import io
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.files.contents import file_digest
+from jaxinfer.files.kept import key_of, write_whole
 from jaxinfer.files.made_from import code_version
 from jaxinfer.simulate.costs.attention_grid import GridValues
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
@@ -62,18 +61,11 @@ def _key(wanted: Wanted) -> str:
     model = wanted.model.model_dump()
     asked = {name: str(value) for name, value in vars(wanted).items() if name != "model"}
     digests = {
-        str(path): _digest(path, path.stat().st_mtime_ns, path.stat().st_size)
+        str(path): file_digest(path)
         for path in sorted(wanted.folder.rglob("*"))
         if path.suffix == ".yaml" or (path.stem in FAMILIES and wanted.backend in path.parts)
     }
-    text = json.dumps([code_version(), asked, model, digests], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-@lru_cache(maxsize=1024)
-def _digest(path: Path, mtime_ns: int, size: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return key_of(code_version(), asked, model, digests)
 
 
 def _load(path: Path) -> tuple[OperatorPoints, dict[str, GridValues]]:
@@ -111,10 +103,5 @@ def _save(path: Path, found: OperatorPoints, attention: AttentionTable) -> None:
     arrays["files"] = np.array(found.files)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        number, temporary = tempfile.mkstemp(suffix=".npz", dir=path.parent)
-        try:
-            with os.fdopen(number, "wb") as file:
-                np.savez(file, **arrays)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
+        np.savez(data := io.BytesIO(), **arrays)
+        write_whole(path, data.getvalue())

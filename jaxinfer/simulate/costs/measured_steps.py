@@ -19,10 +19,9 @@ from jaxinfer.config.published import shipped_tables
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import data_path
-from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.hardware.catalogue import ITEMSIZE, Gpu, ModelShape
 from jaxinfer.options.validation import Options, within
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.model import ITEMSIZE
 from jaxinfer.simulate.costs.published_stage import published_stage
 from jaxinfer.simulate.costs.table_files import (
     attention_points,

@@ -11,9 +11,6 @@ from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
 
-# Returns the bytes of a number of hidden states and logits.
-ITEMSIZE = 2
-
 
 class CostModel(Protocol):
     """The times of one instance's steps."""

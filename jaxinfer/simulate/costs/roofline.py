@@ -9,9 +9,8 @@ from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
-from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.hardware.catalogue import ITEMSIZE, Gpu, ModelShape
 from jaxinfer.serving.batch import Work
-from jaxinfer.simulate.costs.model import ITEMSIZE
 from jaxinfer.simulate.costs.step_floor import ProductFloor, StepFloor
 
 

@@ -9,11 +9,10 @@ from typing import Self
 from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import Gpu, ModelShape
+from jaxinfer.hardware.catalogue import ITEMSIZE, Gpu, ModelShape
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.attention_grid import At, AttentionGrid, GridValues
 from jaxinfer.simulate.costs.joint import Exchange, JointExperts, experts_curve
-from jaxinfer.simulate.costs.model import ITEMSIZE
 from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear, add_up
 from jaxinfer.simulate.costs.skew import Skew
 from jaxinfer.simulate.costs.table_files import (

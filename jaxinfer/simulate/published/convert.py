@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.hardware.catalogue import ModelShape
+from jaxinfer.hardware.catalogue import ITEMSIZE, ModelShape
 from jaxinfer.simulate.published.columns import MeasuredPoints, read_measured
 from jaxinfer.simulate.published.expert_blocks import block_times
 from jaxinfer.simulate.published.files import Card, cards, find_card
@@ -19,7 +19,6 @@ from jaxinfer.simulate.published.products import ProductTimes, without_scaling
 
 # vLLM replays a graph for up to this many tokens; above, it launches each operator.
 _GRAPH_TOKENS = 512
-_ITEMSIZE = 2
 Points = dict[float, float]
 
 
@@ -242,8 +241,8 @@ def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
         numbers["qk_norm"] = 2 * heads
     counts = wanted.small_operators
     for name, each in numbers.items():
-        found.dense[name] = _on_vectors(card, each * _ITEMSIZE if counts else 0)
-    sampled = 2 * model.vocab_size * _ITEMSIZE
+        found.dense[name] = _on_vectors(card, each * ITEMSIZE if counts else 0)
+    sampled = 2 * model.vocab_size * ITEMSIZE
     found.heads["sampler"] = _on_vectors(card, sampled if counts else 0)
 
 

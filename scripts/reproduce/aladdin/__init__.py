@@ -3,11 +3,11 @@
 Searches for the fewest workers take hours of CPU time. Simulation results are kept.
 """
 
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.files.kept import KeptResults
 from scripts.reproduce.aladdin import cpu, fewest, sensitivity, single
 from scripts.reproduce.aladdin import unlike as kinds
 from scripts.reproduce.aladdin.fewest import CALIBRATION, LEVELS, RATE, SEEDS, THETAS
-from scripts.reproduce.aladdin.runs import ATGT_S, JSQ, TWO, Search, Way, draw
+from scripts.reproduce.aladdin.runs import ATGT_S, JSQ, TWO, Way, WorkerSearch, draw
 from scripts.reproduce.aladdin.tables import make_tables
 from scripts.reproduce.reproduction import (
     AICONFIGURATOR,
@@ -27,14 +27,14 @@ def trace(inputs: Inputs) -> Work:
     return inputs.work(TRACE)
 
 
-def search(inputs: Inputs) -> Search:
+def search(inputs: Inputs) -> WorkerSearch:
     """Return searches for the fewest workers, with tables of operators."""
     tables = make_tables(inputs.path(VIDUR), inputs.path(OWN), inputs.kept)
     code = inputs.code(TRACE, VIDUR, OWN)
-    return Search(inputs.shared(trace), tables, inputs.kept, code)
+    return WorkerSearch(inputs.shared(trace), tables, inputs.kept, code)
 
 
-def other(inputs: Inputs) -> Search:
+def other(inputs: Inputs) -> WorkerSearch:
     """Return searches that show what figures depend on."""
     return inputs.shared(search).of(inputs.shared(trace), "sensitivity")
 
@@ -98,7 +98,7 @@ def opened(inputs: Inputs) -> Part:
 
 def mixes(inputs: Inputs) -> Part:
     """Workers of several kinds: the cheapest mixes."""
-    simulated = EvaluationCache(inputs.kept / "unlike.jsonl", inputs.code(TRACE))
+    simulated = KeptResults(inputs.kept / "unlike.jsonl", inputs.code(TRACE))
     found = kinds.cheapest(inputs.shared(trace), inputs.kept, SEEDS[:1], simulated)
     simulated.close()
     return Part(*found)

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from scipy.stats import t as student
 
 from jaxinfer.papers.aladdin.sizing import fit_workers
-from scripts.reproduce.aladdin.runs import JSQ, TWO, Search, Way, aladdin
+from scripts.reproduce.aladdin.runs import JSQ, TWO, Way, WorkerSearch, aladdin
 from scripts.reproduce.claims import Target, holds
 from scripts.tables import Row
 
@@ -27,12 +27,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values), float(half)
 
 
-def thetas(search: Search, level: float) -> list[Row]:
+def thetas(search: WorkerSearch, level: float) -> list[Row]:
     """Return the fewest workers by theta, with a seed that is used for nothing else."""
     return [row for oracle in (True, False) for row in _thetas(search, level, oracle)]
 
 
-def _thetas(search: Search, level: float, oracle: bool) -> list[Row]:
+def _thetas(search: WorkerSearch, level: float, oracle: bool) -> list[Row]:
     rows: list[Row] = []
     guess = USUAL
     for theta in THETAS:
@@ -67,7 +67,7 @@ def chosen(rows: Sequence[Row]) -> list[Way]:
     return ways
 
 
-def counts_of(search: Search, way: Way, level: float) -> list[int | None]:
+def counts_of(search: WorkerSearch, way: Way, level: float) -> list[int | None]:
     """Return the fewest workers with each seed; each search begins where the previous one ended."""
     found: list[int | None] = []
     for seed in SEEDS:
@@ -77,7 +77,7 @@ def counts_of(search: Search, way: Way, level: float) -> list[int | None]:
 
 
 def fewest_workers(
-    search: Search, level: float, chosen: Sequence[Way]
+    search: WorkerSearch, level: float, chosen: Sequence[Way]
 ) -> tuple[list[Row], list[Target]]:
     """Return the fewest workers of all systems, over seeds; Aladdin is as chosen."""
     rows: list[Row] = []
@@ -112,7 +112,7 @@ def fewest_workers(
     return rows, targets
 
 
-def equation_7(search: Search, way: Way) -> tuple[list[Row], list[Target]]:
+def equation_7(search: WorkerSearch, way: Way) -> tuple[list[Row], list[Target]]:
     """Return the fewest workers at six rates, and a line through the other five for each."""
     searched = [
         (rate, search.fewest(way, rate, LEVELS[0], 0, 4 + USUAL / RATE * rate * 0.8))

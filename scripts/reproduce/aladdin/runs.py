@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.files.contents import contents
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
+from jaxinfer.files.kept import KeptResults, key_of
 from jaxinfer.papers.aladdin.sizing import fewest
 from jaxinfer.simulate.capacity import load
 from jaxinfer.simulate.targets import RequestTargets
@@ -71,7 +71,7 @@ def draw(trace: Work, seed: int, count: int = REQUESTS) -> list[BenchRequest]:
     return random.Random(seed).sample(list(trace), count)
 
 
-class Search:
+class WorkerSearch:
     """Finds the fewest workers, and keeps the results of simulations in a file.
 
     Args:
@@ -85,12 +85,12 @@ class Search:
         self, trace: Work, tables: Path, folder: Path, code: str, name: str = "simulated"
     ) -> None:
         self.trace, self.tables, self.folder, self.code = trace, tables, folder, code
-        self._kept = EvaluationCache(folder / f"{name}.jsonl", code)
+        self._kept = KeptResults(folder / f"{name}.jsonl", code)
         self._data = key_of(repr(trace), contents(str(tables)))
 
-    def of(self, trace: Work, name: str) -> "Search":
+    def of(self, trace: Work, name: str) -> "WorkerSearch":
         """Return a search for other requests, or with its own file."""
-        return Search(trace, self.tables, self.folder, self.code, name)
+        return WorkerSearch(trace, self.tables, self.folder, self.code, name)
 
     def keeps(self, way: Way, workers: int, rate: float, level: float, seed: int) -> bool:
         """True if this number of workers keeps both targets for this share of the requests."""

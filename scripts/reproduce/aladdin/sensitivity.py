@@ -15,7 +15,7 @@ from jaxinfer.simulate.cluster import fit_instance
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.simulate.targets import RequestTargets
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from scripts.reproduce.aladdin.runs import JSQ, Search, Way, aladdin, draw
+from scripts.reproduce.aladdin.runs import JSQ, Way, WorkerSearch, aladdin, draw
 from scripts.reproduce.aladdin.single import OVERHEADS, TESTBED, worker
 from scripts.reproduce.claims import Target, agrees, holds
 from scripts.reproduce.reproduction import Inputs, Part
@@ -43,7 +43,7 @@ def four_gpus(way: Way, process_ms: float) -> Way:
     )
 
 
-def process_costs(search: Search, single: Way) -> tuple[list[Row], list[Target]]:
+def process_costs(search: WorkerSearch, single: Way) -> tuple[list[Row], list[Target]]:
     """Compare Aladdin on workers of one GPU with the shortest queue on workers of four."""
     ours = search.fewest(single, RATE, LEVEL, SEED, 12)
     rows: list[Row] = []
@@ -83,7 +83,7 @@ def apart(way: Way) -> Way:
     )
 
 
-def decodes_alone(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
+def decodes_alone(search: WorkerSearch, ours: Way) -> tuple[list[Row], list[Target]]:
     """Return the fewest workers for decodes; Aladdin is as chosen for whole requests."""
     rows: list[Row] = []
     for way in (JSQ, ours):
@@ -100,7 +100,7 @@ def decodes_alone(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
     return rows, [_fewer(claim, 60, found, theirs)]
 
 
-def all_requests(search: Search, ours: Way) -> tuple[list[Row], list[Target]]:
+def all_requests(search: WorkerSearch, ours: Way) -> tuple[list[Row], list[Target]]:
     """Return the fewest workers for all requests (P100), and for all but the shortest answers."""
     rows: list[Row] = []
     for least in (1, 10):
@@ -136,7 +136,7 @@ def _fewer(claim: str, percent: int, ours: int | str, theirs: int | str) -> Targ
     )
 
 
-def theta_seeds(search: Search, thetas: Sequence[float], seeds: Sequence[int]) -> list[Row]:
+def theta_seeds(search: WorkerSearch, thetas: Sequence[float], seeds: Sequence[int]) -> list[Row]:
     """Return the fewest workers by theta, with several seeds that are used for nothing else."""
     rows: list[Row] = []
     for oracle in (True, False):
@@ -150,7 +150,7 @@ def theta_seeds(search: Search, thetas: Sequence[float], seeds: Sequence[int]) -
     return rows
 
 
-def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]]:
+def other_workers(search: WorkerSearch, theta: float) -> tuple[list[Row], list[Target]]:
     """Return Table 2's workers by the roofline, at rates that eight of each sustain by eq. 6."""
     rows: list[Row] = []
     targets = []
@@ -184,7 +184,7 @@ def other_workers(search: Search, theta: float) -> tuple[list[Row], list[Target]
     return rows, targets
 
 
-def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: Search) -> float:
+def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: WorkerSearch) -> float:
     """Return the rate that eight workers sustain by eq. 6, in requests per second."""
     cluster = prepare(worker(model, gpu, gpus, **OVERHEADS))
     fit, modelled = fit_instance(cluster.instances["w"], relative=True), cluster.instances["w"]
@@ -194,7 +194,7 @@ def rate_of(model: str, gpu: str, gpus: int, atgt_s: float, search: Search) -> f
     return float(f"{8 * gpus * most.least / mean.output:.2g}")
 
 
-def on_four(search: Search, ways: Mapping[str, Way]) -> list[Row]:
+def on_four(search: WorkerSearch, ways: Mapping[str, Way]) -> list[Row]:
     """Return attainment and P99 of the mean gap of four workers by rate, for Figures 9 and 10."""
     return [_attained(search, name, way, rate) for rate in RATES for name, way in ways.items()]
 
@@ -248,7 +248,7 @@ def of_four(rows: Sequence[Row]) -> list[Target]:
     return targets
 
 
-def _attained(search: Search, name: str, way: Way, rate: float) -> Row:
+def _attained(search: WorkerSearch, name: str, way: Way, rate: float) -> Row:
     work = draw(search.trace, SEED)
     watch = RequestTargets(dict(way.slo)).watch(work)
     arrivals = with_arrivals(work, Arrivals(kind="poisson", rate=rate, seed=SEED))

@@ -202,7 +202,7 @@ def opened(tables: Path, work: Work, ways: Sequence[Way], rate: float) -> list[R
     return rows
 
 
-class Timed(Aladdin):
+class TimedAladdin(Aladdin):
     """Aladdin, with a measurement of the CPU time of its decisions."""
 
     def __init__(self, options: Any) -> None:

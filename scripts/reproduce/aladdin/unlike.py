@@ -10,11 +10,11 @@ import yaml
 
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.files.kept import KeptResults
 from jaxinfer.lab.plan.problem import load_problem
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.aladdin.best_fit import Job, Limits, WorkerAccount
-from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner
+from jaxinfer.papers.aladdin.planner import AladdinPlanner, AladdinPlannerOptions
 from jaxinfer.simulate.cluster import fit_instance
 from jaxinfer.simulate.run import prepare
 from scripts.reproduce.aladdin.packing import by_rule, in_order, least_usd
@@ -33,7 +33,7 @@ KINDS = ("large", "middle", "small")
 
 
 def cheapest(
-    work: Work, out: Path, seeds: Sequence[int], simulated: EvaluationCache
+    work: Work, out: Path, seeds: Sequence[int], simulated: KeptResults
 ) -> tuple[list[Row], list[Target]]:
     """Return dollars of each kind alone and of the cheapest mix, by level of the targets."""
     rows = _cheapest_of_all(work, out, seeds, simulated)
@@ -48,7 +48,7 @@ def cheapest(
 
 
 def _cheapest_of_all(
-    work: Work, out: Path, seeds: Sequence[int], simulated: EvaluationCache
+    work: Work, out: Path, seeds: Sequence[int], simulated: KeptResults
 ) -> list[Row]:
     rows = []
     data = yaml.safe_load(FILE.read_text(encoding="utf-8"))
@@ -76,13 +76,13 @@ def _usd(found: float | str) -> float:
 
 
 def _cheapest(
-    path: Path, label: str, slo: tuple[float, float], work: Work, simulated: EvaluationCache
+    path: Path, label: str, slo: tuple[float, float], work: Work, simulated: KeptResults
 ) -> Row:
     settings = [f"goal.slo='ttft={slo[0]},tpot={slo[1]}'"]
     problem = load_problem(PLAN, settings).for_work(work, 1.0)
     search = DrivenSearch(problem, kept=simulated)
     try:
-        best = AladdinPlanner(AladdinOptions(file=str(path), most=MOST)).plan(
+        best = AladdinPlanner(AladdinPlannerOptions(file=str(path), most=MOST)).plan(
             search.problem, search
         )
     except JaxinferError:

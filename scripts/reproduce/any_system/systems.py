@@ -89,7 +89,7 @@ def chosen(
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedRate:
     """Finds the largest rate of a run file with one seed; it is sent to other processes."""
 
     work: Sequence[BenchRequest]
@@ -108,7 +108,7 @@ def systems(trace: str, work: Sequence[BenchRequest], pool: ProcessPoolExecutor)
         config, known = chosen(low, trace, len(work), pool)
         configs = {"any_system": config} | {name: fixed(name, low) for name in SYSTEMS}
         asked = [(config, seed) for config in configs.values() for seed in COMPARED]
-        rates = iter(list(pool.map(Carried(work), *zip(*asked, strict=True))))
+        rates = iter(list(pool.map(CarriedRate(work), *zip(*asked, strict=True))))
         found = {name: [next(rates) for _ in COMPARED] for name in configs}
         for name, each in found.items():
             axes = known if name == "any_system" else {"choice": name, "chunk": 512}
@@ -189,7 +189,7 @@ def by_length(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[R
 
 def _carried(work: Sequence[BenchRequest], point: tuple[str, str, float]) -> float:
     low, way, scale = point
-    return Carried(scaled(work[:SAMPLE], scale), 0.05)(fixed(way, low), COMPARED[0])
+    return CarriedRate(scaled(work[:SAMPLE], scale), 0.05)(fixed(way, low), COMPARED[0])
 
 
 def by_rate(work: Sequence[BenchRequest], pool: ProcessPoolExecutor) -> list[Row]:

@@ -12,7 +12,7 @@ from scripts.reproduce.cronus.cases import (
     MODELS,
     SETUPS,
     TABLE_3,
-    Case,
+    CronusCase,
     numbers,
     paper,
     throughput,
@@ -71,7 +71,7 @@ def calibrate(work: Work) -> dict[str, Any]:
     first = next(iter(SETUPS))
     fitted = numbers(costs, first)
     costs["hop_s"] = solve(
-        lambda x: throughput(Case(first, "pipeline_parallel", (*fitted, ("hop_s", x))), work),
+        lambda x: throughput(CronusCase(first, "pipeline_parallel", (*fitted, ("hop_s", x))), work),
         paper("PP+Chunked", first),
         0.0,
         0.5,
@@ -81,7 +81,7 @@ def calibrate(work: Work) -> dict[str, Any]:
 
 def _with(setup: str, work: Work, system: str, costs: Costs, name: str, value: float) -> float:
     """Return the requests per second with one additional cost."""
-    return throughput(Case(setup, system, (*costs, (name, value))), work)
+    return throughput(CronusCase(setup, system, (*costs, (name, value))), work)
 
 
 def _largest_reserve(low: str, model: str) -> float:
@@ -92,9 +92,9 @@ def _largest_reserve(low: str, model: str) -> float:
     return 0.9 * find_gpu(low).memory_gb - taken / 1e9
 
 
-def _prefill_only(model: str, flops: float) -> Case:
+def _prefill_only(model: str, flops: float) -> CronusCase:
     setup = next(s for s, (_, name) in SETUPS.items() if name == model)
-    return Case(setup, "disaggregated_high_low", (("groups.high.flops", flops),))
+    return CronusCase(setup, "disaggregated_high_low", (("groups.high.flops", flops),))
 
 
 def _engine(work: Work) -> tuple[float, float]:
@@ -119,8 +119,8 @@ def _engine(work: Work) -> tuple[float, float]:
     return bandwidth, round(sum(both) / 2, 6)
 
 
-def _decode_only(model: str, bandwidth: float, sequence_s: float) -> Case:
+def _decode_only(model: str, bandwidth: float, sequence_s: float) -> CronusCase:
     """Return a case of decodes on the A100, with a GPU for prompts that is never the limit."""
     setup = next(s for s, (_, name) in SETUPS.items() if name == model)
     costs = (("bandwidth", bandwidth), ("sequence_s", sequence_s), ("groups.low.flops", 1.0))
-    return Case(setup, "disaggregated_low_high", costs, ("groups.low.kind=H200",))
+    return CronusCase(setup, "disaggregated_low_high", costs, ("groups.low.kind=H200",))

@@ -42,7 +42,7 @@ def paper(approach: str, setup: str) -> float:
 
 
 @dataclass(frozen=True)
-class Case:
+class CronusCase:
     """A cell: a setup under a system, with costs."""
 
     setup: str
@@ -64,7 +64,7 @@ class Case:
         )
 
 
-def throughput(case: Case, work: Work) -> float:
+def throughput(case: CronusCase, work: Work) -> float:
     """Return requests per second."""
     metrics = simulate(case.config(), work)
     return metrics.requests / metrics.wall_s

@@ -14,7 +14,7 @@ from scripts.reproduce.cronus.cases import (
     APPROACHES,
     SETUPS,
     TABLE_3,
-    Case,
+    CronusCase,
     numbers,
     paper,
     throughput,
@@ -33,8 +33,8 @@ CALIBRATED_ON = {
 def table_2(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
     """Return the cells of Table 2, with calibration and without."""
     cells = [(setup, approach) for setup in SETUPS for approach in APPROACHES]
-    calibrated = [Case(s, APPROACHES[a], numbers(costs, s)) for s, a in cells]
-    plain = [Case(s, APPROACHES[a]) for s, a in cells]
+    calibrated = [CronusCase(s, APPROACHES[a], numbers(costs, s)) for s, a in cells]
+    plain = [CronusCase(s, APPROACHES[a]) for s, a in cells]
     ours, uncalibrated = (
         list(pool.map(partial(throughput, work=work), cases)) for cases in (calibrated, plain)
     )
@@ -60,7 +60,7 @@ def table_2(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
 INTERVALS = (0.1, 0.11, 0.12, 0.13, 0.14, 0.16, 0.18, 0.2, 0.25, 0.3, 0.4, 0.5)
 
 
-def latency(case: Case, work: Work, interval: float) -> tuple[float, float]:
+def latency(case: CronusCase, work: Work, interval: float) -> tuple[float, float]:
     """Return TTFT p99 and TBT p99 in seconds, with requests at a fixed interval."""
     spaced = [replace(item, arrival=i * interval) for i, item in enumerate(work)]
     metrics = simulate(case.config(), spaced)
@@ -72,7 +72,7 @@ def latency(case: Case, work: Work, interval: float) -> tuple[float, float]:
 def figure_4(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
     """Return the latencies of every setup and approach at every interval."""
     points = [(s, a, interval) for s in SETUPS for a in APPROACHES for interval in INTERVALS]
-    cases = [Case(s, APPROACHES[a], numbers(costs, s)) for s, a, _ in points]
+    cases = [CronusCase(s, APPROACHES[a], numbers(costs, s)) for s, a, _ in points]
     found = pool.map(latency, cases, [work] * len(cases), [p[2] for p in points])
     return [
         {"setup": s, "approach": a, "interval_s": i, "ttft_p99": ttft, "tbt_p99": tbt}
@@ -114,11 +114,11 @@ def table_3(costs: Costs, work: Work) -> list[Row]:
             ("disaggregated_high_low", "high"),
             ("disaggregated_low_high", "low"),
         ):
-            whole = throughput(Case(setup, system, known), work)
-            prefill = throughput(Case(setup, system, known), prompts)
+            whole = throughput(CronusCase(setup, system, known), work)
+            prefill = throughput(CronusCase(setup, system, known), prompts)
             # The other GPU is so fast that it is never the limit.
             fast = (f"groups.{here}.kind=H200", f"simulate.groups.{here}={{flops: 1.0}}")
-            decode = throughput(Case(setup, system, known, fast), work)
+            decode = throughput(CronusCase(setup, system, known, fast), work)
             found += [100 * whole / prefill, 100 * whole / decode]
         for number, (stage, value) in enumerate(
             zip(("H-L prefill", "H-L decode", "L-H prefill", "L-H decode"), found, strict=True)

@@ -11,7 +11,15 @@ from matplotlib.figure import Figure
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from scripts.reproduce.claims import Target, by_amount, by_share, holds
-from scripts.reproduce.distserve.model import Cluster, Data, Shape, colocated, fixed, pair, turns
+from scripts.reproduce.distserve.model import (
+    Data,
+    DistServeCluster,
+    Shape,
+    colocated,
+    fixed,
+    pair,
+    turns,
+)
 from scripts.reproduce.distserve.requests import (
     LOW,
     RATES,
@@ -62,7 +70,7 @@ LEAST_RATE, FIRST_RATE, PRECISION = 0.01, 0.25, 0.15
 
 
 @dataclass(frozen=True)
-class Case:
+class GoodputCase:
     """A comparison of DistServe with colocation.
 
     Attributes:
@@ -79,7 +87,7 @@ class Case:
     """
 
     name: str
-    low: Cluster
+    low: DistServeCluster
     vllm: Shape
     work: Callable[[int, int], Work]
     slo: tuple[float, float]
@@ -90,7 +98,7 @@ class Case:
     long: bool = False
 
 
-def cases(trace: Work) -> list[Case]:
+def cases(trace: Work) -> list[GoodputCase]:
     """Return the cases of the paper and of the artefact for which there are coefficients."""
 
     def of_turns(q: float) -> Callable[[int, int], Work]:
@@ -101,15 +109,15 @@ def cases(trace: Work) -> list[Case]:
 
     big = pair("opt-66b", (4, 1), (2, 2))
     return [
-        Case("13B chatbot, turns(.2)", LOW, (1, 1), of_turns(0.2), (0.25, 0.1), 100, (2.30, 4.6),
-             (2.0, 3.41), long=True),
-        Case("13B chatbot, turns(.02)", LOW, (1, 1), of_turns(0.02), (0.2, 0.1), 100,
+        GoodputCase("13B chatbot, turns(.2)", LOW, (1, 1), of_turns(0.2), (0.25, 0.1), 100,
+             (2.30, 4.6), (2.0, 3.41), long=True),
+        GoodputCase("13B chatbot, turns(.02)", LOW, (1, 1), of_turns(0.02), (0.2, 0.1), 100,
              equal=((2, 1), (4, 1)), long=True),
-        Case("66B chatbot, turns(.02)", big, (4, 1), of_turns(0.02), (0.4, 0.1), 25),
-        Case("66B code, 171/98", big, (4, 1), equal(171, 98), (0.125, 0.2), 50, (1.14, 5.72),
+        GoodputCase("66B chatbot, turns(.02)", big, (4, 1), of_turns(0.02), (0.4, 0.1), 25),
+        GoodputCase("66B code, 171/98", big, (4, 1), equal(171, 98), (0.125, 0.2), 50, (1.14, 5.72),
              (3.2, 3.2)),
-        Case("66B summaries, 1738/91", big, (4, 1), equal(1738, 91), (15, 0.15), 50, (0.53, 4.24),
-             (4.48, 4.48)),
+        GoodputCase("66B summaries, 1738/91", big, (4, 1), equal(1738, 91), (15, 0.15), 50,
+             (0.53, 4.24), (4.48, 4.48)),
     ]  # fmt: skip
 
 
@@ -118,9 +126,9 @@ class Attainments:
 
     def __init__(self, data: Data) -> None:
         self._data = data
-        self._found: dict[tuple[Cluster, str, int, float], float] = {}
+        self._found: dict[tuple[DistServeCluster, str, int, float], float] = {}
 
-    def at(self, cluster: Cluster, case: Case, each: int, rate: float) -> float:
+    def at(self, cluster: DistServeCluster, case: GoodputCase, each: int, rate: float) -> float:
         """Return the mean over several draws."""
         key = cluster, case.name, each, rate
         if key not in self._found:
@@ -132,7 +140,7 @@ class Attainments:
             self._found[key] = fmean(found)
         return self._found[key]
 
-    def goodput(self, cluster: Cluster, case: Case, each: int) -> float:
+    def goodput(self, cluster: DistServeCluster, case: GoodputCase, each: int) -> float:
         """Return the rate per GPU up to which 90 % meet both limits; 0 if they never do."""
         at = partial(self.at, cluster, case, each)
         if at(LEAST_RATE) < 90:
@@ -145,7 +153,7 @@ class Attainments:
             low, high = (middle, high) if at(middle) >= 90 else (low, middle)
         return low + (high - low) * (at(low) - 90) / (at(low) - at(high))
 
-    def row(self, case: Case, each: int) -> Row:
+    def row(self, case: GoodputCase, each: int) -> Row:
         """Return the goodput of DistServe, of vLLM, and of colocation with DistServe's kernels."""
         model = case.low.model
         low = self.goodput(case.low, case, each)
@@ -173,7 +181,9 @@ def _by(a: float, b: float) -> str:
     return f"{a / b:.2f}" if b else "infinite"
 
 
-def ratios(attainments: Attainments, compared: Sequence[Case]) -> tuple[list[Row], list[Target]]:
+def ratios(
+    attainments: Attainments, compared: Sequence[GoodputCase]
+) -> tuple[list[Row], list[Target]]:
     """Return ratios of each case, over the artefact's number of requests and 1,000 per GPU."""
     rows, targets = [], []
     for case in compared:
@@ -200,7 +210,7 @@ def ratios(attainments: Attainments, compared: Sequence[Case]) -> tuple[list[Row
     return rows, targets
 
 
-def curves(attainments: Attainments, case: Case) -> tuple[list[Row], Figure]:
+def curves(attainments: Attainments, case: GoodputCase) -> tuple[list[Row], Figure]:
     """Return attainment by rate."""
     systems = {
         "DistServe": LOW,

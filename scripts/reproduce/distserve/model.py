@@ -80,7 +80,7 @@ def _model(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class DistServeCluster:
     """Instances of one model on one node.
 
     Attributes:
@@ -146,14 +146,16 @@ class Cluster:
         )
 
 
-def pair(model: str, prefill: Shape, decode: Shape, units: int = 1, **more: Any) -> Cluster:
+def pair(
+    model: str, prefill: Shape, decode: Shape, units: int = 1, **more: Any
+) -> DistServeCluster:
     """Return DistServe's units of one prefill and one decode instance."""
-    return Cluster(model, (("prefill", prefill), ("decode", decode)) * units, **more)
+    return DistServeCluster(model, (("prefill", prefill), ("decode", decode)) * units, **more)
 
 
-def colocated(model: str, shape: Shape, **more: Any) -> Cluster:
+def colocated(model: str, shape: Shape, **more: Any) -> DistServeCluster:
     """Return an instance that does both."""
-    return Cluster(model, (("both", shape),), **more)
+    return DistServeCluster(model, (("both", shape),), **more)
 
 
 def table_2_requests(path: Path, count: int, rate: float) -> list[BenchRequest]:

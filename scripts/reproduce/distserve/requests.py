@@ -16,8 +16,8 @@ from scripts.reproduce.claims import by_amount, by_share
 from scripts.reproduce.distserve import reference as reference
 from scripts.reproduce.distserve.model import (
     PROFILES,
-    Cluster,
     Data,
+    DistServeCluster,
     Kernels,
     Shape,
     colocated,
@@ -39,7 +39,7 @@ TABLE_2 = {
 }
 
 
-def latencies(cluster: Cluster, data: Data, work: Work) -> reference.Latencies:
+def latencies(cluster: DistServeCluster, data: Data, work: Work) -> reference.Latencies:
     """Return each request's seconds to the first token, and per later token."""
     found: dict[int, tuple[float, float]] = {}
 
@@ -162,7 +162,7 @@ def draw_pools(data: Data) -> Figure:
             share = 100 * here["pages_in_use"] / (instance.num_pages - 1)
             ax.plot(here["end"], share, lw=1, color=colour, label=name.rstrip("0123456789"))
         ax.set_title(f"{rate:g} requests/s per GPU", fontsize=10)
-        ax.set_xlabel("s")
+        ax.set_xlabel("time (s)")
         ax.grid(alpha=0.3)
     figure.axes[0].set_ylabel("pages in use (%)")
     figure.axes[0].legend(fontsize=8)

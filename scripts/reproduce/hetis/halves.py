@@ -62,7 +62,7 @@ Seconds = Callable[[int, float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Stage:
+class HalvedStage:
     """A stage with steps of decodes that see equally many KV entries."""
 
     instance: ModelledInstance
@@ -120,13 +120,13 @@ class Stage:
         return shown / own.fit.per_entry / self.heads
 
 
-def stage_of(name: str, exchange_s: float | None = None) -> Stage:
+def stage_of(name: str, exchange_s: float | None = None) -> HalvedStage:
     """Return a stage with the latency of its own link, or with another one."""
     model, layers, attention = STAGES[name]
     engine = LARGE | {"half_batches": "by_time"}
     with TemporaryDirectory() as folder:
         file = hardware(Path(folder), exchange_s and exchange_s / 2)
-        return Stage(modelled(cluster(model, layers, attention, hetis(), engine, file=file)))
+        return HalvedStage(modelled(cluster(model, layers, attention, hetis(), engine, file=file)))
 
 
 def halves(inputs: Inputs) -> Part:

@@ -30,7 +30,7 @@ def draw_heads(rows: Sequence[Mapping[str, float]], names: Mapping[str, str], ti
     for colour, (device, name) in zip(COLOURS, names.items(), strict=False):
         y = [row[device] for row in rows]
         ax.plot(x, y, drawstyle="steps-post", color=colour, label=name, linewidth=1.2)
-    ax.set_xlabel("seconds")
+    ax.set_xlabel("time (s)")
     ax.set_ylabel("KV heads in a step")
     ax.set_title(title, fontsize=10)
     ax.set_ylim(bottom=0)
@@ -74,11 +74,12 @@ def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
         y = [ways.index(way) for way in here]
         tokens = [row["by host"] / 1e3 for row in here.values()]
         sums = [row["sum of memories"] / 1e3 for row in here.values()]
-        ax.barh(y, tokens, 0.6, color=COLOURS[0], label="stages of whole layers, by host")
+        ax.barh(y, tokens, 0.6, color=COLOURS[0], label="fits, with stages of whole layers")
         mark = {"color": COLOURS[1], "markersize": 16, "markeredgewidth": 2}
-        ax.plot(sums, y, "|", **mark, label="0.9 of the memories less weights")
+        ax.plot(sums, y, "|", **mark, label="90 % of all memory, less weights")
         ax.set_title(model, fontsize=10)
-        ax.set_xlabel("1,000 tokens")
+        ax.set_xlabel("KV of 1,000 tokens")
+    figure.suptitle("Hetis has room for the KV of most tokens", fontsize=10)
     figure.axes[0].set_yticks(range(len(ways)), ways, fontsize=8)
     figure.axes[0].invert_yaxis()
     handles, labels = figure.axes[0].get_legend_handles_labels()

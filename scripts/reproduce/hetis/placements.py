@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from jaxinfer.lab.plan.problem import load_problem
-from jaxinfer.papers.hetis.planner import HetisOptions, HetisPlanner
+from jaxinfer.papers.hetis.planner import HetisPlanner, HetisPlannerOptions
 from jaxinfer.papers.hetis.primaries import ShareRule, groupings, primaries
 from scripts.reproduce.claims import agrees, holds
 from scripts.reproduce.reproduction import Inputs, Part
@@ -56,7 +56,7 @@ def search_of_160() -> tuple[float, int]:
         for i in range(4)
     }
     problem = load_problem(CONFIGS / "plan" / "hetis.yaml")
-    planner = HetisPlanner(HetisOptions(seconds=of_prefill, most_slower=0.0))
+    planner = HetisPlanner(HetisPlannerOptions(seconds=of_prefill, most_slower=0.0))
     with TemporaryDirectory() as folder:
         hardware = Path(folder) / "hardware.yaml"
         hardware.write_text(yaml.safe_dump({"source": "", "latency_s": 5e-5, "nodes": nodes}))

@@ -46,7 +46,7 @@ SECONDS, TIMES = 170.0, 2
 
 
 @dataclass(frozen=True)
-class Case:
+class CpuCase:
     """A plan for some lengths.
 
     Attributes:
@@ -81,7 +81,7 @@ class Case:
         return requests_s(simulate(config, self.work))
 
 
-def cases() -> dict[str, Case]:
+def cases() -> dict[str, CpuCase]:
     """Return our planner's plans by name, some also with swapped roles."""
     found = {}
     for name, file in FILES.items():
@@ -100,7 +100,7 @@ def cases() -> dict[str, Case]:
         for called, plan in plans.items():
             part = dict(planner.candidate(problem, plan).part)
             words = groups_of(capacity.site, plan)
-            found[called] = Case(called, problem, plan.flow.total, part, words)
+            found[called] = CpuCase(called, problem, plan.flow.total, part, words)
     return found
 
 
@@ -117,7 +117,7 @@ def groups_of(site: Site, plan: Certified) -> tuple[str, str]:
     )
 
 
-def serve(case: Case, folder: Path) -> None:
+def serve(case: CpuCase, folder: Path) -> None:
     """Serve the requests for real."""
     llm = LLM.from_config(case.config, progress=False)
     requests = []
@@ -132,7 +132,7 @@ def serve(case: Case, folder: Path) -> None:
     llm.run(requests, check, run_dir=folder, progress=False)
 
 
-def row_of(case: Case, folder: Path) -> Row:
+def row_of(case: CpuCase, folder: Path) -> Row:
     """Return the row of a run, compared with its plan."""
     run = read_lines(run_folders(folder)[-1]).run
     found = run["metrics"]["steady_requests_s"]

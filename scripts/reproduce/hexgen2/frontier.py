@@ -41,7 +41,7 @@ def frontier(
     Raises:
         JaxinferError: it is no plan file of this planner, or lacks a price.
     """
-    asked = Asked(plan_file, settings)
+    asked = FrontierPlan(plan_file, settings)
     usd = asked.usd
     to_rent, free = [most] * len(usd), [inf] * len(usd)
     options = configurations(asked.capacity.as_local(), to_rent, asked.most_gpus)
@@ -57,13 +57,13 @@ def points(plan_file: str, hardware: Sequence[str]) -> list[Row]:
     """
     rows = []
     for path in hardware:
-        asked = Asked(plan_file, [f"run.simulate.hardware={path}"])
+        asked = FrontierPlan(plan_file, [f"run.simulate.hardware={path}"])
         planned = asked.planner.certified(asked.problem).flow.total
         rows.append(asked.row(Path(path).stem, asked.mix()) | {"planned": round(planned, 3)})
     return rows
 
 
-class Asked:
+class FrontierPlan:
     """A plan file's planner, and its GPUs.
 
     Raises:

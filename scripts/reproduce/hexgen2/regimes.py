@@ -14,8 +14,8 @@ from scripts.reproduce.hexgen2.runs import (
     MANY,
     SLOW,
     WORKLOADS,
-    Cluster,
     Clusters,
+    HexGen2Cluster,
     both,
     draw,
     fixed,
@@ -47,7 +47,7 @@ def regimes(inputs: Inputs) -> Part:
     return Part(rows)
 
 
-def _row(name: str, setting: str, engine: str, cluster: Cluster, work: Work) -> Row:
+def _row(name: str, setting: str, engine: str, cluster: HexGen2Cluster, work: Work) -> Row:
     plan = planned(cluster, work)
     ours = throughput(plan, name)
     assert plan.bound
@@ -121,25 +121,40 @@ def regime_targets(rows: Sequence[Row], found: Sequence[Row]) -> list[Target]:
     return targets
 
 
+# Columns of a picture, and their labels in it.
+_DRAWN = {
+    "paper": "paper, by DistServe",
+    "simulated": "simulated, within the limits on latency",
+    "simulated, no limits": "simulated, without limits",
+    "by their other plan": "by the authors' other plan for H100",
+}
+
+
 def draw_ratios(found: Sequence[Row]) -> Figure:
-    """Draw for each workload a bar for each regime, and the paper's."""
+    """Draw a bar for each workload and way to compare, with its value."""
     figure = Figure(figsize=(11, 6.5), layout="constrained")
-    columns = ["paper", *REGIMES, "by their other plan"]
-    for ax, setting in zip(figure.subplots(2, 1), ("setting 1", "setting 5"), strict=True):
+    prices = {"setting 1": "at equal price", "setting 5": "at 70 % of the price"}
+    for ax, (setting, price) in zip(figure.subplots(2, 1), prices.items(), strict=True):
         rows = [row for row in found if row["cluster"] == setting]
-        for number, what in enumerate(columns):
+        for number, (what, label) in enumerate(_DRAWN.items()):
             if rows[0][what] == "":
                 continue
-            places = [place + 0.14 * (number - 2.5) for place in range(len(rows))]
-            label = "paper, by DistServe" if what == "paper" else what
+            places = [place + 0.2 * (number - 1.5) for place in range(len(rows))]
             colour = "black" if what == "paper" else COLOURS[number - 1]
-            ax.bar(places, [row[what] for row in rows], 0.13, color=colour, label=label)
+            bars = ax.bar(places, [row[what] for row in rows], 0.19, color=colour, label=label)
+            ax.bar_label(bars, fmt="%.2f", fontsize=8, padding=1)
         ax.axhline(1, color="grey", lw=0.8)
         ax.set_xticks(range(len(rows)), [row["workload"] for row in rows])
-        price = "equal price" if setting == "setting 1" else "70 % of the price"
-        ax.set_title(f"{setting} by 8 H100, at {price}: output tokens/s", fontsize=10)
-        ax.grid(axis="y", alpha=0.3)
-    figure.legend(
-        *figure.axes[0].get_legend_handles_labels(), fontsize=8, ncols=6, loc="outside upper center"
-    )
+        ax.set_ylabel("output tokens/s by those of 8 H100")
+        within, without = (
+            fmean(row[what] for row in rows) for what in ("simulated", "simulated, no limits")
+        )
+        ax.set_title(
+            f"{setting}, {price}: {within:.2f} times as many tokens/s within the limits, "
+            f"{without:.2f} without, in the mean",
+            fontsize=10,
+        )
+        ax.margins(y=0.1)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, ncols=4, loc="outside upper center")
     return figure

@@ -15,7 +15,7 @@ from jaxinfer.papers.hexgen2.capacity import GroupRole, Modelled, signature_of
 from jaxinfer.papers.hexgen2.certify import Certified
 from jaxinfer.papers.hexgen2.flow import Flow, KVNetwork, PlacedGroup, shared_flow
 from jaxinfer.papers.hexgen2.gpus import Group, Site
-from jaxinfer.papers.hexgen2.planner import HexGen2Options, HexGen2Planner
+from jaxinfer.papers.hexgen2.planner import HexGen2Planner, HexGen2PlannerOptions
 from jaxinfer.papers.hexgen2.run_file import as_part
 from jaxinfer.papers.hexgen2.stages import Shape
 from jaxinfer.report.metrics import RunMetrics
@@ -40,7 +40,7 @@ GPUS = {"H100-SXM": "H100", "A100-80G-SXM": "A100", "L40": "L40", "RTX-A6000": "
 
 
 @dataclass(frozen=True)
-class Engine:
+class HexGen2Engine:
     """Assumed limits of the paper's engine.
 
     Attributes:
@@ -54,7 +54,7 @@ class Engine:
     prefill_tokens: int = 8192
 
 
-LIMITED, FREE = Engine(), Engine(0.0, 256)
+LIMITED, FREE = HexGen2Engine(), HexGen2Engine(0.0, 256)
 
 
 def of_class(trace: Work, name: str) -> list[BenchRequest]:
@@ -79,7 +79,7 @@ def poisson(work: Work, rate: float) -> list[BenchRequest]:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class HexGen2Cluster:
     """Nodes, a model and an engine.
 
     Attributes:
@@ -90,7 +90,7 @@ class Cluster:
 
     hardware: Path
     model: str = LLAMA
-    engine: Engine = LIMITED
+    engine: HexGen2Engine = LIMITED
 
     def problem(self, work: Work, settings: Sequence[str] = ()) -> Problem:
         """Return the plan file's problem for these requests."""
@@ -118,18 +118,18 @@ class Clusters:
         self._folder = folder
 
     def setting(
-        self, name: str, model: str = LLAMA, engine: Engine = LIMITED, nic_gb_s: float = FAST
-    ) -> Cluster:
+        self, name: str, model: str = LLAMA, engine: HexGen2Engine = LIMITED, nic_gb_s: float = FAST
+    ) -> HexGen2Cluster:
         """Return a cluster of configs/clusters, like ``heterogeneous_1``, with another network."""
         data = yaml.safe_load((CLUSTERS / f"hexgen2_{name}.yaml").read_text(encoding="utf-8"))
         return self._cluster(f"{name}_{nic_gb_s}", data, model, engine, nic_gb_s)
 
-    def four_h100(self, engine: Engine = LIMITED) -> Cluster:
+    def four_h100(self, engine: HexGen2Engine = LIMITED) -> HexGen2Cluster:
         """Return the cluster of Table 4: four H100s in one node, for OPT-30B."""
         nodes = {"h100": {"gpu": "H100-SXM", "gpus": 4}}
         return self._cluster("four_h100", _made_up(nodes), OPT, engine, FAST)
 
-    def of_size(self, gpus: int, nic_gb_s: float = FAST) -> Cluster:
+    def of_size(self, gpus: int, nic_gb_s: float = FAST) -> HexGen2Cluster:
         """Return nodes of eight GPUs, with equally many nodes of each of four kinds."""
         nodes = {
             f"n{number}": {"gpu": list(GPUS)[number % len(GPUS)], "gpus": 8}
@@ -138,13 +138,13 @@ class Clusters:
         return self._cluster(f"{gpus}_{nic_gb_s}", _made_up(nodes), LLAMA, LIMITED, nic_gb_s)
 
     def _cluster(
-        self, name: str, data: dict[str, Any], model: str, engine: Engine, nic_gb_s: float
-    ) -> Cluster:
+        self, name: str, data: dict[str, Any], model: str, engine: HexGen2Engine, nic_gb_s: float
+    ) -> HexGen2Cluster:
         for node in data["nodes"].values():
             node["nic_gb_s"] = nic_gb_s
         path = self._folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-        return Cluster(path, model, engine)
+        return HexGen2Cluster(path, model, engine)
 
 
 def _made_up(nodes: dict[str, Any]) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def throughput(plan: Planned, workload: str) -> float:
     return tokens_s(metrics)
 
 
-def planned(cluster: Cluster, work: Work) -> Planned:
+def planned(cluster: HexGen2Cluster, work: Work) -> Planned:
     """Plan a cluster by our planner."""
     problem = cluster.problem(work)
     planner = planner_of(problem)
@@ -271,7 +271,9 @@ def planned(cluster: Cluster, work: Work) -> Planned:
     return Planned(problem, found.flow.total, part, words_of(site, found), found.bound)
 
 
-def fixed(cluster: Cluster, work: Work, plan: Sequence[Given], equal: bool = False) -> Planned:
+def fixed(
+    cluster: HexGen2Cluster, work: Work, plan: Sequence[Given], equal: bool = False
+) -> Planned:
     """Return a given plan, with the planner's layers and flows for these requests.
 
     Args:
@@ -307,7 +309,7 @@ def colocated(like: Planned, instances: Mapping[str, Any] | None = None, seqs: i
 def planner_of(problem: Problem) -> HexGen2Planner:
     """Return a plan file's planner."""
     given = {name: value for name, value in problem.planner.items() if name != "name"}
-    return HexGen2Planner(HexGen2Options.model_validate(given))
+    return HexGen2Planner(HexGen2PlannerOptions.model_validate(given))
 
 
 def words_of(site: Site, found: Certified) -> str:

@@ -13,7 +13,7 @@ from jaxinfer.papers.hexgen2.moves import MemberPlan
 from jaxinfer.papers.hexgen2.refine import Effort, Scorer, refine, score
 from jaxinfer.report.plots import COLOURS
 from scripts.reproduce.claims import Target, agrees, holds
-from scripts.reproduce.hexgen2.runs import CLASSES, SLOW, Cluster, both, draw, planner_of
+from scripts.reproduce.hexgen2.runs import CLASSES, SLOW, HexGen2Cluster, both, draw, planner_of
 from scripts.reproduce.reproduction import Inputs, Part, Work
 from scripts.tables import Row
 
@@ -26,7 +26,7 @@ SCORED, FLOWS = 100_000, 500
 
 
 def one(
-    cluster: Cluster, work: Work, method: Callable[[Scorer, list[MemberPlan], int], float]
+    cluster: HexGen2Cluster, work: Work, method: Callable[[Scorer, list[MemberPlan], int], float]
 ) -> float:
     """Return the flow that a method finds in a fresh search from the paper's partitions."""
     problem = cluster.problem(work)
@@ -99,7 +99,7 @@ def methods(inputs: Inputs) -> Part:
     return Part(rows, targets, {"search": draw_methods(rows)})
 
 
-def _by_paper(cluster: Cluster, work: Work) -> float:
+def _by_paper(cluster: HexGen2Cluster, work: Work) -> float:
     """Return the flow that the paper's own path finds: partition, largest cut, guided swaps."""
     problem = cluster.problem(work, ["planner.method=hexgen2"])
     return planner_of(problem).certified(problem).flow.total

@@ -15,7 +15,7 @@ from scripts.reproduce.hexgen2.runs import (
     TABLE_2,
     TRACE,
     WORKLOADS,
-    Engine,
+    HexGen2Engine,
     Planned,
     alike,
     both,
@@ -81,7 +81,7 @@ def step_seconds(inputs: Inputs) -> Part:
                 "step_s": step_s,
                 "paper": TABLE_4[1],
                 "ours": round(
-                    throughput(fixed(clusters.four_h100(Engine(step_s)), work, PAIR), "HPHD")
+                    throughput(fixed(clusters.four_h100(HexGen2Engine(step_s)), work, PAIR), "HPHD")
                 ),
             }
             for step_s in STEPS_S
@@ -97,7 +97,7 @@ def table_4(inputs: Inputs) -> Part:
         work = draw(trace, name)
         plan, best = fixed(clusters.four_h100(), work, PAIR), planned(clusters.four_h100(), work)
         ours = throughput(plan, name)
-        small = fixed(clusters.four_h100(Engine(prefill_tokens=2048)), work, PAIR)
+        small = fixed(clusters.four_h100(HexGen2Engine(prefill_tokens=2048)), work, PAIR)
         rows.append(
             {
                 "class": name,
@@ -122,7 +122,10 @@ def table_3(inputs: Inputs) -> Part:
     trace, clusters = both(inputs)
     rows, targets, found = [], [], []
     fast = clusters.setting("heterogeneous_1")
-    slow, small = clusters.setting("heterogeneous_1", nic_gb_s=SLOW), Engine(prefill_tokens=2048)
+    slow, small = (
+        clusters.setting("heterogeneous_1", nic_gb_s=SLOW),
+        HexGen2Engine(prefill_tokens=2048),
+    )
     for name, theirs in zip(WORKLOADS, TABLE_3, strict=True):
         work = draw(trace, name)
         ours = throughput(fixed(fast, work, TABLE_2), name)
@@ -130,9 +133,9 @@ def table_3(inputs: Inputs) -> Part:
         changed = {
             "equal shares": fixed(fast, work, TABLE_2, equal=True),
             "10 Gb/s": fixed(slow, work, TABLE_2),
-            "16 at once": fixed(replace(fast, engine=Engine(seqs=16)), work, TABLE_2),
-            "64 at once": fixed(replace(fast, engine=Engine(seqs=64)), work, TABLE_2),
-            "no step_s": fixed(replace(fast, engine=Engine(0.0)), work, TABLE_2),
+            "16 at once": fixed(replace(fast, engine=HexGen2Engine(seqs=16)), work, TABLE_2),
+            "64 at once": fixed(replace(fast, engine=HexGen2Engine(seqs=64)), work, TABLE_2),
+            "no step_s": fixed(replace(fast, engine=HexGen2Engine(0.0)), work, TABLE_2),
             "prefill by 2,048": fixed(replace(fast, engine=small), work, TABLE_2),
             "our own plan": planned(fast, work),
         }

@@ -15,7 +15,7 @@ def lengths(inputs: Inputs) -> Part:
 
 
 def conformance(inputs: Inputs) -> Part:
-    """Pairs between which KV is sent, as ``jaxinfer conformance`` has found them."""
+    """Pairs between which KV crosses, as ``jaxinfer check hand-offs`` has found them."""
     return Part(claims=figures.conforming(read_csv(inputs.path(CONFORMANCE))))
 
 
@@ -31,7 +31,7 @@ def swept(inputs: Inputs) -> Part:
 
 REPRODUCTION = Reproduction(
     paper="Disaggregation over several vendors' cards",
-    inputs={CONFORMANCE: "the table that `jaxinfer conformance --out DIR` writes"},
+    inputs={CONFORMANCE: "the table that `jaxinfer check hand-offs --out DIR` writes"},
     parts={
         "steady": figures.steady_states,
         "ratios": figures.ratios,

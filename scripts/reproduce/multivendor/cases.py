@@ -17,7 +17,7 @@ FOLDER = CONFIGS / "multivendor"
 
 
 @dataclass(frozen=True)
-class Case:
+class VendorCase:
     """Requests of one length on some cards.
 
     Attributes:
@@ -42,7 +42,7 @@ class Case:
     b_flops: float = 0.6
     counts_transfer: bool = True
 
-    def serve(self) -> "Served":
+    def serve(self) -> "ServedTimes":
         """Serve the requests in virtual time."""
         changes = []
         if self.file == "disaggregated":
@@ -64,11 +64,11 @@ class Case:
             found.append((request.arrival, times))
 
         metrics = simulate(config, work, on_request=keep)
-        return Served(found, metrics.output_tok_s)
+        return ServedTimes(found, metrics.output_tok_s)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedTimes:
     """A run's requests.
 
     Attributes:
@@ -106,9 +106,9 @@ def _tpot(requests: Sequence[tuple[float, Sequence[float]]]) -> float:
     return statistics.fmean((t[-1] - t[0]) / (len(t) - 1) for _, t in requests)
 
 
-def serve_all(pool: ProcessPoolExecutor, cases: Sequence[Case]) -> list[Served]:
+def serve_all(pool: ProcessPoolExecutor, cases: Sequence[VendorCase]) -> list[ServedTimes]:
     """Serve each case in virtual time, many at once."""
-    return list(pool.map(Case.serve, cases))
+    return list(pool.map(VendorCase.serve, cases))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ All parts together take some hours of CPU time.
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.files.kept import KeptResults
 from scripts.reproduce.reproduction import CODE, CONVERSATIONS, Inputs, Part, Reproduction, Work
 from scripts.reproduce.splitwise import alone, pictures, targets
 from scripts.reproduce.splitwise import capacities as rates
@@ -100,8 +100,8 @@ def llama(inputs: Inputs) -> Part:
 
 def provisioned(inputs: Inputs) -> Part:
     """Provisioning by the planner; each search takes minutes of CPU time."""
-    asked = provisioning.Setting(inputs.shared(files), inputs.shared(traces))
-    known = EvaluationCache(
+    asked = provisioning.PlacementSetting(inputs.shared(files), inputs.shared(traces))
+    known = KeptResults(
         Path(inputs.kept, "placement.jsonl"), inputs.code(PERF_MODEL, *TRACES.values())
     )
     rows = provisioning.found(asked, inputs.pool, known)

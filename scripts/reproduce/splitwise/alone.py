@@ -11,7 +11,7 @@ import numpy as np
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.claims import Target, agrees, by_amount, by_share
-from scripts.reproduce.splitwise.public import BLOOM, LLAMA, Design, Public
+from scripts.reproduce.splitwise.public import BLOOM, LLAMA, Public, PublicDesign
 
 ANCHORS = {
     ("llama2-70b", 1): "splitwise_1_1_azure_conv1000_1_1_llama2-70b_mixed_pool",
@@ -41,7 +41,7 @@ def anchors(public: Public, trace: Sequence[BenchRequest], folder: Path) -> list
             for latency, of in LATENCIES.items():
                 found[latency].append(of(request.arrival, times))
 
-        cluster = Design(1, "h100", tokens, "a100", model, page_size=1)
+        cluster = PublicDesign(1, "h100", tokens, "a100", model, page_size=1)
         simulate(public.run_file(cluster), work, on_request=on_request)
         with (folder / f"splitwise_sim_{file}_summary.csv").open(encoding="utf-8") as opened:
             theirs = next(csv.DictReader(opened))
@@ -101,7 +101,7 @@ def anchor_targets(rows: Sequence[Mapping[str, Any]]) -> list[Target]:
     return found
 
 
-def alone(public: Public, cluster: Design, prompt: int, output: int) -> Sequence[float]:
+def alone(public: Public, cluster: PublicDesign, prompt: int, output: int) -> Sequence[float]:
     """Return the times of the tokens of a request that is alone."""
     found: list[Sequence[float]] = []
     work = [BenchRequest(None, prompt, output, 0.0)]
@@ -111,10 +111,10 @@ def alone(public: Public, cluster: Design, prompt: int, output: int) -> Sequence
 
 def transfers(public: Public) -> tuple[list[dict[str, Any]], list[Target]]:
     """Return transfers of a median coding prompt's KV of BLOOM between two DGX-A100 (VI-A)."""
-    whole = alone(public, Design(1, "a100"), 1500, 13)
+    whole = alone(public, PublicDesign(1, "a100"), 1500, 13)
     rows: list[dict[str, Any]] = []
     for name, least in (("serial", None), ("layer by layer, in 10 pieces", 1)):
-        cluster = Design(1, "a100", 1, "a100", gb_s=200.0, layerwise_from=least)
+        cluster = PublicDesign(1, "a100", 1, "a100", gb_s=200.0, layerwise_from=least)
         times = alone(public, cluster, 1500, 13)
         visible = times[1] - times[0] - (whole[1] - whole[0])
         rows.append(
@@ -148,7 +148,7 @@ def table_iv(public: Public) -> list[Target]:
     lengths = {"code": (1500, 13), "conv": (1020, 129)}
     found = []
     for (trace, kind), figures in paper.items():
-        times = alone(public, Design(1, kind, model=LLAMA, measured=True), *lengths[trace])
+        times = alone(public, PublicDesign(1, kind, model=LLAMA, measured=True), *lengths[trace])
         ours = times[0], (times[-1] - times[0]) / (len(times) - 1), times[-1]
         for what, theirs, value in zip(("TTFT", "TBT", "E2E"), figures, ours, strict=True):
             found.append(

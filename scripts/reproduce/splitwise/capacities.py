@@ -10,7 +10,7 @@ from jaxinfer.simulate.capacity import load
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from scripts.reproduce.reproduction import Work
-from scripts.reproduce.splitwise.public import GB_S, LLAMA, Design, Public, drawn
+from scripts.reproduce.splitwise.public import GB_S, LLAMA, Public, PublicDesign, drawn
 
 Rows = list[dict[str, Any]]
 Key = TypeVar("Key")
@@ -34,16 +34,16 @@ DESIGNS = ("A100", "H100", *KINDS)
 HEADLINE = ("A100", "AA", "H100", "HA")
 
 
-def design(name: str, trace: str, equal: str, **changes: Any) -> Design:
+def design(name: str, trace: str, equal: str, **changes: Any) -> PublicDesign:
     """Return a cluster of the paper's comparison."""
     if name in BASELINES[equal]:
-        return Design(BASELINES[equal][name], name.lower(), **changes)
+        return PublicDesign(BASELINES[equal][name], name.lower(), **changes)
     (p, t), (here, there) = SPLITS[trace, equal][name], KINDS[name]
-    return Design(p, here, t, there, **changes)
+    return PublicDesign(p, here, t, there, **changes)
 
 
 @dataclass(frozen=True)
-class Search:
+class CapacitySearch:
     """Finds the largest rate of a grid at which all nine targets are met.
 
     Attributes:
@@ -59,7 +59,7 @@ class Search:
 
     public: Public
     trace: Work
-    design: Design
+    design: PublicDesign
     seconds: float = 120
     seed: int = 0
     step: int = 2
@@ -110,13 +110,19 @@ class Setting:
 
     def largest(
         self,
-        cells: Mapping[Key, tuple[str, Design]],
+        cells: Mapping[Key, tuple[str, PublicDesign]],
         near: Callable[[Key], int] = lambda key: 0,
         **how: Any,
     ) -> dict[Key, int]:
-        """Find the largest rate of each cell (trace, cluster); ``near``: see ``Search.largest``."""
-        searches = [Search(self.public, self.traces[t], d, **how) for t, d in cells.values()]
-        rates = self.pool.map(Search.largest, searches, map(near, cells))
+        """Find the largest rate of each cell (trace, cluster).
+
+        Args:
+            near: see ``CapacitySearch.largest``.
+        """
+        searches = [
+            CapacitySearch(self.public, self.traces[t], d, **how) for t, d in cells.values()
+        ]
+        rates = self.pool.map(CapacitySearch.largest, searches, map(near, cells))
         return dict(zip(cells, rates, strict=True))
 
 
@@ -153,7 +159,7 @@ def headline(setting: Setting, near: Mapping[str, int]) -> Rows:
     return [{"cluster": name, "rps": rps} for name, rps in found.items()]
 
 
-def per_dollar(public: Public, trace: Work, cluster: Design, gpu_usd: float) -> float:
+def per_dollar(public: Public, trace: Work, cluster: PublicDesign, gpu_usd: float) -> float:
     """Return the requests per second of batch jobs, per dollar an hour for one GPU of each machine.
 
     No cluster sustains the 180 requests per second. Requests that end from 60 to 240 seconds count.

@@ -12,7 +12,7 @@ from jaxinfer.simulate.costs.piecewise_linear import PiecewiseLinear
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.recorded import recorded
-from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
+from scripts.reproduce.splitwise.public import BLOOM, Public, PublicDesign, drawn
 
 
 def draw_capacities(rows: Sequence[Mapping[str, Any]]) -> Figure:
@@ -62,7 +62,7 @@ def draw_decodes(public: Public) -> Figure:
     return figure
 
 
-def draw_pools(public: Public, design: Design, trace: Sequence[BenchRequest]) -> Figure:
+def draw_pools(public: Public, design: PublicDesign, trace: Sequence[BenchRequest]) -> Figure:
     """Draw the machines in each pool as the load grows."""
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     ax = figure.subplots()

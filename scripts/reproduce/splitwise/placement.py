@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
+from jaxinfer.files.kept import KeptResults, key_of
 from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.splitwise.planner import SplitwisePools, SplitwisePoolsOptions
@@ -23,7 +23,7 @@ from jaxinfer.report.origin import origin
 from jaxinfer.simulate.targets import Targets
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.claims import Target, by_amount
-from scripts.reproduce.splitwise.public import BLOOM, Design, Public, drawn
+from scripts.reproduce.splitwise.public import BLOOM, Public, PublicDesign, drawn
 from scripts.tables import Row
 
 # Kinds of machines for prompts and for tokens, and the largest numbers of each: the ends of the
@@ -43,7 +43,7 @@ PRECISION = 0.04
 
 
 @dataclass(frozen=True)
-class Case:
+class PlacementCase:
     """A search over the machines of one design.
 
     Attributes:
@@ -87,13 +87,13 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlacementSetting:
     """The authors' measurements, and the traces."""
 
     public: Public
     traces: Mapping[str, Sequence[BenchRequest]]
 
-    def find(self, case: Case) -> dict[str, Any]:
+    def find(self, case: PlacementCase) -> dict[str, Any]:
         """Return the planner's choice, and its seconds of CPU time."""
         with TemporaryDirectory() as folder:
             problem = self._problem(case, Path(folder))
@@ -118,9 +118,9 @@ class Setting:
             "cpu_s": round(seconds),
         }
 
-    def _problem(self, case: Case, folder: Path) -> Problem:
+    def _problem(self, case: PlacementCase, folder: Path) -> Problem:
         here, there, prompts, tokens = DESIGNS[case.name]
-        design = Design(1, here, min(tokens, 1), there, measured=case.measured)
+        design = PublicDesign(1, here, min(tokens, 1), there, measured=case.measured)
         file = folder / "design.yaml"
         file.write_text(yaml.safe_dump(self.public.data(design)), encoding="utf-8")
         lengths = folder / "requests.csv"
@@ -149,18 +149,18 @@ class Setting:
         return NotebookProblem.model_validate({"planner": planner, "goal": case.goal, "run": own})
 
 
-def cheapest() -> list[Case]:
+def cheapest() -> list[PlacementCase]:
     """Return cases of the cheapest for conversations, at 70 requests per second (section VI-C)."""
     # If all machines are equal, the cheapest cluster also needs the least power. A100s alone do not
     # sustain this rate: 86, the end of the public grid, miss the 90th percentile of TPOT by 1 %.
-    by_cost = [Case("conv", name, "usd") for name in ("H100", "AA", "HH", "HA")]
-    return [*by_cost, *(Case("conv", name, "watts") for name in ("HA", "HHcap"))]
+    by_cost = [PlacementCase("conv", name, "usd") for name in ("H100", "AA", "HH", "HA")]
+    return [*by_cost, *(PlacementCase("conv", name, "watts") for name in ("HA", "HHcap"))]
 
 
-def largest(budget: str, measured: bool = False) -> list[Case]:
+def largest(budget: str, measured: bool = False) -> list[PlacementCase]:
     """Return cases of the largest for conversations, in the public grid's steps (VI-B, VI-C)."""
     return [
-        Case("conv", name, budget=budget, measured=measured, step=5)
+        PlacementCase("conv", name, budget=budget, measured=measured, step=5)
         for name in ("AA", "HH", "HA", "HHcap")
     ]
 
@@ -182,10 +182,10 @@ def claims(rows: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
             yield by_amount(f"{name} / H100, conv, 70 RPS: {what}", 0.75, ratio, 0.12)
 
 
-def cases() -> list[Case]:
+def cases() -> list[PlacementCase]:
     """Return all searches: HH for coding with three seeds, the cheapest, and the largest rates."""
     return [
-        Case("code", "HH", "gpus", seeds=3),
+        PlacementCase("code", "HH", "gpus", seeds=3),
         *cheapest(),
         *largest("watts"),
         *largest("usd"),
@@ -193,7 +193,7 @@ def cases() -> list[Case]:
     ]
 
 
-def found(setting: Setting, pool: ProcessPoolExecutor, known: EvaluationCache) -> list[Row]:
+def found(setting: PlacementSetting, pool: ProcessPoolExecutor, known: KeptResults) -> list[Row]:
     """Return a row for each search; ``known`` has the searches of a killed run on this host."""
     keys = {case: key_of(case.named, case.seeds, origin()["machine"]) for case in cases()}
     missing = [case for case, key in keys.items() if known.get(key) is None]

@@ -65,7 +65,7 @@ LLAMA = Model(
 
 
 @dataclass(frozen=True)
-class Design:
+class PublicDesign:
     """A cluster with machines for prompts and, with two pools, machines for tokens.
 
     Attributes:
@@ -194,11 +194,11 @@ class Public:
         text = yaml.safe_dump(data | {"gpus": gpus})
         self._hardware(gb_s).write_text(text, encoding="utf-8")
 
-    def run_file(self, design: Design) -> RunFile:
+    def run_file(self, design: PublicDesign) -> RunFile:
         """Return the run file; see ``data``."""
         return as_run_file(self.data(design))
 
-    def data(self, design: Design) -> dict[str, Any]:
+    def data(self, design: PublicDesign) -> dict[str, Any]:
         """Return a shipped run file with the public simulator's numbers."""
         base = "hh" if design.tokens else "baseline_h100"
         data = yaml.safe_load((SPLITWISE / f"{base}.yaml").read_text(encoding="utf-8"))
@@ -225,7 +225,7 @@ class Public:
             }
         return data
 
-    def _costs(self, design: Design, kind: str) -> dict[str, Any]:
+    def _costs(self, design: PublicDesign, kind: str) -> dict[str, Any]:
         if design.measured:
             file = self._curves(design.model, kind, "measured")
             return {"file": str(file), "share_weights": True}

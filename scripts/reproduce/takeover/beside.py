@@ -8,9 +8,9 @@ from statistics import mean
 
 from jaxinfer.options.validation import read_yaml
 from scripts.reproduce.claims import Target, agrees
-from scripts.reproduce.cronus.cases import APPROACHES, SETUPS, Case, numbers
+from scripts.reproduce.cronus.cases import APPROACHES, SETUPS, CronusCase, numbers
 from scripts.reproduce.reproduction import Work
-from scripts.reproduce.takeover.cases import OURS, Cell, Run, beside_bound, shares
+from scripts.reproduce.takeover.cases import OURS, Cell, TakeoverRun, beside_bound, shares
 from scripts.tables import CONFIGS, Row
 
 TRACE, REQUESTS = "azure_conversation.csv", 1000
@@ -34,7 +34,11 @@ PART_CELLS = ((256, 128), (256, 512), (1024, 128), (1024, 2048), (16384, 512), (
 def parts(pool: ProcessPoolExecutor) -> list[Row]:
     """Return a row for each part that is left out, on A100+A10, with one seed."""
     wanted = [Cell("A100+A10", *lengths) for lengths in PART_CELLS]
-    runs = [Run(cell, "takeover/pair", changes, 0) for changes in PARTS.values() for cell in wanted]
+    runs = [
+        TakeoverRun(cell, "takeover/pair", changes, 0)
+        for changes in PARTS.values()
+        for cell in wanted
+    ]
     found = iter(list(pool.map(shares, runs)))
     return [
         {"without": name} | {cell.name: _share(next(found)) for cell in wanted} for name in PARTS
@@ -49,7 +53,9 @@ def table_2(work: Work, pool: ProcessPoolExecutor) -> list[Row]:
     """Return the requests per second of each approach and ours in each calibrated setup."""
     costs = read_yaml(CONFIGS / "cronus_calibration.yaml")
     systems = {**APPROACHES, OURS: PAIR}
-    cases = [Case(s, system, numbers(costs, s)) for s in SETUPS for system in systems.values()]
+    cases = [
+        CronusCase(s, system, numbers(costs, s)) for s in SETUPS for system in systems.values()
+    ]
     found = iter(list(pool.map(partial(_share_and_rate, work=work), cases)))
     rows = []
     for setup in SETUPS:
@@ -60,7 +66,7 @@ def table_2(work: Work, pool: ProcessPoolExecutor) -> list[Row]:
     return rows
 
 
-def _share_and_rate(case: Case, work: Work) -> tuple[float, float, float]:
+def _share_and_rate(case: CronusCase, work: Work) -> tuple[float, float, float]:
     return beside_bound(case.config(), replace(case, system=PAIR).config(), work)
 
 

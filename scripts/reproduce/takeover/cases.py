@@ -113,7 +113,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Run:
+class TakeoverRun:
     """A cell under one variant of a system."""
 
     cell: Cell
@@ -160,7 +160,7 @@ def pools(cluster: str) -> list[int]:
     """Return about how many KV entries each GPU's pool holds."""
     if cluster not in OTHERS:
         return [POOLS[kind] for kind in gpus(cluster)]
-    run = Run(Cell(cluster, 1, 1), *systems(cluster)[OURS][""], 0)
+    run = TakeoverRun(Cell(cluster, 1, 1), *systems(cluster)[OURS][""], 0)
     return [instance.num_tokens for instance in prepare(run.config()).instances.values()]
 
 
@@ -261,7 +261,7 @@ def costs(kinds: Mapping[str, str]) -> list[str]:
     return [*settings, f"simulate.hop_s={found['hop_s']}"]
 
 
-def shares(run: Run) -> tuple[float, float] | None:
+def shares(run: TakeoverRun) -> tuple[float, float] | None:
     """Return the shares of the bound that the steady part of a run and the whole run reach.
 
     The bound uses takeover's settings for all systems. Weak GPUs of other systems may have one
@@ -272,7 +272,7 @@ def shares(run: Run) -> tuple[float, float] | None:
     work = run.cell.work(run.seed, run.cell.count)
     try:
         share, rate, most = beside_bound(
-            run.config(), Run(run.cell, *ours, run.seed).config(), work
+            run.config(), TakeoverRun(run.cell, *ours, run.seed).config(), work
         )
     except JaxinferError as error:
         if "pages of" not in str(error):

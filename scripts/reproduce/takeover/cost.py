@@ -31,7 +31,7 @@ RUNS = 3
 T = TypeVar("T")
 
 
-class Timed(Takeover):
+class TimedTakeover(Takeover):
     """Takeover, with the seconds of each call of its hooks."""
 
     spent: list[float]
@@ -56,7 +56,7 @@ class Timed(Takeover):
 def _timed(hook: Callable[..., T], *given: object) -> T:
     start = time.perf_counter()
     answer = hook(*given)
-    Timed.spent.append(time.perf_counter() - start)
+    TimedTakeover.spent.append(time.perf_counter() - start)
     return answer
 
 
@@ -69,9 +69,14 @@ def _measured(instances: int, each: int) -> Row:
     work = Cell("A100+A10", 1024, 128).work(0, each * instances)
     calls = []
     for _ in range(RUNS):
-        Timed.spent = []
-        _seconds(_config("takeover/pair", instances, f"system.name={Timed.__module__}:Timed"), work)
-        calls.append(Timed.spent)
+        TimedTakeover.spent = []
+        _seconds(
+            _config(
+                "takeover/pair", instances, f"system.name={TimedTakeover.__module__}:TimedTakeover"
+            ),
+            work,
+        )
+        calls.append(TimedTakeover.spent)
     # The run is the same each time, and so are its calls.
     decided = sum(map(min, zip(*calls, strict=True)))
     names = [f"{name}{number}" for name in ("high", "low") for number in range(instances // 2)]

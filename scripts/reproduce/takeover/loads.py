@@ -10,7 +10,7 @@ from jaxinfer.workload.arrivals import Arrivals, with_arrivals
 from jaxinfer.workload.bench_request import BenchRequest
 from scripts.reproduce.claims import Target, agrees
 from scripts.reproduce.reproduction import Work
-from scripts.reproduce.takeover.cases import OURS, Cell, Run, cells, systems
+from scripts.reproduce.takeover.cases import OURS, Cell, TakeoverRun, cells, systems
 from scripts.reproduce.takeover.lengths import CLUSTER, LOADED, drawn
 from scripts.tables import Row
 
@@ -76,7 +76,7 @@ def _rows(wanted: Sequence[Cell], pool: ProcessPoolExecutor) -> list[Row]:
 
 def _cronus_rate(cell: Cell) -> float:
     """Return the steady rate of Cronus with its relative fits."""
-    config = Run(cell, *_first(cell, "Cronus"), 0).config()
+    config = TakeoverRun(cell, *_first(cell, "Cronus"), 0).config()
     made = serve(prepare(config), cell.work(0, cell.count), None)
     assert made.steady_requests_s
     return LOAD * made.steady_requests_s
@@ -103,7 +103,7 @@ def _latency(asked: Asked) -> tuple[float, float]:
     if slo:
         changes = (*changes, f"system.slo={{ttft: {slo[0]}, tbt: {slo[1]}}}")
     work = arriving(cell.work(seed, COUNT), kind, rate, seed)
-    made = serve(prepare(Run(cell, file, changes, 0).config()), work, None)
+    made = serve(prepare(TakeoverRun(cell, file, changes, 0).config()), work, None)
     assert made.ttft_p99 is not None
     assert made.tbt_p99 is not None
     return made.ttft_p99, made.tbt_p99

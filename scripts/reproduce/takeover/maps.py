@@ -15,7 +15,7 @@ from scripts.reproduce.takeover.cases import (
     PROMPTS,
     SYSTEMS,
     Cell,
-    Run,
+    TakeoverRun,
     cells,
     shares,
     systems,
@@ -33,7 +33,7 @@ def map_of(
 ) -> list[Row]:
     """Return a row for each cell and seed; a system counts with its best variant."""
     asked = [
-        (cell, seed, system, variant, Run(cell, file, changes, seed))
+        (cell, seed, system, variant, TakeoverRun(cell, file, changes, seed))
         for cell in (cells(cluster) if wanted is None else wanted)
         for seed in seeds
         for system, variants in systems(cluster).items()

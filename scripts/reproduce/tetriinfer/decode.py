@@ -14,7 +14,7 @@ from scripts.reproduce.tetriinfer.runs import (
     REQUESTS,
     SEEDS,
     TRACE,
-    Figures,
+    RunFigures,
     cluster,
     draw,
     phases,
@@ -122,7 +122,7 @@ def predictions(inputs: Inputs) -> Part:
     return Part(rows)
 
 
-def _means(name: str, runs: Sequence[Figures]) -> Row:
+def _means(name: str, runs: Sequence[RunFigures]) -> Row:
     return {
         "accuracy": name,
         "JCT (s)": round(fmean(r.jct for r in runs), 2),
@@ -206,6 +206,6 @@ def draw_flips(trace: Work) -> Figure:
     for flip in run.run["system_report"]["flips"]:
         ax.plot([flip["asked"]], [names.index(flip["instance"]) + 0.42], "v", color="black", ms=6)
     ax.set_yticks(range(len(names)), names)
-    ax.set_xlabel("s (triangles: a flip is asked for)")
+    ax.set_xlabel("time (s); triangles: a flip is asked for")
     figure.legend(loc="outside upper center", ncols=2)
     return figure

@@ -45,7 +45,7 @@ def phases(trace: Work, parts: Sequence[tuple[str, float, float]], seed: int) ->
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunFigures:
     """Figures of one run; all but the last are in seconds.
 
     Attributes:
@@ -65,7 +65,7 @@ class Figures:
     preemptions: int
 
     @classmethod
-    def of(cls, metrics: RunMetrics) -> "Figures":
+    def of(cls, metrics: RunMetrics) -> "RunFigures":
         """Read the figures of a run's metrics."""
         uses = metrics.instances.values()
         spans = [(use.last_step or 0.0) - (use.first_step or 0.0) for use in uses]
@@ -80,16 +80,16 @@ class Figures:
             metrics.preemptions,
         )
 
-    def changes(self, before: "Figures") -> tuple[float, float, float]:
+    def changes(self, before: "RunFigures") -> tuple[float, float, float]:
         """Return the changes of TTFT, JCT and resource time, in percent."""
         pairs = (self.ttft, before.ttft), (self.jct, before.jct), (self.resource, before.resource)
         return tuple(100 * (after / first - 1) for after, first in pairs)  # type: ignore[return-value]
 
 
-def vllm(work: Work, cap: int = 16) -> Figures:
+def vllm(work: Work, cap: int = 16) -> RunFigures:
     """Run the baseline with a batch of at most ``cap`` requests."""
     config = load_run_file(FOLDER / "vllm.yaml", [f"engine.max_num_seqs={cap}"])
-    return Figures.of(simulate(config, work))
+    return RunFigures.of(simulate(config, work))
 
 
 def cluster(
@@ -117,14 +117,14 @@ def tetriinfer(
     decode: int = 1,
     accuracy: float = 1.0,
     settings: Sequence[str] = (),
-) -> Figures:
+) -> RunFigures:
     """Run the system; by default, the right bucket of 200 tokens is predicted."""
-    return Figures.of(simulate(cluster(prefill, decode, accuracy, settings), work))
+    return RunFigures.of(simulate(cluster(prefill, decode, accuracy, settings), work))
 
 
 def with_flips(
     work: Work, prefill: int, decode: int, settings: Sequence[str]
-) -> tuple[Figures, int]:
+) -> tuple[RunFigures, int]:
     """Return a run's figures, and the number of flips."""
     metrics, run = recorded(cluster(prefill, decode, settings=settings), work, read_lines)
-    return Figures.of(metrics), len(run.run["system_report"]["flips"])
+    return RunFigures.of(metrics), len(run.run["system_report"]["flips"])

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.lab.plan.evaluation_cache import key_of
+from jaxinfer.files.kept import key_of
 from jaxinfer.report.origin import origin
 from scripts.reproduce.reproduction import Inputs
 from scripts.reproduce.vidur_search.tables import GPUS, make_tables

@@ -16,7 +16,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile
 from jaxinfer.lab.plan.candidate import Candidate
 from jaxinfer.lab.plan.search import DrivenSearch
-from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner
+from jaxinfer.papers.aladdin.planner import AladdinPlanner, AladdinPlannerOptions
 from jaxinfer.papers.aladdin.sizing import Counts, WorkerCount, cheapest_mix
 
 quick = examples(60)
@@ -39,7 +39,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def planner(file: str, **options: Any) -> AladdinPlanner:
-    return AladdinPlanner(AladdinOptions.model_validate({"file": file, "most": 3} | options))
+    return AladdinPlanner(AladdinPlannerOptions.model_validate({"file": file, "most": 3} | options))
 
 
 def search(

@@ -18,7 +18,7 @@ from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.lab.plan.candidate import Candidate
 from jaxinfer.lab.plan.file_parts import read_file, without_requests
 from jaxinfer.lab.plan.search import DrivenSearch
-from jaxinfer.papers.aladdin.planner import AladdinOptions, AladdinPlanner, Size
+from jaxinfer.papers.aladdin.planner import AladdinPlanner, AladdinPlannerOptions, WorkerSize
 from jaxinfer.papers.aladdin.sizing import MeanRequest, WorkerCount, fit_workers, most_tokens
 from jaxinfer.serving.step_fit import DecodeFit
 from jaxinfer.simulate.cluster import fit_instance
@@ -45,7 +45,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def planner(file: str, **options: Any) -> AladdinPlanner:
     usual = {"file": file, "most": MOST, "sizes": {name: {} for name in SIZES}}
-    return AladdinPlanner(AladdinOptions.model_validate(usual | options))
+    return AladdinPlanner(AladdinPlannerOptions.model_validate(usual | options))
 
 
 def search(rate: float = 1.0, **goal: Any) -> DrivenSearch:
@@ -58,7 +58,7 @@ def planned(planner: AladdinPlanner, search: DrivenSearch) -> Candidate:
     return planner.plan(search.problem, search)
 
 
-def sizes_of(file: str, search: DrivenSearch, *names: str) -> list[Size]:
+def sizes_of(file: str, search: DrivenSearch, *names: str) -> list[WorkerSize]:
     """Eq. 6's choice is looked for among these."""
     options = {"sizes": {name: {} for name in names or SIZES}, "size": "all"}
     base = without_requests(read_file(file), {"model": "x"})

@@ -21,7 +21,7 @@ from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.distserve.planner import (
     DistServeHigh,
     DistServeLow,
-    DistServeOptions,
+    DistServePlannerOptions,
     HighOptions,
     LowOptions,
     Space,
@@ -50,7 +50,7 @@ def asked(model: str = "opt-13b", **goal: Any) -> Problem:
 
 
 def space(options: dict[str, Any], model: str = "opt-13b") -> Space:
-    return Space(DistServeOptions(**options), asked(model))
+    return Space(DistServePlannerOptions(**options), asked(model))
 
 
 # In DistServe's printed loops, and of these those that divide the model's heads and layers; pairs.
@@ -261,7 +261,7 @@ def test_stages_with_the_same_layers_share_a_node() -> None:
 def test_phases_are_simulated_by_themselves() -> None:
     """Prompts take 0.1 ms a token; up to two sequences, 10 ms a token."""
     given = {"costs": {"1": {"phases": STEPS}}, "gpus_per_node": 1}
-    alone = Space(DistServeOptions.model_validate(GPUS | given), asked())
+    alone = Space(DistServePlannerOptions.model_validate(GPUS | given), asked())
     candidates = [alone.alone(phase, InstanceShape(1, (1,))) for phase in ("prefill", "decode")]
     assert [candidate.whole for candidate in candidates] == [False, False]
     lengths = sorted(1e-4 * item.prompt_len for item in asked().work)
@@ -320,7 +320,7 @@ def test_what_cannot_be_says_why(
     options: dict[str, Any], model: str, shape: InstanceShape, says: str
 ) -> None:
     search = DrivenSearch(asked(model))
-    given = Space(DistServeOptions.model_validate(options), search.problem)
+    given = Space(DistServePlannerOptions.model_validate(options), search.problem)
     candidate: Candidate = given.alone("prefill", shape)
     with pytest.raises(
         JaxinferError, match=f"none of 1 candidates is valid; for example: .*{says}"
@@ -341,13 +341,13 @@ def test_pools_hold_the_longest_request() -> None:
     }
     search = DrivenSearch(problem({"maximise": "gpu"}, run=run))
     two = InstanceShape(2, (1,))
-    given = Space(DistServeOptions(**NODE), search.problem)
+    given = Space(DistServePlannerOptions(**NODE), search.problem)
     (score,) = search.scores([given.units(two, two)])
     assert "needs 82 pages of 64 tokens" in str(score.refused)
 
 
 def test_another_goal_and_costs_of_nothing() -> None:
     with pytest.raises(JaxinferError, match=r"goal: this planner finds .* maximise: gpu"):
-        Space(DistServeOptions(**NODE), problem({"maximise": "cluster"}))
+        Space(DistServePlannerOptions(**NODE), problem({"maximise": "cluster"}))
     with pytest.raises(JaxinferError, match=r"costs\.two: must be tensor parallelism"):
-        DistServeOptions.model_validate(NODE | {"costs": {"two": {"flops": 0.5}}})
+        DistServePlannerOptions.model_validate(NODE | {"costs": {"two": {"flops": 0.5}}})

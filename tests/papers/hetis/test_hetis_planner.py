@@ -12,7 +12,7 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
 from jaxinfer.errors import JaxinferError
 from jaxinfer.lab.plan.problem import Problem, load_problem
-from jaxinfer.papers.hetis.planner import HetisOptions, HetisPlanner
+from jaxinfer.papers.hetis.planner import HetisPlanner, HetisPlannerOptions
 from jaxinfer.simulate.cluster import model_cluster
 
 FILE = Path(__file__).parents[3] / "configs" / "plan" / "hetis.yaml"
@@ -20,7 +20,7 @@ FILE = Path(__file__).parents[3] / "configs" / "plan" / "hetis.yaml"
 
 def make(problem: Problem, **options: Any) -> HetisPlanner:
     given = {key: value for key, value in problem.planner.items() if key != "name"}
-    return HetisPlanner(HetisOptions.model_validate(given | options))
+    return HetisPlanner(HetisPlannerOptions.model_validate(given | options))
 
 
 def test_the_papers_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,7 +227,7 @@ def test_there_is_no_bound_where_a_cache_may_spare_what_it_counts(
     lines = [{"prompt_token_ids": [i * own] * 900, "max_tokens": 9} for i in range(2)]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     engine = ENGINE | {"enable_prefix_caching": caching}
-    small = PLANNER | {"restarts": 0, "flows": 5, "scored": 100}
+    small = PLANNER | {"restarts": 0, "flows": 5}
     axes = plan(asked(tmp_path, small, engine=engine, workload={"trace": str(trace)})).axes
     if caching and not own:
         assert axes["bound"] == "none: prompts share prefixes"

@@ -31,7 +31,6 @@ def naive(
     load: dict[str, dict[str, int]],
     prompt_len: int,
     entries: int,
-    by: str,
     most: int,
 ) -> tuple[str, str]:
     """The rules one after the other, as the paper's section IV-A and its simulator have them."""
@@ -56,7 +55,7 @@ def naive(
         if prompt is None and takes_prompt(best := least(where[pool], "pending")):
             prompt = best
     for pool in ("token", "mixed"):
-        if token is None and takes_decodes(best := least(where[pool], by)):
+        if token is None and takes_decodes(best := least(where[pool], "promised")):
             token = best
     if (prompt or where["token"]) and (token or where["prompt"]):
         if prompt is None:
@@ -78,8 +77,7 @@ def states(draw: st.DrawFn) -> tuple[MachinePools, dict[str, dict[str, int]], An
     """Machines in any pools, with loads of which many are equal or at a limit."""
     names = "abcdef"[: draw(st.integers(2, 6))]
     of_prompts = draw(st.integers(1, len(names) - 1))
-    by = draw(st.sampled_from(("memory", "tokens")))
-    pools = MachinePools(names[:of_prompts], names[of_prompts:], 50, by)
+    pools = MachinePools(names[:of_prompts], names[of_prompts:], 50)
     load = {}
     for machine in pools.everyone:
         machine.decodes = draw(st.sampled_from((0, 1, 2)))
@@ -94,7 +92,7 @@ def states(draw: st.DrawFn) -> tuple[MachinePools, dict[str, dict[str, int]], An
             own = pools.prompt if machine.role == "prompt" else pools.token
             own.remove(machine)
             pools.mixed.append(machine)
-            machine.mixed_since = 0.0
+            machine.is_mixed = True
     return pools, load, views(load)
 
 
@@ -113,8 +111,7 @@ def test_a_pair_is_what_the_rules_say(
 ) -> None:
     pools, load, instances = state
     where = places(pools)
-    by = "promised" if pools.token_queue == "memory" else "pending"
-    expected = naive(where, load, prompt_len, prompt_len + output, by, 50)
+    expected = naive(where, load, prompt_len, prompt_len + output, 50)
     found = pools.pair(prompt_len, prompt_len + output, instances, 1.0)
     assert tuple(machine.name for machine in found) == expected
     assert places(pools) == where
@@ -128,10 +125,9 @@ def test_a_request_whose_prompt_is_done(
     """The machine is the one that a pair would have, where prompts have one without a move."""
     pools, load, instances = state
     where = places(pools)
-    by = "promised" if pools.token_queue == "memory" else "pending"
     anyone = {name: given | {"queued": 0} for name, given in load.items()}
     if where["prompt"] or where["mixed"]:
-        expected = naive(where, anyone, 0, entries, by, 50)[1]
+        expected = naive(where, anyone, 0, entries, 50)[1]
         assert pools.for_decodes(entries, instances, 1.0).name == expected
     else:
         best = pools.for_decodes(entries, instances, 1.0)
@@ -204,19 +200,6 @@ def test_a_prompt_machine_stays_mixed_until_its_decodes_are_done() -> None:
     assert places(pools)["mixed"] == ["p"]
     pools.take_back("a", instances, 3.0)
     assert places(pools) == {"prompt": ["q", "p"], "mixed": [], "token": ["t"]}
-
-
-def test_a_machine_that_helps_for_long_changes_over() -> None:
-    pools = MachinePools("p", "t", 5)
-    instances = views({"p": {"queued": 1}, "t": {"requests": 1}})
-    give(pools, "a", instances)
-    assert places(pools) == {"prompt": ["p"], "mixed": ["t"], "token": []}
-    pools.repurpose(3.0, 3.9)
-    assert places(pools)["mixed"] == ["t"]
-    pools.repurpose(3.0, 4.0)
-    assert places(pools) == {"prompt": ["p", "t"], "mixed": [], "token": []}
-    assert pools.moves == [(1.0, "t", "mixed"), (4.0, "t", "prompt")]
-    assert {machine.role for machine in pools.everyone} == {"prompt"}
 
 
 def test_lost_machines_are_gone_at_the_next_look() -> None:

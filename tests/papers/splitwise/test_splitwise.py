@@ -74,7 +74,7 @@ def checks(system: Splitwise) -> Any:
             found = machine.pending, machine.decodes, machine.promised
             assert found == (pending[name], decodes[name], promised[name]), name
             mixed = machine in pools.mixed
-            assert mixed == (machine.mixed_since is not None)
+            assert mixed == machine.is_mixed
             if mixed and system.options.return_when == "opposite_done":
                 prompts = pending[name] - decodes[name]
                 assert prompts if machine.role == "token" else decodes[name]
@@ -82,11 +82,10 @@ def checks(system: Splitwise) -> Any:
                 assert pending[name] or living[name].num_requests
             else:
                 assert machine in (pools.prompt if machine.role == "prompt" else pools.token)
-        if system.options.repurpose_after_s is None:
-            roles = {m.name: m.role for m in machines.values()}
-            wanted = dict.fromkeys(system.options.prompt, "prompt")
-            wanted |= dict.fromkeys(system.options.token, "token")
-            assert roles == {name: wanted[name] for name in names}
+        roles = {m.name: m.role for m in machines.values()}
+        wanted = dict.fromkeys(system.options.prompt, "prompt")
+        wanted |= dict.fromkeys(system.options.token, "token")
+        assert roles == {name: wanted[name] for name in names}
 
     return watch
 
@@ -103,9 +102,7 @@ def test_options() -> None:
         "prompt": ("prompt",),
         "token": ("token",),
         "max_pending_tokens": 8192,
-        "token_queue": "memory",
         "return_when": "opposite_done",
-        "repurpose_after_s": None,
         "layerwise_from": 512,
     }
     system = make(prompt=["p", "q"], token="t")
@@ -127,7 +124,6 @@ def test_options() -> None:
         ({"prompt": []}, "prompt is [], must have at least 1 item"),
         ({"max_pending_tokens": 0}, "max_pending_tokens is 0"),
         ({"return_when": "never"}, "return_when is 'never'"),
-        ({"repurpose_after_s": 0.0}, "repurpose_after_s is 0.0"),
     ],
 )
 def test_mistakes(options: dict[str, Any], message: str) -> None:
@@ -325,9 +321,7 @@ def test_any_options_any_machines(data: st.DataObject) -> None:
         prompt=list(names[:of_prompts]),
         token=list(names[of_prompts:]),
         max_pending_tokens=draw(st.sampled_from((1, 5, 20, 8192))),
-        token_queue=draw(st.sampled_from(("memory", "tokens"))),
         return_when=draw(st.sampled_from(("opposite_done", "idle"))),
-        repurpose_after_s=draw(st.sampled_from((None, 2.0, 9.0))),
         layerwise_from=draw(st.sampled_from((None, 1, 6))),
     )
     requests = draw(

@@ -9,11 +9,8 @@ from plan_cases import Carries, problem
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.lab.plan.bound import bound_of
-from jaxinfer.lab.plan.file_parts import read_file, without_requests
 from jaxinfer.lab.plan.planners.any_system import AnySystem, AnySystemOptions
 from jaxinfer.lab.plan.search import DrivenSearch
-from jaxinfer.simulate.run import prepare
 
 TWO = {
     "groups": {"g": {"kind": "A10", "devices": 2, "tensor_parallel_size": 1}},
@@ -68,56 +65,6 @@ def test_the_system_that_carries_most_is_chosen(files: list[str], carries: Carri
     planner = AnySystem(AnySystemOptions(files={key: {} for key in files}))
     search = DrivenSearch(problem({"maximise": "cluster"}))
     assert planner.plan(search.problem, search).axes == {"file": "split"}
-
-
-@pytest.mark.parametrize("by_bound", [False, True])
-def test_what_could_not_keep_up_is_left_out(
-    by_bound: bool, files: list[str], carries: Carries
-) -> None:
-    """An A10's bound is far below what two of them are said to carry here, by any system."""
-    small = Path(files[1])
-    one = {"groups": {"g": {"kind": "A10"}}, "instances": {"a": {"group": "g"}}, "system": "single"}
-    small.write_text(yaml.safe_dump(one))
-    base = problem({"maximise": "cluster", "at_once": 1})
-    two, alone = (
-        bound_of(
-            prepare(as_run_file(base.run_file(without_requests(read_file(file), base.run)))),
-            base.work,
-        ).rate
-        for file in files
-    )
-    assert two == pytest.approx(2 * alone)
-    carries.rate = lambda config: 1.5 * alone if len(config.instances) == 2 else 0.5 * alone
-    options = AnySystemOptions(files={key: {} for key in files}, by_bound=by_bound)
-    search = DrivenSearch(base)
-    assert AnySystem(options).plan(base, search).axes == {"file": "balanced"}
-    scores = {str(c.axes["file"]): score for c, score in search.tried.values()}
-    assert scores["split"].given_up == ("by its bound" if by_bound else "at this rate")
-
-
-def test_a_bound_is_of_the_requests_that_a_candidate_serves(tmp_path: Path) -> None:
-    """Of a trace that drifts: 60 short requests first, which y serves sooner, then long ones."""
-    rows = ["num_prefill_tokens,num_decode_tokens", *["100,2"] * 60, *["4000,2"] * 600]
-    (tmp_path / "work.csv").write_text("\n".join(rows))
-    files = {}
-    for name, step_s, token_s in (("x", 0.1, 1e-6), ("y", 0.001, 1e-4)):
-        costs = {"linear": {"step_s": step_s, "token_s": token_s}}
-        one = {"groups": {"g": {"kind": "A100-80G-SXM"}}, "instances": {"i": {"group": "g"}}}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(one | {"simulate": costs}))
-        files[str(tmp_path / f"{name}.yaml")] = {}
-    goal = {"maximise": "cluster", "slo": "ttft=0.3", "requests_per_gpu": 60, "at_once": 1}
-    run = {"model": "llama-3-8b", "engine": {"max_model_len": 8192}}
-    asked = problem(goal, run=run | {"workload": {"trace": str(tmp_path / "work.csv")}})
-    chosen = []
-    for by_bound in (False, True):
-        search = DrivenSearch(asked)
-        planner = AnySystem(AnySystemOptions(files=files, by_bound=by_bound))
-        chosen.append(
-            (planner.plan(asked, search).axes, [s.rate for _, s in search.tried.values()])
-        )
-    assert chosen[0] == chosen[1]
-    assert chosen[0][0] == {"file": "y"}
-    assert len(asked.served(2)) == 120
 
 
 @pytest.mark.parametrize(

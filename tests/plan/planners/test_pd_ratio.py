@@ -14,7 +14,7 @@ from jaxinfer.lab.plan.planners.pd_ratio import (
     UTILISATION,
     PDRatio,
     PDRatioOptions,
-    Rates,
+    PhaseRates,
     allowances,
     decode_rate,
     finite_rate,
@@ -111,7 +111,7 @@ def test_seats_and_memory_bound_the_batch() -> None:
 
 @given(st.integers(1, 9), st.integers(1, 9), st.floats(0.1, 9), st.floats(0.1, 9))
 def test_more_instances_never_carry_less(p: int, d: int, prefill: float, decode: float) -> None:
-    rates = Rates(prefill, decode)
+    rates = PhaseRates(prefill, decode)
     assert rates.of(p, d) == min(UTILISATION * p * prefill, d * decode)
     assert rates.of(p + 1, d) >= rates.of(p, d) <= rates.of(p, d + 1)
 

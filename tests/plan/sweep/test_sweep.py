@@ -17,7 +17,7 @@ import jaxinfer
 from jaxinfer import LLM, JaxinferError
 from jaxinfer.commands.sweep import sweep
 from jaxinfer.config.run_file import RunFile, as_run_file
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.files.kept import KeptResults
 from jaxinfer.lab.plan.problem import merge
 from jaxinfer.report.records import read_run
 from jaxinfer.simulate.run import simulate
@@ -105,7 +105,7 @@ def test_what_there_is_is_not_run_again(tmp_path: Path, file: dict[str, Any]) ->
     assert len(text.splitlines()) == sum(not row["refused"] for row in before) < len(before)
     lines = [json.loads(line) for line in text.splitlines()]
     points.unlink()
-    kept = EvaluationCache(points)
+    kept = KeptResults(points)
     for line in lines:
         kept.add(line["key"], line["value"] | {"requests_s": -1})
     kept.close()

@@ -9,12 +9,10 @@ import yaml
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+from jaxinfer.files.kept import KeptResults
 from jaxinfer.lab.plan.sweep.pictures import axis_words, draw, figure_words
 from jaxinfer.lab.plan.sweep.sweep import (
-    FIGURES,
     PointRun,
-    Sweep,
     check,
     clusters,
     figures_of,
@@ -23,8 +21,8 @@ from jaxinfer.lab.plan.sweep.sweep import (
     seeded,
     simulate_point,
     sweep_rows,
-    x_axis,
 )
+from jaxinfer.lab.plan.sweep.sweep_file import FIGURES, Sweep, x_axis
 from jaxinfer.workload.synthetic import Synthetic
 
 
@@ -92,7 +90,7 @@ def test_points_are_known_by_what_they_run_and_how(files: list[str], tmp_path: P
     trace = tmp_path / "trace.csv"
     trace.write_text("1")
     grid = sweep({a: {"engine.seed": [1, 2, 3]}}, run={"workload": {"trace": str(trace)}})
-    kept = EvaluationCache()
+    kept = KeptResults()
 
     def rows(call: Any) -> int:
         asked.clear()

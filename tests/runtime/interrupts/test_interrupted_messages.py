@@ -34,7 +34,7 @@ from jaxinfer.runtime.processes.messages import (
     Refused,
     WorkerFailed,
 )
-from jaxinfer.runtime.processes.process import NobodyThere, Process
+from jaxinfer.runtime.processes.process import Process, ProcessGone
 from jaxinfer.runtime.processes.remote_worker import RemoteWorker
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.world import RealWorld
@@ -143,7 +143,7 @@ def test_answers_to_who_was_interrupted_are_not_those_to_who_asks_next() -> None
         process(Forgot(3, "KeyError: 1")).forget("x")
     with pytest.raises(JaxinferError, match=r"^its steps have not ended within 0\.01 s$"):
         process(Left("samplers", 0)).forget("x", patience=0.01)
-    with pytest.raises(NobodyThere, match=r"^killed$"):
+    with pytest.raises(ProcessGone, match=r"^killed$"):
         process(ProcessLost("killed")).forget("x")
 
 
@@ -192,15 +192,15 @@ def test_a_sampler_that_one_process_cannot_prepare_leaves_no_answers_of_the_othe
 
     def ask(message: Any) -> Any:
         if lost == "as it is asked":
-            raise NobodyThere("gone")
+            raise ProcessGone("gone")
         return hear()
 
     def hear() -> Any:
         yield Left("samplers", 1)
-        raise NobodyThere("gone")
+        raise ProcessGone("gone")
 
     two.ask = ask  # type: ignore[method-assign]
-    with pytest.raises(NobodyThere, match=r"^gone$"):
+    with pytest.raises(ProcessGone, match=r"^gone$"):
         list(worker.prepare(PLAIN_SAMPLER))
     assert answers == []
     assert not one.asking.locked()

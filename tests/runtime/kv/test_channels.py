@@ -21,7 +21,7 @@ from jaxinfer.config.cluster import LinkConfig
 from jaxinfer.runtime.kv import kv_endpoint
 from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.kv_endpoint import ThisProcess
-from jaxinfer.runtime.processes.process_group import AnotherProcess
+from jaxinfer.runtime.processes.process_group import RemoteEndpoint
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.world import Event, InstanceLost, TransferDone
@@ -213,7 +213,7 @@ def test_a_hang_here_is_noticed_when_kv_goes_to_another_process() -> None:
     )
     side, pair = here(("a", "b")), between()
     pair.form.array = Array(ends.wait)  # type: ignore[attr-defined]
-    channel = Channel(("a", "b"), (side, AnotherProcess(process)), [pair], False, ["host"])
+    channel = Channel(("a", "b"), (side, RemoteEndpoint(process)), [pair], False, ["host"])
     workers: Any = {name: Pretended(None) for name in "ab"}
     world = RealWorld(workers, [], {("a", "b"): channel}, watchdog_s=0.3)
     world.start_transfer(transfer("a", "b"))

@@ -19,7 +19,7 @@ from jaxinfer.runtime.kv.kv_messages import (
     SlabFailed,
 )
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes.homes import Restarted, RestartResult
+from jaxinfer.runtime.processes.restart_groups import Restarted, RestartResult
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.world import InstanceBack, InstanceLost, TransferDone

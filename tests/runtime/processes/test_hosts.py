@@ -32,7 +32,7 @@ from jaxinfer.runtime.kv.kv_messages import Offered
 from jaxinfer.runtime.processes import peers
 from jaxinfer.runtime.processes import process as process_module
 from jaxinfer.runtime.processes.messages import Hello
-from jaxinfer.runtime.processes.peers import Elsewhere, clock_offset
+from jaxinfer.runtime.processes.peers import RemotePeer, clock_offset
 from jaxinfer.runtime.processes.process import Process
 
 PAIR = Pair("two", Side(1, 8, segments=3), Side(2, 16))
@@ -184,7 +184,7 @@ def test_a_process_that_is_stopped_ends_when_its_caller_has_given_up(
 ) -> None:
     """The process cannot end itself; the worker's patience is that with a process of one's own."""
     address, server = worker
-    peer = Elsewhere(address, KEY, {})
+    peer = RemotePeer(address, KEY, {})
     wait_until(lambda: bool(jobs(server)))
     (job,) = jobs(server)
     job.suspend()
@@ -194,8 +194,8 @@ def test_a_process_that_is_stopped_ends_when_its_caller_has_given_up(
 
 JOB = """
 import sys, time
-from jaxinfer.runtime.processes.peers import Elsewhere
-peer = Elsewhere(sys.argv[1], sys.argv[2], {})
+from jaxinfer.runtime.processes.peers import RemotePeer
+peer = RemotePeer(sys.argv[1], sys.argv[2], {})
 print("there", flush=True)
 time.sleep(600)
 """
@@ -214,7 +214,7 @@ def test_nothing_is_left_of_a_job_that_is_killed(worker: tuple[str, psutil.Popen
 
 def test_variables_of_a_group_are_set_there(worker: tuple[str, psutil.Popen]) -> None:
     address, server = worker
-    peer = Elsewhere(address, KEY, {"JAX_PLATFORMS": "one"})
+    peer = RemotePeer(address, KEY, {"JAX_PLATFORMS": "one"})
 
     def platforms() -> list[str | None]:
         with suppress(psutil.Error):  # Where it goes from one program to the next, it has none.
@@ -288,7 +288,7 @@ def test_callers_that_say_nothing_keep_nobody_waiting(monkeypatch: pytest.Monkey
     with listening(command=(sys.executable, "-c", PATIENT, "worker")) as (address, server):
         host, port = address.split(":")
         with socket.create_connection((host, int(port))):
-            Elsewhere(address, KEY, {}).end(0)
+            RemotePeer(address, KEY, {}).end(0)
         wait_until(lambda: not jobs(server))
 
 
@@ -297,7 +297,7 @@ def test_another_version_is_refused(
 ) -> None:
     there = Hello.here()
     monkeypatch.setattr(Hello, "here", lambda: there._replace(jaxinfer="0.0.1"))
-    process = Process("b", Elsewhere(worker[0], KEY, {}))
+    process = Process("b", RemotePeer(worker[0], KEY, {}))
     message = rf"^groups\.b: jaxinfer is {there.jaxinfer} in its process, 0\.0\.1 in this one$"
     with pytest.raises(JaxinferError, match=message):
         next(process.answers())
@@ -308,7 +308,7 @@ def test_a_connection_is_broken_off_when_its_host_has_gone(
     worker: tuple[str, psutil.Popen],
 ) -> None:
     """The system breaks a connection in ten seconds, whether this side waits or has sent."""
-    peer = Elsewhere(worker[0], KEY, {})
+    peer = RemotePeer(worker[0], KEY, {})
     options = [
         peer.socket.getsockopt(socket.IPPROTO_TCP, name)
         for name in (

@@ -15,8 +15,8 @@ from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.stages import AttentionConfig, StageConfig
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.outcome import ProcessLost
-from jaxinfer.runtime.processes.homes import InstancesHome, LenderHome, RestartResult
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
+from jaxinfer.runtime.processes.restart_groups import PoolRestart, RestartResult, WorkerRestart
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.world import RealWorld
@@ -95,8 +95,8 @@ class Lent:
             },
             instances={"x": InstanceConfig(stages=(stage,), enable_prefix_caching=False)},
         )
-        monkeypatch.setattr(LenderHome, "get_ready", self._get_ready)
-        monkeypatch.setattr(InstancesHome, "get_ready", _make_ready)
+        monkeypatch.setattr(PoolRestart, "get_ready", self._get_ready)
+        monkeypatch.setattr(WorkerRestart, "get_ready", _make_ready)
         others: Any = SimpleNamespace(
             begin_again=self._begin, side_of=lambda name: SimpleNamespace(pieces=())
         )

@@ -61,7 +61,7 @@ class Lender:
             def compile_ahead(self) -> Iterator[int]:
                 yield from (2, 0)
 
-        self._patch.setattr(worker_process, "LentPool", Pool)
+        self._patch.setattr(worker_process, "PoolServer", Pool)
         self._patch.setattr(self._worker, "_say", said.append)
         self._host.done.append(f"{type(message).__name__} {self.name}")
         self._worker._attempt(message)

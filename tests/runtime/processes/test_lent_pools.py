@@ -14,7 +14,6 @@ from fake_pipelines import FakeProcess, batch
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.kv.sockets import Address
-from jaxinfer.runtime.processes.homes import LenderHome, Rest
 from jaxinfer.runtime.processes.messages import (
     Borrow,
     BreakOff,
@@ -28,6 +27,7 @@ from jaxinfer.runtime.processes.messages import (
 )
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
 from jaxinfer.runtime.processes.process_group import OtherProcesses
+from jaxinfer.runtime.processes.restart_groups import DegradedInstance, PoolRestart
 from jaxinfer.serving.batch import Transfer
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
@@ -272,7 +272,9 @@ def test_two_processes_that_are_to_lend_at_once_are_both_ended_with_the_instance
     worker.given_up = True  # There is no more to get ready.
 
     def begin(processes: Mapping[str, Any]) -> None:
-        home = LenderHome("", {}, 1, {}, Rest(worker), OtherProcesses.__new__(OtherProcesses))
+        home = PoolRestart(
+            "", {}, 1, {}, DegradedInstance(worker), OtherProcesses.__new__(OtherProcesses)
+        )
         with pytest.raises(JaxinferError, match=r"^its instance is lost$"):
             home.get_ready(processes)
 

@@ -24,7 +24,7 @@ from jaxinfer.runtime.processes.messages import (
     Loaded,
     Prepare,
 )
-from jaxinfer.runtime.processes.pipeline_side import PipelineSide
+from jaxinfer.runtime.processes.pipeline_endpoint import PipelineEndpoint
 from jaxinfer.runtime.processes.pipeline_worker import (
     PipelineWorker,
 )
@@ -123,7 +123,7 @@ def test_an_end_is_on_the_side_that_has_its_stage() -> None:
             why_lost=lambda seconds: "gone" if number else None,
         )
 
-    whole = PipelineSide([side(0), side(1)], [0, 2])
+    whole = PipelineEndpoint([side(0), side(1)], [0, 2])
     form: Any = None
     for end, stage in enumerate((0, 1, 2, 3)):
         whole.open(OpenEnd(end, "x", stage, form, True, False), lambda said: None)

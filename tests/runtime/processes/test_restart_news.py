@@ -11,9 +11,9 @@ from waiting import wait_until
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
-from jaxinfer.runtime.processes.homes import Restarted, RestartResult
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
-from jaxinfer.runtime.processes.process import NobodyThere
+from jaxinfer.runtime.processes.process import ProcessGone
+from jaxinfer.runtime.processes.restart_groups import Restarted, RestartResult
 from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.batch import Batch
@@ -161,7 +161,7 @@ class FakePipeline(PipelineWorker):
     def go_on(self) -> None:
         assert self.go.wait(20)
         if self._fails:
-            raise NobodyThere(self._fails)
+            raise ProcessGone(self._fails)
         self.without, self._gone = [2], []
 
     def give_up(self, why: Exception) -> None:

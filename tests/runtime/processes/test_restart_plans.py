@@ -17,12 +17,12 @@ from jaxinfer.config.stages import StageConfig
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.kv_messages import Drop, OpenEnd
 from jaxinfer.runtime.kv.outcome import ProcessLost
-from jaxinfer.runtime.processes import homes as module
-from jaxinfer.runtime.processes.homes import Restarted, RestartResult, check_same
+from jaxinfer.runtime.processes import restart_groups as module
 from jaxinfer.runtime.processes.messages import FollowOn, Launch, Loaded, Prepare
-from jaxinfer.runtime.processes.pipeline_side import PipelineSide
+from jaxinfer.runtime.processes.pipeline_endpoint import PipelineEndpoint
 from jaxinfer.runtime.processes.pipeline_worker import PipelineWorker
-from jaxinfer.runtime.processes.process_group import AnotherProcess
+from jaxinfer.runtime.processes.process_group import RemoteEndpoint
+from jaxinfer.runtime.processes.restart_groups import Restarted, RestartResult, check_same
 from jaxinfer.runtime.processes.restarts import Restarts, _as_planned
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.serving.batch import Batch
@@ -71,7 +71,9 @@ def test_a_pipeline_is_started_again_as_a_whole(monkeypatch: pytest.MonkeyPatch)
     stages = tuple(StageConfig(group=name, layers=p.stop - p.start) for name, p in layers.items())
     config = ClusterConfig(groups=groups, instances={"x": InstanceConfig(stages=stages)})
     worker = PipelineWorker("x", [(old[name], loaded[name]) for name in layers], [None])
-    side = PipelineSide([AnotherProcess(process) for process in old.values()], worker.first_stages)
+    side = PipelineEndpoint(
+        [RemoteEndpoint(process) for process in old.values()], worker.first_stages
+    )
     form: Any = "form"
     for stage in (0, 1):
         side.open(OpenEnd(7 + stage, "x", stage, form, True, False), print)

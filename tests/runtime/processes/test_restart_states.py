@@ -7,7 +7,7 @@ import pytest
 from fake_restarts import Cluster
 from waiting import wait_until
 
-from jaxinfer.runtime.processes.homes import Restarted, RestartResult
+from jaxinfer.runtime.processes.restart_groups import Restarted, RestartResult
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.world import InstanceBack, InstanceLost

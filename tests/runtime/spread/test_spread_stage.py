@@ -24,12 +24,12 @@ from jaxinfer.pallas_kernels.choice import keys_by_token
 from jaxinfer.runtime.cluster import Engine
 from jaxinfer.runtime.explain import longest_request
 from jaxinfer.runtime.kv.sockets import LOOPBACK
-from jaxinfer.runtime.spread.lent_pool import LentPool
-from jaxinfer.runtime.spread.pool_elsewhere import PoolElsewhere
-from jaxinfer.runtime.spread.slice_move import Copies, SliceMoves
+from jaxinfer.runtime.spread.pool_client import PoolClient
+from jaxinfer.runtime.spread.pool_server import PoolServer
+from jaxinfer.runtime.spread.slice_move import Copies, SliceCopies
 from jaxinfer.runtime.spread.spread_inputs import HalvedInputs
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
-from jaxinfer.runtime.spread.spread_step import Cut
+from jaxinfer.runtime.spread.spread_step import HeadSplit
 from jaxinfer.runtime.stage import attention_plan
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.load_weights import load_parameters
@@ -79,7 +79,7 @@ class Spread:
         ((self.plan,),) = plan_cluster(checkpoint.config, config).values()
         self.lent = []
         if lends:
-            self.lent = [LentPool(self.plan, number, LOOPBACK) for number in range(attention)]
+            self.lent = [PoolServer(self.plan, number, LOOPBACK) for number in range(attention)]
             places = [replace(place, device=None) for place in self.plan.attention]
             self.plan = replace(self.plan, attention=places)
         (self.parameters,) = load_parameters(checkpoint, [self.plan])
@@ -88,8 +88,8 @@ class Spread:
         for number, pool in enumerate(self.lent, 1):
             left = [*pool.compile_ahead()]
             assert left == [*range(len(left) - 1, -1, -1)]
-            self.stage.elsewhere[number] = PoolElsewhere(pool.address, "lent")
-        self.moves = SliceMoves([self.stage])
+            self.stage.elsewhere[number] = PoolClient(pool.address, "lent")
+        self.moves = SliceCopies([self.stage])
         self.moves.compile_ahead()
 
     def serve(self, tokens: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -326,7 +326,7 @@ def test_what_is_to_be_rounded_to_8_bits_goes_to_its_device_unrounded(kind: str)
     plan: Any = SimpleNamespace(config=config, kv_dtype=jnp.dtype(kind))
     rng = np.random.default_rng(0)
     q_TNH, k_TKH, v_TKH = (rng.normal(size=(2, heads, 3)).astype(np.float32) for heads in (4, 2, 2))
-    pieces = Cut(plan, 2, 2).pieces(
+    pieces = HeadSplit(plan, 2, 2).pieces(
         *map(jnp.asarray, (q_TNH, k_TKH, v_TKH)), np.array([3, 0, 1, 2])
     )
     for piece_RXH, pairs in zip(pieces, ([(1, 1), (0, 0)], [(0, 1), (1, 0)]), strict=True):

@@ -26,7 +26,7 @@ from jaxinfer.checkpoints.small_model import small_checkpoint
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.models.weights import heads_in, heads_out, stacked
 from jaxinfer.runtime.stage import load_weights
-from jaxinfer.runtime.stage.goal import Goal
+from jaxinfer.runtime.stage.goal import ParameterGoal
 from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.stage_plan import StagePlan
 
@@ -149,7 +149,7 @@ def test_numpy_and_the_device_agree(data: st.DataObject) -> None:
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shape = tuple(size + more for size, more in zip(expected.shape, pads, strict=True))
     to = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
-    goal = Goal(to, None, to.dtype)
+    goal = ParameterGoal(to, None, to.dtype)
     program = load_weights._program(spec.convert, isinstance(spec.names, str), goal)
     (by_device,) = program([jnp.asarray(tensor) for tensor in tensors])
     (by_numpy,) = goal.made_of(expected, np)

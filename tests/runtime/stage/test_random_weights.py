@@ -15,7 +15,7 @@ from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.convert import convert
-from jaxinfer.runtime.stage.goal import Goal
+from jaxinfer.runtime.stage.goal import ParameterGoal
 from jaxinfer.runtime.stage.random_weights import _key_data, _program, random_parameters
 from jaxinfer.text.tokenizer import NoTokenizer
 
@@ -93,7 +93,7 @@ def test_each_device_draws_its_own_shard(bare: Path) -> None:
     options = EngineOptions(**ENGINE, tensor_parallel_size=3)
     to = plan_alone(open_checkpoint(str(bare), "dummy").config, options).parameters
     query = to["layers.0.attn.q_DNH"]
-    goal = Goal(query, None, query.dtype)
+    goal = ParameterGoal(query, None, query.dtype)
     text = _program(query.shape, goal, False).lower(_key_data(0, "x")).compile().as_text()
     assert text
     assert "f32[32,2,16]" in text

@@ -4,20 +4,17 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from jaxinfer.config.run_file import as_run_file, put_option
+from jaxinfer.config.run_file import put_option
 from jaxinfer.errors import JaxinferError
-from jaxinfer.lab.plan.bound import bound_of
 from jaxinfer.lab.plan.candidate import Candidate, Search
 from jaxinfer.lab.plan.file_parts import read_file, without_requests
 from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.options.validation import Named, OptionError, Options, shown, within
-from jaxinfer.simulate.run import prepare
 
 # Returns a candidate's part, from a file's content and the common part.
 PartOf = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
@@ -32,13 +29,10 @@ class AnySystemOptions(Options):
         files: Run files, each with axes of its own. Their model and requests are used where ``run``
             has none; all must have the same requests.
         axes: Axes for all files: dotted keys with lists of values.
-        by_bound: Skip candidates whose upper bound for any system is below the best rate so far. A
-            run of few requests may exceed its bound.
     """
 
     files: Named[Axes] = Field(min_length=1)
     axes: Axes = Field(default_factory=dict)
-    by_bound: bool = False
 
     def model_post_init(self, context: object, /) -> None:
         """Refuse values given twice."""
@@ -69,10 +63,7 @@ class AnySystem:
 
     def plan(self, problem: Problem, search: Search) -> Candidate:
         """Return the best combination."""
-        found = list(self.candidates(problem.run))
-        if not self._options.by_bound:
-            return search.best(found)
-        return search.best(found, lambda candidate: _most(problem, search, candidate))
+        return search.best(list(self.candidates(problem.run)))
 
     def candidates(self, run: Mapping[str, Any] | None = None) -> Iterator[Candidate]:
         """Yield the candidates of the whole ``grid``.
@@ -87,16 +78,6 @@ class AnySystem:
             )
         except OptionError as error:
             raise within("planner", error) from None
-
-
-def _most(problem: Problem, search: Search, candidate: Candidate) -> float:
-    """Return an upper bound on the rate of a candidate's cluster; infinite if there is none."""
-    try:
-        work = problem.served(search.costs(candidate).gpus)
-        cluster = prepare(as_run_file(problem.run_file(candidate.part)))
-    except JaxinferError:
-        return inf  # The search reports why it cannot be used.
-    return bound_of(cluster, work).rate
 
 
 def grid(

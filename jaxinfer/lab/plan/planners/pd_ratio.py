@@ -35,7 +35,7 @@ UTILISATION = 0.8
 SLACK = 1.5
 
 
-class Side(Options):
+class PhaseSide(Options):
     """Instances of one phase.
 
     Attributes:
@@ -61,14 +61,14 @@ class PDRatioOptions(Options):
         link_gb_s: Bandwidth between the two phases, in 10^9 bytes per second.
     """
 
-    prefill: Side
-    decode: Side
+    prefill: PhaseSide
+    decode: PhaseSide
     gpus: int | None = Field(default=None, ge=2)
     link_gb_s: float = Field(default=12.5, gt=0)
 
 
 @dataclass(frozen=True)
-class Rates:
+class PhaseRates:
     """Requests per second that one instance of each phase can serve, by closed forms."""
 
     prefill: float
@@ -302,8 +302,8 @@ class _Found:
         work: requests of these rates.
     """
 
-    one_by_one: Rates
-    full: Rates
+    one_by_one: PhaseRates
+    full: PhaseRates
     work: Sequence[BenchRequest]
 
 
@@ -330,8 +330,8 @@ def _of_work(
     # Requests without this limit may be decoded in steps of any length.
     bounds = [mixed_rate(decode(g.seconds, room), shared, g.share) for g in gaps]
     return _Found(
-        Rates(one_by_one, min(within, default=most)),
-        Rates(full, min(bounds, default=shared)),
+        PhaseRates(one_by_one, min(within, default=most)),
+        PhaseRates(full, min(bounds, default=shared)),
         work,
     )
 

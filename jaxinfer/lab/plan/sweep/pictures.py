@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.lab.plan.sweep.sweep import HALF, Sweep, varied, x_axis
+from jaxinfer.lab.plan.sweep.sweep import HALF
+from jaxinfer.lab.plan.sweep.sweep_file import Sweep, varied, x_axis
 from jaxinfer.report.pictures import can_be_drawn, save_picture
 
 if TYPE_CHECKING:

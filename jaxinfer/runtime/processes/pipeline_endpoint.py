@@ -7,7 +7,7 @@ from jaxinfer.runtime.kv.kv_endpoint import Hear, KVProcess
 from jaxinfer.runtime.kv.kv_messages import OpenEnd, SlabMessage
 
 
-class PipelineSide:
+class PipelineEndpoint:
     """The processes of one instance as a side of channels; see ``KVProcess``.
 
     Args:

@@ -1,4 +1,4 @@
-"""``jaxinfer conformance``: checks KV hand-offs between differently configured instances."""
+"""``jaxinfer check hand-offs``: KV handed over between all pairs of unlike instances."""
 
 import string
 import sys
@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from jaxinfer.commands.common import with_model
-from jaxinfer.errors import JaxinferError
+from jaxinfer.commands.common import say, with_model
+from jaxinfer.commands.figures import print_json, with_json
 
 
 @click.command()
@@ -31,8 +31,14 @@ from jaxinfer.errors import JaxinferError
     help="Output tokens to compare.",
 )
 @click.option("--out", help="New folder for conformance.md and conformance.csv.")
-def conformance(
-    model: str | None, values: tuple[str, ...], tokens: int, outputs: int, out: str | None
+@with_json
+def hand_offs(
+    model: str | None,
+    values: tuple[str, ...],
+    tokens: int,
+    outputs: int,
+    out: str | None,
+    as_json: bool,
 ) -> None:
     """Check KV hand-offs between all pairs of differently configured instances.
 
@@ -70,19 +76,21 @@ def conformance(
             found.append(outcome)
             bar.update("pairs", len(sides) ** 2 - len(found))
     console = Console(width=None if sys.stdout.isatty() else 160)
+    if as_json:
+        print_json({"sides": sides, "pairs": found})
     for title, cells in conformance_tables(sides, found, outputs).items():
-        if cells[1]:
+        if cells[1] and not as_json:
             console.print(as_rich(title, cells))
             console.print()
     if out:
         write_conformance(Path(out), sides, found, outputs)
-        console.print(f"tables: {out}", soft_wrap=True)
+        if not as_json:
+            console.print(f"tables: {out}", soft_wrap=True)
     wrong = [
         f"{o.source} to {o.dest}" + (f" ({o.fault})" if o.fault else "")
         for o in found
         if o.verdict == "wrong"
     ]
     if wrong:
-        raise JaxinferError(
-            f"KV arrives changed by more than its formats round: {', '.join(wrong)}"
-        )
+        say(f"jaxinfer: KV arrives changed by more than its formats round: {', '.join(wrong)}")
+        sys.exit(1)

@@ -15,7 +15,7 @@ from jaxinfer.errors import one_line
 from jaxinfer.runtime.kv.sockets import Address, let_in, listen
 from jaxinfer.runtime.spread.array_messages import receive_arrays, send_arrays
 from jaxinfer.runtime.spread.head_pools import lent_pool
-from jaxinfer.runtime.spread.pool_elsewhere import (
+from jaxinfer.runtime.spread.pool_client import (
     MOST_BEGUN,
     Attend,
     Begin,
@@ -26,7 +26,7 @@ from jaxinfer.runtime.spread.pool_elsewhere import (
 )
 from jaxinfer.runtime.spread.slice_move import CHUNK, compile_put, compile_take
 from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes
-from jaxinfer.runtime.spread.spread_step import Cut, compile_attend
+from jaxinfer.runtime.spread.spread_step import HeadSplit, compile_attend
 from jaxinfer.runtime.stage.kv_cache import allocate
 from jaxinfer.runtime.stage.stage_plan import StageFacts
 from jaxinfer.steps.shapes import StepShape
@@ -35,7 +35,7 @@ from jaxinfer.steps.shapes import StepShape
 ALIGNMENT = 64
 
 
-class LentPool:
+class PoolServer:
     """Carries out the requests of the stage's process, in order, until that process ends.
 
     Args:
@@ -91,7 +91,7 @@ class LentPool:
         It is aligned so that a CPU uses it without a copy; computations with it are waited for.
         """
         if pairs not in self._places:
-            cut = Cut(self._plan, 1, pairs)
+            cut = HeadSplit(self._plan, 1, pairs)
             shape = pairs, cut.G + 2, cut.H
             size = math.prod(shape) * cut.dtype.itemsize
             room = np.zeros(size + ALIGNMENT, np.uint8)

@@ -13,14 +13,14 @@ import pytest
 
 from jaxinfer import JaxinferError
 from jaxinfer.runtime.kv.sockets import LOOPBACK, Address, call, listen
-from jaxinfer.runtime.spread.lent_pool import LentPool
-from jaxinfer.runtime.spread.pool_elsewhere import Attend, Begin, PoolElsewhere, Put, Take
+from jaxinfer.runtime.spread.pool_client import Attend, Begin, PoolClient, Put, Take
+from jaxinfer.runtime.spread.pool_server import PoolServer
 from jaxinfer.steps.shapes import StepShape
 
 GONE = r"^attention group a has broken off: (EOF|ConnectionReset)Error: "
 
 
-class Lender(LentPool):
+class Lender(PoolServer):
     """Notes what it is asked for, which it does none of; breaks off where it is to write."""
 
     def __init__(self, breaks: bool = False) -> None:
@@ -56,7 +56,7 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
     lender = Lender()
     with pytest.raises(PermissionError):
         call(*lender.address._replace(key=b"another"))
-    pool = PoolElsewhere(lender.address, "a")
+    pool = PoolClient(lender.address, "a")
     pairs, tables, page_C = StepShape(1, 2, 0), np.arange(3), np.zeros(2, np.int32)
     one, two = pool.begin(pairs, tables, 2), pool.begin(pairs, tables, 1)
     assert one != two
@@ -85,7 +85,7 @@ def test_answers_come_in_the_order_of_what_was_asked() -> None:
 def test_tables_that_cannot_be_had_are_told_of_by_their_step() -> None:
     """``begin`` is not answered: an answer to it would be taken for one to what comes next."""
     lender = Lender()
-    pool = PoolElsewhere(lender.address, "a")
+    pool = PoolClient(lender.address, "a")
     pairs, page_C = StepShape(1, 2, 0), np.zeros(2, np.int32)
     bad, good = (pool.begin(pairs, np.array([each]), 2) for each in (object(), 1))
     piece: Any = np.zeros((2, 3, 4))
@@ -104,7 +104,7 @@ def test_tables_that_cannot_be_had_are_told_of_by_their_step() -> None:
 
 def test_who_waits_for_a_process_that_has_gone_hears_of_it() -> None:
     lender = Lender(breaks=True)
-    pool = PoolElsewhere(lender.address, "a")
+    pool = PoolClient(lender.address, "a")
     page_C = np.zeros(2, np.int32)
     waits = [pool.put([page_C], page_C), pool.take(page_C)]
     lender.go.set()
@@ -119,7 +119,7 @@ def test_who_waits_for_a_process_that_has_gone_hears_of_it() -> None:
 def test_who_waits_for_one_that_is_silent_hears_when_it_is_given_up() -> None:
     """The other side is as silent as a vanished host: nothing breaks off by itself."""
     lender = Lender(breaks=True)
-    pool = PoolElsewhere(lender.address, "a")
+    pool = PoolClient(lender.address, "a")
     waits = pool.take(np.zeros(2, np.int32))
     pool.close()
     with pytest.raises(EOFError, match=GONE):
@@ -134,7 +134,7 @@ def test_who_cannot_be_reached_is_named() -> None:
     with pytest.raises(
         JaxinferError, match=rf"^attention group a cannot be .* 127\.0\.0\.1:{port}: "
     ):
-        PoolElsewhere(Address(LOOPBACK, port, b"key"), "a")
+        PoolClient(Address(LOOPBACK, port, b"key"), "a")
 
 
 def test_one_that_is_silent_is_waited_for_as_long_as_is_said() -> None:
@@ -142,7 +142,7 @@ def test_one_that_is_silent_is_waited_for_as_long_as_is_said() -> None:
     listener = listen(LOOPBACK, 0)
     address = Address(LOOPBACK, listener.getsockname()[1], b"key")
     for patience, why in ((0.2, r"said nothing for 0\.2 s"), (60.0, "")):
-        pool = PoolElsewhere(address, "a", patience)
+        pool = PoolClient(address, "a", patience)
         end = threading.Timer(0.2, listener.close)
         if patience > 1:
             end.start()
@@ -162,7 +162,7 @@ def test_a_host_that_has_vanished_is_given_up_by_whoever_knows() -> None:
             with suppress(BlockingIOError):
                 caller.connect(listener.getsockname())
         begin = time.monotonic()
-        pool = PoolElsewhere(Address(LOOPBACK, listener.getsockname()[1], b"key"), "a", 60.0)
+        pool = PoolClient(Address(LOOPBACK, listener.getsockname()[1], b"key"), "a", 60.0)
         found: list[str] = []
 
         def ask() -> None:

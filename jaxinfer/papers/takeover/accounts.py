@@ -27,7 +27,7 @@ _BUSY = 0.9
 
 
 @dataclass(eq=False, slots=True)
-class Kind:
+class InstanceClass:
     """Equal instances, and totals over them.
 
     Attributes:
@@ -51,7 +51,7 @@ class Kind:
 
     speeds: Speeds
     entries_held: int
-    books: list["Book"] = field(default_factory=list)
+    books: list["Account"] = field(default_factory=list)
     decodes: int = 0
     entries: int = 0
     due: int = 0
@@ -60,24 +60,24 @@ class Kind:
     all_seats: int = 0
     all_room: int = 0
     with_time: int = 0
-    givers: set["Book"] = field(default_factory=set)
+    givers: set["Account"] = field(default_factory=set)
     slowest: float = 0.0
     fastest: float = inf
-    below: list["Kind"] = field(default_factory=list)
+    below: list["InstanceClass"] = field(default_factory=list)
     is_below: bool = False
-    outlets: list["Kind"] = field(default_factory=list)
-    inlets: list["Kind"] = field(default_factory=list)
+    outlets: list["InstanceClass"] = field(default_factory=list)
+    inlets: list["InstanceClass"] = field(default_factory=list)
 
-    def is_small(self, beside: "Kind") -> bool:
+    def is_small(self, beside: "InstanceClass") -> bool:
         """Tell whether a pool is so small that its decodes may have to leave it."""
         return self.entries_held < _SMALL * beside.entries_held
 
-    def slower_than(self, step_s: float) -> list["Book"]:
+    def slower_than(self, step_s: float) -> list["Account"]:
         """Return givers with longer steps; call it if ``slowest`` allows that there are any."""
         self.slowest = max((each.step_s for each in self.givers), default=0.0)
         return [each for each in self.givers if each.step_s > step_s]
 
-    def faster_than(self, step_s: float, times: float) -> list["Book"]:
+    def faster_than(self, step_s: float, times: float) -> list["Account"]:
         """Return instances with room whose steps are more than ``times`` times shorter."""
         if step_s <= times * self.fastest:
             return []
@@ -87,7 +87,7 @@ class Kind:
 
 
 @dataclass(eq=False, slots=True)
-class Book:
+class Account:
     """The last known state of an instance.
 
     Attributes:
@@ -133,7 +133,7 @@ class Book:
     name: str
     legs: tuple[Leg, ...]
     number: int
-    kind: Kind
+    kind: InstanceClass
     widest: int
     budget: int
     most_backlog: int
@@ -164,9 +164,9 @@ class Book:
     has_room: bool = True
     busy: float = 1.0
     seen: float = 0.0
-    open_to: dict[str, "Book"] = field(default_factory=dict)
+    open_to: dict[str, "Account"] = field(default_factory=dict)
 
-    def of(self, kind: Kind, number: int) -> "Book":
+    def of(self, kind: InstanceClass, number: int) -> "Account":
         """Add the instance to a kind; it counts for nothing until it is updated."""
         self.kind, self.number = kind, number
         self.decodes = self.entries = self.due = self.seats = self.room = 0
@@ -276,7 +276,7 @@ class Book:
         self.idle = False
 
 
-class Books:
+class Accounts:
     """The accounts of all existing instances.
 
     Args:
@@ -294,10 +294,10 @@ class Books:
     def __init__(self, spared: float, narrow: float = 1.0) -> None:
         self._spared, self._narrow = spared, narrow
         self.views: dict[str, InstanceView] = {}
-        self.by_name: dict[str, Book] = {}
-        self.kinds: list[Kind] = []
-        self.open_to: dict[str, Book] = {}
-        self.largest: Book
+        self.by_name: dict[str, Account] = {}
+        self.kinds: list[InstanceClass] = []
+        self.open_to: dict[str, Account] = {}
+        self.largest: Account
 
     @property
     def mean_context(self) -> float:
@@ -313,18 +313,18 @@ class Books:
         seen, self.views = self.views, dict(instances)
         before, self.by_name = self.by_name, {}
         self.open_to.clear()
-        kinds: dict[tuple[object, ...], Kind] = {}
+        kinds: dict[tuple[object, ...], InstanceClass] = {}
         for name, view in instances.items():
             assert view.fit
             held, widest = capacity(view), view.max_num_batched_tokens
             key = view.fit, held, widest, view.max_num_seqs
-            kind = kinds.setdefault(key, Kind(Speeds.of(view.fit, self._narrow), held))
+            kind = kinds.setdefault(key, InstanceClass(Speeds.of(view.fit, self._narrow), held))
             if seen.get(name) is view:
                 book = before[name].of(kind, len(self.by_name))
             else:
                 spared = int(self._spared * view.num_pages)
                 budget = max(int(self._narrow * widest), 1)
-                book = Book(
+                book = Account(
                     view=view,
                     name=name,
                     legs=(Leg(name),),

@@ -78,7 +78,7 @@ def padded(some: np.ndarray, size: int) -> np.ndarray:
     return found
 
 
-class PoolElsewhere:
+class PoolClient:
     """Sends requests to another process, which carries them out in order.
 
     One thread sends requests; another one connects and reads the answers.

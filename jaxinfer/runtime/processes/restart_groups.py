@@ -10,12 +10,12 @@ from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
 from jaxinfer.runtime.kv.sockets import Address
-from jaxinfer.runtime.processes.pipeline_side import PipelineSide
+from jaxinfer.runtime.processes.pipeline_endpoint import PipelineEndpoint
 from jaxinfer.runtime.processes.pipeline_worker import AnyRemote, PipelineWorker
-from jaxinfer.runtime.processes.process import NobodyThere, Process
+from jaxinfer.runtime.processes.process import Process, ProcessGone
 from jaxinfer.runtime.processes.process_group import (
-    AnotherProcess,
     OtherProcesses,
+    RemoteEndpoint,
     lend_pools,
     open_pools,
     wait_until_loaded,
@@ -56,7 +56,7 @@ Hear = Callable[[Restarted | Failed], object]
 
 
 @dataclass
-class Home(ABC):
+class RestartGroup(ABC):
     """Processes that are restarted together.
 
     Attributes:
@@ -80,7 +80,7 @@ class Home(ABC):
     thread: threading.Thread | None = field(default=None, init=False)
 
     @property
-    def lenders(self) -> Sequence["LenderHome"]:
+    def lenders(self) -> Sequence["PoolRestart"]:
         """Homes whose processes are restarted with these."""
         return ()
 
@@ -120,7 +120,7 @@ class Home(ABC):
 
 
 @dataclass
-class InstancesHome(Home):
+class WorkerRestart(RestartGroup):
     """The process of a group with instances, or the processes that share an instance.
 
     Attributes:
@@ -132,29 +132,29 @@ class InstancesHome(Home):
     """
 
     workers: Mapping[str, AnyRemote]
-    sides: Mapping[str, AnotherProcess | PipelineSide]
+    sides: Mapping[str, RemoteEndpoint | PipelineEndpoint]
     others: OtherProcesses
-    rests: Sequence["Rest"] = ()
+    rests: Sequence["DegradedInstance"] = ()
     prepared: Mapping[str, SamplerShape] = field(default_factory=dict, init=False)
     fresh: Mapping[str, Process] = field(default_factory=dict, init=False)
 
     @property
-    def lenders(self) -> "Sequence[LenderHome]":
-        """See Home."""
+    def lenders(self) -> "Sequence[PoolRestart]":
+        """See RestartGroup."""
         return [lender for rest in self.rests for lender in rest.lenders]
 
     @property
     def instances(self) -> Sequence[str]:
-        """See Home."""
+        """See RestartGroup."""
         return [*self.workers]
 
     def tell_of_loss(self, hear: Hear) -> None:
-        """See Home."""
+        """See RestartGroup."""
         for name in self.workers:
             hear(Failed(name, ProcessLost(self.why)))
 
     def end(self, why: str) -> None:
-        """See Home; a thread that continues an instance or returns a group stops first."""
+        """See RestartGroup; a thread that continues an instance or returns a group stops first."""
         for rest in self.rests:
             rest.worker.give_up(ProcessLost(why))
         super().end(why)
@@ -169,7 +169,7 @@ class InstancesHome(Home):
             process.wait_until_told()
 
     def get_ready(self, processes: Mapping[str, Process]) -> None:
-        """See Home."""
+        """See RestartGroup."""
         self.fresh = processes
         loaded = {group: wait_until_loaded(process) for group, process in processes.items()}
         prepared: dict[str, SamplerShape] = {}
@@ -193,7 +193,7 @@ class InstancesHome(Home):
         self.prepared = prepared
 
     def use(self) -> None:
-        """See Home."""
+        """See RestartGroup."""
         for name, worker in self.workers.items():
             for side in self.sides[name].pieces:
                 side.move_to(self.processes[side.group])
@@ -201,8 +201,8 @@ class InstancesHome(Home):
                 piece.move_to(self.processes[piece.process.name])
             if isinstance(worker, PipelineWorker):
                 worker.begin_again([self.fresh[group] for group in worker.lends])
-            if self.prepared[name] != worker.sampler:  # It was requested when it was ready.
-                with suppress(NobodyThere):  # The first step for it will notice that.
+            if self.prepared[name] != worker.sampler:  # Asked for when it was ready.
+                with suppress(ProcessGone):  # The first step for it will show it.
                     next(worker.prepare(worker.sampler, wait=False))
         for lender in self.lenders:
             lender.processes, lender.news = {lender.name: self.fresh[lender.name]}, None
@@ -210,7 +210,7 @@ class InstancesHome(Home):
 
 
 @dataclass
-class Rest:
+class DegradedInstance:
     """An instance that can continue without attention groups whose processes are lost.
 
     Attributes:
@@ -221,14 +221,14 @@ class Rest:
     """
 
     worker: PipelineWorker
-    lenders: "list[LenderHome]" = field(default_factory=list)
+    lenders: "list[PoolRestart]" = field(default_factory=list)
     why: str | None = None
     news: RestartResult | None = None
     thread: threading.Thread | None = None
 
 
 @dataclass
-class LenderHome(Home):
+class PoolRestart(RestartGroup):
     """An attention group's process; its instance continues without it while it restarts.
 
     Attributes:
@@ -236,18 +236,18 @@ class LenderHome(Home):
         lent: addresses of the pools that the new process lends, by stage and number in the stage.
     """
 
-    rest: Rest
+    rest: DegradedInstance
     others: OtherProcesses
     lent: Mapping[tuple[int, int], Address] = field(default_factory=dict, init=False)
 
     @property
     def instances(self) -> Sequence[str]:
-        """See Home; its own instance has not left."""
+        """See RestartGroup: its own has not left."""
         return ()
 
     @property
     def is_wanted(self) -> bool:
-        """See Home."""
+        """See RestartGroup."""
         return not self.rest.worker.given_up
 
     @property
@@ -262,11 +262,11 @@ class LenderHome(Home):
         return self.is_wanted and not self.rest.why and there.isdisjoint(self.processes)
 
     def tell_of_loss(self, hear: Hear) -> None:
-        """See Home; the instance's worker reports the instance's own failure."""
+        """See RestartGroup; the instance's own failure is told by its worker."""
         hear(Restarted(self.name))
 
     def get_ready(self, processes: Mapping[str, Process]) -> None:
-        """See Home."""
+        """See RestartGroup."""
         (process,), worker = processes.values(), self.rest.worker
         worker.coming.update(processes)
         if not self.is_wanted:  # A thread that gives the instance up may not know this one.
@@ -285,7 +285,7 @@ class LenderHome(Home):
         self.lent = {place: pool.address for place, pool in lent.items()}
 
     def use(self) -> None:
-        """See Home."""
+        """See RestartGroup."""
         (process,) = self.processes.values()
         self.rest.worker.take_back(process, self.lent)
 

@@ -1,13 +1,14 @@
-"""``jaxinfer rerun``: repeats a run from its folder."""
+"""``jaxinfer check rerun``: a run once more, from what its folder records."""
 
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.console import Console
 
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.errors import JaxinferError
 from jaxinfer.lab.rerun import Recorded, differing, same_tokens, simulate_again, where_it_ran
 from jaxinfer.report.comparison import new_folder
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("folder")
 @click.option("--out", help="New folder for the files of the new run; optional for simulations.")
-def rerun(folder: str, out: str | None) -> None:
+@with_json
+def rerun(folder: str, out: str | None, as_json: bool) -> None:
     """Repeat a run from its folder, and compare the results.
 
     FOLDER holds run.json, or was written by simulate --out or compare --simulate. A simulation is
@@ -38,30 +40,39 @@ def rerun(folder: str, out: str | None) -> None:
         if not out:
             raise JaxinferError("a real run needs --out FOLDER")
         new_folder(Path(out))
-        same = _run(recorded, Path(out).absolute())
+        found = _run(recorded, Path(out).absolute(), as_json)
     else:
         with TemporaryDirectory() as temporary:
             after = Path(out).absolute() if out else Path(temporary)
             new_folder(after)
             simulate_again(before, after)
-            same = _tell(differing(before, after))
-    if recorded and not same and (other := made_by_another(recorded.run)):
-        click.echo(other)
-    if not same:
+            found = _files(differing(before, after))
+    other = "" if found.same or not recorded else made_by_another(recorded.run)
+    if as_json:
+        print_json({"same": found.same} | found.figures | ({"reason": other} if other else {}))
+    else:
+        click.echo("\n".join([*found.lines, other] if other else found.lines))
+    if not found.same:
         sys.exit(1)
 
 
-def _tell(names: list[str]) -> bool:
-    """Print which files differ; return True if none does."""
+class RerunResult(NamedTuple):
+    """The outcome of a second run; ``same`` is True if nothing could be compared, too."""
+
+    same: bool
+    lines: list[str]
+    figures: dict[str, Any]
+
+
+def _files(names: list[str]) -> RerunResult:
+    said = "all files are the same, apart from times of day and the machine in run.json"
     if names:
-        click.echo(f"these files differ: {', '.join(names)}")
-    else:
-        click.echo("all files are the same, apart from times of day and the machine in run.json")
-    return not names
+        said = f"these files differ: {', '.join(names)}"
+    return RerunResult(not names, [said], {"differing_files": names})
 
 
-def _run(recorded: Recorded, out: Path) -> bool:
-    """Repeat a real run; return True if its recorded answers are the same."""
+def _run(recorded: Recorded, out: Path, as_json: bool) -> RerunResult:
+    """Run a real one again, and compare its answers with the recorded ones."""
     with where_it_ran(recorded.run):
         config = recorded.config()
         if "sha256" in recorded.run["workload"]:
@@ -69,8 +80,9 @@ def _run(recorded: Recorded, out: Path) -> bool:
             from jaxinfer.llm import LLM
 
             work = recorded.work(config)
-            _print(measure(LLM.from_config(config), work, str(recorded.folder), str(out)))
-            return _tell_tokens(recorded.folder, out)
+            metrics = measure(LLM.from_config(config), work, str(recorded.folder), str(out))
+            _print(metrics, as_json)
+            return _tokens(recorded.folder, out)
         from jaxinfer.commands.batch_job import BatchJob, lines_of
 
         source, output = config.workload.input, config.workload.output
@@ -79,30 +91,33 @@ def _run(recorded: Recorded, out: Path) -> bool:
         answers = out / "answers.jsonl"
         started = recorded.run.get("job_started")
         with BatchJob.open(config, source, str(answers), False, started=started) as job:
-            _print(job.run())
-        click.echo(f"results: {answers}")
+            _print(job.run(), as_json)
+        said = f"results: {answers}"
         lines = lines_of(output)
         there = lines.is_file()
         before = set(lines.read_bytes().splitlines()) if there else set()
         after = set(answers.read_bytes().splitlines())
     if not there:
-        click.echo(f"cannot compare answers: {lines} no longer exists")
-        return _tell_tokens(recorded.folder, Path(f"{answers}.runs"))
-    click.echo(f"{len(after & before)} of {len(after)} answers are the same as in {lines}")
-    return after == before
+        found = _tokens(recorded.folder, Path(f"{answers}.runs"))
+        gone = f"cannot compare answers: {lines} no longer exists"
+        return found._replace(lines=[said, gone, *found.lines])
+    same = len(after & before)
+    compared = f"{same} of {len(after)} answers are the same as in {lines}"
+    figures = {"same_answers": same, "answers": len(after)}
+    return RerunResult(after == before, [said, compared], figures)
 
 
-def _tell_tokens(before: Path, parent: Path) -> bool:
-    """Print whether the newest run in a folder has the same tokens; return True if unknown."""
+def _tokens(before: Path, parent: Path) -> RerunResult:
+    """Compare the newest run in a folder with another by their tokens."""
     found = same_tokens(before, run_folders(parent)[-1])
     if found is None:
-        click.echo(f"nothing was compared: {before} does not record its tokens")
-        return True
+        said = f"nothing was compared: {before} does not record its tokens"
+        return RerunResult(True, [said], {"same_answers": None, "answers": None})
     same, count = found
-    click.echo(f"{same} of {count} answers have the same tokens as in {before}")
-    return same == count
+    said = f"{same} of {count} answers have the same tokens as in {before}"
+    return RerunResult(same == count, [said], {"same_answers": same, "answers": count})
 
 
-def _print(metrics: "RunMetrics | None") -> None:
-    if metrics:
+def _print(metrics: "RunMetrics | None", as_json: bool) -> None:
+    if metrics and not as_json:
         Console().print(metrics_table(metrics))

@@ -1,4 +1,4 @@
-"""``jaxinfer validate``: compare measured points of real engines with the simulator's."""
+"""``jaxinfer check points``: compare measured points of real engines with the simulator's."""
 
 import json
 import os
@@ -21,12 +21,13 @@ from jaxinfer.commands.common import (
     say,
     with_pictures,
 )
+from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.config.run_file import apply_setting
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import OPERATORS_NAME, data_path
 
 if TYPE_CHECKING:
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.files.kept import KeptResults
     from jaxinfer.lab.validate.campaigns import PointSetup
     from jaxinfer.lab.validate.points import Point
     from jaxinfer.lab.validate.table import Compared
@@ -36,7 +37,7 @@ FOUND = "found.jsonl"
 
 
 @click.command()
-@click.argument("points")
+@click.argument("points", metavar="POINTS")
 @click.option("--operators", help="Folder of measured operator times, such as configs/operators.")
 @click.option("--out", required=True, help="Folder for results; a killed run continues there.")
 @click.option(
@@ -62,7 +63,8 @@ FOUND = "found.jsonl"
     metavar="A.B=C",
     help="Override a value of every run file, e.g. simulate.sequence_s=2.0e-5; may be repeated.",
 )
-def validate(
+@with_json
+def points(
     points: str,
     operators: str | None,
     out: str,
@@ -73,6 +75,7 @@ def validate(
     jobs: int | None,
     pictures: str | None,
     settings: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Simulate points measured on real engines, and report the errors of the predictions.
 
@@ -91,7 +94,7 @@ def validate(
             if value
         ]:
             raise JaxinferError(f"{unused[0]} has no effect on a log of requests: leave it out")
-        _validate_log(Path(points), run_file, operators, out, settings, pictures or "png")
+        _validate_log(Path(points), run_file, operators, out, settings, pictures or "png", as_json)
         return
     if run_file:
         raise JaxinferError(
@@ -99,7 +102,7 @@ def validate(
         )
     folder_of_tables = _tables_folder(operators)
     from jaxinfer.files.contents import contents
-    from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
+    from jaxinfer.files.kept import KeptResults
     from jaxinfer.lab.validate.campaigns import launch, read_campaigns
     from jaxinfer.lab.validate.pictures import draw
     from jaxinfer.lab.validate.points import read_points
@@ -111,7 +114,7 @@ def validate(
         rules.check_columns(given[0].row)
     except JaxinferError as error:
         raise JaxinferError(f"campaigns {campaigns or 'campaigns.yaml'}: {error}") from None
-    others = EvaluationCache(Path(known) / FOUND) if known else None
+    others = KeptResults(Path(known) / FOUND) if known else None
     tables, own = contents({"folder": folder_of_tables}), _settings(settings)
     files = contents({"trace": points}) | tables
     asked = {"rules": rules.model_dump(mode="json"), "set": list(settings), "files": files}
@@ -130,9 +133,13 @@ def validate(
         _write(folder, compared)
         summary = summarise(compared)
         left_out = {why: len(several) for why, several in _left_out(compared).items()}
-        text = json.dumps(summary | {"left_out": left_out}, indent=2)
+        figures = summary | {"left_out": left_out}
+        text = json.dumps(figures, indent=2)
         (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
         drawn = draw(folder, pictures or "png", compared)
+    if as_json:
+        print_json(figures)
+        return
     console = Console(width=None if sys.stdout.isatty() else 170)
     console.print(show(summary))
     for line in _notes(summary, given[0].row, compared):
@@ -147,6 +154,7 @@ def _validate_log(
     out: str,
     settings: Sequence[str],
     ending: str,
+    as_json: bool,
 ) -> None:
     """Simulate the requests of a log; write and print both sides."""
     from jaxinfer.config.run_file import load_run_file
@@ -169,7 +177,7 @@ def _validate_log(
         rows = request_rows(real, ours)
         write_table(folder / "points.csv", rows)
         found = figures(rows, real, ours)
-        summary = {
+        summary: dict[str, Any] = {
             each.name: {
                 "measured_s": each.measured,
                 "simulated_s": each.simulated,
@@ -177,9 +185,13 @@ def _validate_log(
             }
             for each in found
         }
-        text = json.dumps({"requests": len(rows)} | summary, indent=2)
+        summary = {"requests": len(rows)} | summary
+        text = json.dumps(summary, indent=2)
         (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
         draw_requests(folder / f"scatter-requests.{ending}", rows)
+    if as_json:
+        print_json(summary)
+        return
     for each in found:
         print(each.line)
     print(f"{counted(len(rows), 'request')}, picture and run: {folder}{os.sep}")
@@ -192,10 +204,10 @@ def _compare(
     jobs: int | None,
 ) -> "list[Compared]":
     """Simulate points without known results, the longest first."""
-    from jaxinfer.lab.plan.search_progress import Bar
     from jaxinfer.lab.validate.points import uses
     from jaxinfer.lab.validate.predict import predict
     from jaxinfer.lab.validate.table import Compared
+    from jaxinfer.report.progress import CountProgress
 
     compared: list[Compared] = []
     todo: list[tuple[int, PointSetup]] = []
@@ -214,7 +226,7 @@ def _compare(
     todo.sort(key=lambda each: -points[each[0]].osl * points[each[0]].concurrency)
     if todo:
         at = nullcontext((map, 1)) if jobs == 1 else cores(None, jobs)
-        with at as (map_points, _), Bar(len(todo)) as bar:
+        with at as (map_points, _), CountProgress("points", len(todo)) as bar:
             launches = [launch for _, launch in todo]
             for (number, launch), found in zip(todo, map_points(predict, launches), strict=True):
                 if "refused" not in found:
@@ -234,7 +246,7 @@ class Known:
     """
 
     def __init__(
-        self, kept: "EvaluationCache", others: "EvaluationCache | None", files: Mapping[str, str]
+        self, kept: "KeptResults", others: "KeptResults | None", files: Mapping[str, str]
     ) -> None:
         self._kept, self._others, self._files = kept, others, files
 
@@ -249,7 +261,7 @@ class Known:
         self._kept.add(self._key(launch), found)
 
     def _key(self, launch: "PointSetup") -> str:
-        from jaxinfer.lab.plan.evaluation_cache import key_of
+        from jaxinfer.files.kept import key_of
 
         return key_of(launch.data, launch.first_wave, self._files)
 

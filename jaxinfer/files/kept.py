@@ -1,11 +1,13 @@
-"""Results of a search in a file, so that an interrupted search can continue."""
+"""Keeps results from run to run: by key in a file that grows, or as whole files."""
 
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, TextIO
 
 from jaxinfer.errors import JaxinferError
@@ -25,8 +27,20 @@ def _text_keys(value: object) -> object:
     return [_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class EvaluationCache:
-    """JSON values by key, for one version of the program.
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all, as others may read it, or write the same, meanwhile."""
+    part = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+class KeptResults:
+    """JSON values by key, of one version of the program, so that a killed search continues.
 
     Args:
         path: file of JSON lines, one per value; None keeps them only in memory.

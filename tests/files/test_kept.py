@@ -15,15 +15,16 @@ from jaxinfer.commands.plan import plan
 from jaxinfer.commands.sweep import sweep
 from jaxinfer.files import made_from
 from jaxinfer.files.contents import contents
+from jaxinfer.files.kept import KeptResults, key_of
 from jaxinfer.files.made_from import PACKAGE, code_version, digest_of, real_version
 from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.lab.plan.candidate import Candidate
 from jaxinfer.lab.plan.choose import choose
-from jaxinfer.lab.plan.evaluation_cache import EvaluationCache, key_of
 from jaxinfer.lab.plan.planners.any_system import grid
 from jaxinfer.lab.plan.problem import merge
 from jaxinfer.lab.plan.search import DrivenSearch
-from jaxinfer.lab.plan.sweep.sweep import Sweep, sweep_rows
+from jaxinfer.lab.plan.sweep.sweep import sweep_rows
+from jaxinfer.lab.plan.sweep.sweep_file import Sweep
 from jaxinfer.simulate.targets import Verdict
 
 CLUSTER = {"groups": {"g": {"kind": "A10", "devices": 1}}, "instances": {"i": {"group": "g"}}}
@@ -44,7 +45,7 @@ def test_a_trace_that_has_changed_is_simulated_again(tmp_path: Path) -> None:
             "run": RUN | {"workload": {"trace": str(trace)}},
         }
     )
-    kept = EvaluationCache(tmp_path / "points.jsonl")
+    kept = KeptResults(tmp_path / "points.jsonl")
     found = []
     for outputs in (None, 5, 5, 7):
         if outputs:
@@ -88,7 +89,7 @@ def test_lines_of_something_else_are_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "kept.jsonl"
     path.write_bytes(b'{"key": "b", "value": {}}\n' + line.encode("latin-1") + b"\n")
     with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is not a valid entry"):
-        EvaluationCache(path)
+        KeptResults(path)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +97,16 @@ def test_lines_of_something_else_are_refused(tmp_path: Path, line: str) -> None:
 )
 def test_a_line_that_was_changed_is_not_believed(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "kept.jsonl"
-    kept = EvaluationCache(path)
+    kept = KeptResults(path)
     kept.add("k0", {"rate": math.inf})
     kept.add("k1", {"rate": 2.5})
     kept.close()
     first, second = path.read_text().splitlines()
     path.write_text(f"{first}\n{second.replace(old, new)}\n")
     with pytest.raises(JaxinferError, match=r"kept\.jsonl, line 2: is not a valid entry: delete"):
-        EvaluationCache(path)
+        KeptResults(path)
     path.write_text(f"{first}\n")
-    assert EvaluationCache(path).get("k0") == {"rate": math.inf}
+    assert KeptResults(path).get("k0") == {"rate": math.inf}
 
 
 @pytest.mark.parametrize("lost", [1, 20])
@@ -113,7 +114,7 @@ def test_half_a_line_ends_with_whoever_was_killed_in_it(tmp_path: Path, lost: in
     """A result found next has a line of its own."""
     path = tmp_path / "kept.jsonl"
     for cut, known in ((lost, []), (0, ["a"]), (0, ["a", "b", "c"])):
-        kept = EvaluationCache(path, "1")
+        kept = KeptResults(path, "1")
         assert [key for key in "abc" if kept.get(key) == {"rate": 1}] == known
         for key in "abc" if known else "ab":
             kept.add(key, {"rate": 1})
@@ -125,7 +126,7 @@ def test_what_another_version_has_found_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "kept.jsonl"
     path.write_text('{"key": "a", "value": {"rate": 1}}\n')  # Of before there were versions.
     for version, others in (("1", 1), ("2", 2), ("1", 2)):
-        kept = EvaluationCache(path, version)
+        kept = KeptResults(path, version)
         assert kept.of_others == others
         assert kept.get("a") == ({"rate": "1"} if others == 2 and version == "1" else None)
         kept.add("a", {"rate": version})
@@ -198,11 +199,9 @@ def test_a_changed_simulator_is_asked_again(
     """The same plan in the same folder: at once with the same code, anew with other."""
     found = []
     for version, rate in (("1", 2.0), ("1", 4.0), ("2", 4.0)):
-        monkeypatch.setattr(
-            "jaxinfer.lab.plan.evaluation_cache.code_version", lambda version=version: version
-        )
+        monkeypatch.setattr("jaxinfer.files.kept.code_version", lambda version=version: version)
         carries.rate = lambda config, rate=rate: rate
-        kept = EvaluationCache(tmp_path / "evaluations.jsonl")
+        kept = KeptResults(tmp_path / "evaluations.jsonl")
         search = DrivenSearch(problem({"maximise": "gpu"}), kept=kept)
         best = search.best([LONE])
         kept.close()
@@ -232,7 +231,7 @@ def test_a_search_that_is_killed_again_and_again_gets_on(carries: Carries, tmp_p
     while lives < 3 * needed:
         lives += 1
         left = ["killed", "alive"]
-        kept = EvaluationCache(tmp_path / "evaluations.jsonl")
+        kept = KeptResults(tmp_path / "evaluations.jsonl")
         try:
             search = DrivenSearch(problem({"maximise": "gpu"}), one_only, kept)
             assert search.best([LONE]) == best
@@ -246,11 +245,11 @@ def test_a_search_that_is_killed_again_and_again_gets_on(carries: Carries, tmp_p
 
 
 def test_two_processes_do_not_write_to_one_file(tmp_path: Path) -> None:
-    first = EvaluationCache(tmp_path / "kept.jsonl")
+    first = KeptResults(tmp_path / "kept.jsonl")
     with pytest.raises(JaxinferError, match="is in use by another process"):
-        EvaluationCache(tmp_path / "kept.jsonl")
+        KeptResults(tmp_path / "kept.jsonl")
     first.close()
-    EvaluationCache(tmp_path / "kept.jsonl").close()
+    KeptResults(tmp_path / "kept.jsonl").close()
 
 
 @pytest.mark.parametrize("slo", ["ttft", "none.yaml"])
