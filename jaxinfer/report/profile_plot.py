@@ -20,11 +20,10 @@ def profile_figures(
     """The numbers of ``profile_table`` and ``attention_table``, by instance; in seconds."""
     found: dict[str, Any] = {}
     for name, (profile, slowdowns) in profiles.items():
-        fit, quality = profile.fit(slowdowns), profile.quality()
-        fits = {"prefill": fit.prefill, "mixed": fit.mixed}
+        fit, (prefill, mixed) = profile.fit(slowdowns), profile.quality()
         found[name] = {
-            part: asdict(each) | {"r2": of.r2, "mape": of.mape}
-            for (part, each), of in zip(fits.items(), quality, strict=True)
+            "prefill": asdict(fit.prefill) | {"r2": prefill.r2, "mape": prefill.mape},
+            "mixed": asdict(fit.mixed) | {"r2": mixed.r2, "mape": mixed.mape},
         }
     for name, shards in attention.items():
         found[name]["attention"] = [
