@@ -204,8 +204,8 @@ def _report(
         for table in tables(question, findings, refused, title):
             console.print(table)
             console.print()
-        shown = (line for text in parts.values() for line in text)
-        for line in (UNITS, link_line(question), *fastest_lines(best), *shown):
+        of_files = (line for text in parts.values() for line in text)
+        for line in (UNITS, link_line(question), *fastest_lines(best), *of_files):
             console.print(line, soft_wrap=True, markup=False)
     if out:
         crossed = {p: crossings(s, counts) for p, s in seconds.items()}

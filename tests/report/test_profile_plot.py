@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from jaxinfer.report.profile_plot import draw_profile, profile_table
+from jaxinfer.report.profile_plot import draw_profile, profile_figures, profile_table
 from jaxinfer.steps.profile import Profile
 from jaxinfer.steps.times import StepPoint
 
@@ -44,6 +44,24 @@ def test_a_line_for_each_instance_and_equation() -> None:
     assert str(y_2[2]).endswith(" ms per token + 2222 ms")
     assert y_2[3:] == (f"{r2:.3f}", "22.2 %")
     assert y_3[3:] == ("1.000", "0.0 %")
+
+
+def test_figures_are_those_of_the_table() -> None:
+    """2 + 4 x 1 ms a token, and 100 us of either context."""
+    found = profile_figures({"x": (EXACT, [1.0, 4.0])}, {})["instances"]["x"]
+    assert found["prefill"] == pytest.approx(
+        {"per_token": 6e-3, "constant": 0.5, "r2": 1, "mape": 0}, abs=1e-9
+    )
+    assert found["mixed"] == pytest.approx(
+        {
+            "per_prefill_context": 1e-4,
+            "per_decode_context": 1e-4,
+            "constant": 0.25,
+            "r2": 1,
+            "mape": 0,
+        },
+        abs=1e-9,
+    )
 
 
 def drawn(axes: Axes) -> list[tuple[str, list[float], list[float]]]:
