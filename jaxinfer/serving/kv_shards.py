@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from jaxinfer.serving.features.head_slices import HeldSlices, PlacedSlices, Placement
 from jaxinfer.serving.page_pool import Shard
+from jaxinfer.serving.paging import Paging
 from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
 
 
@@ -17,11 +18,13 @@ class HeldPages(HeldSlices):
         cached: those of the pages, by their index, that the prefix cache has, and others may
             share.
         num_hashed: pages that the prefix cache has been offered.
-        users: unfinished steps and transfers that read or write these pages.
-        released: the request has given them up; they come free with the last user.
+        users: unfinished steps and transfers that read or write these pages; ``transfers``: how
+            many of these are transfers.
+        released: the request has given them up; they come free with the last user that is waited
+            for.
     """
 
-    __slots__ = ("cached", "capacity", "num_hashed", "users")
+    __slots__ = ("_pinned", "cached", "capacity", "num_hashed", "transfers", "users")
 
     def __init__(
         self, kv: "KVShards", placement: Placement, cached: Sequence[CachedPage] = ()
@@ -37,8 +40,8 @@ class HeldPages(HeldSlices):
             shard.num_pairs += len(pieces)
         self.num_pages = self.num_hashed = len(cached)
         self.capacity = self.num_pages * kv.page_size
-        self.users = 0
-        self.released = False
+        self.users = self.transfers = 0
+        self.released = self._pinned = False
 
     def grow(self, num_tokens: int) -> bool:
         """Extend to ``num_tokens`` KV entries; False, and no change, where a shard lacks room."""
@@ -84,8 +87,9 @@ class HeldPages(HeldSlices):
             self.free_if_unused()
 
     def free_if_unused(self) -> None:
-        """Free pages that were given up, unless a user is left."""
-        if self.users == 0:
+        """Free pages that were given up, unless they are free or a user is left."""
+        if self._pinned and self.users == 0:
+            self._pinned = False
             self._count_pinned(-1)
             self._free()
 
@@ -94,7 +98,8 @@ class HeldPages(HeldSlices):
         assert not self.released, "pages released twice"
         self.released = True
         self.kv.reserved.pop(self, None)
-        if self.users:
+        if self.users and not (self.kv.frees_at_once and not self.transfers):
+            self._pinned = True
             self._count_pinned(1)
         else:
             self._free()
@@ -130,19 +135,25 @@ class KVShards(PlacedSlices):
 
     Args:
         caching: keep full pages after their request's end, for requests that begin alike.
+        paging: when pages are taken, cached and freed.
 
     Attributes:
         cache: the pages kept, or None.
         on_free: called when pages have come free.
         reserved: holds of requests that are still elsewhere -> how to have one given back.
+        frees_at_once: whether pages that are given up do not wait for steps in flight.
     """
 
-    def __init__(self, shards: list[Shard], caching: bool = False) -> None:
+    def __init__(
+        self, shards: list[Shard], caching: bool = False, paging: Paging | None = None
+    ) -> None:
         self.page_size = shards[0].pool.page_size
         if any(shard.pool.page_size != self.page_size for shard in shards):
             raise ValueError("the shards of one instance must have one page size")
         super().__init__(shards)
-        self.cache = PrefixCache(shards) if caching else None
+        self.paging = paging or Paging()
+        self.frees_at_once = self.paging.free == "at_once"
+        self.cache = PrefixCache(shards, self.paging.twins) if caching else None
         self.on_free: Callable[[], None] = lambda: None
         self.reserved: dict[HeldPages, Callable[[], None]] = {}
         if caching and self.is_spread:
@@ -162,10 +173,12 @@ class KVShards(PlacedSlices):
         num_tokens: int,
         cached: Sequence[CachedPage] = (),
         placement: Placement | None = None,
+        by_step: bool = False,
     ) -> HeldPages | None:
         """Pages for ``num_tokens`` KV entries, or None where some shard lacks them.
 
         Args:
+            by_step: take only the cached ones; steps take the others.
             cached: pages that the prefix cache has for the first of these entries.
             placement: shard of each slice; by default the shard that it belongs to or, without room
                 there, the next shard of its stage that has some.
@@ -180,7 +193,7 @@ class KVShards(PlacedSlices):
             assert self.cache
             self.cache.acquire(page)
         hold = HeldPages(self, placement, cached)
-        grown = hold.grow(num_tokens)
+        grown = by_step or hold.grow(num_tokens)
         assert grown, "the room was counted above"
         return hold
 
@@ -194,7 +207,7 @@ class KVShards(PlacedSlices):
             shard.pool.clear()
             shard.num_pairs = 0
         if self.cache:
-            self.cache = PrefixCache(self.shards)
+            self.cache = PrefixCache(self.shards, self.paging.twins)
 
     def take_back_reserved(self) -> bool:
         """Have the latest reservation given back, if there is one."""
