@@ -21,6 +21,7 @@ from jaxinfer.commands.common import (
     say,
     with_pictures,
 )
+from jaxinfer.commands.experiments import ABOUT, validate_experiments
 from jaxinfer.config.run_file import apply_setting
 from jaxinfer.errors import JaxinferError
 from jaxinfer.files.shipped import OPERATORS_NAME, data_path
@@ -43,7 +44,8 @@ FOUND = "found.jsonl"
     "--run", "run_file", metavar="RUNFILE", help="Run file of the engine that wrote the log."
 )
 @click.option(
-    "--campaigns", help="File with rules on how points were measured (default: campaigns.yaml)."
+    "--campaigns",
+    help="File on how points were measured (default: campaigns.yaml, or experiments.yaml).",
 )
 @click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be repeated.")
 @click.option(
@@ -76,8 +78,8 @@ def validate(
 ) -> None:
     """Simulate points measured on real engines, and report the errors of the predictions.
 
-    POINTS is a CSV file with aiconfigurator's columns, or a log of vLLM's requests (.jsonl). A log
-    needs --run.
+    POINTS is a CSV file with aiconfigurator's columns, one of experiments with stages of load, or a
+    log of vLLM's requests (.jsonl). A log needs --run.
     """
     if points.endswith(".jsonl"):
         if unused := [
@@ -98,6 +100,16 @@ def validate(
             f"--run is only for a log (.jsonl); run files for {points} come from --campaigns"
         )
     folder_of_tables = _tables_folder(operators)
+    from jaxinfer.lab.validate.experiments import is_experiments
+
+    if is_experiments(Path(points)):
+        if unused := [
+            name for name, value in (("--without", without), ("--known", known)) if value
+        ]:
+            raise JaxinferError(f"{unused[0]} has no effect on experiments: leave it out")
+        about = campaigns or ABOUT
+        validate_experiments(Path(points), folder_of_tables, out, about, jobs, _settings(settings))
+        return
     from jaxinfer.files.contents import contents
     from jaxinfer.lab.plan.evaluation_cache import EvaluationCache
     from jaxinfer.lab.validate.campaigns import launch, read_campaigns

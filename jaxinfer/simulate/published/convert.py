@@ -15,6 +15,7 @@ from jaxinfer.hardware.catalogue import ModelShape
 from jaxinfer.simulate.published.columns import MeasuredPoints, read_measured
 from jaxinfer.simulate.published.expert_blocks import block_times
 from jaxinfer.simulate.published.files import Card, cards, find_card
+from jaxinfer.simulate.published.heads import read_attention
 from jaxinfer.simulate.published.products import ProductTimes, without_scaling
 
 # Up to so many tokens vLLM replays a graph; above, it launches each operator.
@@ -35,6 +36,7 @@ class Wanted:
         quickest_all_reduce: whether to use the quickest all-reduce among cards with the same link.
         possible_attention: whether a table of prompts' attention that the card's peak forbids is
             replaced by that of a card with the same peak.
+        other_heads: whether attention of other heads may stand for heads that a table lacks.
         small_operators: whether operators on vectors count.
         experts: their format, where it is not that of products.
         sharers: instances whose devices share the experts.
@@ -55,6 +57,7 @@ class Wanted:
     static_scales: bool
     quickest_all_reduce: bool
     possible_attention: bool
+    other_heads: bool
     small_operators: bool
     sharers: int
     experts: str | None
@@ -113,7 +116,7 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
     def read(name: str, of: Card) -> MeasuredPoints:
         path = of.file(name, wanted.backend, wanted.version)
-        return _over_layers(path, model, only)
+        return _over_layers(path, model, only, wanted.other_heads)
 
     name = "context_attention_perf"
     chunks, decodes = read(name, card), read("generation_attention_perf", card)
@@ -138,13 +141,16 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
         found.decodes[batch, length + step] = ms * 1e3
 
 
-def _over_layers(path: Path, model: ModelShape, only: Mapping[str, object]) -> MeasuredPoints:
+def _over_layers(
+    path: Path, model: ModelShape, only: Mapping[str, object], other_heads: bool
+) -> MeasuredPoints:
     """Milliseconds of attention in the mean over layers, of which some may have windows."""
     axes = ("batch_size", "isl", "step")
-    read = read_measured(path, axes, only, {"window_size": 0})
+    read = read_attention(path, axes, only, {"window_size": 0}, other_heads)
     if not model.windowed_layers:
         return read
-    near = read_measured(path, axes, {**only, "window_size": model.sliding_window}, {})
+    windows = {**only, "window_size": model.sliding_window}
+    near = read_attention(path, axes, windows, {}, other_heads)
     share = model.windowed_layers / model.num_hidden_layers
     windowed = dict(zip(map(tuple, near.points.tolist()), near.ms.tolist(), strict=True))
     both = [at for at in map(tuple, read.points.tolist()) if at in windowed]
