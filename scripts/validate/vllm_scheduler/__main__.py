@@ -16,11 +16,14 @@ from typing import Any
 import click
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.request_state import RequestState
 from scripts.tables import write_csv
+from scripts.validate.vllm_scheduler.options import option_rows
 from scripts.validate.vllm_scheduler.our_side import Decision, Workload, decide
 from scripts.validate.vllm_scheduler.workloads import DRAWN, MUTANTS, TRACED, workload
 
-SIDE = Path(__file__).with_name("engine_side.py")
+SIDE = "scripts.validate.vllm_scheduler.engine_side"
+ROOT = Path(__file__).parents[3]
 PARTS = "time", "rows", "admissions with their cached tokens", "victims", "free blocks"
 
 
@@ -29,7 +32,8 @@ class Theirs:
 
     def __init__(self, python: Path) -> None:
         self._process = subprocess.Popen(
-            [str(python), str(SIDE)],
+            [str(python.absolute()), "-m", SIDE],
+            cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -56,7 +60,7 @@ class Theirs:
                 self.ended = found["ended"]
                 return
             yield found
-        raise JaxinferError(f"{SIDE.name} ended with {self._process.wait()} in {asked['name']!r}")
+        raise JaxinferError(f"{SIDE} ended with {self._process.wait()} in {asked['name']!r}")
 
     def close(self) -> None:
         """End the process."""
@@ -110,23 +114,30 @@ def compare(engine: "Theirs", asked: Workload, changes: Mapping[str, Any]) -> di
             counts["preemptions"] += len(victims)
             yield decision
 
-    ended: dict[str, int] = {}
+    ended: dict[str, RequestState] = {}
     batches, difference = first_difference(counted(), decide(asked, changes, ended))
-    if difference is None and ended != engine.ended:
-        name = min(dict(ended.items() ^ engine.ended.items()))
-        there, here = engine.ended.get(name), ended.get(name)
-        difference = f"request {name!r} ends with {there} tokens at vLLM, with {here} here"
+    difference = difference or _other_end(engine.ended, ended)
     return {"workload": asked["name"], "batches": batches, **counts, "difference": difference or ""}
+
+
+def _other_end(theirs: Mapping[str, int], ours: Mapping[str, RequestState]) -> str | None:
+    counts = {name: len(request.output_token_ids) for name, request in ours.items()}
+    for name in {**theirs, **counts}:
+        if (there := theirs.get(name)) != (here := counts.get(name)):
+            return f"request {name!r} ends with {there} tokens at vLLM, with {here} here"
+    return None
 
 
 def check(path: Path, changes: Mapping[str, Any] | None = None) -> dict[str, str | None]:
     """Return by workload the first difference of our decisions from recorded ones."""
     found = {}
     for each in json.loads(path.read_text(encoding="utf-8")):
-        ours = decide(each["workload"], changes)
+        ended: dict[str, RequestState] = {}
+        ours = decide(each["workload"], changes, ended)
         # As JSON has them.
         plain = (json.loads(json.dumps(decision)) for decision in ours)
-        found[each["workload"]["name"]] = first_difference(each["decisions"], plain)[1]
+        difference = first_difference(each["decisions"], plain)[1]
+        found[each["workload"]["name"]] = difference or _other_end(each["ended"], ended)
     return found
 
 
@@ -139,6 +150,7 @@ def check(path: Path, changes: Mapping[str, Any] | None = None) -> dict[str, str
 @click.option("--mutants", is_flag=True, help="Change one choice of ours: each must be told.")
 @click.option("--out", type=click.Path(path_type=Path), help="CSV file to write the table to.")
 @click.option("--record", type=click.Path(path_type=Path), help="File for vLLM's decisions.")
+@click.option("--options", "ablate", is_flag=True, help="What each option of ours decides.")
 @click.option("--check", "checked", type=click.Path(path_type=Path), help="Check such a file.")
 def main(
     python: Path | None,
@@ -149,6 +161,7 @@ def main(
     mutants: bool,
     out: Path | None,
     record: Path | None,
+    ablate: bool,
     checked: Path | None,
 ) -> None:
     """Run the command."""
@@ -157,11 +170,18 @@ def main(
         for name, difference in found.items():
             click.echo(f"{name}: {difference or 'alike'}")
         raise SystemExit(any(found.values()))
+    names = only or (*DRAWN, *(TRACED if traces else ()))
+    if ablate:
+        rows = option_rows([workload(name, batches, seed, traces) for name in names])
+        for row in rows:
+            click.echo(str(row))
+        if out:
+            write_csv(out, rows)
+        return
     if python is None:
         raise click.UsageError("--python is missing: the interpreter with vLLM; or --check FILE")
-    names = only or (*DRAWN, *(TRACED if traces else ()))
     theirs = Theirs(python)
-    rows: list[dict[str, Any]] = []
+    rows = []
     try:
         if record:
             _record(theirs, [workload(name, batches, seed, traces) for name in names], record)
@@ -191,7 +211,13 @@ def _record(theirs: Theirs, asked: list[dict[str, Any]], path: Path) -> None:
         decisions = list(theirs.decide(each))
         last = decisions[-1][0]
         needed = [request for request in each["requests"] if request["at"] <= last]
-        kept.append({"workload": each | {"requests": needed}, "decisions": decisions})
+        kept.append(
+            {
+                "workload": each | {"requests": needed},
+                "decisions": decisions,
+                "ended": theirs.ended,
+            }
+        )
     path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
 
 

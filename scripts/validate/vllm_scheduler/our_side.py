@@ -159,20 +159,20 @@ class ArenaWorld:
 def decide(
     workload: Workload,
     changes: Mapping[str, Any] | None = None,
-    ended: dict[str, int] | None = None,
+    ended: dict[str, RequestState] | None = None,
 ) -> Iterator[Decision]:
     """Yield our decisions, until the requests or the batches that were asked for are over.
 
     Args:
         changes: options that differ from those of ``like``.
-        ended: comes to hold, by request that has ended, its output tokens.
+        ended: comes to hold the requests that have ended, by id.
     """
     instance = NotingInstance(engine_options(workload, changes or {}), workload["counts_only"])
     world = ArenaWorld(workload, instance)
-    ends = {} if ended is None else ended
+    ends: dict[str, RequestState] = {} if ended is None else ended
 
     def on_finish(request: RequestState) -> None:
-        ends[request.id] = len(request.output_token_ids)
+        ends[request.id] = request
 
     world.loop = ServingLoop(world, [instance], Single(), _check_stop, on_finish)
     count = 0

@@ -56,6 +56,7 @@ DRAWN: dict[str, dict[str, Any]] = {
     "early stops with prefixes": {"caching": True, "blocks": 80, "stops": 0.7, "families": 4,
                                   "shared": 100, "prompt": (1, 200), "output": (1, 150),
                                   "gap": 3_500},
+    "short answers": {"prompt": (1, 600), "output": (1, 3), "gap": 7_000},
     "bursts": {"burst": 60, "blocks": 250, "prompt": (1, 300), "output": (1, 100),
                "gap": 400_000},
     "tight budget": {"budget": 16, "blocks": 100, "prompt": (1, 100), "output": (1, 60),
