@@ -113,7 +113,7 @@ def test_requests_that_do_not_meet_take_a_sum_of_operators(folder: Path) -> None
     assert theirs["bias"] == pytest.approx(0.2)
     assert [line["n"] for line in figures["itl_mean"]] == [3]
     # The figures of before are taken, not computed again.
-    assert run(folder, rows).output == done.output
+    assert done.output.endswith(run(folder, rows).output)
 
 
 def test_rows_that_cannot_be_read_say_so(tmp_path: Path) -> None:

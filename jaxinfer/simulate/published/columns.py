@@ -70,7 +70,9 @@ def values_of(path: Path, names: Sequence[str], only: Mapping[str, object]) -> s
     table = _table(path)
     if missing := [name for name in (*names, *only) if name not in table]:
         raise JaxinferError(f"{path}: lacks the column {missing[0]}")
-    kept = np.logical_and.reduce([table[name] == value for name, value in only.items()])
+    kept = np.ones(len(table[names[0]]), bool)
+    for name, value in only.items():
+        kept &= table[name] == value
     return set(zip(*(table[name][kept].astype(int).tolist() for name in names), strict=True))
 
 
