@@ -69,7 +69,8 @@ def validate_experiments(
                 found[name] = {"refused": str(error)}
                 continue
             loads = [list(load) for load in setup.loads]
-            key = key_of({**setup.data, "loads": [setup.prompt, setup.output, loads]}, None, tables)
+            sent = [setup.prompt, setup.output, loads, repr(setup.prompts)]
+            key = key_of({**setup.data, "loads": sent}, None, tables)
             known = kept.get(key)
             if known is None:
                 todo[name] = key, setup

@@ -194,6 +194,17 @@ def test_what_ships_makes_run_files_of_all_its_models() -> None:
         assert made.loads == [(4800, 600), (12000, 600)]
 
 
+def test_prompts_are_sent_over_and_over() -> None:
+    about = Experiments.model_validate(ABOUT | {"prompts": {"groups": 2, "each": 3, "shared": 40}})
+    work = set_up(about, StageRow(ROW, 2), {0, 1}, "operators", {}).requests()
+    tokens = [tuple(each.prompt_token_ids or ()) for each in work]
+    assert {len(each) for each in tokens} == {64}
+    assert tokens[6:12] == tokens[:6] == tokens[24:30]
+    assert len(set(tokens)) == 6
+    assert len({each[:40] for each in tokens}) == 2
+    assert len({each[:41] for each in tokens}) == 6
+
+
 def scored(measured: float, ours: float, **others: float) -> ScoredRow:
     theirs = {name: {"e2e_mean": value} for name, value in others.items()}
     return ScoredRow(StageRow(ROW, 2, 0, {"e2e_mean": measured}, theirs), {"e2e_mean": ours})

@@ -5,7 +5,9 @@ predicted.
 """
 
 import csv
+import itertools
 import math
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +64,31 @@ class ExperimentLoad(Options):
             raise OptionError(f"workload {self.name} needs prompt, output and rates, or why_not")
 
 
+class Prompts(Options):
+    """The different prompts that a client sends over and over.
+
+    Attributes:
+        groups: Groups of prompts that begin alike.
+        each: Prompts of a group.
+        shared: Tokens with which those of a group begin.
+    """
+
+    groups: int = Field(ge=1)
+    each: int = Field(ge=1)
+    shared: int = Field(ge=0)
+
+    def tokens(self, length: int) -> list[list[int]]:
+        """Return all prompts, in an order that is drawn."""
+        found = []
+        for group in range(self.groups):
+            first = [group] * min(self.shared, length)
+            for number in range(self.each):
+                own = self.groups + group * self.each + number
+                found.append(first + [own] * (length - len(first)))
+        random.Random(0).shuffle(found)
+        return found
+
+
 class Experiments(Options):
     """A file on how experiments were run.
 
@@ -69,6 +96,7 @@ class Experiments(Options):
         models, cards: Ours, by what the rows have in ``model`` and ``gpu``.
         formats: Keys of run files and their values, by what the rows have in ``precision``.
         set: Keys of all run files.
+        prompts: Prompts that are sent again and again; by default, no two have tokens in common.
         stage_s: Seconds of a stage.
         workloads: The first one counts that is in an experiment's name.
     """
@@ -77,6 +105,7 @@ class Experiments(Options):
     cards: dict[str, ExperimentCard]
     formats: dict[str, dict[str, Any]]
     set: dict[str, Any]
+    prompts: Prompts | None = None
     stage_s: float = Field(gt=0)
     workloads: tuple[ExperimentLoad, ...] = Field(strict=False)
 
@@ -192,12 +221,14 @@ class ExperimentSetup:
 
     Attributes:
         loads: of each stage, requests and seconds.
+        prompts: see ``Experiments``.
     """
 
     data: Mapping[str, Any]
     prompt: int
     output: int
     loads: Sequence[tuple[int, float]]
+    prompts: Prompts | None = None
 
     @property
     def config(self) -> RunFile:
@@ -207,11 +238,15 @@ class ExperimentSetup:
     def requests(self) -> list[BenchRequest]:
         """Requests at inference-perf's times: drawn, in each stage as many as its rate gives."""
         rng = np.random.default_rng(0)
+        tokens = self.prompts.tokens(self.prompt) if self.prompts else [None]
+        prompts = itertools.cycle(tokens)
         found, start = [], 0.0
         for count, seconds in self.loads:
             gaps = rng.exponential(size=count)
             times = start + np.cumsum(gaps) * (seconds / gaps.sum())
-            found += [BenchRequest(None, self.prompt, self.output, float(at)) for at in times]
+            found += [
+                BenchRequest(next(prompts), self.prompt, self.output, float(at)) for at in times
+            ]
             start += seconds
         return found
 
@@ -260,7 +295,8 @@ def set_up(
     for key, value in [*(about.set | formats | own | dict(settings)).items()]:
         put_option(data, key, value)
     loads = [(round(rate * about.stage_s), about.stage_s) for rate in load.rates]
-    return ExperimentSetup(data, load.prompt, load.output, loads[: max(stages, default=0) + 1])
+    loads = loads[: max(stages, default=0) + 1]
+    return ExperimentSetup(data, load.prompt, load.output, loads, about.prompts)
 
 
 def _load(about: Experiments, given: Mapping[str, str]) -> ExperimentLoad:
