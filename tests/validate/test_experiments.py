@@ -221,5 +221,6 @@ def test_medians_tenths_and_ranks_are_of_the_rows_that_ours_predicts() -> None:
     assert [line["simulator"] for line in found] == ["near", "jaxinfer", "far"]
     assert [line["n"] for line in found] == [2, 3, 2]
     assert [line["median"] for line in found] == pytest.approx([0.015, 0.1, 0.75])
+    assert [line["ours"] for line in found] == pytest.approx([0.15, 0.1, 0.15])
     assert found[1]["p90"] == pytest.approx(0.18)
     assert found[1]["bias"] == pytest.approx(0.05)

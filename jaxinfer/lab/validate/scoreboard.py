@@ -81,7 +81,8 @@ def errors(rows: Sequence[ScoredRow], simulator: str, figure: str) -> list[float
 def score(rows: Sequence[ScoredRow]) -> dict[str, list[dict[str, Any]]]:
     """Return for each figure the simulators, the one with the least median of |error| first.
 
-    Of each: ``n`` rows, ``median`` and ``p90`` of the absolute error, and its median ``bias``.
+    Of each: ``n`` rows, ``median`` and ``p90`` of the absolute error, its median ``bias``, and
+    ``ours``, the median of our absolute error on the same rows.
     """
     simulators = dict.fromkeys([OURS, *(name for each in rows for name in each.row.predicted)])
     found: dict[str, list[dict[str, Any]]] = {}
@@ -90,6 +91,11 @@ def score(rows: Sequence[ScoredRow]) -> dict[str, list[dict[str, Any]]]:
         for simulator in simulators:
             if several := errors(rows, simulator, figure):
                 absolute = [abs(each) for each in several]
+                same = [
+                    each
+                    for each in rows
+                    if simulator == OURS or figure in each.row.predicted.get(simulator, {})
+                ]
                 lines.append(
                     {
                         "simulator": simulator,
@@ -97,6 +103,7 @@ def score(rows: Sequence[ScoredRow]) -> dict[str, list[dict[str, Any]]]:
                         "median": statistics.median(absolute),
                         "p90": float(np.percentile(absolute, 90)),
                         "bias": statistics.median(several),
+                        "ours": statistics.median(map(abs, errors(same, OURS, figure))),
                     }
                 )
         found[figure] = sorted(lines, key=lambda line: line["median"])
@@ -109,12 +116,13 @@ def show_scores(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     table.add_column("figure")
     table.add_column("rank", justify="right")
     table.add_column("simulator")
-    for name in ("rows", "median", "p90", "bias"):
+    for name in ("rows", "median", "p90", "bias", "ours there"):
         table.add_column(name, justify="right")
     for figure, lines in scores.items():
         for rank, line in enumerate(lines, 1):
             cells = [f"{100 * line[name]:.1f}" for name in ("median", "p90")]
             bias = f"{100 * line['bias']:+.1f}"
             name = figure.replace("_", " ") if rank == 1 else ""
-            table.add_row(name, str(rank), line["simulator"], str(line["n"]), *cells, bias)
+            cells += [bias, f"{100 * line['ours']:.1f}"]
+            table.add_row(name, str(rank), line["simulator"], str(line["n"]), *cells)
     return table
