@@ -332,6 +332,8 @@ def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions
         chunks_in_flight=options.chunks_in_flight,
         max_transfers_in_flight=options.max_transfers_in_flight,
         watermark=options.watermark,
+        late_tokens=options.late_tokens,
+        empty_waits=options.empty_waits,
     )
 
 

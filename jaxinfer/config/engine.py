@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxinfer.files.shipped import SHIPPED
 from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
+from jaxinfer.serving.paging import Paging
 from jaxinfer.serving.policies import PolicyOptions
 
 # Default numbers of requests and of tokens in a step on a GPU.
@@ -81,6 +82,11 @@ class EngineOptions(Options):
             ``1``, a chunk waits until the one before it has ended, as in Vidur and in vLLM before
             version 1.
         watermark: Share of the pages that admission leaves free for the growth of running requests.
+        paging: When pages of the KV pool are taken, cached and freed.
+        late_tokens: Whether the tokens that steps in flight sample for a preempted request are
+            ``dropped`` and sampled again, or ``kept``: it then waits for them.
+        empty_waits: If no step could be formed while others are in flight, form the next one only
+            when one of them has ended.
         half_batches: Compute steps with attention groups as two halves, one after the other:
             ``always``, or where that is faster (``by_time``). The exchange of one half with the
             groups then overlaps with the dense layers of the other.
@@ -114,6 +120,9 @@ class EngineOptions(Options):
     chunks_in_flight: Literal[1, "all"] = "all"
     half_batches: Literal["never", "by_time", "always"] = "never"
     watermark: float = Field(default=0.01, ge=0, lt=1)
+    paging: Paging = Paging()
+    late_tokens: Literal["dropped", "kept"] = "dropped"
+    empty_waits: bool = False
     max_transfers_in_flight: int = Field(default=4, ge=1)
     policies: PolicyOptions = PolicyOptions()
     strict_shapes: bool = False
@@ -172,6 +181,11 @@ class EngineOptions(Options):
             raise OptionError(
                 f"max_in_flight is {self.max_in_flight}, must be at most 2: a decode's input is "
                 "the token of the step before, and only a modelled instance may have more"
+            )
+        if self.paging != Paging() or self.late_tokens != "dropped":
+            raise OptionError(
+                "paging and late_tokens must have their defaults: only a modelled instance may "
+                "have others"
             )
 
     @property

@@ -30,6 +30,8 @@ class PublishedTables(Options):
             equally fast.
         possible_attention: Where measured attention of prompts exceeds the GPU's peak FLOPs, use
             that of another GPU in the folder with the same peak.
+        other_heads: Where a table of attention lacks the model's heads, take a part of them for as
+            many more sequences, or the mean of the next numbers of query heads on both sides.
         small_operators: Include norms, activations and other small operators, by their bytes.
         experts: Format of the experts' weights, by its name in the tables; by default that of the
             other weights.
@@ -48,6 +50,7 @@ class PublishedTables(Options):
     static_scales: bool = False
     quickest_all_reduce: bool = True
     possible_attention: bool = True
+    other_heads: bool = False
     small_operators: bool = True
     experts: Literal["w4a16_mxfp4", "int4_wo"] | None = None
     expert_parallel: int = Field(default=1, ge=1)

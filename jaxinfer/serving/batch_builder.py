@@ -145,6 +145,8 @@ class BatchBuilder:
         hold.users += 1
         self.rows.append(Row(request, start, count, samples, start >= known, request.epoch, hold))
         self.budget -= count
+        if instance.caches_launched:
+            instance.keep_prefix(request, launches=True)
         return True
 
     def add_chunk(self, request: RequestState) -> bool:
@@ -167,8 +169,8 @@ class BatchBuilder:
         instance = self.instance
         if instance.keeps_pages:
             return None
-        while instance.waiting and instance.has_seat:
-            request = instance.policies.order(instance.waiting)
+        while (waiting := instance.admissible) and instance.has_seat:
+            request = instance.policies.order(waiting)
             if not self.prompt_budget and request.exported is None:
                 return None
             if limit is not None:

@@ -30,12 +30,14 @@ class MixedOptions(Options):
             of the budget waits. One that is larger than the whole budget runs alone, in chunks.
         wait_steps: Largest number of decode steps for which prompts wait for other prompts.
         wait_share: Share of the token budget at which waiting prompts stop waiting.
+        admit_after_preemption: Whether a step that preempts a request may take in waiting ones.
     """
 
     enough_tokens: int | None = Field(default=None, ge=1)
     whole_prompts: bool = False
     wait_steps: int = Field(default=0, ge=0)
     wait_share: float = Field(default=1.0, gt=0, le=1)
+    admit_after_preemption: bool = True
 
     def model_post_init(self, context: object, /) -> None:
         """Refuse a share without a wait."""
@@ -59,12 +61,16 @@ class Mixed:
 
     def __call__(self, batch: BatchBuilder) -> None:
         """Form the batch."""
+        before = batch.instance.num_preemptions
         prefills = _add_decodes(batch)
         if self._options.wait_steps and self._waits(batch, prefills):
             return
         for request in prefills:
             if not (self._goes_on(batch) and self._add(batch, request)):
                 return
+        preempted = batch.instance.num_preemptions > before
+        if preempted and not self._options.admit_after_preemption:
+            return
         while self._goes_on(batch):
             alone = batch.budget == batch.instance.options.max_num_batched_tokens
             limit = batch.budget if self._options.whole_prompts and not alone else None

@@ -33,6 +33,9 @@ class InstanceOptions:
             has ended.
         max_transfers_in_flight: largest number of requests that are imported at a time.
         watermark: fraction of the pages that admission leaves free.
+        late_tokens: what becomes of tokens that steps in flight sample for a preempted request.
+        empty_waits: if no batch could be formed while steps are in flight, the next is formed once
+            one of them has ended.
     """
 
     max_num_seqs: int = 64
@@ -42,6 +45,8 @@ class InstanceOptions:
     chunks_in_flight: Literal[1, "all"] = "all"
     max_transfers_in_flight: int = 4
     watermark: float = 0.01
+    late_tokens: Literal["dropped", "kept"] = "dropped"
+    empty_waits: bool = False
 
 
 class InstancePolicies(Protocol):
@@ -87,6 +92,7 @@ class Instance:
         on_preempt: called with each request that will lose its pages.
         lacks_pages: the request that could not continue for lack of pages, if a stage has several
             shards.
+        late: by id of a preempted request, its rows in flight whose tokens are kept.
         prompt_budget: largest number of prompt tokens of one step; None for no separate limit.
         role: a name that only the system uses.
         next_role: name that replaces ``role`` once all requests have left.
@@ -115,6 +121,9 @@ class Instance:
         self.waiting = Waiting(name, kv.page_size)
         self.importing: dict[str, RequestState] = {}
         self.num_exported = self.in_flight = self.num_preemptions = 0
+        # Steps in flight when none could be formed, if the next is to wait for one of their ends.
+        self._empty_at = 0
+        self.late: dict[str, int] = {}
         self._note_watermark()
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
@@ -124,6 +133,7 @@ class Instance:
         self.lacks_pages: RequestState | None = None
         self.prompt_budget: int | None = None
         self._admitted_imports: list[RequestState] = []
+        self.caches_launched = kv.cache is not None and kv.paging.cache == "launched"
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
 
@@ -245,17 +255,32 @@ class Instance:
 
     def next_batch(self) -> Batch | None:
         """Return the next step by this instance's policy, whose rows are marked as launched."""
-        if self.in_flight >= self.options.max_in_flight:
+        if self.in_flight >= self.options.max_in_flight or self._empty_at == self.in_flight > 0:
             return None
         for request in list(self.waiting.pushed.values()):
             if self.keeps_pages or not self.admit(request):
                 break
         batch = self.policies.next_batch(self)
         self.in_flight += batch is not None
+        self._empty_at = self.in_flight if batch is None and self.options.empty_waits else 0
         return batch
+
+    @property
+    def admissible(self) -> Sequence[RequestState]:
+        """Requests in the queue that may be admitted: all whose late tokens are here."""
+        late = self.late
+        return [each for each in self.waiting if each.id not in late] if late else self.waiting
+
+    def takes_late(self, request: RequestState) -> bool:
+        """Count the end of a row from before a preemption; tell whether its token is kept."""
+        left = self.late.pop(request.id, 0)
+        if left > 1:
+            self.late[request.id] = left - 1
+        return left > 0
 
     def remove(self, request: RequestState) -> None:
         """Remove a request from wherever it is here; the caller must free its pages."""
+        self.late.pop(request.id, None)
         if request in self.taking_part:
             self.taking_part.remove(request)
         elif not self.importing.pop(request.id, None) and request in self.waiting:
@@ -266,6 +291,9 @@ class Instance:
         self.on_preempt(request)
         self.taking_part.remove(request)
         assert request.hold
+        rows = request.hold.users - request.hold.transfers
+        if rows and self.options.late_tokens == "kept":
+            self.late[request.id] = rows
         request.hold.release()
         request.hold = None
         request.void_kv()
@@ -285,7 +313,8 @@ class Instance:
         elif request.exported and not self.can_import:
             return False
         else:
-            request.hold = self.reserve(request, request.legs[0])
+            by_step = self.kv.paging.take == "step" and request.exported is None
+            request.hold = self.reserve(request, request.legs[0], by_step)
         if request.hold is None:
             return False
         self.waiting.remove(request)
@@ -312,13 +341,17 @@ class Instance:
             f"{self.name!r}, which has {kv.num_pages}"
         )
 
-    def reserve(self, request: RequestState, leg: Leg) -> HeldPages | None:
-        """Reserve pages for the tokens that ``leg`` starts with, if the admission policy agrees."""
+    def reserve(self, request: RequestState, leg: Leg, by_step: bool = False) -> HeldPages | None:
+        """Reserve pages for the tokens that ``leg`` starts with, if the admission policy agrees.
+
+        Args:
+            by_step: see ``KVShards.reserve``.
+        """
         if not self.policies.admit(self, request, leg):
             return None
         placement = self.place(request) if self.kv.is_spread else None
         cached = self.cached_prefix(request, leg)
-        return self.kv.reserve(request.known_until(leg), cached, placement)
+        return self.kv.reserve(request.known_until(leg), cached, placement, by_step)
 
     def pages_to_take(self, request: RequestState, leg: Leg) -> int:
         """Return the number of free pages per slice that ``reserve`` would use."""
@@ -344,9 +377,17 @@ class Instance:
         assert isinstance(request, RequestState)
         return len(self.cached_prefix(request, Leg(self.name))) * self.page_size
 
-    def keep_prefix(self, request: RequestState) -> None:
-        """Offer the request's pages that have become full to the prefix cache."""
-        hold, full = request.hold, request.computed // self.page_size
+    def keep_prefix(self, request: RequestState, launches: bool = False) -> None:
+        """Offer the request's pages that have become full to the prefix cache.
+
+        Args:
+            launches: whether a step is being launched, not committed.
+        """
+        entries = request.computed
+        if self.caches_launched:
+            ahead = request.launched
+            entries = min(ahead, request.num_known) if launches else ahead - request.pending
+        hold, full = request.hold, entries // self.page_size
         if self.kv.cache and hold and full > hold.num_hashed and request.prompt_token_ids:
             hold.keep(request.page_digests(self.page_size, full))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from jaxinfer.serving.features.head_slices import HeldSlices, PlacedSlices, Placement
 from jaxinfer.serving.page_pool import Shard
+from jaxinfer.serving.paging import Paging
 from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
 
 
@@ -17,10 +18,12 @@ class HeldPages(HeldSlices):
         cached: pages that the prefix cache also has, by their index; other requests may share them.
         num_hashed: number of pages that have been offered to the prefix cache.
         users: number of unfinished steps and transfers that read or write these pages.
-        released: whether the request has given the pages up; they are freed with the last user.
+        transfers: number of transfers among the users.
+        released: whether the request has given the pages up; they are freed with the last user that
+            is waited for.
     """
 
-    __slots__ = ("cached", "capacity", "num_hashed", "users")
+    __slots__ = ("_pinned", "cached", "capacity", "num_hashed", "transfers", "users")
 
     def __init__(
         self, kv: "KVShards", placement: Placement, cached: Sequence[CachedPage] = ()
@@ -36,8 +39,8 @@ class HeldPages(HeldSlices):
             shard.num_pairs += len(pieces)
         self.num_pages = self.num_hashed = len(cached)
         self.capacity = self.num_pages * kv.page_size
-        self.users = 0
-        self.released = False
+        self.users = self.transfers = 0
+        self.released = self._pinned = False
 
     @property
     def num_cached(self) -> int:
@@ -91,8 +94,9 @@ class HeldPages(HeldSlices):
             self.free_if_unused()
 
     def free_if_unused(self) -> None:
-        """Free pages that were given up, unless they are still in use."""
-        if self.users == 0:
+        """Free pages that were given up, unless they are free or still in use."""
+        if self._pinned and self.users == 0:
+            self._pinned = False
             self._count_pinned(-1)
             self._free()
 
@@ -101,7 +105,8 @@ class HeldPages(HeldSlices):
         assert not self.released, "pages released twice"
         self.released = True
         self.kv.reserved.pop(self, None)
-        if self.users:
+        if self.users and not (self.kv.frees_at_once and not self.transfers):
+            self._pinned = True
             self._count_pinned(1)
         else:
             self._free()
@@ -137,20 +142,26 @@ class KVShards(PlacedSlices):
 
     Args:
         caching: keep full pages after their request has ended, for requests with the same prefix.
+        paging: when pages are taken, cached and freed.
 
     Attributes:
         cache: the kept pages, or None.
         on_free: called when pages have been freed.
         reserved: holds of requests that are still on other instances -> a function that gives the
             hold back.
+        frees_at_once: whether pages that are given up do not wait for steps in flight.
     """
 
-    def __init__(self, shards: list[Shard], caching: bool = False) -> None:
+    def __init__(
+        self, shards: list[Shard], caching: bool = False, paging: Paging | None = None
+    ) -> None:
         self.page_size = shards[0].pool.page_size
         if any(shard.pool.page_size != self.page_size for shard in shards):
             raise ValueError("the shards of one instance must have one page size")
         super().__init__(shards)
-        self.cache = PrefixCache(shards) if caching else None
+        self.paging = paging or Paging()
+        self.frees_at_once = self.paging.free == "at_once"
+        self.cache = PrefixCache(shards, self.paging.twins) if caching else None
         self.on_free: Callable[[], None] = lambda: None
         self.reserved: dict[HeldPages, Callable[[], None]] = {}
         if caching and self.is_spread:
@@ -170,10 +181,12 @@ class KVShards(PlacedSlices):
         num_tokens: int,
         cached: Sequence[CachedPage] = (),
         placement: Placement | None = None,
+        by_step: bool = False,
     ) -> HeldPages | None:
         """Reserve pages for ``num_tokens`` KV entries; return None if a shard lacks room.
 
         Args:
+            by_step: take only the cached ones; steps take the others.
             cached: pages that the prefix cache has for the first of these entries.
             placement: shard of each slice; by default a slice's own shard or, if that is full, the
                 next shard of its stage with room.
@@ -188,7 +201,7 @@ class KVShards(PlacedSlices):
             assert self.cache
             self.cache.acquire(page)
         hold = HeldPages(self, placement, cached)
-        grown = hold.grow(num_tokens)
+        grown = by_step or hold.grow(num_tokens)
         assert grown, "the room was counted above"
         return hold
 
@@ -202,7 +215,7 @@ class KVShards(PlacedSlices):
             shard.pool.clear()
             shard.num_pairs = 0
         if self.cache:
-            self.cache = PrefixCache(self.shards)
+            self.cache = PrefixCache(self.shards, self.paging.twins)
 
     def take_back_reserved(self) -> bool:
         """Take back the latest reservation; return False if there is none."""

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
 from jaxinfer.serving.assignments import Assignments
-from jaxinfer.serving.batch import Row
 from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
@@ -170,31 +169,33 @@ class ServingLoop:
         self._steps_in_flight -= 1
         self.assignments.changed[instance.name] = None
         # These names avoid repeated look-ups: this loop takes most of a simulation's time.
-        caches, check_stop = instance.kv.cache is not None, self._check_stop
+        keeps_launched, check_stop = instance.caches_launched, self._check_stop
+        keeps_computed = instance.kv.cache is not None and not keeps_launched
         logprobs, details, prompt_details = done.logprobs, done.details, done.prompt_details
         end, sample = done.end, -1
         rows = done.batch.rows
         if done.batch.grouped:
             rows = instance.taking_part.commit_group(done.batch, end)
-        over: list[tuple[Row, Stop | None]] = []
+        over: list[tuple[RequestState, Stop | None, int]] = []
         for row in rows:
             request, hold = row.request, row.hold
             hold.users -= 1
             if hold.released:
                 hold.free_if_unused()
             sample += row.samples
-            if row.epoch != request.epoch:
+            if row.epoch == request.epoch:
+                request.computed = row.start + row.count
+                request.pending -= row.samples
+                if keeps_computed:
+                    instance.keep_prefix(request)
+            elif not (instance.late and instance.takes_late(request)):
                 continue  # It was preempted, or stopped before this row's input was known.
-            request.computed = row.start + row.count
-            if caches:
-                instance.keep_prefix(request)
             if prompt_details and request.id in prompt_details:
                 request.prompt_details.update(prompt_details[request.id])
             metrics = request.metrics
             if metrics.first_scheduled is None:
                 metrics.first_scheduled = done.start
             if row.samples:
-                request.pending -= 1
                 if logprobs:
                     request.cumulative_logprob += logprobs[sample]
                 if details:
@@ -202,22 +203,24 @@ class ServingLoop:
                 token, tokens = done.tokens[sample], request.output_token_ids
                 tokens.append(token)
                 metrics.token_times.append(end)
+                if keeps_launched:
+                    instance.keep_prefix(request)
                 stop = check_stop(request, token) if check_stop else None
                 if stop is None and len(tokens) >= request.max_tokens:
                     stop = ("length", None)
                 if stop:
-                    over.append((row, stop))
+                    over.append((request, stop, request.epoch))
                     continue
             if request.slice_move or request.legs[0].until is not None:
-                over.append((row, None))
+                over.append((request, None, request.epoch))
         # Hooks see all requests in their state after the step.
-        for row, stop in over:
-            if row.epoch != row.request.epoch:
+        for request, stop, epoch in over:
+            if epoch != request.epoch:
                 continue
             if stop:
-                self.assignments.finish(row.request, *stop)
+                self.assignments.finish(request, *stop)
             else:
-                self._after_step(row.request)
+                self._after_step(request)
 
     def _after_step(self, request: RequestState) -> None:
         if request.legs[0].until is not None:

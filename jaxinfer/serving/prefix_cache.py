@@ -30,12 +30,14 @@ class PrefixCache:
 
     Args:
         shards: shards of the instance; each counts its idle pages as free.
+        twins: keep a page if one with the same tokens is there already; requests get the oldest.
     """
 
-    def __init__(self, shards: list[Shard]) -> None:
-        self._shards = shards
-        self._pages: dict[bytes, CachedPage] = {}
-        self._idle: dict[bytes, CachedPage] = {}
+    def __init__(self, shards: list[Shard], twins: bool = False) -> None:
+        self._shards, self._keeps_twins = shards, twins
+        # By digest, the oldest first.
+        self._pages: dict[bytes, list[CachedPage]] = {}
+        self._idle: dict[CachedPage, None] = {}
         for shard in shards:
             shard.pool.evict = self.evict
 
@@ -43,16 +45,16 @@ class PrefixCache:
         """Return the cached pages of the longest prefix."""
         found = []
         for digest in digests:
-            page = self._pages.get(digest)
-            if page is None:
+            pages = self._pages.get(digest)
+            if not pages:
                 break
-            found.append(page)
+            found.append(pages[0])
         return found
 
     def acquire(self, page: CachedPage) -> None:
         """Count one more hold of the page."""
         if not page.holds:
-            del self._idle[page.digest]
+            del self._idle[page]
             self._count_idle(page, -1)
         page.holds += 1
 
@@ -60,31 +62,40 @@ class PrefixCache:
         """Count one hold of the page fewer."""
         page.holds -= 1
         if not page.holds:
-            if self._pages.get(page.digest) is page:
-                self._idle[page.digest] = page
+            if page in self._pages.get(page.digest, ()):
+                self._idle[page] = None
                 self._count_idle(page, 1)
             else:
                 self._give(page)
 
     def add(self, digest: bytes, pages: list[dict[int, int]]) -> CachedPage | None:
-        """Add a page that one hold has and whose entries exist; return None if it is known."""
-        if digest in self._pages:
+        """Take in a page that one hold has; None if it has a twin and none is kept."""
+        known = self._pages.setdefault(digest, [])
+        if known and not self._keeps_twins:
             return None
-        page = self._pages[digest] = CachedPage(digest, pages)
+        known.append(page := CachedPage(digest, pages))
         return page
 
     def evict(self) -> None:
         """Free the page that has been idle for longest."""
-        self.forget([next(iter(self._idle))])
+        page = next(iter(self._idle))
+        twins = self._pages[page.digest]
+        twins.remove(page)
+        if not twins:
+            del self._pages[page.digest]
+        self._forget(page)
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Remove these pages from the cache; those that no request holds are freed."""
         for digest in digests:
-            page = self._pages.pop(digest, None)
-            if page and not page.holds:
-                del self._idle[digest]
-                self._count_idle(page, -1)
-                self._give(page)
+            for page in self._pages.pop(digest, ()):
+                self._forget(page)
+
+    def _forget(self, page: CachedPage) -> None:
+        if not page.holds:
+            del self._idle[page]
+            self._count_idle(page, -1)
+            self._give(page)
 
     def _give(self, page: CachedPage) -> None:
         for shard, table in zip(self._shards, page.pages, strict=True):

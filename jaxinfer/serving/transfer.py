@@ -192,8 +192,9 @@ class HandOffs:
     def _end(self, transfer: Transfer) -> bool:
         """End a transfer, and tell whether it was still needed."""
         self.moving.remove(transfer)
-        transfer.source_hold.unpin()
-        transfer.dest_hold.unpin()
+        for hold in (transfer.source_hold, transfer.dest_hold):
+            hold.transfers -= 1
+            hold.unpin()
         if transfer.epoch != transfer.request.epoch:
             return False
         transfer.request.transfers -= 1
@@ -228,6 +229,7 @@ class HandOffs:
             request.sent = stop
         request.transfers += 1
         for _, hold in (source, dest):
+            hold.transfers += 1
             hold.pin()
         transfer = Transfer(
             request=request,

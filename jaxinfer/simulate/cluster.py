@@ -135,7 +135,7 @@ class ModelledInstance:
         shards = [Shard(pool(count, size), stage=i) for i, count in enumerate(self.num_pages)]
         if self.shards:
             shards = [shard.new(size, pool) for shard in self.shards]
-        kv = KVShards(shards, caching)
+        kv = KVShards(shards, caching, self.config.paging)
         options = instance_options(self.config, len(self.config.places))
         grouped = groups_decodes and not caching
         policies = make_policies(self.config.policies)

@@ -131,7 +131,7 @@ def wanted(root: Path, **changes: Any) -> Wanted:
         "folder": root, "backend": "trtllm", "version": "1.2.0", "card": None, "kind": "X9-SXM",
         "model": MODEL, "devices": 1, "products": "bfloat16", "kv": "bfloat16",
         "static_scales": False, "quickest_all_reduce": True, "possible_attention": True,
-        "small_operators": True, "sharers": 1, "experts": None, "expert_parallel": 1,
-        "routing": "balanced", "expert_blocks": False,
+        "other_heads": False, "small_operators": True, "sharers": 1, "experts": None,
+        "expert_parallel": 1, "routing": "balanced", "expert_blocks": False,
     }  # fmt: skip
     return Wanted(**(asked | changes))

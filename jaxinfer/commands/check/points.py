@@ -21,6 +21,7 @@ from jaxinfer.commands.common import (
     say,
     with_pictures,
 )
+from jaxinfer.commands.experiments import ABOUT, validate_experiments
 from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.config.run_file import apply_setting
 from jaxinfer.errors import JaxinferError
@@ -44,7 +45,8 @@ FOUND = "found.jsonl"
     "--run", "run_file", metavar="RUNFILE", help="Run file of the engine that wrote the log."
 )
 @click.option(
-    "--campaigns", help="File with rules on how points were measured (default: campaigns.yaml)."
+    "--campaigns",
+    help="File on how points were measured (default: campaigns.yaml, or experiments.yaml).",
 )
 @click.option("--without", multiple=True, metavar="RULE", help="Leave a rule out; may be repeated.")
 @click.option(
@@ -79,8 +81,8 @@ def points(
 ) -> None:
     """Simulate points measured on real engines, and report the errors of the predictions.
 
-    POINTS is a CSV file with aiconfigurator's columns, or a log of vLLM's requests (.jsonl). A log
-    needs --run.
+    POINTS is a CSV file with aiconfigurator's columns, one of experiments with stages of load, or a
+    log of vLLM's requests (.jsonl). A log needs --run.
     """
     if points.endswith(".jsonl"):
         if unused := [
@@ -101,6 +103,16 @@ def points(
             f"--run is only for a log (.jsonl); run files for {points} come from --campaigns"
         )
     folder_of_tables = _tables_folder(operators)
+    from jaxinfer.lab.validate.experiments import is_experiments
+
+    if is_experiments(Path(points)):
+        if unused := [
+            name for name, value in (("--without", without), ("--known", known)) if value
+        ]:
+            raise JaxinferError(f"{unused[0]} has no effect on experiments: leave it out")
+        about = campaigns or ABOUT
+        validate_experiments(Path(points), folder_of_tables, out, about, jobs, _settings(settings))
+        return
     from jaxinfer.files.contents import contents
     from jaxinfer.files.kept import KeptResults
     from jaxinfer.lab.validate.campaigns import launch, read_campaigns

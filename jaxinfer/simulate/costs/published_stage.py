@@ -30,8 +30,8 @@ def published_stage(tables: PublishedTables, part: StagePart, costs: SimulateOpt
         "bfloat16" if part.weight_size > 1 else fp8,
         "bfloat16" if part.kv_size > 1 else "fp8",
         tables.static_scales, tables.quickest_all_reduce, tables.possible_attention,
-        tables.small_operators, part.sharers, tables.experts, tables.expert_parallel,
-        tables.routing, tables.expert_blocks,
+        tables.other_heads, tables.small_operators, part.sharers, tables.experts,
+        tables.expert_parallel, tables.routing, tables.expert_blocks,
     )  # fmt: skip
     where = f"{tables.folder}, {tables.backend} {tables.version}"
     found = published_operators(wanted)

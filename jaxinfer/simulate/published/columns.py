@@ -44,7 +44,7 @@ def read_measured(
     Raises:
         JaxinferError: pyarrow is not installed, the file is not such a table, or no row matches.
     """
-    table = _parquet(path) if path.suffix == ".parquet" else _arrays(path)
+    table = _table(path)
     if missing := [name for name in (*axes, *only, "latency") if name not in table]:
         raise JaxinferError(f"{path}: lacks the column {missing[0]}")
     wanted = dict(only) | {name: some[name] for name in some if name in table}
@@ -64,6 +64,21 @@ def read_measured(
             f"than 0 and below {_LONGEST_MS:g}"
         )
     return MeasuredPoints(path, np.stack(columns, 1), ms)
+
+
+def values_of(path: Path, names: Sequence[str], only: Mapping[str, object]) -> set[tuple[int, ...]]:
+    """Return the values of some columns of integers that occur together with other values."""
+    table = _table(path)
+    if missing := [name for name in (*names, *only) if name not in table]:
+        raise JaxinferError(f"{path}: lacks the column {missing[0]}")
+    kept = np.ones(len(table[names[0]]), bool)
+    for name, value in only.items():
+        kept &= table[name] == value
+    return set(zip(*(table[name][kept].astype(int).tolist() for name in names), strict=True))
+
+
+def _table(path: Path) -> Mapping[str, np.ndarray]:
+    return _parquet(path) if path.suffix == ".parquet" else _arrays(path)
 
 
 def _parquet(path: Path) -> Mapping[str, np.ndarray]:

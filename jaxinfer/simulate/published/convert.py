@@ -15,6 +15,7 @@ from jaxinfer.hardware.catalogue import ITEMSIZE, ModelShape
 from jaxinfer.simulate.published.columns import MeasuredPoints, read_measured
 from jaxinfer.simulate.published.expert_blocks import block_times
 from jaxinfer.simulate.published.files import Card, cards, find_card
+from jaxinfer.simulate.published.heads import read_attention
 from jaxinfer.simulate.published.products import ProductTimes, without_scaling
 
 # vLLM replays a graph for up to this many tokens; above, it launches each operator.
@@ -35,6 +36,8 @@ class Wanted:
         quickest_all_reduce: whether to use the fastest all-reduce among cards with the same link.
         possible_attention: whether to replace a table of prompt attention that exceeds the card's
             peak by that of a card with the same peak.
+        other_heads: whether attention of other numbers of heads may stand for a number that a table
+            lacks.
         small_operators: whether to include operators on vectors.
         experts: format of experts, if it is not that of products.
         sharers: number of instances whose devices share the experts.
@@ -56,6 +59,7 @@ class Wanted:
     static_scales: bool
     quickest_all_reduce: bool
     possible_attention: bool
+    other_heads: bool
     small_operators: bool
     sharers: int
     experts: str | None
@@ -115,7 +119,7 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
     def read(name: str, of: Card) -> MeasuredPoints:
         path = of.file(name, wanted.backend, wanted.version)
-        return _over_layers(path, model, only)
+        return _over_layers(path, model, only, wanted.other_heads)
 
     name = "context_attention_perf"
     chunks, decodes = read(name, card), read("generation_attention_perf", card)
@@ -140,13 +144,16 @@ def _add_attention(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
         found.decodes[batch, length + step] = ms * 1e3
 
 
-def _over_layers(path: Path, model: ModelShape, only: Mapping[str, object]) -> MeasuredPoints:
+def _over_layers(
+    path: Path, model: ModelShape, only: Mapping[str, object], other_heads: bool
+) -> MeasuredPoints:
     """Return milliseconds of attention, averaged over layers with and without windows."""
     axes = ("batch_size", "isl", "step")
-    read = read_measured(path, axes, only, {"window_size": 0})
+    read = read_attention(path, axes, only, {"window_size": 0}, other_heads)
     if not model.windowed_layers:
         return read
-    near = read_measured(path, axes, {**only, "window_size": model.sliding_window}, {})
+    windows = {**only, "window_size": model.sliding_window}
+    near = read_attention(path, axes, windows, {}, other_heads)
     share = model.windowed_layers / model.num_hidden_layers
     windowed = dict(zip(map(tuple, near.points.tolist()), near.ms.tolist(), strict=True))
     both = [at for at in map(tuple, read.points.tolist()) if at in windowed]

@@ -147,7 +147,7 @@ def test_the_last_pages_become_idle_first() -> None:
     assert kv.cache
     hold.keep([b"0", b"1", b"2"])
     hold.release()
-    assert list(kv.cache._idle) == [b"2", b"1", b"0"]
+    assert [page.digest for page in kv.cache._idle] == [b"2", b"1", b"0"]
     other = kv.reserve(8)
     assert other
     assert isinstance(kv.cache.match([b"0"])[0], CachedPage)

@@ -1,0 +1,65 @@
+"""Measured attention for numbers of heads that a table lacks, from numbers that it has."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxinfer.errors import JaxinferError
+from jaxinfer.simulate.published.columns import MeasuredPoints, read_measured, values_of
+
+_HEADS = "num_heads", "num_key_value_heads"
+
+
+def read_attention(
+    path: Path,
+    axes: Sequence[str],
+    only: Mapping[str, object],
+    some: Mapping[str, object],
+    other_heads: bool,
+) -> MeasuredPoints:
+    """Read times of attention, whose first axis is the number of sequences.
+
+    Args:
+        only: required values, which name the heads; see ``read_measured``.
+        other_heads: whether other heads may stand for those that the table lacks: a part of the
+            heads for as many more sequences, which is the same work, else the mean of the next
+            numbers of query heads below and above.
+
+    Raises:
+        JaxinferError: see ``read_measured``; or there are no such heads either.
+    """
+    others = {name: value for name, value in only.items() if name not in _HEADS}
+    there = values_of(path, _HEADS, others) if other_heads else set()
+    wanted = (int(str(only["num_heads"])), int(str(only["num_key_value_heads"])))
+    if not there or wanted in there:
+        return read_measured(path, axes, only, some)
+
+    def read(queries: int, keys: int) -> MeasuredPoints:
+        heads = {"num_heads": queries, "num_key_value_heads": keys}
+        return read_measured(path, axes, {**only, **heads}, some)
+
+    queries, keys = wanted
+    for part in range(2, keys + 1):
+        if queries % part == keys % part == 0 and (queries // part, keys // part) in there:
+            found = read(queries // part, keys // part)
+            points = found.points / np.array([part] + [1] * (len(axes) - 1))
+            whole = points[:, 0] >= 1
+            return MeasuredPoints(path, points[whole], found.ms[whole])
+    alike = [each for each, of in there if of == keys]
+    below = max((each for each in alike if each < queries), default=0)
+    above = min((each for each in alike if each > queries), default=0)
+    if not below or not above:
+        raise JaxinferError(
+            f"{path}: has neither {queries} query heads with {keys} KV heads, nor parts of them, "
+            "nor numbers of query heads on both sides"
+        )
+    low, high = (_by_point(read(each, keys)) for each in (below, above))
+    both = [at for at in low if at in high]
+    share = (queries - below) / (above - below)
+    ms = [(1 - share) * low[at] + share * high[at] for at in both]
+    return MeasuredPoints(path, np.array(both), np.array(ms))
+
+
+def _by_point(read: MeasuredPoints) -> dict[tuple[float, ...], float]:
+    return dict(zip(map(tuple, read.points.tolist()), read.ms.tolist(), strict=True))
