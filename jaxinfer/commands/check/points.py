@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from jaxinfer.commands.check.experiments import ABOUT, validate_experiments
 from jaxinfer.commands.common import (
     cores,
     counted,
@@ -21,7 +22,6 @@ from jaxinfer.commands.common import (
     say,
     with_pictures,
 )
-from jaxinfer.commands.experiments import ABOUT, validate_experiments
 from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.config.run_file import apply_setting
 from jaxinfer.errors import JaxinferError
@@ -111,7 +111,9 @@ def points(
         ]:
             raise JaxinferError(f"{unused[0]} has no effect on experiments: leave it out")
         about = campaigns or ABOUT
-        validate_experiments(Path(points), folder_of_tables, out, about, jobs, _settings(settings))
+        validate_experiments(
+            Path(points), folder_of_tables, out, about, jobs, _settings(settings), as_json
+        )
         return
     from jaxinfer.files.contents import contents
     from jaxinfer.files.kept import KeptResults

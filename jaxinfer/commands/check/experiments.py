@@ -1,4 +1,4 @@
-"""``jaxinfer validate`` on experiments with stages of load: ours beside other simulators."""
+"""``jaxinfer check points`` on experiments with stages of load: ours beside other simulators."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxinfer.commands.common import cores, counted, kept_results, say
+from jaxinfer.commands.figures import print_json
 from jaxinfer.errors import JaxinferError
 
 # What keeps the figures of a folder.
@@ -25,18 +26,19 @@ def validate_experiments(
     about: str,
     jobs: int | None,
     own: Mapping[str, Any],
+    as_json: bool = False,
 ) -> None:
     """Simulate the experiments of a file, and write and print the errors of all simulators.
 
     Args:
         operators: folder of tables.
         about: file on how experiments were run.
-        own: dotted keys of run files that count before all others.
+        own: values of run files by dotted keys; they take precedence over all others.
+        as_json: print the errors as JSON, not as a table.
     """
     from jaxinfer.files.contents import contents
-    from jaxinfer.lab.plan.evaluation_cache import key_of
+    from jaxinfer.files.kept import key_of
     from jaxinfer.lab.plan.result import write_table
-    from jaxinfer.lab.plan.search_progress import Bar
     from jaxinfer.lab.validate.experiments import (
         Experiments,
         ExperimentSetup,
@@ -50,6 +52,7 @@ def validate_experiments(
         score,
         show_scores,
     )
+    from jaxinfer.report.progress import CountProgress
 
     rules, rows = Experiments.read(about), read_experiments(path)
     tables = contents({"folder": operators})
@@ -77,7 +80,7 @@ def validate_experiments(
             else:
                 found[name] = known
         at = nullcontext((map, 1)) if jobs == 1 or not todo else cores(None, jobs)
-        with at as (map_setups, _), Bar(len(todo)) as bar:
+        with at as (map_setups, _), CountProgress("experiments", len(todo)) as bar:
             setups = [setup for _, setup in todo.values()]
             each_found = map_setups(predict_experiment, setups)
             for (name, (key, _)), figures in zip(todo.items(), each_found, strict=True):
@@ -93,8 +96,12 @@ def validate_experiments(
             sys.exit(1)
         scores = score(scored)
         write_table(folder / "points.csv", [each.cells for each in scored])
-        text = json.dumps({"figures": scores, "left_out": _left_out(scored)}, indent=2)
+        summary = {"figures": scores, "left_out": _left_out(scored)}
+        text = json.dumps(summary, indent=2)
         (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        print_json(summary)
+        return
     console = Console(width=None if sys.stdout.isatty() else 170)
     console.print(show_scores(scores))
     for line in _why_lines(scored):
