@@ -1,6 +1,7 @@
 """Policies by which one instance forms its batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from pydantic import Field
 
@@ -9,6 +10,16 @@ from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.request_state import RequestState
 
 
+Policy = TypeVar("Policy", bound=Callable[..., object])
+
+
+def repeats_decodes(policy: Policy) -> Policy:
+    """Declare that a policy keeps the promise of ``Policies.repeats_decodes``."""
+    policy.repeats_decodes = True  # type: ignore[attr-defined]
+    return policy
+
+
+@repeats_decodes
 def mixed(batch: BatchBuilder) -> None:
     """Decodes first, then chunks of running prompts, then of newly admitted ones.
 
@@ -42,6 +53,7 @@ class MixedOptions(Options):
             raise OptionError(f"wait_share is {self.wait_share}, has no use without wait_steps")
 
 
+@repeats_decodes
 class Mixed:
     """Decodes first, then chunks of running prompts, then of newly admitted ones.
 
@@ -106,6 +118,7 @@ class Mixed:
         return self._waited > 0
 
 
+@repeats_decodes
 def even_decodes(batch: BatchBuilder) -> None:
     """Like ``mixed``, but no step of a pipeline takes more than its share of the requests.
 
@@ -119,6 +132,7 @@ def even_decodes(batch: BatchBuilder) -> None:
         batch.add_chunk(admitted)
 
 
+@repeats_decodes
 def one_batch(batch: BatchBuilder) -> None:
     """Admit requests only when none runs: a batch stays together until all its requests have ended.
 
@@ -142,6 +156,7 @@ class PrefillFirstOptions(Options):
     cut_last: bool = False
 
 
+@repeats_decodes
 class PrefillFirst:
     """Whole prompts if there are any to compute, else all decodes; never both in one step.
 
@@ -199,6 +214,7 @@ class WholePromptsOptions(Options):
     max_skips: int = Field(default=4, ge=1)
 
 
+@repeats_decodes
 class WholePrompts:
     """Whole prompts first, as many as fit into a step; decodes fill the rest.
 

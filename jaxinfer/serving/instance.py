@@ -7,10 +7,11 @@ from operator import attrgetter
 from typing import Literal, Protocol
 
 from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.features.decode_group import DecodeGroup
 from jaxinfer.serving.features.half_batches import ChooseHalves
 from jaxinfer.serving.features.head_slices import Placement
 from jaxinfer.serving.kv_shards import HeldPages, KVShards
-from jaxinfer.serving.page_pool import Shard
+from jaxinfer.serving.page_pool import CountedPages, Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.running import Running
@@ -46,6 +47,13 @@ class InstanceOptions:
 
 class InstancePolicies(Protocol):
     """The decisions made for an instance; ``serving/policies.py`` has those that there are."""
+
+    @property
+    def repeats_decodes(self) -> bool:
+        """True if a step of all that run, decodes alone, is followed by the same.
+
+        As long as none waits, comes, ends or lacks pages; the policies then need not be asked.
+        """
 
     def order(self, waiting: Sequence[RequestState]) -> RequestState:
         """Choose the waiting request that is to be admitted next."""
@@ -121,6 +129,8 @@ class Instance:
         self.lacks_pages: RequestState | None = None
         self.prompt_budget: int | None = None
         self._admitted_imports: list[RequestState] = []
+        counted = len(kv.shards) == 1 and isinstance(kv.shards[0].pool, CountedPages)
+        self._repeats = groups_decodes and counted and policies.repeats_decodes
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None
         self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
 
@@ -247,6 +257,15 @@ class Instance:
         batch = self.policies.next_batch(self)
         self.in_flight += batch is not None
         return batch
+
+    def steady_group(self) -> DecodeGroup | None:
+        """The decodes that all steps from the next launch on are of, until something changes here.
+
+        A member's end and a lack of pages are changes. None where steps may turn out otherwise.
+        """
+        if self.waiting or self.in_flight < self.options.max_in_flight or not self._repeats:
+            return None
+        return self.taking_part.steady_group()
 
     def remove(self, request: RequestState) -> None:
         """Take a request out of wherever it is here; its pages are the caller's to free."""

@@ -59,6 +59,16 @@ class HeldPages(HeldSlices):
         self.capacity = self.num_pages * kv.page_size
         return True
 
+    def has_taken(self, num_tokens: int) -> None:
+        """Note pages for ``num_tokens`` KV entries that a counting pool has handed out before."""
+        if num_tokens > self.capacity:
+            extra = -(-num_tokens // self.kv.page_size) - self.num_pages
+            for table in self.tables:
+                for pages in table.values():
+                    pages += [0] * extra
+            self.num_pages += extra
+            self.capacity = self.num_pages * self.kv.page_size
+
     def lacking(self, num_tokens: int) -> list[int]:
         """Numbers of the shards without room for ``num_tokens`` KV entries."""
         extra = self.kv.pages_for(num_tokens) - self.num_pages

@@ -1,6 +1,7 @@
 """The serving loop: one loop for every system and both worlds."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
@@ -29,6 +30,19 @@ MAX_IDLE_TICKS = 100_000
 MAX_IDLE_TICKS_AFTER_LOSS = 10
 
 
+class Runs(Protocol):
+    """Steps that follow each other as they would if the loop were asked after each."""
+
+    def give(self, instance: Instance) -> None:
+        """Let an instance's steps follow each other, as far as it has any that may.
+
+        Called each time that something has changed there: that ends what it was given before.
+        """
+
+    def go_on(self) -> None:
+        """Take such steps as long as nothing else happens."""
+
+
 class ServingLoop:
     """Takes requests from arrival to their end over the instances of one system.
 
@@ -43,6 +57,7 @@ class ServingLoop:
         on_event: called with each event but Arrival and Tick once it is committed.
         predict: called with each request that comes in: its ``predicted``.
         renew: makes a fresh instance of the name of one that is back.
+        runs: takes steps of decodes that nothing else has a part in, one after the other.
     """
 
     def __init__(
@@ -55,6 +70,7 @@ class ServingLoop:
         on_event: Callable[[Event], None] = lambda event: None,
         predict: Callable[[RequestState], tuple[int, int] | None] | None = None,
         renew: Callable[[str], Instance] | None = None,
+        runs: Runs | None = None,
     ) -> None:
         self.world = world
         self.system = system
@@ -68,6 +84,7 @@ class ServingLoop:
         self._on_event = on_event
         self._predict = predict
         self._steps_in_flight = 0
+        self._runs = None if system.hears_decodes else runs
 
     def run(self) -> None:
         """Serve until all requests have come in and ended, and nothing is in flight."""
@@ -79,6 +96,8 @@ class ServingLoop:
         self._ask_for_tick()
         idle_ticks = 0
         while True:
+            if self._runs and not self.assignments.unrouted:
+                self._runs.go_on()
             events = self.world.due_events()
             for event in events:
                 self._apply(event)
@@ -255,6 +274,8 @@ class ServingLoop:
                     self.world.launch(batch)
                 for request in instance.take_admitted_imports():
                     assignments.hand_offs.pull(request)
+                if self._runs:
+                    self._runs.give(instance)
 
     def _drop_unfetched(self) -> bool:
         """Drop the KV of the latest request that waits for room elsewhere, if there is one.

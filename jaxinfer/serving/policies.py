@@ -94,6 +94,11 @@ class Policies:
     batching: Callable[[BatchBuilder], None] = batching.mixed
     victim: Callable[[Sequence[RequestState]], RequestState] = admission.latest
 
+    @property
+    def repeats_decodes(self) -> bool:
+        """See ``InstancePolicies``; a batching policy says so by an attribute of this name."""
+        return getattr(self.batching, "repeats_decodes", False)
+
     def next_batch(self, instance: Instance) -> Batch | None:
         """The next step, whose rows have been launched; None if nothing can take part in one."""
         batch = BatchBuilder(instance)

@@ -148,6 +148,14 @@ class Running:
                 self._take_out(other)
         return group
 
+    def steady_group(self) -> DecodeGroup | None:
+        """The group that all requests are in, and all grouped steps in flight are of."""
+        if self._ungrouped or len(self._groups) != 1:
+            return None
+        (group,) = self._groups
+        steady = len(group.active) == len(self._all) and all(g is group for g in self._launched)
+        return group if steady else None
+
     def join(self, group: DecodeGroup, request: RequestState) -> None:
         """Have a request be advanced with a group."""
         group.join(request, self._number[request.id])

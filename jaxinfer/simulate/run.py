@@ -17,6 +17,7 @@ from jaxinfer.serving.world import Event, StepDone
 from jaxinfer.simulate.beyond import BeyondMeasured
 from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
 from jaxinfer.simulate.requests import ModelledRequests
+from jaxinfer.simulate.runs import DecodeRuns
 from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -61,6 +62,7 @@ def serve(
     start: float = 0.0,
     about: Mapping[str, object] | None = None,
     on_step: Callable[[StepDone], None] | None = None,
+    in_runs: bool = True,
 ) -> RunMetrics:
     """Serve on a cluster that has been modelled; ``compiles`` and related figures are 0.
 
@@ -69,6 +71,8 @@ def serve(
         about: see ``simulate``.
         on_step: called with each step that has ended; what it looks at has to hold for decodes
             that are advanced together.
+        in_runs: whether steps of decodes alone may follow each other without the loop; the result
+            is the same.
     """
     site, modelled = cluster.resolved, cluster.instances
     assert site
@@ -108,8 +112,17 @@ def serve(
     with Recorder(run_dir, describe, counts, keeps_ledger=keeps, hears=False) as recorder:
         ledger = recorder.ledger
         seen = ledger.around(world) if ledger else world
+        looks = run_dir or on_step or beyond.watches
+        runs = DecodeRuns(world, seen, on_event, None if looks else recorder.totals.add_decodes)
         loop = ServingLoop(
-            seen, instances, system, requests.check_stop, on_finish, on_event, requests.predict
+            seen,
+            instances,
+            system,
+            requests.check_stop,
+            on_finish,
+            on_event,
+            requests.predict,
+            runs=runs if in_runs else None,
         )
         if ledger:
             ledger.watch(loop)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.network import Network
@@ -15,6 +16,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone
 from jaxinfer.simulate.cluster import ModelledCluster
 from jaxinfer.simulate.costs.joint import JointRounds
+from jaxinfer.simulate.costs.model import CostModel
 from jaxinfer.simulate.shared_device import SharedDevice
 from jaxinfer.simulate.stage_path import StagePath
 
@@ -52,8 +54,9 @@ class SimulatedWorld:
         self._next = next(self._requests, None)
         self._num_added = 0
         self._now = start
-        self._order = itertools.count()
-        self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
+        self.order = itertools.count()
+        # A time, a number, and an event, or what is called for it with the rest.
+        self.heap: list[tuple[Any, ...]] = []
         self._joint = cluster.joint.own if cluster.joint else {}
         self._rounds = JointRounds(cluster.joint) if cluster.joint else None
         # When each device of an instance is done with what it has been given.
@@ -180,19 +183,36 @@ class SimulatedWorld:
                 self._next = next(self._requests, None)
             for moving, lane in self._network.take_ended(time):
                 self._at(time + lane.latency_s, partial(self._land, moving))
-            while self._heap and self._heap[0][0] <= time:
-                happens = heapq.heappop(self._heap)[2]
-                event = happens() if callable(happens) else happens
+            while self.heap and self.heap[0][0] <= time:
+                _, _, happens, *rest = heapq.heappop(self.heap)
+                event = happens(*rest) if callable(happens) else happens
                 if event is not None:
                     events.append(event)
         return events
 
     def _next_time(self) -> float:
-        time = self._heap[0][0] if self._heap else math.inf
+        time = self.heap[0][0] if self.heap else math.inf
         if self._next is not None:
             time = min(time, max(self._next.arrival, self._now))
         end = self._network.next_end
         return time if end is None else min(time, end)
 
+    def next_other(self) -> float:
+        """The time before which nothing happens but what the heap has."""
+        arrival = self._next.arrival if self._next else math.inf
+        end = self._network.next_end
+        return arrival if end is None else min(arrival, end)
+
+    def pass_to(self, time: float) -> None:
+        """Let time pass; nothing happens until then."""
+        self._now = time
+
+    def single_device(self, name: str) -> tuple[CostModel, dict[int, float]] | None:
+        """An instance's step times, and when its one device is free; None where it shares any."""
+        free = self._free[name]
+        if name in self._joint or name in self._visits or len(free) != 1:
+            return None
+        return self._instances[name].cost, free
+
     def _at(self, time: float, happens: Event | Callable[[], Event | None]) -> None:
-        heapq.heappush(self._heap, (time, next(self._order), happens))
+        heapq.heappush(self.heap, (time, next(self.order), happens))

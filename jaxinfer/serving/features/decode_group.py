@@ -12,6 +12,7 @@ from operator import itemgetter
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.kv_shards import HeldPages
+from jaxinfer.serving.page_pool import PagePool
 from jaxinfer.serving.request_state import RequestState
 
 # When so many past steps' times have come together, members take what is theirs.
@@ -83,6 +84,8 @@ class DecodeGroup:
         # By the number of a step in flight: its rows of requests that have left meanwhile, each
         # with the number of the request's admission.
         self._left: dict[int, list[tuple[int, Row]]] = {}
+        # The step from which on all whose turn it is need a page: some come with more room.
+        self._even_from = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -113,6 +116,9 @@ class DecodeGroup:
         self._turn_of(member)[request.id] = member
         self._context += start + 1
         self._offsets = None
+        assert request.hold
+        room = request.hold.capacity - start
+        self._even_from = max(self._even_from, first + room - len(self._turns) + 1)
 
     def retire(self) -> None:
         """Leave out, before a step, members whose last decode has been launched."""
@@ -127,6 +133,7 @@ class DecodeGroup:
             hold, position = member.request.hold, self._position(member)
             assert hold
             if position >= hold.capacity:
+                self._settle_pages(member)
                 found.append((hold, position + 1))
         return found
 
@@ -155,6 +162,35 @@ class DecodeGroup:
         self._launched += 1
         return rows, context
 
+    def go_on(self, end: float, pool: PagePool) -> int | None:
+        """End the oldest step in flight and launch the next one, if that has the same members.
+
+        Pages are counted alone: the holds have them once their members are settled.
+
+        Returns:
+            The KV entries that the next step's rows see; None, and no change, where a member ends,
+            has left, or is left out, or where pages do not suffice.
+        """
+        number, launched = self._committed, self._launched
+        if (
+            self._ends.get(number)
+            or self._last_launches.get(launched - 1)
+            or number in self._left
+            or launched < self._even_from
+        ):
+            return None
+        if growing := len(self._turns[launched % len(self._turns)]):
+            if growing > pool.num_free:
+                return None
+            pool.take(growing)
+        self._committed += 1
+        self._ends.pop(number, None)
+        self._note_end(end)
+        context = self._context
+        self._context += len(self.active)
+        self._launched += 1
+        return context
+
     def ending(self) -> list[RequestState]:
         """Return the requests that end with the oldest step in flight: they are to leave."""
         return [member.request for member in self._ends.get(self._committed, {}).values()]
@@ -167,14 +203,17 @@ class DecodeGroup:
             of the request's admission, in this order.
         """
         number = self._committed
-        self._times.append(end)
         self._committed += 1
         self._ends.pop(number, None)
+        self._note_end(end)
+        return sorted(self._left.pop(number, ()), key=itemgetter(0))
+
+    def _note_end(self, end: float) -> None:
+        self._times.append(end)
         if len(self._times) == _TIMES_KEPT:
             self.settle()
             self._times.clear()
             self._oldest = self._committed
-        return sorted(self._left.pop(number, ()), key=itemgetter(0))
 
     def leave(self, request: RequestState) -> None:
         """Settle a member and take it out; of steps in flight, it has rows from now on."""
@@ -249,6 +288,7 @@ class DecodeGroup:
 
     def _settle(self, member: Member) -> None:
         request, stop = member.request, member.last_launch + 1
+        self._settle_pages(member)
         launched, committed = min(self._launched, stop), min(self._committed, stop)
         ahead = launched - member.launched
         request.launched += ahead
@@ -261,6 +301,12 @@ class DecodeGroup:
             at = member.committed - self._oldest
             request.metrics.token_times.extend(self._times[at : at + count])
             member.committed = committed
+
+    def _settle_pages(self, member: Member) -> None:
+        """Give a hold the pages that ``go_on`` has counted for it."""
+        assert member.request.hold
+        launched = min(self._launched, member.last_launch + 1)
+        member.request.hold.has_taken(member.start + launched - member.first)
 
     def _deactivate(self, member: Member) -> None:
         del self.active[member.request.id]

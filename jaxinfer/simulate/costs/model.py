@@ -1,7 +1,7 @@
 """Times of a modelled instance's steps."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Protocol
@@ -41,6 +41,20 @@ class SlowedStage:
     def seconds(self, work: Work) -> float:
         """Seconds of a step."""
         return self.slowdown * self.cost.seconds(work)
+
+
+def decode_seconds(cost: CostModel, rows: int) -> Callable[[int], float]:
+    """Return a function from the KV entries that ``rows`` decodes see to a step's seconds.
+
+    It gives what ``stages`` gives for a step of these alone, of an instance of one stage.
+    """
+    while isinstance(cost, Padded):
+        cost = cost.cost  # Steps without prefill are not padded.
+    of_one = isinstance(cost, Pipeline) and getattr(cost.parts[0], "decode_seconds", None)
+    if of_one:
+        found: Callable[[int], float] = of_one(rows)
+        return found
+    return lambda context: cost.stages(Work(rows, rows, rows, rows, context, [], rows))[0]
 
 
 # By kind of costs. Each is read when it is asked for: that of tables loads scipy.

@@ -2,6 +2,7 @@
 (Williams et al., 2009), at stated efficiencies.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -106,6 +107,20 @@ class RooflineStage:
         if self._head and work.sampled:
             compute, weights, moved = self._head
             seconds += max(work.sampled * compute, weights + work.sampled * moved)
+        return seconds
+
+    def decode_seconds(self, rows: int) -> Callable[[int], float]:
+        """Return ``seconds`` of a step of so many decodes, by the KV entries that they see."""
+        E, layers, dense = self._efficiency, self.layers, self.dense(rows)
+        kv_bytes, per_byte, step_s = self._kv_bytes, self._per_byte, E.step_s
+        sequences, head = E.sequence_s * rows, 0.0
+        if self._head:
+            compute, weights, moved = self._head
+            head = max(rows * compute, weights + rows * moved)
+
+        def seconds(context: int) -> float:
+            return layers * (dense + context * kv_bytes * per_byte) + step_s + sequences + head
+
         return seconds
 
     def floor(self) -> StepFloor:

@@ -1,0 +1,122 @@
+"""Runs of decodes in virtual time: steps of an instance that follow each other without the loop.
+
+Each step's end stays an event in the world's heap, so that all happens in its order; only what the
+loop, the policies and the system would find unchanged is left out.
+"""
+
+from collections.abc import Callable
+from heapq import heappop, heapreplace
+from typing import Protocol
+
+from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.features.decode_group import DecodeGroup
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.world import Event, StepDone, World
+from jaxinfer.simulate.costs.model import CostModel, decode_seconds
+from jaxinfer.simulate.world import SimulatedWorld
+
+
+class CountDecodes(Protocol):
+    """Counts a step of decodes alone; see ``RunTotals.add_decodes``."""
+
+    def __call__(  # noqa: D102
+        self, instance: str, start: float, end: float, decodes: int, context: int, pages: int, /
+    ) -> None: ...
+
+
+class _Run:
+    """Decodes of an instance whose steps follow each other.
+
+    Attributes:
+        seconds: time of a step, by the KV entries that its rows see; None until it is needed.
+        free: when each device of the instance is done with what it has been given.
+    """
+
+    __slots__ = ("cost", "device", "free", "group", "instance", "name", "pool", "rows", "seconds")
+
+    def __init__(
+        self, instance: Instance, group: DecodeGroup, cost: CostModel, free: dict[int, float]
+    ) -> None:
+        self.instance, self.group, self.cost, self.free = instance, group, cost, free
+        (self.device,) = free
+        self.name, self.rows = instance.name, len(group.active)
+        self.pool = instance.kv.shards[0].pool
+        self.seconds: Callable[[int], float] | None = None
+
+    def __call__(self, start: float, end: float, context: int, pages: int) -> StepDone:
+        """The end of a step that was only counted so far."""
+        rows = self.rows
+        batch = Batch(self.name, [], 0, rows, pages, rows, context)
+        return StepDone(batch, [0] * rows, start, end, stages=[(start, end)])
+
+
+class DecodeRuns:
+    """Implements ``jaxinfer.serving.loop.Runs``.
+
+    Args:
+        seen: the world as the loop sees it.
+        on_event: called with each step that has ended.
+        count: counts such a step in place of ``on_event``; None where something looks at each.
+    """
+
+    def __init__(
+        self,
+        world: SimulatedWorld,
+        seen: World,
+        on_event: Callable[[Event], None],
+        count: CountDecodes | None,
+    ) -> None:
+        self._world, self._seen, self._on_event, self._count = world, seen, on_event, count
+        self._runs: dict[str, _Run] = {}
+
+    def give(self, instance: Instance) -> None:
+        """Let an instance's steps follow each other, as far as it has any that may."""
+        name = instance.name
+        group, device = instance.steady_group(), self._world.single_device(name)
+        if group and device:
+            self._runs[name] = _Run(instance, group, *device)
+        else:
+            self._runs.pop(name, None)
+
+    def go_on(self) -> None:
+        """Take such steps, until something else is due, or is due at the same time."""
+        heap, until, runs = self._world.heap, self._world.next_other(), self._runs
+        others = range(1, min(len(heap), 3))
+        while heap and (end := heap[0][0]) < until:
+            step = heap[0][2]
+            if type(step) is _Run:
+                run = runs.get(step.name)
+            elif type(step) is StepDone and not step.rows:
+                run = runs.get(step.instance)
+            else:
+                return
+            if run is None or any([heap[other][0] == end for other in others]):
+                return
+            span = run.group.span() if run.instance.asks_spans else None
+            context = run.group.go_on(end, run.pool)
+            if context is None:
+                del runs[run.name]
+                return
+            if type(step) is _Run:
+                assert self._count
+                _, _, _, start, _, seen, pages = heap[0]
+                self._count(step.name, start, end, step.rows, seen, pages)
+            else:
+                self._on_event(step)
+            if self._count is None or span:
+                self._launch(run, context, span, end)
+                continue
+            if run.seconds is None:
+                run.seconds = decode_seconds(run.cost, run.rows)
+            start = max(run.free[run.device], end)
+            run.free[run.device] = after = start + run.seconds(context)
+            pages = run.pool.num_usable - run.pool.num_free
+            heapreplace(heap, (after, next(self._world.order), run, start, after, context, pages))
+
+    def _launch(self, run: _Run, context: int, span: tuple[int, int] | None, now: float) -> None:
+        """Launch a step that is looked at."""
+        heappop(self._world.heap)
+        self._world.pass_to(now)
+        pages = run.pool.num_usable - run.pool.num_free
+        spans = [span] if span else None
+        self._seen.launch(Batch(run.name, [], 0, run.rows, pages, run.rows, context, spans=spans))
