@@ -11,7 +11,7 @@ from jaxinfer.serving.features.decode_group import DecodeGroup
 from jaxinfer.serving.features.half_batches import ChooseHalves
 from jaxinfer.serving.features.head_slices import Placement
 from jaxinfer.serving.kv_shards import HeldPages, KVShards
-from jaxinfer.serving.page_pool import CountedPages, Shard
+from jaxinfer.serving.page_pool import Shard
 from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.running import Running
@@ -129,10 +129,11 @@ class Instance:
         self.lacks_pages: RequestState | None = None
         self.prompt_budget: int | None = None
         self._admitted_imports: list[RequestState] = []
-        counted = len(kv.shards) == 1 and isinstance(kv.shards[0].pool, CountedPages)
+        counted = len(kv.shards) == 1 and not kv.has_numbers
         self._repeats = groups_decodes and counted and policies.repeats_decodes
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None
-        self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
+        keep = self.keep_prefix if kv.cache else None
+        self.taking_part = Running(page_size, self.options.launch_ahead, num_output, keep)
 
     def go_without(self, shards: Sequence[int]) -> None:
         """Have all shards of the KV but these, by their numbers; those that are back are empty."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from jaxinfer.serving.features.head_slices import HeldSlices, PlacedSlices, Placement
-from jaxinfer.serving.page_pool import Shard
+from jaxinfer.serving.page_pool import CountedPages, Shard
 from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
 
 
@@ -120,16 +120,19 @@ class HeldPages(HeldSlices):
             for pages in table.values():
                 shard.pool.give([p for i, p in enumerate(pages) if i not in self.cached])
         # The last pages first: without those before them they would not be found.
-        for index in sorted(self.cached, reverse=True):
+        if self.cached:
             assert self.kv.cache
-            self.kv.cache.drop(self.cached[index])
+            self.kv.cache.drop(*[self.cached[index] for index in sorted(self.cached, reverse=True)])
         self.kv.on_free()
 
     def keep(self, digests: Sequence[bytes]) -> None:
         """Offer the first pages, whose entries exist by now, to the prefix cache."""
         assert self.kv.cache
+        numbered = self.kv.has_numbers
+        pages = [dict.fromkeys(table, 0) for table in self.tables]
         for index in range(self.num_hashed, len(digests)):
-            pages = [{s: p[index] for s, p in table.items()} for table in self.tables]
+            if numbered:
+                pages = [{s: p[index] for s, p in table.items()} for table in self.tables]
             if page := self.kv.cache.add(digests[index], pages):
                 self.cached[index] = page
         self.num_hashed = max(self.num_hashed, len(digests))
@@ -143,6 +146,7 @@ class KVShards(PlacedSlices):
 
     Attributes:
         cache: the pages kept, or None.
+        has_numbers: whether pages have numbers.
         on_free: called when pages have come free.
         reserved: holds of requests that are still elsewhere -> how to have one given back.
     """
@@ -152,6 +156,7 @@ class KVShards(PlacedSlices):
         if any(shard.pool.page_size != self.page_size for shard in shards):
             raise ValueError("the shards of one instance must have one page size")
         super().__init__(shards)
+        self.has_numbers = not all(isinstance(shard.pool, CountedPages) for shard in shards)
         self.cache = PrefixCache(shards) if caching else None
         self.on_free: Callable[[], None] = lambda: None
         self.reserved: dict[HeldPages, Callable[[], None]] = {}
@@ -186,9 +191,9 @@ class KVShards(PlacedSlices):
         for shard, pieces in zip(self.shards, placement, strict=True):
             if shard.pool.num_free < extra * len(pieces):
                 return None
-        for page in cached:
+        if cached:
             assert self.cache
-            self.cache.acquire(page)
+            self.cache.acquire(*cached)
         hold = HeldPages(self, placement, cached)
         grown = hold.grow(num_tokens)
         assert grown, "the room was counted above"

@@ -4,6 +4,7 @@ A page is known by a digest of its tokens and of all tokens before them, so that
 equal KV entries. Only pages whose entries exist are kept; they are never written again.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from jaxinfer.serving.page_pool import Shard
@@ -35,7 +36,7 @@ class PrefixCache:
     def __init__(self, shards: list[Shard]) -> None:
         self._shards = shards
         self._pages: dict[bytes, CachedPage] = {}
-        self._idle: dict[bytes, CachedPage] = {}
+        self._idle: OrderedDict[bytes, CachedPage] = OrderedDict()
         for shard in shards:
             shard.pool.evict = self.evict
 
@@ -49,22 +50,31 @@ class PrefixCache:
             found.append(page)
         return found
 
-    def acquire(self, page: CachedPage) -> None:
-        """Count one more hold."""
-        if not page.holds:
-            del self._idle[page.digest]
-            self._count_idle(page, -1)
-        page.holds += 1
+    def acquire(self, *pages: CachedPage) -> None:
+        """Count one more hold of each."""
+        idle = 0
+        for page in pages:
+            if not page.holds:
+                del self._idle[page.digest]
+                idle += 1
+            page.holds += 1
+        if idle:
+            self._count_idle(pages[0], -idle)
 
-    def drop(self, page: CachedPage) -> None:
-        """Count one hold fewer."""
-        page.holds -= 1
-        if not page.holds:
-            if self._pages.get(page.digest) is page:
+    def drop(self, *pages: CachedPage) -> None:
+        """Count one hold fewer of each."""
+        known, idle = self._pages, 0
+        for page in pages:
+            page.holds -= 1
+            if page.holds:
+                continue
+            if known.get(page.digest) is page:
                 self._idle[page.digest] = page
-                self._count_idle(page, 1)
+                idle += 1
             else:
                 self._give(page)
+        if idle:
+            self._count_idle(pages[0], idle)
 
     def add(self, digest: bytes, pages: list[dict[int, int]]) -> CachedPage | None:
         """Take in a page that one hold has and whose entries exist; None if its like is known."""
@@ -75,7 +85,10 @@ class PrefixCache:
 
     def evict(self) -> None:
         """Free the page that has been idle for longest."""
-        self.forget([next(iter(self._idle))])
+        digest, page = self._idle.popitem(last=False)
+        del self._pages[digest]
+        self._count_idle(page, -1)
+        self._give(page)
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Let no further request have these pages; those that no request has now are free."""

@@ -1,7 +1,7 @@
 """A request as the loop keeps it: a few ordered integers and where its KV lies."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from jaxinfer.request import FinishReason, RequestMetrics
@@ -28,6 +28,8 @@ class RequestState:
         output_token_ids: tokens that have reached the host.
         details: the world's report on each output token, if any.
         prompt_details: the world's report on the prompt, by position.
+        prompt_digests: by page size, digests of the prompt's full pages, or none of them; where the
+            world knows them without the tokens.
         after_ends: number of requests of the run that must end before it comes, ``arrival`` seconds
             after that.
         predicted: output tokens, at least and at most, where something predicts them.
@@ -54,8 +56,8 @@ class RequestState:
         "details", "epoch",
         "error", "exported", "finish_reason", "goes_first", "hold", "id", "incoming",
         "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
-        "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_len",
-        "prompt_token_ids", "sent", "slice_copy", "slice_move", "slices_copied", "stop_reason",
+        "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_digests",
+        "prompt_len", "prompt_token_ids", "sent", "slice_copy", "slice_move", "slices_copied", "stop_reason",
         "takes_cached", "transfers",
     )  # fmt: skip
 
@@ -85,6 +87,7 @@ class RequestState:
         self.predicted: tuple[int, int] | None = None
         self.goes_first = False
         self.takes_cached = True
+        self.prompt_digests: Callable[[int], list[bytes]] | None = None
         self._digests: dict[int, list[bytes]] = {}
         self.metrics = RequestMetrics(arrival)
         self.finish_reason: FinishReason | None = None
@@ -140,7 +143,10 @@ class RequestState:
 
         A prefix cache asks for them. A page's digest is of its tokens and all tokens before them.
         """
-        digests = self._digests.setdefault(page_size, [])
+        digests = self._digests.get(page_size)
+        if digests is None:
+            known = self.prompt_digests(page_size) if self.prompt_digests else []
+            digests = self._digests[page_size] = known
         for index in range(len(digests), count):
             tokens = self.known_tokens(index * page_size, (index + 1) * page_size)
             before = digests[-1] if digests else b""

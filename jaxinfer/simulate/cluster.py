@@ -128,16 +128,15 @@ class ModelledInstance:
         """
         size = self.config.page_size
         caching = self.config.enable_prefix_caching and has_tokens
-        pool = PagePool if caching or numbers_pages else CountedPages
+        pool = PagePool if numbers_pages else CountedPages
         shards = [Shard(pool(count, size), stage=i) for i, count in enumerate(self.num_pages)]
         if self.shards:
             shards = [shard.new(size, pool) for shard in self.shards]
         kv = KVShards(shards, caching)
         options = instance_options(self.config, len(self.config.places))
-        grouped = groups_decodes and not caching
         policies = make_policies(self.config.policies)
         role = self.config.role
-        instance = Instance(name, kv, options, policies, role, fit, grouped, num_output)
+        instance = Instance(name, kv, options, policies, role, fit, groups_decodes, num_output)
         instance.asks_spans = self.asks_spans
         instance.halves_pay = choice(self.config.half_batches, self._is_shorter)
         return instance

@@ -32,13 +32,16 @@ class _Run:
         free: when each device of the instance is done with what it has been given.
     """
 
-    __slots__ = ("cost", "device", "free", "group", "instance", "name", "pool", "rows", "seconds")
+    __slots__ = (
+        "asks_spans", "cost", "device", "free", "group", "name", "pool", "rows", "seconds",
+    )  # fmt: skip
 
     def __init__(
         self, instance: Instance, group: DecodeGroup, cost: CostModel, free: dict[int, float]
     ) -> None:
-        self.instance, self.group, self.cost, self.free = instance, group, cost, free
+        self.group, self.cost, self.free = group, cost, free
         (self.device,) = free
+        self.asks_spans = instance.asks_spans
         self.name, self.rows = instance.name, len(group.active)
         self.pool = instance.kv.shards[0].pool
         self.seconds: Callable[[int], float] | None = None
@@ -81,8 +84,10 @@ class DecodeRuns:
     def go_on(self) -> None:
         """Take such steps, until something else is due, or is due at the same time."""
         heap, until, runs = self._world.heap, self._world.next_other(), self._runs
-        others = range(1, min(len(heap), 3))
+        count, several, many = self._count, len(heap) > 1, len(heap) > 2
         while heap and (end := heap[0][0]) < until:
+            if (several and heap[1][0] == end) or (many and heap[2][0] == end):
+                return
             step = heap[0][2]
             if type(step) is _Run:
                 run = runs.get(step.name)
@@ -90,25 +95,26 @@ class DecodeRuns:
                 run = runs.get(step.instance)
             else:
                 return
-            if run is None or any([heap[other][0] == end for other in others]):
+            if run is None:
                 return
-            span = run.group.span() if run.instance.asks_spans else None
+            span = run.group.span() if run.asks_spans else None
             context = run.group.go_on(end, run.pool)
             if context is None:
                 del runs[run.name]
                 return
             if type(step) is _Run:
-                assert self._count
+                assert count
                 _, _, _, start, _, seen, pages = heap[0]
-                self._count(step.name, start, end, step.rows, seen, pages)
+                count(step.name, start, end, step.rows, seen, pages)
             else:
                 self._on_event(step)
-            if self._count is None or span:
+            if count is None or span:
                 self._launch(run, context, span, end)
                 continue
             if run.seconds is None:
                 run.seconds = decode_seconds(run.cost, run.rows)
-            start = max(run.free[run.device], end)
+            if (start := run.free[run.device]) < end:
+                start = end
             run.free[run.device] = after = start + run.seconds(context)
             pages = run.pool.num_usable - run.pool.num_free
             heapreplace(heap, (after, next(self._world.order), run, start, after, context, pages))

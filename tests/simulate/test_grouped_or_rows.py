@@ -4,7 +4,9 @@ So do their steps where they follow each other in runs, to the last byte of all 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -31,7 +33,8 @@ def outcome(
 
     def on_request(request: RequestState, times: Sequence[float]) -> None:
         metrics = request.metrics
-        scheduled = metrics.first_scheduled, metrics.num_preemptions, metrics.cut
+        counts = metrics.num_preemptions, metrics.cut, metrics.num_cached_tokens
+        scheduled = metrics.first_scheduled, *counts
         requests.append((request.id, list(times), request.finish_reason, scheduled))
 
     def on_step(step: StepDone) -> None:
@@ -109,9 +112,37 @@ def test_some_runs_of_each_system(system: str, tmp_path: Path) -> None:
     assert (max(grouped) > 0) == (system != "hetis")
 
 
+def with_shared_prompts(
+    data: dict[str, Any], work: Sequence[BenchRequest], seed: int
+) -> tuple[dict[str, Any], list[BenchRequest]]:
+    """The same with prefix caching, and prompts that begin alike, by tokens or names of blocks."""
+    rng = Random(seed)
+    begins = [[rng.randint(0, 2) for _ in range(400)] for _ in range(3)]
+    changes: list[dict[str, Any]] = []
+    for item in work:
+        which = rng.randrange(len(begins))
+        by_name = {"hash_ids": (which,)}
+        changes.append(
+            by_name if seed % 2 else {"prompt_token_ids": begins[which][: item.prompt_len]}
+        )
+    engine = data["engine"] | {"enable_prefix_caching": True}
+    shared = [replace(item, **change) for item, change in zip(work, changes, strict=True)]
+    return data | {"engine": engine}, shared
+
+
+@pytest.mark.parametrize("system", [system for system in SYSTEMS if system != "hetis"])
+def test_some_runs_with_shared_prompts(system: str, tmp_path: Path) -> None:
+    for seed in range(3):
+        data, work = with_shared_prompts(*random_run(system, seed), seed)
+        compare(data, work, tmp_path / str(seed), f"{system}, seed {seed}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_many_runs_of_each_system(system: str, tmp_path: Path) -> None:
     for seed in range(5, 5 + (200 if system == "takeover" else 40)):
         said = f"{system}, seed {seed}"
         compare(*random_run(system, seed), tmp_path / str(seed), said)
+        if system != "hetis":
+            shared = with_shared_prompts(*random_run(system, seed), seed)
+            compare(*shared, tmp_path / f"shared {seed}", f"{said}, shared prompts")

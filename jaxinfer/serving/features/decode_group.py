@@ -8,7 +8,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.kv_shards import HeldPages
@@ -52,6 +52,7 @@ class DecodeGroup:
 
     Args:
         num_output: output tokens that end a request, ``max_tokens`` or less.
+        keep: takes a page that a request has filled into a prefix cache, where there is one.
 
     Attributes:
         active: the members that the latest step launched advances, or the next one will.
@@ -59,8 +60,13 @@ class DecodeGroup:
             their requests' ``computed`` is as it is; ``num_begun``: how many the others are.
     """
 
-    def __init__(self, page_size: int, num_output: Callable[[RequestState], int]) -> None:
-        self._num_output = num_output
+    def __init__(
+        self,
+        page_size: int,
+        num_output: Callable[[RequestState], int],
+        keep: Callable[[RequestState], None] | None = None,
+    ) -> None:
+        self._num_output, self._keep = num_output, keep
         self.active: dict[str, Member] = {}
         self._members: dict[str, Member] = {}
         self.fresh: dict[str, Member] = {}
@@ -78,6 +84,8 @@ class DecodeGroup:
         self._last_launches: defaultdict[int, dict[str, Member]] = defaultdict(dict)
         # By the number of a step modulo the page size: who may need a page in it.
         self._turns: list[dict[str, Member]] = [{} for _ in range(page_size)]
+        # Members left out of further steps, with steps in flight; for the sake of ``keep``.
+        self._retired: dict[str, Member] = {}
         self._context = 0
         # Least and most of the active positions, less the group's steps; None if not known.
         self._offsets: tuple[int, int] | None = None
@@ -125,6 +133,7 @@ class DecodeGroup:
         for member in self._last_launches.get(self._launched - 1, {}).values():
             if member.request.id in self.active:
                 self._deactivate(member)
+                self._retired[member.request.id] = member
 
     def full(self) -> list[tuple[HeldPages, int]]:
         """Return the holds that need a page per slice in the next step, and their entries then."""
@@ -179,13 +188,15 @@ class DecodeGroup:
             or launched < self._even_from
         ):
             return None
-        if growing := len(self._turns[launched % len(self._turns)]):
-            if growing > pool.num_free:
-                return None
-            pool.take(growing)
-        self._committed += 1
-        self._ends.pop(number, None)
+        growing = len(self._turns[launched % len(self._turns)])
+        if growing > pool.num_free:
+            return None
         self._note_end(end)
+        if self._keep and (self._turns[(number + 1) % len(self._turns)] or self._retired):
+            for member in self._filling(number):
+                self._keep(member.request)
+        if growing:
+            pool.take(growing)
         context = self._context
         self._context += len(self.active)
         self._launched += 1
@@ -200,15 +211,35 @@ class DecodeGroup:
 
         Returns:
             The step's rows of requests that have left since it was launched, each with the number
-            of the request's admission, in this order.
+            of the request's admission, in this order; with an empty row of each that has filled a
+            page which is to be kept.
         """
         number = self._committed
-        self._committed += 1
-        self._ends.pop(number, None)
         self._note_end(end)
-        return sorted(self._left.pop(number, ()), key=itemgetter(0))
+        rows = self._left.pop(number, [])
+        for member in self._filling(number) if self._keep else ():
+            request = member.request
+            assert request.hold
+            request.hold.pin()
+            row = Row(request, request.computed, 0, False, False, request.epoch, request.hold)
+            rows.append((member.number, row))
+        return sorted(rows, key=itemgetter(0))
+
+    def _filling(self, number: int) -> list[Member]:
+        """Members that have filled a page with a step that has ended, by their admission."""
+        size = len(self._turns)
+        found = [m for m in self._turns[(number + 1) % size].values() if m.first <= number]
+        for member in self._retired.values():
+            if not (member.start + number + 1 - member.first) % size and member.first <= number:
+                found.append(member)
+        found.sort(key=attrgetter("number"))
+        for member in found:
+            self._settle(member)
+        return found
 
     def _note_end(self, end: float) -> None:
+        self._ends.pop(self._committed, None)
+        self._committed += 1
         self._times.append(end)
         if len(self._times) == _TIMES_KEPT:
             self.settle()
@@ -218,6 +249,7 @@ class DecodeGroup:
     def leave(self, request: RequestState) -> None:
         """Settle a member and take it out; of steps in flight, it has rows from now on."""
         member = self._members.pop(request.id)
+        self._retired.pop(request.id, None)
         if not self.fresh.pop(request.id, None):
             self.num_begun -= 1
             self._entries -= member.start - member.first
