@@ -9,7 +9,6 @@ from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.request_state import RequestState
 
-
 Policy = TypeVar("Policy", bound=Callable[..., object])
 
 

@@ -57,8 +57,8 @@ class RequestState:
         "error", "exported", "finish_reason", "goes_first", "hold", "id", "incoming",
         "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
         "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_digests",
-        "prompt_len", "prompt_token_ids", "sent", "slice_copy", "slice_move", "slices_copied", "stop_reason",
-        "takes_cached", "transfers",
+        "prompt_len", "prompt_token_ids", "sent", "slice_copy", "slice_move", "slices_copied",
+        "stop_reason", "takes_cached", "transfers",
     )  # fmt: skip
 
     def __init__(

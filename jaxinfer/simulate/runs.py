@@ -83,12 +83,14 @@ class DecodeRuns:
 
     def go_on(self) -> None:
         """Take such steps, until something else is due, or is due at the same time."""
-        heap, until, runs = self._world.heap, self._world.next_other(), self._runs
-        count, several, many = self._count, len(heap) > 1, len(heap) > 2
-        while heap and (end := heap[0][0]) < until:
-            if (several and heap[1][0] == end) or (many and heap[2][0] == end):
+        # Most of a simulation's time is here: what is looked up twice has a name.
+        heap, order, until = self._world.heap, self._world.order, self._world.next_other()
+        runs, count, several, many = self._runs, self._count, len(heap) > 1, len(heap) > 2
+        while heap:
+            first = heap[0]
+            end, _, step = first[:3]
+            if end >= until or (several and heap[1][0] == end) or (many and heap[2][0] == end):
                 return
-            step = heap[0][2]
             if type(step) is _Run:
                 run = runs.get(step.name)
             elif type(step) is StepDone and not step.rows:
@@ -104,8 +106,7 @@ class DecodeRuns:
                 return
             if type(step) is _Run:
                 assert count
-                _, _, _, start, _, seen, pages = heap[0]
-                count(step.name, start, end, step.rows, seen, pages)
+                count(step.name, first[3], end, step.rows, first[5], first[6])
             else:
                 self._on_event(step)
             if count is None or span:
@@ -117,7 +118,7 @@ class DecodeRuns:
                 start = end
             run.free[run.device] = after = start + run.seconds(context)
             pages = run.pool.num_usable - run.pool.num_free
-            heapreplace(heap, (after, next(self._world.order), run, start, after, context, pages))
+            heapreplace(heap, (after, next(order), run, start, after, context, pages))
 
     def _launch(self, run: _Run, context: int, span: tuple[int, int] | None, now: float) -> None:
         """Launch a step that is looked at."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from random_runs import random_run
+from same_runs import compare_runs
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
@@ -55,42 +56,9 @@ def outcome(
     return {"requests": requests, "steps": steps, "decided": decided, "error": [error]}, grouped
 
 
-# Figures of the process, not of what it has simulated.
-MEASURED = {"loop_s", "peak_rss_mib"}
-
-
-def in_runs(
-    data: dict[str, Any], work: Sequence[BenchRequest], runs: bool, folder: Path | None = None
-) -> dict[str, Any]:
-    """Return the figures of a run, the times of its requests, and what its folder has."""
-    config, found = as_run_file(data | {"ledger": folder is not None}), {}
-    times: list[tuple[str, list[float]]] = []
-
-    def on_request(request: RequestState, each: Sequence[float]) -> None:
-        times.append((request.id, list(each)))
-
-    try:
-        metrics = serve(prepare(config), work, folder, on_request, in_runs=runs)
-        found["figures"] = {k: v for k, v in vars(metrics).items() if k not in MEASURED}
-    except JaxinferError as error:
-        found["error"] = str(error)
-    lines = sorted(folder.rglob("*.jsonl")) if folder else ()
-    return found | {"times": times, "files": {path.name: path.read_bytes() for path in lines}}
-
-
-def compare_runs(
-    data: dict[str, Any], work: Sequence[BenchRequest], folder: Path, said: str
-) -> None:
-    """Run step by step, and in runs with and without files."""
-    steps = in_runs(data, work, False, folder / "steps")
-    assert set(steps["files"]) == {"ledger.jsonl", "steps.jsonl", "requests.jsonl"}
-    assert steps == in_runs(data, work, True, folder / "runs"), f"{said}: other files"
-    assert steps | {"files": {}} == in_runs(data, work, True), f"{said}: other figures"
-
-
 def compare(data: dict[str, Any], work: Sequence[BenchRequest], folder: Path, said: str) -> int:
     """Run with decodes in groups and as rows; return how many decodes were in groups."""
-    compare_runs(data, work, folder / "in_runs", said)
+    compare_runs(as_run_file(data), work, folder / "in_runs", said)
     one, grouped = outcome(data, work, folder / "groups")
     with pytest.MonkeyPatch.context() as patch:
         kind = type(prepare(as_run_file(data)).resolved.new_system())

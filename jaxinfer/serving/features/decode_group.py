@@ -180,26 +180,28 @@ class DecodeGroup:
             The KV entries that the next step's rows see; None, and no change, where a member ends,
             has left, or is left out, or where pages do not suffice.
         """
-        number, launched = self._committed, self._launched
+        # Most of a simulation's steps: what is looked up twice has a name.
+        number, launched, turns = self._committed, self._launched, self._turns
         if (
             self._ends.get(number)
             or self._last_launches.get(launched - 1)
-            or number in self._left
+            or self._left
             or launched < self._even_from
         ):
             return None
-        growing = len(self._turns[launched % len(self._turns)])
+        size = len(turns)
+        growing = len(turns[launched % size])
         if growing > pool.num_free:
             return None
         self._note_end(end)
-        if self._keep and (self._turns[(number + 1) % len(self._turns)] or self._retired):
+        if self._keep and (turns[(number + 1) % size] or self._retired):
             for member in self._filling(number):
                 self._keep(member.request)
         if growing:
             pool.take(growing)
         context = self._context
-        self._context += len(self.active)
-        self._launched += 1
+        self._context = context + len(self.active)
+        self._launched = launched + 1
         return context
 
     def ending(self) -> list[RequestState]:
@@ -215,6 +217,7 @@ class DecodeGroup:
             page which is to be kept.
         """
         number = self._committed
+        self._ends.pop(number, None)
         self._note_end(end)
         rows = self._left.pop(number, [])
         for member in self._filling(number) if self._keep else ():
@@ -238,12 +241,12 @@ class DecodeGroup:
         return found
 
     def _note_end(self, end: float) -> None:
-        self._ends.pop(self._committed, None)
         self._committed += 1
-        self._times.append(end)
-        if len(self._times) == _TIMES_KEPT:
+        times = self._times
+        times.append(end)
+        if len(times) == _TIMES_KEPT:
             self.settle()
-            self._times.clear()
+            times.clear()
             self._oldest = self._committed
 
     def leave(self, request: RequestState) -> None:
