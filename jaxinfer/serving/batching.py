@@ -1,7 +1,6 @@
 """Policies by which one instance forms its batches."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from pydantic import Field
 
@@ -9,16 +8,7 @@ from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.request_state import RequestState
 
-Policy = TypeVar("Policy", bound=Callable[..., object])
 
-
-def repeats_decodes(policy: Policy) -> Policy:
-    """Declare that a policy keeps the promise of ``Policies.repeats_decodes``."""
-    policy.repeats_decodes = True  # type: ignore[attr-defined]
-    return policy
-
-
-@repeats_decodes
 def mixed(batch: BatchBuilder) -> None:
     """Decodes first, then chunks of running prompts, then of newly admitted ones.
 
@@ -52,7 +42,6 @@ class MixedOptions(Options):
             raise OptionError(f"wait_share is {self.wait_share}, has no use without wait_steps")
 
 
-@repeats_decodes
 class Mixed:
     """Decodes first, then chunks of running prompts, then of newly admitted ones.
 
@@ -117,7 +106,6 @@ class Mixed:
         return self._waited > 0
 
 
-@repeats_decodes
 def even_decodes(batch: BatchBuilder) -> None:
     """Like ``mixed``, but no step of a pipeline takes more than its share of the requests.
 
@@ -131,7 +119,6 @@ def even_decodes(batch: BatchBuilder) -> None:
         batch.add_chunk(admitted)
 
 
-@repeats_decodes
 def one_batch(batch: BatchBuilder) -> None:
     """Admit requests only when none runs: a batch stays together until all its requests have ended.
 
@@ -155,7 +142,6 @@ class PrefillFirstOptions(Options):
     cut_last: bool = False
 
 
-@repeats_decodes
 class PrefillFirst:
     """Whole prompts if there are any to compute, else all decodes; never both in one step.
 
@@ -213,7 +199,6 @@ class WholePromptsOptions(Options):
     max_skips: int = Field(default=4, ge=1)
 
 
-@repeats_decodes
 class WholePrompts:
     """Whole prompts first, as many as fit into a step; decodes fill the rest.
 

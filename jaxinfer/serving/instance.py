@@ -50,10 +50,7 @@ class InstancePolicies(Protocol):
 
     @property
     def repeats_decodes(self) -> bool:
-        """True if a step of all that run, decodes alone, is followed by the same.
-
-        As long as none waits, comes, ends or lacks pages; the policies then need not be asked.
-        """
+        """True if decodes of all are followed by the same while none waits, comes or ends."""
 
     def order(self, waiting: Sequence[RequestState]) -> RequestState:
         """Choose the waiting request that is to be admitted next."""
@@ -260,10 +257,7 @@ class Instance:
         return batch
 
     def steady_group(self) -> DecodeGroup | None:
-        """The decodes that all steps from the next launch on are of, until something changes here.
-
-        A member's end and a lack of pages are changes. None where steps may turn out otherwise.
-        """
+        """The decodes that further steps are of, until one ends, lacks pages, or another comes."""
         if self.waiting or self.in_flight < self.options.max_in_flight or not self._repeats:
             return None
         return self.taking_part.steady_group()

@@ -60,12 +60,11 @@ class HeldPages(HeldSlices):
         return True
 
     def has_taken(self, num_tokens: int) -> None:
-        """Note pages for ``num_tokens`` KV entries that a counting pool has handed out before."""
+        """Note pages for so many KV entries that the one pool, which counts, has handed out."""
         if num_tokens > self.capacity:
-            extra = -(-num_tokens // self.kv.page_size) - self.num_pages
-            for table in self.tables:
-                for pages in table.values():
-                    pages += [0] * extra
+            extra = self.kv.pages_for(num_tokens) - self.num_pages
+            for pages in self.tables[0].values():
+                pages += [0] * extra
             self.num_pages += extra
             self.capacity = self.num_pages * self.kv.page_size
 

@@ -31,16 +31,11 @@ MAX_IDLE_TICKS_AFTER_LOSS = 10
 
 
 class Runs(Protocol):
-    """Steps that follow each other as they would if the loop were asked after each."""
+    """Steps of decodes that follow each other as they would if the loop were asked after each."""
 
-    def give(self, instance: Instance) -> None:
-        """Let an instance's steps follow each other, as far as it has any that may.
+    def give(self, instance: Instance) -> None: ...  # noqa: D102
 
-        Called each time that something has changed there: that ends what it was given before.
-        """
-
-    def go_on(self) -> None:
-        """Take such steps as long as nothing else happens."""
+    def go_on(self) -> None: ...  # noqa: D102
 
 
 class ServingLoop:

@@ -96,8 +96,10 @@ class Policies:
 
     @property
     def repeats_decodes(self) -> bool:
-        """See ``InstancePolicies``; a batching policy says so by an attribute of this name."""
-        return getattr(self.batching, "repeats_decodes", False)
+        """See ``InstancePolicies``; all batching policies here do."""
+        return self.batching is batching.mixed or (
+            self.batching in BATCHES.values() or type(self.batching) in BATCHES.values()
+        )
 
     def next_batch(self, instance: Instance) -> Batch | None:
         """The next step, whose rows have been launched; None if nothing can take part in one."""

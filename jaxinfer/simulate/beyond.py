@@ -21,11 +21,6 @@ class BeyondMeasured:
         self._measured = {name: each.measured for name, each in instances.items() if each.measured}
         self._most: dict[str, tuple[float, ...]] = dict.fromkeys(self._measured, (0.0,) * 4)
 
-    @property
-    def watches(self) -> bool:
-        """True if it has to see the steps."""
-        return bool(self._measured)
-
     def add_step(self, done: StepDone) -> None:
         """See a step that has ended."""
         name = done.batch.instance

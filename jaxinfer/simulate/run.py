@@ -112,18 +112,10 @@ def serve(
     with Recorder(run_dir, describe, counts, keeps_ledger=keeps, hears=False) as recorder:
         ledger = recorder.ledger
         seen = ledger.around(world) if ledger else world
-        looks = run_dir or on_step or beyond.watches
+        looks = run_dir or on_step or any(each.measured for each in modelled.values())
         runs = DecodeRuns(world, seen, on_event, None if looks else recorder.totals.add_decodes)
-        loop = ServingLoop(
-            seen,
-            instances,
-            system,
-            requests.check_stop,
-            on_finish,
-            on_event,
-            requests.predict,
-            runs=runs if in_runs else None,
-        )
+        given = requests.check_stop, on_finish, on_event, requests.predict, None
+        loop = ServingLoop(seen, instances, system, *given, runs if in_runs else None)
         if ledger:
             ledger.watch(loop)
         # Opening a folder asks git and reads files: no part of the loop.

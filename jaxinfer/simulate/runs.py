@@ -6,7 +6,6 @@ loop, the policies and the system would find unchanged is left out.
 
 from collections.abc import Callable
 from heapq import heappop, heapreplace
-from typing import Protocol
 
 from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.features.decode_group import DecodeGroup
@@ -15,26 +14,12 @@ from jaxinfer.serving.world import Event, StepDone, World
 from jaxinfer.simulate.costs.model import CostModel, decode_seconds
 from jaxinfer.simulate.world import SimulatedWorld
 
-
-class CountDecodes(Protocol):
-    """Counts a step of decodes alone; see ``RunTotals.add_decodes``."""
-
-    def __call__(  # noqa: D102
-        self, instance: str, start: float, end: float, decodes: int, context: int, pages: int, /
-    ) -> None: ...
+# As ``RunTotals.add_decodes``.
+CountDecodes = Callable[[str, float, float, int, int, int], None]
 
 
 class _Run:
-    """Decodes of an instance whose steps follow each other.
-
-    Attributes:
-        seconds: time of a step, by the KV entries that its rows see; None until it is needed.
-        free: when each device of the instance is done with what it has been given.
-    """
-
-    __slots__ = (
-        "asks_spans", "cost", "device", "free", "group", "name", "pool", "rows", "seconds",
-    )  # fmt: skip
+    """Decodes of an instance whose steps follow each other."""
 
     def __init__(
         self, instance: Instance, group: DecodeGroup, cost: CostModel, free: dict[int, float]
@@ -54,12 +39,9 @@ class _Run:
 
 
 class DecodeRuns:
-    """Implements ``jaxinfer.serving.loop.Runs``.
+    """Implements ``jaxinfer.serving.loop.Runs``; ``seen`` is the world as the loop sees it.
 
-    Args:
-        seen: the world as the loop sees it.
-        on_event: called with each step that has ended.
-        count: counts such a step in place of ``on_event``; None where something looks at each.
+    Steps that have ended go to ``count`` or, where something looks at each, to ``on_event``.
     """
 
     def __init__(
@@ -73,7 +55,7 @@ class DecodeRuns:
         self._runs: dict[str, _Run] = {}
 
     def give(self, instance: Instance) -> None:
-        """Let an instance's steps follow each other, as far as it has any that may."""
+        """Let an instance that has changed have such steps in place of those that it had."""
         name = instance.name
         group, device = instance.steady_group(), self._world.single_device(name)
         if group and device:
@@ -109,21 +91,16 @@ class DecodeRuns:
                 count(step.name, first[3], end, step.rows, first[5], first[6])
             else:
                 self._on_event(step)
+            pages = run.pool.num_usable - run.pool.num_free
             if count is None or span:
-                self._launch(run, context, span, end)
+                heappop(heap)
+                self._world.time, name, rows = end, run.name, run.rows
+                spans = [span] if span else None
+                self._seen.launch(Batch(name, [], 0, rows, pages, rows, context, spans=spans))
                 continue
             if run.seconds is None:
                 run.seconds = decode_seconds(run.cost, run.rows)
             if (start := run.free[run.device]) < end:
                 start = end
             run.free[run.device] = after = start + run.seconds(context)
-            pages = run.pool.num_usable - run.pool.num_free
             heapreplace(heap, (after, next(order), run, start, after, context, pages))
-
-    def _launch(self, run: _Run, context: int, span: tuple[int, int] | None, now: float) -> None:
-        """Launch a step that is looked at."""
-        heappop(self._world.heap)
-        self._world.pass_to(now)
-        pages = run.pool.num_usable - run.pool.num_free
-        spans = [span] if span else None
-        self._seen.launch(Batch(run.name, [], 0, run.rows, pages, run.rows, context, spans=spans))

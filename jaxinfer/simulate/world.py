@@ -53,7 +53,7 @@ class SimulatedWorld:
         self._requests = iter(requests)
         self._next = next(self._requests, None)
         self._num_added = 0
-        self._now = start
+        self.time = start
         self.order = itertools.count()
         # A time, a number, and an event, or what is called for it with the rest.
         self.heap: list[tuple[Any, ...]] = []
@@ -64,7 +64,7 @@ class SimulatedWorld:
 
     def now(self) -> float:
         """Seconds of virtual time."""
-        return self._now
+        return self.time
 
     def arrivals_left(self) -> bool:
         """True if a request is still to arrive."""
@@ -98,7 +98,7 @@ class SimulatedWorld:
         seconds, hops = instance.cost.stages(work), instance.cost.hops(work)
         devices = instance.devices
         free, visits = self._free[batch.instance], self._visits.get(batch.instance)
-        ready = self._now
+        ready = self.time
         stages: list[tuple[float, float]] = []
         for number, duration in enumerate(seconds):
             if number:
@@ -108,7 +108,7 @@ class SimulatedWorld:
             if visits:
                 for visit in visits[number]:
                     turns, busy = self._turns[visit.device], visit.seconds(work)
-                    end = max(end, turns.take(start, busy, self._now))
+                    end = max(end, turns.take(start, busy, self.time))
             free[devices[number]] = end
             stages.append((start, end))
         tokens = [0] * work.sampled
@@ -120,7 +120,7 @@ class SimulatedWorld:
     def start_transfer(self, transfer: Transfer) -> None:
         """Send what exists."""
         lanes = self._lanes_of(transfer)
-        moving = _Moving(transfer, lanes, len(lanes), self._now)
+        moving = _Moving(transfer, lanes, len(lanes), self.time)
         for lane in lanes:
             self._start_lane(moving, lane, 1)
 
@@ -156,10 +156,10 @@ class SimulatedWorld:
         return lanes
 
     def _start_lane(self, moving: _Moving, lane: StagePath, pieces: int) -> None:
-        moving.start = min(moving.start, self._now)
+        moving.start = min(moving.start, self.time)
         tokens = moving.transfer.stop - moving.transfer.start
         num_bytes = tokens * lane.token_bytes / pieces
-        self._network.start((moving, lane), lane.path, num_bytes, self._now)
+        self._network.start((moving, lane), lane.path, num_bytes, self.time)
 
     def _land(self, moving: _Moving) -> TransferDone | None:
         moving.left -= 1
@@ -167,17 +167,17 @@ class SimulatedWorld:
             return None
         t = moving.transfer
         token_bytes = sum(lane.token_bytes for lane in moving.lanes)
-        return TransferDone(t, moving.start, self._now, (t.stop - t.start) * token_bytes)
+        return TransferDone(t, moving.start, self.time, (t.stop - t.start) * token_bytes)
 
     def due_events(self) -> Sequence[Event]:
         """Return the next event in virtual time, and all that happens at the same moment."""
         events: list[Event] = []
         if self._rounds:  # All that could be launched at this time has been.
-            for done in self._rounds.begin(self._now):
+            for done in self._rounds.begin(self.time):
                 self._at(done.end, done)
         while not events and (time := self._next_time()) < math.inf:
-            assert time >= self._now, "time runs back"
-            self._now = time
+            assert time >= self.time, "time runs back"
+            self.time = time
             while self._next is not None and self._next.arrival <= time:
                 events.append(Arrival(self._next))
                 self._next = next(self._requests, None)
@@ -193,19 +193,17 @@ class SimulatedWorld:
     def _next_time(self) -> float:
         time = self.heap[0][0] if self.heap else math.inf
         if self._next is not None:
-            time = min(time, max(self._next.arrival, self._now))
+            time = min(time, max(self._next.arrival, self.time))
         end = self._network.next_end
         return time if end is None else min(time, end)
 
     def next_other(self) -> float:
         """The time before which nothing happens but what the heap has."""
+        if self._rounds:
+            return self.time  # They begin when all has been launched.
         arrival = self._next.arrival if self._next else math.inf
         end = self._network.next_end
         return arrival if end is None else min(arrival, end)
-
-    def pass_to(self, time: float) -> None:
-        """Let time pass; nothing happens until then."""
-        self._now = time
 
     def single_device(self, name: str) -> tuple[CostModel, dict[int, float]] | None:
         """An instance's step times, and when its one device is free; None where it shares any."""

@@ -71,7 +71,10 @@ def peer_file(trace: Path) -> dict[str, Any]:
         "timing": {"type": "fixed", "prefill_ms": PREFILL_MS, "decode_ms": DECODE_MS},
     }
     return {
-        "traffic": {"source": {"type": "trace", "paths": [str(trace)], "format": "mooncake"}},
+        "traffic": {
+            "source": {"type": "trace", "paths": [str(trace)], "format": "mooncake"},
+            "load": {"type": "trace_timestamps"},
+        },
         "engine": {
             "mode": "aggregated",
             "model": "meta-llama/Meta-Llama-3.1-8B",

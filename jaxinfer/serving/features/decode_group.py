@@ -174,13 +174,9 @@ class DecodeGroup:
     def go_on(self, end: float, pool: PagePool) -> int | None:
         """End the oldest step in flight and launch the next one, if that has the same members.
 
-        Pages are counted alone: the holds have them once their members are settled.
-
-        Returns:
-            The KV entries that the next step's rows see; None, and no change, where a member ends,
-            has left, or is left out, or where pages do not suffice.
+        Pages are counted alone: holds have them once their members are settled. Returns the KV
+        entries that the next step's rows see; None, and no change, where it is another step.
         """
-        # Most of a simulation's steps: what is looked up twice has a name.
         number, launched, turns = self._committed, self._launched, self._turns
         if (
             self._ends.get(number)
@@ -189,12 +185,11 @@ class DecodeGroup:
             or launched < self._even_from
         ):
             return None
-        size = len(turns)
-        growing = len(turns[launched % size])
+        growing = len(turns[launched % len(turns)])
         if growing > pool.num_free:
             return None
         self._note_end(end)
-        if self._keep and (turns[(number + 1) % size] or self._retired):
+        if self._keep and (turns[(number + 1) % len(turns)] or self._retired):
             for member in self._filling(number):
                 self._keep(member.request)
         if growing:

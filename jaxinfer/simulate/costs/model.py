@@ -44,16 +44,10 @@ class SlowedStage:
 
 
 def decode_seconds(cost: CostModel, rows: int) -> Callable[[int], float]:
-    """Return a function from the KV entries that ``rows`` decodes see to a step's seconds.
-
-    It gives what ``stages`` gives for a step of these alone, of an instance of one stage.
-    """
-    while isinstance(cost, Padded):
-        cost = cost.cost  # Steps without prefill are not padded.
-    of_one = isinstance(cost, Pipeline) and getattr(cost.parts[0], "decode_seconds", None)
-    if of_one:
-        found: Callable[[int], float] = of_one(rows)
-        return found
+    """Return the seconds of one stage's step of ``rows`` decodes, by the KV entries they see."""
+    part = cost.parts[0] if isinstance(cost, Pipeline) else None
+    if of_rows := getattr(part, "decode_seconds", None):
+        return of_rows(rows)  # type: ignore[no-any-return]
     return lambda context: cost.stages(Work(rows, rows, rows, rows, context, [], rows))[0]
 
 

@@ -111,17 +111,12 @@ class RooflineStage:
 
     def decode_seconds(self, rows: int) -> Callable[[int], float]:
         """Return ``seconds`` of a step of so many decodes, by the KV entries that they see."""
-        E, layers, dense = self._efficiency, self.layers, self.dense(rows)
-        kv_bytes, per_byte, step_s = self._kv_bytes, self._per_byte, E.step_s
-        sequences, head = E.sequence_s * rows, 0.0
-        if self._head:
-            compute, weights, moved = self._head
-            head = max(rows * compute, weights + rows * moved)
-
-        def seconds(context: int) -> float:
-            return layers * (dense + context * kv_bytes * per_byte) + step_s + sequences + head
-
-        return seconds
+        L, E, dense = self.layers, self._efficiency, self.dense(rows)
+        kv_bytes, per_byte = self._kv_bytes, self._per_byte
+        step_s, rows_s = E.step_s, E.sequence_s * rows
+        compute, weights, moved = self._head or (0.0, 0.0, 0.0)
+        head = max(rows * compute, weights + rows * moved)
+        return lambda seen: L * (dense + seen * kv_bytes * per_byte) + step_s + rows_s + head
 
     def floor(self) -> StepFloor:
         """Return the least that steps take; experts' weights are read as for one token."""
