@@ -75,6 +75,8 @@ def peer_file(trace: Path) -> dict[str, Any]:
             "source": {"type": "trace", "paths": [str(trace)], "format": "mooncake"},
             "load": {"type": "trace_timestamps"},
         },
+        # Its imports take minutes on a busy machine.
+        "execution": {"resources": {"initialization_timeout_seconds": 900.0}},
         "engine": {
             "mode": "aggregated",
             "model": "meta-llama/Meta-Llama-3.1-8B",
