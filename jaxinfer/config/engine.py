@@ -3,10 +3,9 @@
 import warnings
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
-from jaxinfer.files.shipped import SHIPPED
+from jaxinfer.files.shipped import read_shipped
 from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
 from jaxinfer.serving.paging import Paging
 from jaxinfer.serving.policies import PolicyOptions
@@ -23,7 +22,7 @@ def engine_named(name: object) -> dict[str, Any]:
     Raises:
         OptionError: the name is unknown.
     """
-    known = yaml.safe_load((SHIPPED / "engines.yaml").read_text(encoding="utf-8"))
+    known = read_shipped("engines.yaml")
     if not isinstance(name, str) or name not in known:
         raise OptionError(f"like: no engine {shown(name)}: {did_you_mean(str(name), known)}")
     return dict(known[name])

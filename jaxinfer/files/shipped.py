@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 # Folder of the shipped tables of operators, by card, in aiconfigurator's order; and their name in
@@ -24,6 +27,12 @@ def data_path(name: str | Path) -> Path:
     inner = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     found = SHIPPED / inner
     return found if os.path.exists(found) else path
+
+
+def read_shipped(name: str) -> Any:
+    """The content of a YAML file that ships, read by libyaml where that is there."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load((SHIPPED / name).read_text(encoding="utf-8"), Loader=loader)
 
 
 def why_not(path: str | Path, error: OSError) -> str:

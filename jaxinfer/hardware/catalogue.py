@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, field_validator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.files.shipped import SHIPPED
+from jaxinfer.files.shipped import read_shipped
 from jaxinfer.options.validation import OptionError, Options, did_you_mean
 
 # Collectives over PCIe if cards do not read each other's memory. The rate is that of
@@ -360,5 +359,5 @@ def find_model(model: str) -> ModelShape:
 
 @cache
 def _read(name: str) -> Mapping[str, Any]:
-    facts: Mapping[str, Any] = yaml.safe_load((SHIPPED / name).read_text(encoding="utf-8"))
+    facts: Mapping[str, Any] = read_shipped(name)
     return facts

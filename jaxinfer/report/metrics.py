@@ -62,24 +62,36 @@ class RunTotals:
 
     def add_step(self, done: StepDone) -> None:
         """Count one step."""
-        # Runs in each of a simulation's steps, so it is written for speed.
-        batch, start, end = done.batch, done.start, done.end
+        batch = done.batch
         work = batch.work
-        decodes = work.decodes
-        self.steps += 1
-        self.decode_tokens += decodes
-        self.prefill_tokens += work.tokens - decodes
-        self.pairs += work.single_context
         if work.chunks:
             self.pairs += work.pairs
-        totals = self.instances.get(batch.instance)
+        self.prefill_tokens += work.tokens - work.decodes
+        self.add_decodes(
+            batch.instance,
+            done.start,
+            done.end,
+            work.decodes,
+            work.single_context,
+            batch.pages_in_use,
+        )
+
+    def add_decodes(
+        self, instance: str, start: float, end: float, decodes: int, context: int, pages: int
+    ) -> None:
+        """Count one step of decodes alone, which see ``context`` KV entries."""
+        # Runs in each of a simulation's steps, so it is written for speed.
+        self.steps += 1
+        self.decode_tokens += decodes
+        self.pairs += context
+        totals = self.instances.get(instance)
         if totals is None:
-            totals = self.instances[batch.instance] = InstanceTotals(start, start)
+            totals = self.instances[instance] = InstanceTotals(start, start)
         # Steps of one instance end in the order of their starts; stages compute several at once.
         last = totals.last_step
         totals.busy_s += end - (start if start > last else last)
         totals.last_step = end
-        if more := batch.pages_in_use - totals.pages_in_use:
+        if more := pages - totals.pages_in_use:
             totals.pages_in_use += more
             self.pages_in_use += more
             if self.pages_in_use > self.peak_pages:

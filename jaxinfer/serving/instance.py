@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Literal, Protocol
 
 from jaxinfer.serving.batch import Batch
+from jaxinfer.serving.features.decode_group import DecodeGroup
 from jaxinfer.serving.features.half_batches import ChooseHalves
 from jaxinfer.serving.features.head_slices import Placement
 from jaxinfer.serving.kv_shards import HeldPages, KVShards
@@ -51,6 +52,10 @@ class InstanceOptions:
 
 class InstancePolicies(Protocol):
     """The decisions made for an instance; ``serving/policies.py`` lists the available policies."""
+
+    @property
+    def repeats_decodes(self) -> bool:
+        """True if decodes of all are followed by the same while none waits, comes or ends."""
 
     def order(self, waiting: Sequence[RequestState]) -> RequestState:
         """Choose the waiting request to admit next."""
@@ -134,8 +139,11 @@ class Instance:
         self.prompt_budget: int | None = None
         self._admitted_imports: list[RequestState] = []
         self.caches_launched = kv.cache is not None and kv.paging.cache == "launched"
+        counted = len(kv.shards) == 1 and not kv.has_numbers
+        self._repeats = groups_decodes and counted and policies.repeats_decodes
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None
-        self.taking_part = Running(page_size, self.options.launch_ahead, num_output)
+        keep = self.keep_prefix if kv.cache else None
+        self.taking_part = Running(page_size, self.options.launch_ahead, num_output, keep)
 
     def go_without(self, shards: Sequence[int]) -> None:
         """Close these shards of the KV, by number; reopen all others, those that return empty."""
@@ -264,6 +272,12 @@ class Instance:
         self.in_flight += batch is not None
         self._empty_at = self.in_flight if batch is None and self.options.empty_waits else 0
         return batch
+
+    def steady_group(self) -> DecodeGroup | None:
+        """The decodes that further steps are of, until one ends, lacks pages, or another comes."""
+        if self.waiting or self.in_flight < self.options.max_in_flight or not self._repeats:
+            return None
+        return self.taking_part.steady_group()
 
     @property
     def admissible(self) -> Sequence[RequestState]:

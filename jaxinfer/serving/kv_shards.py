@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from jaxinfer.serving.features.head_slices import HeldSlices, PlacedSlices, Placement
-from jaxinfer.serving.page_pool import Shard
+from jaxinfer.serving.page_pool import CountedPages, Shard
 from jaxinfer.serving.paging import Paging
 from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
 
@@ -69,6 +69,15 @@ class HeldPages(HeldSlices):
         self.capacity = self.num_pages * kv.page_size
         return True
 
+    def has_taken(self, num_tokens: int) -> None:
+        """Note pages for so many KV entries that the one pool, which counts, has handed out."""
+        if num_tokens > self.capacity:
+            extra = self.kv.pages_for(num_tokens) - self.num_pages
+            for pages in self.tables[0].values():
+                pages += [0] * extra
+            self.num_pages += extra
+            self.capacity = self.num_pages * self.kv.page_size
+
     def lacking(self, num_tokens: int) -> list[int]:
         """Numbers of the shards without room for ``num_tokens`` KV entries."""
         extra = self.kv.pages_for(num_tokens) - self.num_pages
@@ -122,16 +131,19 @@ class HeldPages(HeldSlices):
             for pages in table.values():
                 shard.pool.give([p for i, p in enumerate(pages) if i not in self.cached])
         # The last pages are dropped first; without those before them, they could not be found.
-        for index in sorted(self.cached, reverse=True):
+        if self.cached:
             assert self.kv.cache
-            self.kv.cache.drop(self.cached[index])
+            self.kv.cache.drop(*[self.cached[index] for index in sorted(self.cached, reverse=True)])
         self.kv.on_free()
 
     def keep(self, digests: Sequence[bytes]) -> None:
         """Offer the first pages to the prefix cache; their KV entries exist by now."""
         assert self.kv.cache
+        numbered = self.kv.has_numbers
+        pages = [dict.fromkeys(table, 0) for table in self.tables]
         for index in range(self.num_hashed, len(digests)):
-            pages = [{s: p[index] for s, p in table.items()} for table in self.tables]
+            if numbered:
+                pages = [{s: p[index] for s, p in table.items()} for table in self.tables]
             if page := self.kv.cache.add(digests[index], pages):
                 self.cached[index] = page
         self.num_hashed = max(self.num_hashed, len(digests))
@@ -146,6 +158,7 @@ class KVShards(PlacedSlices):
 
     Attributes:
         cache: the kept pages, or None.
+        has_numbers: whether pages have numbers.
         on_free: called when pages have been freed.
         reserved: holds of requests that are still on other instances -> a function that gives the
             hold back.
@@ -159,6 +172,7 @@ class KVShards(PlacedSlices):
         if any(shard.pool.page_size != self.page_size for shard in shards):
             raise ValueError("the shards of one instance must have one page size")
         super().__init__(shards)
+        self.has_numbers = not all(isinstance(shard.pool, CountedPages) for shard in shards)
         self.paging = paging or Paging()
         self.frees_at_once = self.paging.free == "at_once"
         self.cache = PrefixCache(shards, self.paging.twins) if caching else None
@@ -197,9 +211,9 @@ class KVShards(PlacedSlices):
         for shard, pieces in zip(self.shards, placement, strict=True):
             if shard.pool.num_free < extra * len(pieces):
                 return None
-        for page in cached:
+        if cached:
             assert self.cache
-            self.cache.acquire(page)
+            self.cache.acquire(*cached)
         hold = HeldPages(self, placement, cached)
         grown = by_step or hold.grow(num_tokens)
         assert grown, "the room was counted above"

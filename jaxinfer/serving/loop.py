@@ -1,6 +1,7 @@
 """The serving loop: one loop for every system and both worlds."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.request import FinishReason
@@ -28,6 +29,14 @@ MAX_IDLE_TICKS = 100_000
 MAX_IDLE_TICKS_AFTER_LOSS = 10
 
 
+class Runs(Protocol):
+    """Steps of decodes that follow each other as they would if the loop were asked after each."""
+
+    def give(self, instance: Instance) -> None: ...  # noqa: D102
+
+    def go_on(self) -> None: ...  # noqa: D102
+
+
 class ServingLoop:
     """Takes requests from arrival to their end over the instances of one system.
 
@@ -42,6 +51,7 @@ class ServingLoop:
         on_event: called with each committed event except Arrival and Tick.
         predict: called with each arriving request; sets its ``predicted``.
         renew: makes a fresh instance to replace a returning one, from its name.
+        runs: takes steps of decodes that nothing else has a part in, one after the other.
     """
 
     def __init__(
@@ -54,6 +64,7 @@ class ServingLoop:
         on_event: Callable[[Event], None] = lambda event: None,
         predict: Callable[[RequestState], tuple[int, int] | None] | None = None,
         renew: Callable[[str], Instance] | None = None,
+        runs: Runs | None = None,
     ) -> None:
         self.world = world
         self.system = system
@@ -67,6 +78,7 @@ class ServingLoop:
         self._on_event = on_event
         self._predict = predict
         self._steps_in_flight = 0
+        self._runs = None if system.hears_decodes else runs
 
     def run(self) -> None:
         """Serve until all requests have arrived and ended, and nothing is in flight."""
@@ -78,6 +90,8 @@ class ServingLoop:
         self._ask_for_tick()
         idle_ticks = 0
         while True:
+            if self._runs and not self.assignments.unrouted:
+                self._runs.go_on()
             events = self.world.due_events()
             for event in events:
                 self._apply(event)
@@ -260,6 +274,8 @@ class ServingLoop:
                     assignments.hand_offs.pull(request)
                     if request in instance.taking_part:  # Nothing had to be sent.
                         assignments.changed[name] = None
+                if self._runs:
+                    self._runs.give(instance)
 
     def _drop_unfetched(self) -> bool:
         """Drop the KV of the latest request that waits for room elsewhere; return False if none

@@ -75,6 +75,8 @@ class CountedPages(PagePool):
 
     def take(self, count: int) -> list[int]:
         """Hand out pages; the caller checks that enough are free."""
+        while self.num_free - self.num_idle < count:
+            self.evict()
         self.num_free -= count
         return [0] * count
 

@@ -95,6 +95,13 @@ class Policies:
     batching: Callable[[BatchBuilder], None] = batching.mixed
     victim: Callable[[Sequence[RequestState]], RequestState] = admission.latest
 
+    @property
+    def repeats_decodes(self) -> bool:
+        """See ``InstancePolicies``; all batching policies here do."""
+        return self.batching is batching.mixed or (
+            self.batching in BATCHES.values() or type(self.batching) in BATCHES.values()
+        )
+
     def next_batch(self, instance: Instance) -> Batch | None:
         """Return the next step, with its rows marked as launched; None if there is none."""
         batch = BatchBuilder(instance)

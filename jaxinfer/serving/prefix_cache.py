@@ -4,6 +4,7 @@ A page is identified by a digest of its tokens and of all tokens before them, so
 mean equal KV entries. Only pages whose entries exist are kept; they are never written again.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from jaxinfer.serving.page_pool import Shard
@@ -37,7 +38,7 @@ class PrefixCache:
         self._shards, self._keeps_twins = shards, twins
         # By digest, the oldest first.
         self._pages: dict[bytes, list[CachedPage]] = {}
-        self._idle: dict[CachedPage, None] = {}
+        self._idle: OrderedDict[CachedPage, None] = OrderedDict()
         for shard in shards:
             shard.pool.evict = self.evict
 
@@ -51,22 +52,31 @@ class PrefixCache:
             found.append(pages[0])
         return found
 
-    def acquire(self, page: CachedPage) -> None:
-        """Count one more hold of the page."""
-        if not page.holds:
-            del self._idle[page]
-            self._count_idle(page, -1)
-        page.holds += 1
+    def acquire(self, *pages: CachedPage) -> None:
+        """Count one more hold of each page."""
+        idle = 0
+        for page in pages:
+            if not page.holds:
+                del self._idle[page]
+                idle += 1
+            page.holds += 1
+        if idle:
+            self._count_idle(pages[0], -idle)
 
-    def drop(self, page: CachedPage) -> None:
-        """Count one hold of the page fewer."""
-        page.holds -= 1
-        if not page.holds:
-            if page in self._pages.get(page.digest, ()):
+    def drop(self, *pages: CachedPage) -> None:
+        """Count one hold of each page fewer."""
+        known, idle = self._pages, 0
+        for page in pages:
+            page.holds -= 1
+            if page.holds:
+                continue
+            if page in known.get(page.digest, ()):
                 self._idle[page] = None
-                self._count_idle(page, 1)
+                idle += 1
             else:
                 self._give(page)
+        if idle:
+            self._count_idle(pages[0], idle)
 
     def add(self, digest: bytes, pages: list[dict[int, int]]) -> CachedPage | None:
         """Take in a page that one hold has; None if it has a twin and none is kept."""
@@ -78,12 +88,13 @@ class PrefixCache:
 
     def evict(self) -> None:
         """Free the page that has been idle for longest."""
-        page = next(iter(self._idle))
+        page, _ = self._idle.popitem(last=False)
         twins = self._pages[page.digest]
         twins.remove(page)
         if not twins:
             del self._pages[page.digest]
-        self._forget(page)
+        self._count_idle(page, -1)
+        self._give(page)
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Remove these pages from the cache; those that no request holds are freed."""

@@ -1,7 +1,7 @@
 """A request as the loop keeps it: a few ordered counters, and where its KV lies."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from jaxinfer.request import FinishReason, RequestMetrics
@@ -28,6 +28,8 @@ class RequestState:
         output_token_ids: tokens that have reached the host.
         details: the world's report on each output token, if any.
         prompt_details: the world's report on the prompt, by position.
+        prompt_digests: by page size, digests of the prompt's full pages, or none of them; where the
+            world knows them without the tokens.
         after_ends: number of requests that must have ended before this one arrives, ``arrival``
             seconds later.
         follows: the request whose end it waits for, ``arrival`` seconds longer, and whose tokens
@@ -59,10 +61,9 @@ class RequestState:
         "details", "epoch",
         "error", "exported", "finish_reason", "follows", "goes_first", "hold", "id", "incoming",
         "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
-        "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_len",
-        "prompt_token_ids", "sent", "session", "slice_copy", "slice_move", "slices_copied",
-        "stop_reason",
-        "takes_cached", "transfers",
+        "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_digests",
+        "prompt_len", "prompt_token_ids", "sent", "session", "slice_copy", "slice_move",
+        "slices_copied", "stop_reason", "takes_cached", "transfers",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +94,7 @@ class RequestState:
         self.predicted: tuple[int, int] | None = None
         self.goes_first = False
         self.takes_cached = True
+        self.prompt_digests: Callable[[int], list[bytes]] | None = None
         self._digests: dict[int, list[bytes]] = {}
         self.metrics = RequestMetrics(arrival)
         self.finish_reason: FinishReason | None = None
@@ -148,7 +150,10 @@ class RequestState:
 
         The prefix cache uses them. A digest covers the page's tokens and all tokens before them.
         """
-        digests = self._digests.setdefault(page_size, [])
+        digests = self._digests.get(page_size)
+        if digests is None:
+            known = self.prompt_digests(page_size) if self.prompt_digests else []
+            digests = self._digests[page_size] = known
         for index in range(len(digests), count):
             tokens = self.known_tokens(index * page_size, (index + 1) * page_size)
             before = digests[-1] if digests else b""

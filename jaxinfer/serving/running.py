@@ -24,7 +24,7 @@ class Running:
     Args:
         page_size: page size of the groups; None if each request has a row of its own.
         ahead: whether a group may be launched again before its last step has ended.
-        num_output: for groups: returns the number of output tokens that end a request.
+        num_output, keep: of groups; see there.
     """
 
     def __init__(
@@ -32,8 +32,10 @@ class Running:
         page_size: int | None = None,
         ahead: bool = True,
         num_output: Callable[[RequestState], int] = attrgetter("max_tokens"),
+        keep: Callable[[RequestState], None] | None = None,
     ) -> None:
-        self._page_size, self._ahead, self._num_output = page_size, ahead, num_output
+        self._page_size, self._ahead = page_size, ahead
+        self._num_output, self._keep = num_output, keep
         self._groups: list[DecodeGroup] = []
         # The steps in flight that have a group, the oldest first.
         self._launched: deque[DecodeGroup] = deque()
@@ -139,7 +141,7 @@ class Running:
             return None
         ready = [group for group in self._groups if self._ahead or group not in self._launched]
         if not ready:
-            self._groups.append(DecodeGroup(self._page_size, self._num_output))
+            self._groups.append(DecodeGroup(self._page_size, self._num_output, self._keep))
             return self._groups[-1]
         group = max(ready, key=len)
         for other in ready:
@@ -147,6 +149,14 @@ class Running:
                 self._groups.remove(other)
                 self._take_out(other)
         return group
+
+    def steady_group(self) -> DecodeGroup | None:
+        """The group that all requests are in, and all grouped steps in flight are of."""
+        if self._ungrouped or len(self._groups) != 1:
+            return None
+        (group,) = self._groups
+        steady = len(group.active) == len(self._all) and all(g is group for g in self._launched)
+        return group if steady else None
 
     def join(self, group: DecodeGroup, request: RequestState) -> None:
         """Let a request advance with a group."""

@@ -377,6 +377,11 @@ class System:
         """True if ``on_step`` reads rows of decodes; otherwise a simulation may leave them out."""
         return type(self).on_step is not System.on_step
 
+    @property
+    def hears_decodes(self) -> bool:
+        """True if ``on_step`` has something to do after steps of decodes that have no rows."""
+        return type(self).on_step is not System.on_step
+
     def check(self, instances: Collection[str]) -> None:
         """Raise JaxinferError if the system cannot work with instances of these names."""
 

@@ -18,6 +18,7 @@ from jaxinfer.serving.features.half_batches import choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
+from jaxinfer.serving.paging import Paging
 from jaxinfer.serving.policies import make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
@@ -131,15 +132,16 @@ class ModelledInstance:
         """
         size = self.config.page_size
         caching = self.config.enable_prefix_caching and has_tokens
-        pool = PagePool if caching or numbers_pages else CountedPages
+        pool = PagePool if numbers_pages else CountedPages
         shards = [Shard(pool(count, size), stage=i) for i, count in enumerate(self.num_pages)]
         if self.shards:
             shards = [shard.new(size, pool) for shard in self.shards]
         kv = KVShards(shards, caching, self.config.paging)
         options = instance_options(self.config, len(self.config.places))
-        grouped = groups_decodes and not caching
         policies = make_policies(self.config.policies)
         role = self.config.role
+        # Groups offer pages to the prefix cache when their entries are computed.
+        grouped = groups_decodes and not (caching and self.config.paging != Paging())
         instance = Instance(name, kv, options, policies, role, fit, grouped, num_output)
         instance.asks_spans = self.asks_spans
         instance.halves_pay = choice(self.config.half_batches, self._is_shorter)

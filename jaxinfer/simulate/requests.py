@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 
 from jaxinfer.config.cluster import InstanceConfig
@@ -13,6 +13,7 @@ from jaxinfer.serving.releases import Releases
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import RequestView
 from jaxinfer.workload.bench_request import BenchRequest, modelled_tokens
+from jaxinfer.workload.named_blocks import Beginnings, NamedTokens
 from jaxinfer.workload.predictor import Predict, modelled_predictor
 
 
@@ -41,6 +42,7 @@ class ModelledRequests:
         limits = [longest, *(instance.max_model_len for instance in instances.values())]
         self._longest = min((limit for limit in limits if limit), default=math.inf)
         self._work, self._limit, self._predictor = work, options.max_tokens, options.predictor
+        self._beginnings = Beginnings()
         self._check()
         self.has_tokens = any(item.has_tokens for item in work)
 
@@ -95,10 +97,13 @@ class ModelledRequests:
         item, shown = self._work[number], self._work[number].max_tokens
         if self._limit:
             shown = int(min(self._limit, self._longest - item.prompt_len))
-        tokens = modelled_tokens(item, number)
-        request = RequestState(str(number), item.prompt_len, shown, arrival, tokens)
-        request.session = None if item.session is None else str(item.session)
-        return request
+        named = bool(item.hash_ids and not item.prompt_token_ids)
+        tokens = NamedTokens(item) if named else modelled_tokens(item, number)
+        state = RequestState(str(number), item.prompt_len, shown, arrival, tokens)
+        state.session = None if item.session is None else str(item.session)
+        if named:
+            state.prompt_digests = partial(self._beginnings.pages, item)
+        return state
 
     def _check(self) -> None:
         if not self._work:

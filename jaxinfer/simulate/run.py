@@ -18,6 +18,7 @@ from jaxinfer.serving.world import Event, StepDone
 from jaxinfer.simulate.beyond import BeyondMeasured
 from jaxinfer.simulate.cluster import ModelledCluster, model_cluster
 from jaxinfer.simulate.requests import ModelledRequests
+from jaxinfer.simulate.runs import DecodeRuns
 from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.workload.lengths import BenchRequest
 
@@ -62,6 +63,7 @@ def serve(
     start: float = 0.0,
     about: Mapping[str, object] | None = None,
     on_step: Callable[[StepDone], None] | None = None,
+    in_runs: bool = True,
 ) -> RunMetrics:
     """Serve on a modelled cluster; ``compiles`` and related figures are 0.
 
@@ -70,6 +72,8 @@ def serve(
         about: see ``simulate``.
         on_step: called with each step that has ended; it must also work for decodes that advance
             together.
+        in_runs: whether steps of decodes alone may follow each other without the loop; the result
+            is the same.
     """
     site, modelled = cluster.resolved, cluster.instances
     assert site
@@ -109,9 +113,10 @@ def serve(
     with Recorder(run_dir, describe, counts, keeps_ledger=keeps, hears=False) as recorder:
         ledger = recorder.ledger
         seen = ledger.around(world) if ledger else world
-        loop = ServingLoop(
-            seen, instances, system, requests.check_stop, on_finish, on_event, requests.predict
-        )
+        looks = run_dir or on_step or any(each.measured for each in modelled.values())
+        runs = DecodeRuns(world, seen, on_event, None if looks else recorder.totals.add_decodes)
+        given = requests.check_stop, on_finish, on_event, requests.predict, None
+        loop = ServingLoop(seen, instances, system, *given, runs if in_runs else None)
         if ledger:
             ledger.watch(loop)
         # Opening a folder calls git and reads files; that is not part of the loop.

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.network import Network
@@ -15,6 +16,7 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Arrival, Event, StepDone, Tick, TransferDone
 from jaxinfer.simulate.cluster import ModelledCluster
 from jaxinfer.simulate.costs.joint import JointRounds
+from jaxinfer.simulate.costs.model import CostModel
 from jaxinfer.simulate.shared_device import SharedDevice
 from jaxinfer.simulate.stage_path import StagePath
 
@@ -51,9 +53,10 @@ class SimulatedWorld:
         self._requests = iter(requests)
         self._next = next(self._requests, None)
         self._num_added = 0
-        self._now = start
-        self._order = itertools.count()
-        self._heap: list[tuple[float, int, Event | Callable[[], Event | None]]] = []
+        self.time = start
+        self.order = itertools.count()
+        # A time, a number, and an event, or what is called for it with the rest.
+        self.heap: list[tuple[Any, ...]] = []
         self._joint = cluster.joint.own if cluster.joint else {}
         self._rounds = JointRounds(cluster.joint) if cluster.joint else None
         # The times at which each device of an instance has done its work.
@@ -61,7 +64,7 @@ class SimulatedWorld:
 
     def now(self) -> float:
         """Return the virtual time in seconds."""
-        return self._now
+        return self.time
 
     def arrivals_left(self) -> bool:
         """Tell whether a request is still to arrive."""
@@ -95,7 +98,7 @@ class SimulatedWorld:
         seconds, hops = instance.cost.stages(work), instance.cost.hops(work)
         devices = instance.devices
         free, visits = self._free[batch.instance], self._visits.get(batch.instance)
-        ready = self._now
+        ready = self.time
         stages: list[tuple[float, float]] = []
         for number, duration in enumerate(seconds):
             if number:
@@ -105,7 +108,7 @@ class SimulatedWorld:
             if visits:
                 for visit in visits[number]:
                     turns, busy = self._turns[visit.device], visit.seconds(work)
-                    end = max(end, turns.take(start, busy, self._now))
+                    end = max(end, turns.take(start, busy, self.time))
             free[devices[number]] = end
             stages.append((start, end))
         tokens = [0] * work.sampled
@@ -117,7 +120,7 @@ class SimulatedWorld:
     def start_transfer(self, transfer: Transfer) -> None:
         """Send existing KV entries."""
         lanes = self._lanes_of(transfer)
-        moving = _Moving(transfer, lanes, len(lanes), self._now)
+        moving = _Moving(transfer, lanes, len(lanes), self.time)
         for lane in lanes:
             self._start_lane(moving, lane, 1)
 
@@ -153,10 +156,10 @@ class SimulatedWorld:
         return lanes
 
     def _start_lane(self, moving: _Moving, lane: StagePath, pieces: int) -> None:
-        moving.start = min(moving.start, self._now)
+        moving.start = min(moving.start, self.time)
         tokens = moving.transfer.stop - moving.transfer.start
         num_bytes = tokens * lane.token_bytes / pieces
-        self._network.start((moving, lane), lane.path, num_bytes, self._now)
+        self._network.start((moving, lane), lane.path, num_bytes, self.time)
 
     def _land(self, moving: _Moving) -> TransferDone | None:
         moving.left -= 1
@@ -164,35 +167,50 @@ class SimulatedWorld:
             return None
         t = moving.transfer
         token_bytes = sum(lane.token_bytes for lane in moving.lanes)
-        return TransferDone(t, moving.start, self._now, (t.stop - t.start) * token_bytes)
+        return TransferDone(t, moving.start, self.time, (t.stop - t.start) * token_bytes)
 
     def due_events(self) -> Sequence[Event]:
         """Return the next event in virtual time, and all other events at the same moment."""
         events: list[Event] = []
         if self._rounds:  # Everything that can be launched at this time has been launched.
-            for done in self._rounds.begin(self._now):
+            for done in self._rounds.begin(self.time):
                 self._at(done.end, done)
         while not events and (time := self._next_time()) < math.inf:
-            assert time >= self._now, "time runs back"
-            self._now = time
+            assert time >= self.time, "time runs back"
+            self.time = time
             while self._next is not None and self._next.arrival <= time:
                 events.append(Arrival(self._next))
                 self._next = next(self._requests, None)
             for moving, lane in self._network.take_ended(time):
                 self._at(time + lane.latency_s, partial(self._land, moving))
-            while self._heap and self._heap[0][0] <= time:
-                happens = heapq.heappop(self._heap)[2]
-                event = happens() if callable(happens) else happens
+            while self.heap and self.heap[0][0] <= time:
+                _, _, happens, *rest = heapq.heappop(self.heap)
+                event = happens(*rest) if callable(happens) else happens
                 if event is not None:
                     events.append(event)
         return events
 
     def _next_time(self) -> float:
-        time = self._heap[0][0] if self._heap else math.inf
+        time = self.heap[0][0] if self.heap else math.inf
         if self._next is not None:
-            time = min(time, max(self._next.arrival, self._now))
+            time = min(time, max(self._next.arrival, self.time))
         end = self._network.next_end
         return time if end is None else min(time, end)
 
+    def next_other(self) -> float:
+        """The time before which nothing happens but what the heap has."""
+        if self._rounds:
+            return self.time  # They begin when all has been launched.
+        arrival = self._next.arrival if self._next else math.inf
+        end = self._network.next_end
+        return arrival if end is None else min(arrival, end)
+
+    def single_device(self, name: str) -> tuple[CostModel, dict[int, float]] | None:
+        """An instance's step times, and when its one device is free; None where it shares any."""
+        free = self._free[name]
+        if name in self._joint or name in self._visits or len(free) != 1:
+            return None
+        return self._instances[name].cost, free
+
     def _at(self, time: float, happens: Event | Callable[[], Event | None]) -> None:
-        heapq.heappush(self._heap, (time, next(self._order), happens))
+        heapq.heappush(self.heap, (time, next(self.order), happens))

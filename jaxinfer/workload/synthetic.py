@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, PositiveInt, field_validator
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.files.shipped import SHIPPED
+from jaxinfer.files.shipped import read_shipped
 from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
 from jaxinfer.workload.bench_request import BenchRequest
 from jaxinfer.workload.distribution import Draws, Lengths, Percentiles, Uniform
 
-_FACTS = SHIPPED / "lengths.yaml"
 # Heavy or light prefill, and heavy or light decode (section 5.1 of TetriInfer and of HexGen-2).
 WorkloadClass = Literal["HPLD", "HPHD", "LPHD", "LPLD"]
 _HEAVY_PREFILL, _HEAVY_DECODE = 512, 128
@@ -152,7 +150,7 @@ class Synthetic(Options):
         if self.lengths is None:
             yield from self._own_draws()
             return
-        known = yaml.safe_load(_FACTS.read_text(encoding="utf-8"))
+        known = read_shipped("lengths.yaml")
         if self.lengths not in known:
             raise OptionError(f"lengths is {self.lengths!r}: {did_you_mean(self.lengths, known)}")
         facts = known[self.lengths]

@@ -1,11 +1,17 @@
-"""Decodes that are advanced together give what a row for each gives, in every system."""
+"""Decodes that are advanced together give what a row for each gives, in every system.
+
+So do their steps where they follow each other in runs, to the last byte of all files.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from random_runs import random_run
+from same_runs import compare_runs
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
@@ -15,6 +21,9 @@ from jaxinfer.serving.world import StepDone
 from jaxinfer.simulate.run import prepare, serve
 from jaxinfer.systems.registry import SYSTEMS
 from jaxinfer.workload.bench_request import BenchRequest
+
+# KV heads in several places cannot be shared.
+CACHES = [system for system in SYSTEMS if system != "hetis"]
 
 
 def outcome(
@@ -28,7 +37,8 @@ def outcome(
 
     def on_request(request: RequestState, times: Sequence[float]) -> None:
         metrics = request.metrics
-        scheduled = metrics.first_scheduled, metrics.num_preemptions, metrics.cut
+        counts = metrics.num_preemptions, metrics.cut, metrics.num_cached_tokens
+        scheduled = metrics.first_scheduled, *counts
         requests.append((request.id, list(times), request.finish_reason, scheduled))
 
     def on_step(step: StepDone) -> None:
@@ -40,7 +50,7 @@ def outcome(
 
     error = None
     try:
-        serve(cluster, work, folder, on_request, on_step=on_step)
+        serve(cluster, work, folder, on_request, on_step=on_step, in_runs=False)
     except JaxinferError as found:  # One that no pool holds, in both alike.
         error = str(found)
     (ledger,) = folder.rglob(NAME)
@@ -72,9 +82,46 @@ def test_some_runs_of_each_system(system: str, tmp_path: Path) -> None:
     assert (max(grouped) > 0) == (system != "hetis")
 
 
+def with_shared_prompts(
+    data: dict[str, Any], work: Sequence[BenchRequest], seed: int
+) -> tuple[dict[str, Any], list[BenchRequest]]:
+    """The same with prefix caching, and prompts that begin alike, by tokens or names of blocks."""
+    rng = Random(seed)
+    begins = [[rng.randint(0, 2) for _ in range(400)] for _ in range(3)]
+    changes: list[dict[str, Any]] = []
+    for item in work:
+        which = rng.randrange(len(begins))
+        by_name = {"hash_ids": (which,)}
+        changes.append(
+            by_name if seed % 2 else {"prompt_token_ids": begins[which][: item.prompt_len]}
+        )
+    engine = data["engine"] | {"enable_prefix_caching": True}
+    shared = [replace(item, **change) for item, change in zip(work, changes, strict=True)]
+    return data | {"engine": engine}, shared
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_some_runs_of_steps(system: str, tmp_path: Path) -> None:
+    for seed in range(2):
+        data, work = random_run(system, seed)
+        compare_runs(as_run_file(data), work, tmp_path / str(seed), f"{system}, seed {seed}")
+
+
+@pytest.mark.parametrize("system", CACHES)
+def test_some_runs_with_shared_prompts(system: str, tmp_path: Path) -> None:
+    for seed in range(2):
+        data, work = with_shared_prompts(*random_run(system, seed), seed)
+        compare(data, work, tmp_path / str(seed), f"{system}, seed {seed}")
+        compare_runs(as_run_file(data), work, tmp_path / f"runs {seed}", f"{system}, seed {seed}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_many_runs_of_each_system(system: str, tmp_path: Path) -> None:
     for seed in range(5, 5 + (200 if system == "takeover" else 40)):
-        said = f"{system}, seed {seed}"
-        compare(*random_run(system, seed), tmp_path / str(seed), said)
+        said, given = f"{system}, seed {seed}", random_run(system, seed)
+        runs = [given, with_shared_prompts(*given, seed)] if system in CACHES else [given]
+        for number, (data, work) in enumerate(runs):
+            folder = tmp_path / f"{seed} {number}"
+            compare(data, work, folder, f"{said}, {number}")
+            compare_runs(as_run_file(data), work, folder / "runs", f"{said}, {number}")

@@ -141,7 +141,7 @@ class MeasuredWorld(SimulatedWorld):
             self._then(when, event)
 
     def _then(self, when: When, happens: Any) -> None:
-        heapq.heappush(self._heap, (*when, happens))
+        heapq.heappush(self.heap, (*when, happens))
 
     def launch(self, batch: Batch) -> None:
         """Start a step, which ends when the real one did, or never if that was lost."""

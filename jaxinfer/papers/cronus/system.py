@@ -152,6 +152,11 @@ class Cronus(System):
         """True if predictors are refined, or a subclass defines ``on_step``."""
         return self._refined is not None or type(self).on_step is not Cronus.on_step
 
+    @property
+    def hears_decodes(self) -> bool:
+        """True if ``needs_decode_rows`` is."""
+        return self.needs_decode_rows
+
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         """Record how long the parts really take."""
         for row in step.rows:

@@ -8,10 +8,11 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.kv_shards import HeldPages
+from jaxinfer.serving.page_pool import PagePool
 from jaxinfer.serving.request_state import RequestState
 
 # After this many recorded step times, members take theirs.
@@ -53,6 +54,7 @@ class DecodeGroup:
 
     Args:
         num_output: number of output tokens that end a request, ``max_tokens`` or less.
+        keep: takes a page that a request has filled into a prefix cache, where there is one.
 
     Attributes:
         active: members that the latest launched step advances, or that the next step will.
@@ -61,8 +63,13 @@ class DecodeGroup:
         num_begun: number of all other members.
     """
 
-    def __init__(self, page_size: int, num_output: Callable[[RequestState], int]) -> None:
-        self._num_output = num_output
+    def __init__(
+        self,
+        page_size: int,
+        num_output: Callable[[RequestState], int],
+        keep: Callable[[RequestState], None] | None = None,
+    ) -> None:
+        self._num_output, self._keep = num_output, keep
         self.active: dict[str, Member] = {}
         self._members: dict[str, Member] = {}
         self.fresh: dict[str, Member] = {}
@@ -81,6 +88,8 @@ class DecodeGroup:
         self._last_launches: defaultdict[int, dict[str, Member]] = defaultdict(dict)
         # For each step number modulo the page size, the members that may need a page then.
         self._turns: list[dict[str, Member]] = [{} for _ in range(page_size)]
+        # Members left out of further steps, with steps in flight; for the sake of ``keep``.
+        self._retired: dict[str, Member] = {}
         self._context = 0
         # Smallest and largest active position, minus the number of the group's steps; None if
         # unknown.
@@ -88,6 +97,8 @@ class DecodeGroup:
         # For each step in flight, the rows of requests that have left since, each with the number
         # of the request's admission.
         self._left: dict[int, list[tuple[int, Row]]] = {}
+        # The step from which on all whose turn it is need a page: some come with more room.
+        self._even_from = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -118,12 +129,16 @@ class DecodeGroup:
         self._turn_of(member)[request.id] = member
         self._context += start + 1
         self._offsets = None
+        assert request.hold
+        room = request.hold.capacity - start
+        self._even_from = max(self._even_from, first + room - len(self._turns) + 1)
 
     def retire(self) -> None:
         """Before a step, deactivate members whose last decode has been launched."""
         for member in self._last_launches.get(self._launched - 1, {}).values():
             if member.request.id in self.active:
                 self._deactivate(member)
+                self._retired[member.request.id] = member
 
     def full(self) -> list[tuple[HeldPages, int]]:
         """Return the holds that need a page per slice in the next step, and their next size."""
@@ -132,6 +147,7 @@ class DecodeGroup:
             hold, position = member.request.hold, self._position(member)
             assert hold
             if position >= hold.capacity:
+                self._settle_pages(member)
                 found.append((hold, position + 1))
         return found
 
@@ -160,6 +176,34 @@ class DecodeGroup:
         self._launched += 1
         return rows, context
 
+    def go_on(self, end: float, pool: PagePool) -> int | None:
+        """End the oldest step in flight and launch the next one, if that has the same members.
+
+        Pages are counted alone: holds have them once their members are settled. Returns the KV
+        entries that the next step's rows see; None, and no change, where it is another step.
+        """
+        number, launched, turns = self._committed, self._launched, self._turns
+        if (
+            self._ends.get(number)
+            or self._last_launches.get(launched - 1)
+            or self._left
+            or launched < self._even_from
+        ):
+            return None
+        growing = len(turns[launched % len(turns)])
+        if growing > pool.num_free:
+            return None
+        self._note_end(end)
+        if self._keep and (turns[(number + 1) % len(turns)] or self._retired):
+            for member in self._filling(number):
+                self._keep(member.request)
+        if growing:
+            pool.take(growing)
+        context = self._context
+        self._context = context + len(self.active)
+        self._launched = launched + 1
+        return context
+
     def ending(self) -> list[RequestState]:
         """Return the requests that end with the oldest step in flight and must leave the group."""
         return [member.request for member in self._ends.get(self._committed, {}).values()]
@@ -169,21 +213,46 @@ class DecodeGroup:
 
         Returns:
             The step's rows of requests that have left since its launch, each with its number in the
-            order of admission, in this order.
+            order of admission, in this order; with an empty row of each that has filled a
+            page which is to be kept.
         """
         number = self._committed
-        self._times.append(end)
-        self._committed += 1
         self._ends.pop(number, None)
-        if len(self._times) == _TIMES_KEPT:
+        self._note_end(end)
+        rows = self._left.pop(number, [])
+        for member in self._filling(number) if self._keep else ():
+            request = member.request
+            assert request.hold
+            request.hold.pin()
+            row = Row(request, request.computed, 0, False, False, request.epoch, request.hold)
+            rows.append((member.number, row))
+        return sorted(rows, key=itemgetter(0))
+
+    def _filling(self, number: int) -> list[Member]:
+        """Members that have filled a page with a step that has ended, by their admission."""
+        size = len(self._turns)
+        found = [m for m in self._turns[(number + 1) % size].values() if m.first <= number]
+        for member in self._retired.values():
+            if not (member.start + number + 1 - member.first) % size and member.first <= number:
+                found.append(member)
+        found.sort(key=attrgetter("number"))
+        for member in found:
+            self._settle(member)
+        return found
+
+    def _note_end(self, end: float) -> None:
+        self._committed += 1
+        times = self._times
+        times.append(end)
+        if len(times) == _TIMES_KEPT:
             self.settle()
-            self._times.clear()
+            times.clear()
             self._oldest = self._committed
-        return sorted(self._left.pop(number, ()), key=itemgetter(0))
 
     def leave(self, request: RequestState) -> None:
         """Update a member and take it out; in steps in flight, it gets a row of its own."""
         member = self._members.pop(request.id)
+        self._retired.pop(request.id, None)
         if not self.fresh.pop(request.id, None):
             self.num_begun -= 1
             self._entries -= member.start - member.first
@@ -256,6 +325,7 @@ class DecodeGroup:
 
     def _settle(self, member: Member) -> None:
         request, stop = member.request, member.last_launch + 1
+        self._settle_pages(member)
         launched, committed = min(self._launched, stop), min(self._committed, stop)
         ahead = launched - member.launched
         request.launched += ahead
@@ -268,6 +338,12 @@ class DecodeGroup:
             at = member.committed - self._oldest
             request.metrics.token_times.extend(self._times[at : at + count])
             member.committed = committed
+
+    def _settle_pages(self, member: Member) -> None:
+        """Give a hold the pages that ``go_on`` has counted for it."""
+        assert member.request.hold
+        launched = min(self._launched, member.last_launch + 1)
+        member.request.hold.has_taken(member.start + launched - member.first)
 
     def _deactivate(self, member: Member) -> None:
         del self.active[member.request.id]

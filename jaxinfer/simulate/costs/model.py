@@ -1,7 +1,7 @@
 """Interfaces for the times of a modelled instance's steps."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Protocol
@@ -38,6 +38,14 @@ class SlowedStage:
     def seconds(self, work: Work) -> float:
         """Return the seconds of a step."""
         return self.slowdown * self.cost.seconds(work)
+
+
+def decode_seconds(cost: CostModel, rows: int) -> Callable[[int], float]:
+    """Return the seconds of one stage's step of ``rows`` decodes, by the KV entries they see."""
+    part = cost.parts[0] if isinstance(cost, Pipeline) else None
+    if of_rows := getattr(part, "decode_seconds", None):
+        return of_rows(rows)
+    return lambda context: cost.stages(Work(rows, rows, rows, rows, context, [], rows))[0]
 
 
 # Modules by kind of costs. Each is imported when it is needed, because tables import scipy.

@@ -4,6 +4,7 @@ Each operator takes the time of its FLOPs or of its bytes, whichever is longer (
 2009), at given efficiencies.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -114,6 +115,15 @@ class RooflineStage:
             compute, weights, moved = self._head
             seconds += max(work.sampled * compute, weights + work.sampled * moved)
         return seconds
+
+    def decode_seconds(self, rows: int) -> Callable[[int], float]:
+        """Return ``seconds`` of a step of so many decodes, by the KV entries that they see."""
+        L, E, dense = self.layers, self._efficiency, self.dense(rows)
+        kv_bytes, per_byte = self._kv_bytes, self._per_byte
+        step_s, rows_s = E.step_s, E.sequence_s * rows
+        compute, weights, moved = self._head or (0.0, 0.0, 0.0)
+        head = max(rows * compute, weights + rows * moved)
+        return lambda seen: L * (dense + seen * kv_bytes * per_byte) + step_s + rows_s + head
 
     def floor(self) -> StepFloor:
         """Return the least time of steps; experts' weights are read as for one token."""
