@@ -47,7 +47,7 @@ def decode_seconds(cost: CostModel, rows: int) -> Callable[[int], float]:
     """Return the seconds of one stage's step of ``rows`` decodes, by the KV entries they see."""
     part = cost.parts[0] if isinstance(cost, Pipeline) else None
     if of_rows := getattr(part, "decode_seconds", None):
-        return of_rows(rows)  # type: ignore[no-any-return]
+        return of_rows(rows)
     return lambda context: cost.stages(Work(rows, rows, rows, rows, context, [], rows))[0]
 
 
