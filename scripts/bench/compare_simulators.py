@@ -75,8 +75,13 @@ def peer_file(trace: Path) -> dict[str, Any]:
             "source": {"type": "trace", "paths": [str(trace)], "format": "mooncake"},
             "load": {"type": "trace_timestamps"},
         },
-        # Its imports take minutes on a busy machine.
-        "execution": {"resources": {"initialization_timeout_seconds": 900.0}},
+        # Its imports take minutes on a busy machine, and so does its end.
+        "execution": {
+            "resources": {
+                "initialization_timeout_seconds": 900.0,
+                "shutdown_timeout_seconds": 900.0,
+            }
+        },
         "engine": {
             "mode": "aggregated",
             "model": "meta-llama/Meta-Llama-3.1-8B",
