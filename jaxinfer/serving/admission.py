@@ -70,7 +70,7 @@ def _is_being_computed(instance: Instance, request: RequestState, leg: Leg) -> b
         other.computed < end <= other.prompt_len
         and not other.paused
         and other.page_digests(instance.page_size, pages)[-1] == digest
-        for other in instance.taking_part.ungrouped()
+        for other in instance.taking_part.in_prompts()
     )
 
 

@@ -1,7 +1,7 @@
 """The requests that take part in an instance's steps, as single rows or in groups."""
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from operator import attrgetter, itemgetter
 
@@ -130,6 +130,13 @@ class Running:
     def ungrouped(self) -> list[RequestState]:
         """Return the requests that each need a row of their own."""
         return list(self._ungrouped.values())
+
+    def in_prompts(self) -> Iterator[RequestState]:
+        """Yield the requests whose prompts are not computed yet."""
+        fresh = (map(_request, group.fresh.values()) for group in self._groups)
+        for request in chain(self._ungrouped.values(), *fresh):
+            if request.computed < request.prompt_len:
+                yield request
 
     def ready_group(self) -> DecodeGroup | None:
         """Return the group that the next step may launch; None if there is none.

@@ -1,7 +1,7 @@
 """Modelled instances of run files: pools and shares by hand, and which stages share layers."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -11,6 +11,7 @@ from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_groups, model_site
 from jaxinfer.serving.batch import Work
+from jaxinfer.serving.paging import Paging
 from jaxinfer.simulate.cluster import ModelledCluster, fit_instance, lanes_between, model_cluster
 from jaxinfer.simulate.costs.fit import fit_costs
 
@@ -152,12 +153,19 @@ def test_lanes_are_where_stages_have_layers_in_common() -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("has_tokens", [False, True])
-def test_a_prefix_cache_needs_tokens_and_to_be_asked_for(asked: bool, has_tokens: bool) -> None:
+@pytest.mark.parametrize("cache", ["computed", "launched"])
+def test_a_prefix_cache_needs_tokens_and_to_be_asked_for(
+    asked: bool, has_tokens: bool, cache: Literal["computed", "launched"]
+) -> None:
+    """Decodes are grouped, unless the cache takes in pages as steps are launched."""
     one = modelled({"g": 1}, ("g", 6)).instances["x"]
-    config = one.config.model_copy(update={"enable_prefix_caching": asked})
+    changes = {"enable_prefix_caching": asked, "paging": Paging(cache=cache)}
+    config = one.config.model_copy(update=changes)
     instance = replace(one, config=config).new_instance("x", None, True, has_tokens, len)
-    assert (instance.kv.cache is not None) == (asked and has_tokens)
-    assert (instance.taking_part.ready_group() is not None) == (not (asked and has_tokens))
+    caches = asked and has_tokens
+    assert (instance.kv.cache is not None) == caches
+    grouped = instance.taking_part.ready_group() is not None
+    assert grouped == (not (caches and cache == "launched"))
 
 
 def test_a_cpu_is_not_modelled() -> None:
