@@ -1,6 +1,7 @@
 """Tables of a plan for the terminal."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
@@ -36,7 +37,7 @@ def plan_figures(plan: StagePlan, costs: list[StepCost]) -> dict[str, Any]:
         "page_size": limits.page_size,
         "largest_step": {"tokens": limits.max_num_batched_tokens, "requests": limits.max_num_seqs},
         "longest_request": longest_request(plan),
-        "steps": costs,
+        "steps": [asdict(cost) | {"shape": cost.shape._asdict()} for cost in costs],
     }
 
 

@@ -69,7 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(folder: Path, rows: list[dict[str, str]], *more: str) -> Result:
     points = write_rows(folder / "points.csv", rows)
     command = [
-        "validate", points, "--operators", folder / "operators", "--out", folder / "out",
+        "check", "points", points, "--operators", folder / "operators", "--out", folder / "out",
         "--campaigns", folder / "about.yaml", "--jobs", "1", *more,
     ]  # fmt: skip
     return CliRunner().invoke(cli, [str(word) for word in command], catch_exceptions=False)
@@ -113,7 +113,7 @@ def test_requests_that_do_not_meet_take_a_sum_of_operators(folder: Path) -> None
     assert theirs["bias"] == pytest.approx(0.2)
     assert [line["n"] for line in figures["itl_mean"]] == [3]
     # The figures of before are taken, not computed again.
-    assert done.output.endswith(run(folder, rows).output)
+    assert run(folder, rows).stdout == done.stdout
 
 
 def test_rows_that_cannot_be_read_say_so(tmp_path: Path) -> None:
