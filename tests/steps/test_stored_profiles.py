@@ -4,14 +4,15 @@ import hashlib
 import json
 import os
 import pwd
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jaxinfer import JaxinferError
+from jaxinfer.files import kept
 from jaxinfer.runtime.stage.devices import configure_jax
-from jaxinfer.steps import profile as module
 from jaxinfer.steps.profile import (
     Profile,
     load_profile,
@@ -118,9 +119,10 @@ def test_a_profile_is_there_whole_or_not_at_all(
         moved.append((part.name, to))
         os.rename(part, to)
 
-    monkeypatch.setattr(module.os, "replace", note)
+    monkeypatch.setattr(kept.os, "replace", note)
     store_profile(newer, tmp_path)
-    assert moved == [(f"{path.stem}.{os.getpid()}.part", path)]
+    part = f"{path.name}.{os.getpid()}-{threading.get_ident()}.part"
+    assert moved == [(part, path)]
     assert load_profile(KEY, tmp_path) == newer
 
 
