@@ -213,6 +213,7 @@ class HandOffs:
         request.sent = 0
         dest = self._instances[request.legs[0].instance]
         del dest.importing[request.id]
+        dest.keep_prefix(request)
         dest.taking_part.add(request)
 
     def _note(
