@@ -50,7 +50,7 @@ def decode_parts(
     more = max(at_once // heads, 1)
     first_tile_S = jnp.maximum(length_S - window, 0) // tile if window else jnp.zeros_like(length_S)
     tiles_S = pl.cdiv(length_S, tile) - first_tile_S
-    # Number of tiles of a part, if the longest context has so many parts.
+    # Number of tiles of a part, if the longest context has 1, 2, ... parts.
     each_X = pl.cdiv(jnp.maximum(tiles_S.max(), 1), 1 + jnp.arange(more))
     count_X = pl.cdiv(tiles_S, each_X[:, None]).sum(1)
     cost_X = pl.cdiv(count_X * heads, at_once) * (each_X + START)

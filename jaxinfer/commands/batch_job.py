@@ -56,7 +56,7 @@ class BatchJob:
     def __init__(
         self, config: RunFile, source: BatchFile, results: ResultFile, output: str, show: int
     ) -> None:
-        """For internal use; users call ``open``."""
+        """Create a job whose files are open; users call ``open``."""
         self.num_lines = len(source.number_of)
         self.num_resumed = len(results.finished)
         self.run_folder = f"{output}.runs"

@@ -70,7 +70,7 @@ class HeldPages(HeldSlices):
         return True
 
     def has_taken(self, num_tokens: int) -> None:
-        """Note pages for so many KV entries that the one pool, which counts, has handed out."""
+        """Record pages for ``num_tokens`` KV entries that the pool has already counted as taken."""
         if num_tokens > self.capacity:
             extra = self.kv.pages_for(num_tokens) - self.num_pages
             for pages in self.tables[0].values():

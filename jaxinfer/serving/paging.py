@@ -6,7 +6,7 @@ from jaxinfer.options.validation import Options
 
 
 class Paging(Options):
-    """When pages are taken, cached and freed. The defaults hold in both worlds.
+    """Options for when pages are taken, cached and freed; both worlds can use the defaults.
 
     Attributes:
         take: Pages that an admitted request gets at once: for all its ``known`` tokens, or those of

@@ -97,7 +97,7 @@ class ModelledInstance:
 
     @property
     def visits(self) -> Sequence[Sequence[Visit]]:
-        """For each stage, its visits to devices that work for several stages."""
+        """Return each stage's visits to devices that work for several stages."""
         return shared_visits(self.shards, len(self.layers))
 
     def describe_stages(self) -> list[dict[str, object]]:

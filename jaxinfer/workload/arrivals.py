@@ -58,7 +58,7 @@ class Arrivals(Options):
     Attributes:
         kind: Kind of arrivals. All ``at_once``; one every ``seconds`` (``interval``); at random,
             ``rate`` per second on average, alone (``poisson``) or in bursts (``gamma``); at a rate
-            that goes evenly from ``from`` to ``to`` ``over`` so many seconds and stays there
+            that goes evenly from ``from`` to ``to`` within ``over`` seconds and stays there
             (``ramp``); ``concurrency`` at first, and one more whenever one ends (``closed``); or at
             the times in the ``trace``.
         seconds: Seconds from one request to the next.

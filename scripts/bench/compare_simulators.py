@@ -3,8 +3,8 @@
     python -m scripts.bench.compare_simulators TRACE.jsonl --aisimulate ENV/bin/aisimulate
 
 The trace has Mooncake's form, prompts by named blocks of 512 tokens. Eight replicas take requests
-in turns, with prefix caching, pages of 64 tokens, and steps of given lengths: so many ms with
-prompts, so many of decodes alone. aisimulate has an environment of its own (``pip install
+in turns, with prefix caching, pages of 64 tokens, and steps of fixed lengths: 60 ms with prompts,
+8 ms with decodes alone. aisimulate has an environment of its own (``pip install
 --only-binary :all: aisimulate``); without one, only this simulator is measured. Vidur is left out:
 it has no prefix cache.
 """

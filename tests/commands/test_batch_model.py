@@ -150,7 +150,7 @@ def test_what_is_said_at_the_end(chats: tuple[Path, Path], tmp_path: Path) -> No
 
 
 def test_lines_get_the_model_s_sampling(chats: tuple[Path, Path], tmp_path: Path) -> None:
-    """Where they give none themselves; ``generation_config: vllm`` leaves it out."""
+    """Lines without sampling parameters take the model's, unless it is left out (``vllm``)."""
     folder, _ = chats
     (folder / "generation_config.json").write_text('{"top_k": 1, "max_new_tokens": 5}')
     given = [

@@ -98,7 +98,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Use:
-    """What a point may be used for.
+    """The metrics that a point may be used for.
 
     Attributes:
         tpot: whether it counts for TPOT.

@@ -59,7 +59,7 @@ def check_attention(name: str, config: ClusterConfig) -> None:
     if group.slowdown % 1:
         raise JaxinferError(
             f"groups.{name}.emulate.slowdown is {group.slowdown:g}, must be a whole number: an "
-            "attention group does its work so many times"
+            "attention group repeats its work that number of times"
         )
     for link in config.links:
         if name in link.between:

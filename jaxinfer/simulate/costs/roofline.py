@@ -117,7 +117,7 @@ class RooflineStage:
         return seconds
 
     def decode_seconds(self, rows: int) -> Callable[[int], float]:
-        """Return ``seconds`` of a step of so many decodes, by the KV entries that they see."""
+        """Return the seconds of a step of ``rows`` decodes, as a function of their KV entries."""
         L, E, dense = self.layers, self._efficiency, self.dense(rows)
         kv_bytes, per_byte = self._kv_bytes, self._per_byte
         step_s, rows_s = E.step_s, E.sequence_s * rows

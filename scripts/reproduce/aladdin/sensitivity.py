@@ -1,7 +1,7 @@
-"""What Aladdin's figures depend on.
+"""Sensitivity of Aladdin's figures to our assumptions.
 
-These are the cost of additional processes, decodes alone, all requests, theta's seed, other
-workers, the rate on four GPUs, and workers that are switched off.
+The assumptions are the cost of additional processes, decodes alone, all requests, theta's seed,
+other workers, the rate on four GPUs, and workers that are switched off.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What each option of ``engine: {like: vllm-0.32}`` decides: our side with and without it."""
+"""Effect of each option of ``engine: {like: vllm-0.32}``: our side with and without it."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from jaxinfer.serving.request_state import RequestState
 from scripts.validate.vllm_scheduler.our_side import Decision, Workload, decide
 
-# By name: the option as it is without.
+# By name: the setting that takes an option's place.
 WITHOUT: dict[str, dict[str, Any]] = {
     "paging.take: step": {"take": "known"},
     "paging.cache: launched": {"cache": "computed"},

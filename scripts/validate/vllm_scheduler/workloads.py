@@ -81,7 +81,7 @@ TRACED: dict[str, dict[str, Any]] = {
 
 
 def workload(name: str, batches: int, seed: int, traces: Path | None = None) -> dict[str, Any]:
-    """Return a workload as both sides read it, with requests enough for so many batches.
+    """Return a workload as both sides read it, with requests enough for ``batches`` batches.
 
     Raises:
         JaxinferError: its trace is missing.
