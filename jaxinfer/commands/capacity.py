@@ -85,6 +85,8 @@ def capacity(
     if requests_per_gpu:
         work = list(requests_for(num_gpus(config), work, requests_per_gpu))
     targets = read_targets(slo, work, attainment, criterion)
+    # Before the search: a cluster without a bound is refused at once.
+    most = bound_rate(config, work) if bound else None
     console = Console()
     tried: list[TriedRate] = []
 
@@ -111,8 +113,7 @@ def capacity(
     if as_json:
         found = _figures(best) | {"tried": [_figures(load) for load in tried]}
         found["met_again_at"] = again.rate if again else None
-        bounded = {"bound_requests_s": bound_rate(config, work)} if bound else {}
-        print_json(found | bounded)
+        print_json(found | ({"bound_requests_s": most} if bound else {}))
         return
     for line in _found(best):
         console.print(line, soft_wrap=True)
@@ -122,14 +123,17 @@ def capacity(
             "with the rate, and the capacity depends on which rates are tried",
             soft_wrap=True,
         )
-    if bound:
-        print_share(config, work, best.rate)
+    if most is not None:
+        print_share(most, best.rate)
 
 
 def _figures(load: "TriedRate") -> dict[str, Any]:
     verdict = load.verdict
+    from jaxinfer.simulate.capacity import AT_ONCE
+
     return {
         "requests_s": load.rate,
+        "at_once": load.rate == AT_ONCE,
         "met": verdict.met,
         "attainment": verdict.attainment,
         "figures": verdict.figures,

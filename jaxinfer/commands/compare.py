@@ -25,6 +25,7 @@ from jaxinfer.commands.common import (
 )
 from jaxinfer.commands.figures import print_json, with_json
 from jaxinfer.commands.systems import (
+    bound_rate,
     print_share,
     run_systems,
     show_and_write,
@@ -123,13 +124,15 @@ def compare(
     folder, changes = Path(out), [*settings, *more]
     configs = load_systems(files, names, changes)
     work = load_run_file(files[0], changes).requests(say)
+    # Before the runs: a cluster without a bound is refused at once.
+    bounds = {name: bound_rate(config, work) for name, config in configs.items() if bound}
     runs = run_systems(configs, work, folder, 0 if simulate else rounds or 3, one_by_one)
     show_and_write(runs, folder, pictures, as_json)
     if as_json:
-        print_json(systems_json(runs, configs, work, bound))
+        print_json(systems_json(runs, bounds))
         return
-    for name, config in configs.items() if bound else ():
-        print_share(config, work, runs[name][0].rate, name)
+    for name, most in bounds.items():
+        print_share(most, runs[name][0].rate, name)
 
 
 def _compare_layouts(

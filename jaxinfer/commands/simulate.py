@@ -70,6 +70,8 @@ def simulate(
         refuse("for --out FOLDER, where the ledger is kept", {"--ledger": ledger})
     ((name, config),) = load_systems([run_file], [], changes).items()
     work = config.requests(say)
+    # Before the run: a cluster without a bound is refused at once.
+    most = bound_rate(config, work) if bound else None
     if out:
         runs = run_systems({name: config}, work, Path(out), rounds=0)
         figures, rate = dict(runs[name][0].run["metrics"]), runs[name][0].rate
@@ -80,9 +82,9 @@ def simulate(
         if not as_json:
             _print_figures(config, found)
     if as_json:
-        print_json(figures | ({"bound_requests_s": bound_rate(config, work)} if bound else {}))
-    elif bound:
-        print_share(config, work, rate)
+        print_json(figures | ({"bound_requests_s": most} if bound else {}))
+    elif most is not None:
+        print_share(most, rate)
 
 
 def _print_figures(config: RunFile, found: "RunMetrics") -> None:

@@ -40,19 +40,13 @@ def _has_finished_run(out: Path) -> bool:
     return any('"status": "finished"' in file.read_text(encoding="utf-8") for file in files)
 
 
-def systems_json(
-    runs: Runs, configs: Mapping[str, RunFile], work: Sequence[BenchRequest], bound: bool
-) -> dict[str, Any]:
-    """Figures of systems side by side, as ``compare.json`` has them; with ``bound``, their bounds.
-
-    Raises:
-        JaxinferError: a cluster has no bound.
-    """
+def systems_json(runs: Runs, bounds: Mapping[str, float]) -> dict[str, Any]:
+    """Return figures of systems side by side, as ``compare.json`` has them, and given bounds."""
     from jaxinfer.report.comparison import document
 
     found = document(runs, command_line())
-    for name, config in configs.items() if bound else ():
-        found["systems"][name]["bound_requests_s"] = bound_rate(config, work)
+    for name, bound in bounds.items():
+        found["systems"][name]["bound_requests_s"] = bound
     return found
 
 
@@ -124,13 +118,8 @@ def bound_rate(config: RunFile, work: Sequence[BenchRequest]) -> float:
     return bound_of(prepare(config), work).rate
 
 
-def print_share(config: RunFile, work: Sequence[BenchRequest], rate: float, name: str = "") -> None:
-    """Print a rate, in requests per second, and the bound of its cluster and workload.
-
-    Raises:
-        JaxinferError: the cluster has no bound.
-    """
-    bound = bound_rate(config, work)
+def print_share(bound: float, rate: float, name: str = "") -> None:
+    """Print a rate, in requests per second, and the bound of its cluster and workload."""
     what = f"{rate / bound:.3f} of {bound:.3g}, the upper bound for any system on this cluster"
     if rate > bound:
         what = f"above {bound:.3g}, the upper bound for a sustained rate: use more requests"

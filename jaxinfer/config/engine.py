@@ -134,10 +134,10 @@ class EngineOptions(Options):
         if not isinstance(data, dict) or data.get("like") is None:
             return data
         theirs = engine_named(data["like"])
-        ours = data.get("policies")
-        if "policies" in theirs and isinstance(ours, dict):
-            theirs = theirs | {"policies": theirs["policies"] | ours}
-            data = {key: data[key] for key in data if key != "policies"}
+        for key in ("policies", "paging"):
+            ours = data.get(key)
+            if key in theirs and isinstance(ours, dict):
+                data = data | {key: theirs[key] | ours}
         return theirs | data
 
     @model_validator(mode="before")

@@ -137,12 +137,17 @@ class Workload(Options):
             work = self._read(self.tokenizer or model, note, searched)
         work = work[: self.limit]
         if self.order != "given":
-            self._check_order(work)
+            self._check_order(work, searched)
             work = in_order(work, lambda item: item.hash_ids or modelled_tokens(item), self.order)
         return with_arrivals(work, self.arrivals)
 
-    def _check_order(self, work: Sequence[BenchRequest]) -> None:
+    def _check_order(self, work: Sequence[BenchRequest], searched: bool) -> None:
         """Refuse an order of requests that come over time, or whose prompts are not known."""
+        if searched:
+            raise OptionError(
+                f"workload.order is {self.order}, must be given where rates are searched: requests "
+                "are served as they come"
+            )
         if (kind := self.arrivals.kind) != "at_once":
             raise OptionError(
                 f"workload.order is {self.order}, must be given where workload.arrivals is {kind}: "

@@ -34,6 +34,8 @@ class Progress:
         self._tasks: dict[str, progress.TaskID] = {}
         # For each part, its size, and how much of it is left.
         self._parts: dict[str, tuple[int, int]] = {}
+        # For each part, its size when its end was last written.
+        self._ended: dict[str, int] = {}
         # For each part, its start, and the time of the last line about it.
         self._times: dict[str, tuple[float, float]] = {}
 
@@ -61,8 +63,11 @@ class Progress:
     def _write(self, part: str, done: int, total: int) -> None:
         now = time.perf_counter()
         began, last = self._times.get(part, (now, -math.inf))
-        if done < total and now - last < LINES_EVERY_S:
+        is_news = done == total != self._ended.get(part)
+        if not is_news and now - last < LINES_EVERY_S:
             return
+        if is_news:
+            self._ended[part] = total
         self._times[part] = began, now
         line, text = f"{part}: {done} of {total}, {now - began:.0f} s", self._text()
         print(f"{line}, {text}" if text else line, file=sys.stderr, flush=True)
@@ -86,6 +91,12 @@ class CountProgress(Progress):
     def __init__(self, part: str, total: int) -> None:
         super().__init__(True)
         self._part, self._done, self._total, self._said = part, 0, total, ""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._total:
+            self._show(self._part, 0, self._total)
+        return self
 
     def advance(self, said: object, *_: object) -> None:
         """Note that one more is done, and what it is."""

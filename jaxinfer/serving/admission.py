@@ -68,6 +68,7 @@ def _is_being_computed(instance: Instance, request: RequestState, leg: Leg) -> b
     digest = request.page_digests(instance.page_size, pages)[-1]
     return any(
         other.computed < end <= other.prompt_len
+        and end <= (other.legs[0].until or end)
         and not other.paused
         and other.page_digests(instance.page_size, pages)[-1] == digest
         for other in instance.taking_part.in_prompts()

@@ -292,7 +292,7 @@ class Assignments:
             if request in here.taking_part or request.id in here.importing:
                 self._revise_legs(request, here, action)
                 return
-            here.waiting.remove(request)
+            here.remove(request)
             request.legs = []
             self.unrouted[request.id] = request
         if action.legs:

@@ -382,14 +382,18 @@ class Instance:
         if not (request.takes_cached or request.computed or request.hold):
             return []
         most = request.known_until(leg) - 1
+        # Not beyond the end of the leg before this one.
         if request.exported:
             most = min(most, request.computed)
+        elif request.hold and (until := request.legs[0].until) is not None:
+            most = min(most, until)
         return self.kv.cache.match(request.page_digests(self.page_size, most // self.page_size))
 
     def cached_tokens(self, request: RequestView) -> int:
         """Return how many of the request's prompt tokens the prefix cache has KV entries of."""
         assert isinstance(request, RequestState)
-        return len(self.cached_prefix(request, Leg(self.name))) * self.page_size
+        found = len(self.cached_prefix(request, Leg(self.name))) * self.page_size
+        return min(found, request.prompt_len - 1)
 
     def keep_prefix(self, request: RequestState, launches: bool = False) -> None:
         """Offer the request's pages that have become full to the prefix cache.

@@ -213,8 +213,8 @@ class InstanceView(Protocol):
     def cached_tokens(self, request: RequestView) -> int:
         """Number of the request's prompt tokens whose KV entries its prefix cache has now.
 
-        Whole pages from the prompt's beginning on; its last token is always left to compute. Looks
-        up one digest per page that is found, and copies nothing.
+        Whole pages from the prompt's beginning on; its last token is always left to compute. Takes
+        time in proportion to the prompt's pages.
         """
 
     @property

@@ -18,7 +18,6 @@ from jaxinfer.serving.features.half_batches import choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, PagePool, Shard
-from jaxinfer.serving.paging import Paging
 from jaxinfer.serving.policies import make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
@@ -141,7 +140,7 @@ class ModelledInstance:
         policies = make_policies(self.config.policies)
         role = self.config.role
         # Groups offer pages to the prefix cache when their entries are computed.
-        grouped = groups_decodes and not (caching and self.config.paging != Paging())
+        grouped = groups_decodes and not (caching and self.config.paging.cache == "launched")
         instance = Instance(name, kv, options, policies, role, fit, grouped, num_output)
         instance.asks_spans = self.asks_spans
         instance.halves_pay = choice(self.config.half_batches, self._is_shorter)

@@ -4,20 +4,21 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
-from jaxinfer.systems.instances import least_loaded
+from jaxinfer.systems.instances import KVRoom, least_loaded, most_entries
 from jaxinfer.systems.least_loaded import num_tokens
 
 
 class SessionAffinity(System):
     """Sends a session's first turn to the least loaded instance by tokens, and the others after it.
 
-    A session whose instance was lost goes to the least loaded one from then on. Requests of no
-    session go to the least loaded instance.
+    A session whose instance was lost, or cannot hold the next turn, goes to the least loaded one
+    that can, from then on. Requests of no session go to the least loaded instance.
     """
 
     def __init__(self, options: object = None) -> None:
         super().__init__(options)
         self._homes: dict[str, str] = {}
+        self._room = KVRoom()
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
         """An empty sequence: KV stays where it is."""
@@ -28,9 +29,11 @@ class SessionAffinity(System):
         given: Counter[str] = Counter()
         assignments = []
         for request in waiting:
+            names = list(cluster.instances)
+            holding = self._room.that_hold(most_entries(request), names, cluster) or names
             name = self._homes.get(request.session) if request.session else None
-            if name not in cluster.instances:
-                name = least_loaded(cluster.instances, cluster, given, num_tokens)
+            if name not in holding:
+                name = least_loaded(holding, cluster, given, num_tokens)
             assert name
             if request.session:
                 self._homes[request.session] = name

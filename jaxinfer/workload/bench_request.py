@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 # Number of tokens of a block that ``hash_ids`` name (Mooncake's traces).
 BLOCK = 512
@@ -51,6 +52,29 @@ def _stretches(item: BenchRequest, index: int) -> list[tuple[int, int]]:
     return [(-2 - 2 * name, shared), (-3 - 2 * index, item.prompt_len - shared)]
 
 
+class NamedTokens(Sequence[int]):
+    """Tokens of a prompt of named blocks, made on demand: each is its block's name plus one."""
+
+    def __init__(self, item: BenchRequest) -> None:
+        self._names = item.hash_ids or ()
+        self._length = min(item.prompt_len, BLOCK * len(self._names))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        at = range(self._length)[index]
+        if isinstance(at, int):
+            return self._names[at // BLOCK] + 1
+        return [self._names[each // BLOCK] + 1 for each in at]
+
+
 def modelled_tokens(item: BenchRequest, index: int = 0) -> Sequence[int]:
     """Return token ids for a modelled run, which only compares them; empty if nothing is known.
 
@@ -63,11 +87,7 @@ def modelled_tokens(item: BenchRequest, index: int = 0) -> Sequence[int]:
         return [name + 1 for name, count in _stretches(item, index) for _ in range(count)]
     if item.prompt_token_ids or not item.hash_ids:
         return item.prompt_token_ids or ()
-    tokens: list[int] = []
-    for name in item.hash_ids:
-        tokens += [name + 1] * BLOCK
-    del tokens[item.prompt_len :]
-    return tokens
+    return NamedTokens(item)[:]
 
 
 def real_tokens(item: BenchRequest, vocab_size: int, index: int) -> list[int]:

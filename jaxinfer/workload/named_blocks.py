@@ -1,32 +1,6 @@
 """Prompts whose blocks of tokens have names, as a modelled run has them."""
 
-from collections.abc import Sequence
-from typing import overload
-
 from jaxinfer.workload.bench_request import BLOCK, BenchRequest
-
-
-class NamedTokens(Sequence[int]):
-    """The tokens of ``modelled_tokens``, each made when it is asked for."""
-
-    def __init__(self, item: BenchRequest) -> None:
-        self._names = item.hash_ids or ()
-        self._length = min(item.prompt_len, BLOCK * len(self._names))
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        at = range(self._length)[index]
-        if isinstance(at, int):
-            return self._names[at // BLOCK] + 1
-        return [self._names[each // BLOCK] + 1 for each in at]
 
 
 class Beginnings:

@@ -131,19 +131,19 @@ class Synthetic(Options):
         """
         if self.sessions and only:
             raise OptionError("sessions: with workload.only, turns would be missing: leave one out")
-        draws, misses = self._draws(), 0
+        draws, misses, rng = self._draws(), 0, random.Random(f"{self.seed} prefixes")
         found: list[BenchRequest] = []
         count = self.count if limit is None else min(self.count, limit)
         while len(found) < count:
             request = next(draws)
+            if self.prefixes:
+                request = _with_prefix(request, self.prefixes, rng)
             if only is None or is_of_class(request, only):
                 found.append(request)
                 misses = 0
             elif (misses := misses + 1) == _PATIENCE:
                 which = self.lengths or "these lengths"
                 raise JaxinferError(f"only {only}: none of {misses} draws of {which} is")
-        if self.prefixes:
-            found = _with_prefixes(found, self.prefixes, random.Random(f"{self.seed} prefixes"))
         return _as_turns(found, self.sessions) if self.sessions else found
 
     def _draws(self) -> Iterator[BenchRequest]:
@@ -195,17 +195,12 @@ def _as_turns(work: Sequence[BenchRequest], sessions: Sessions) -> list[BenchReq
     return found
 
 
-def _with_prefixes(
-    work: Sequence[BenchRequest], prefixes: Prefixes, rng: random.Random
-) -> list[BenchRequest]:
-    return [
-        replace(
-            item,
-            prompt_len=prefixes.tokens + item.prompt_len,
-            prefix=(rng.randrange(prefixes.count), prefixes.tokens),
-        )
-        for item in work
-    ]
+def _with_prefix(item: BenchRequest, prefixes: Prefixes, rng: random.Random) -> BenchRequest:
+    return replace(
+        item,
+        prompt_len=prefixes.tokens + item.prompt_len,
+        prefix=(rng.randrange(prefixes.count), prefixes.tokens),
+    )
 
 
 def is_of_class(request: BenchRequest, name: WorkloadClass) -> bool:

@@ -45,7 +45,7 @@ def microseconds(root: Path, requests: int) -> float:
 @click.command()
 @click.argument("before", type=click.Path(path_type=Path, exists=True))
 @click.argument("after", type=click.Path(path_type=Path, exists=True))
-@click.option("--rounds", default=30)
+@click.option("--rounds", default=30, type=click.IntRange(min=2))
 @click.option("--requests", default=700)
 def main(before: Path, after: Path, rounds: int, requests: int) -> None:
     """Print each round, the medians and the ratios."""

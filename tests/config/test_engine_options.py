@@ -59,6 +59,13 @@ def test_own_options_count_before_those_of_an_engine() -> None:
     assert own.policies.batching == {"name": "mixed", "whole_prompts": True}
 
 
+def test_own_paging_is_joined_with_theirs() -> None:
+    theirs = EngineOptions(like="vllm-0.32").paging
+    assert (theirs.take, theirs.twins) == ("step", True)
+    own = EngineOptions.model_validate({"like": "vllm-0.32", "paging": {"twins": False}}).paging
+    assert own == theirs.model_copy(update={"twins": False})
+
+
 def test_all_instances_are_like_the_engine() -> None:
     data = {
         "engine": {"like": "vllm-0.19"},

@@ -124,3 +124,25 @@ def test_what_has_no_order(arrivals: Any, message: str) -> None:
     workload = {"synthetic": synthetic, "arrivals": arrivals, "order": "prefix_tree"}
     with pytest.raises(JaxinferError, match=f"workload.order is prefix_tree, {message}"):
         as_run_file({"workload": workload}).requests()
+
+
+def test_orders_that_cannot_be() -> None:
+    with pytest.raises(
+        JaxinferError, match="order is 'shortest', must be 'given' or 'prefix_tree'"
+    ):
+        in_order([[1]], list, "shortest")  # type: ignore[arg-type]
+    synthetic = {"input_len": 9, "output_len": 1, "prefixes": {"tokens": 4}}
+    config = as_run_file({"workload": {"synthetic": synthetic, "order": "prefix_tree"}})
+    assert len(config.requests()) == 1000
+    with pytest.raises(JaxinferError, match="must be given where rates are searched"):
+        config.requests(searched=True)
+
+
+def test_a_class_counts_the_prefix() -> None:
+    """Heavy prompts have more than 512 tokens: 600 with the prefix, 100 without."""
+    lengths = {"input_len": 100, "output_len": 5, "count": 3}
+    prefixed = {**lengths, "prefixes": {"tokens": 500}}
+    heavy = as_run_file({"workload": {"synthetic": prefixed, "only": "HPLD"}}).requests()
+    assert [item.prompt_len for item in heavy] == [600] * 3
+    with pytest.raises(JaxinferError, match="only LPLD: none of 10000 draws"):
+        as_run_file({"workload": {"synthetic": prefixed, "only": "LPLD"}}).requests()

@@ -113,7 +113,7 @@ def check_run(ran: Ran, pair: Pair, way: Way) -> None:
         assert not ran.record.transfers
         assert [request.cut for request in ran.requests] == [0] * len(LENGTHS)
     else:
-        check_hand_offs(ran, way)
+        check_hand_offs(ran, way, getattr(pair, way.ends[1]).page_size)
     if way.small:
         # Only outputs outgrow what was reserved.
         outputs_here = way.system == "data_parallel" or way.small == way.ends[1]
@@ -159,7 +159,12 @@ def check_cached(ran: Ran, pair: Pair, way: Way) -> None:
         assert found <= most
 
 
-def check_hand_offs(ran: Ran, way: Way) -> None:
+def check_hand_offs(ran: Ran, way: Way, page_size: int | None = None) -> None:
+    """Check what was sent.
+
+    Args:
+        page_size: of the destination; None where it is not known.
+    """
     source, dest = way.ends
     cuts = [cut_of(way.cut, prompt) for prompt, _ in LENGTHS]
     ends_first = [
@@ -176,11 +181,15 @@ def check_hand_offs(ran: Ran, way: Way) -> None:
         assert ran.prefilled(source) == sum(cuts) - ran.metrics["cached_tokens"]
     for number, (cut, ends) in enumerate(zip(cuts, ends_first, strict=True)):
         moved = ran.moved(number)
-        # With a prefix cache, what the destination has of other requests is not sent.
-        least = cut if way.caching == "off" else 0
+        # With a prefix cache, full pages that the destination has of other requests are not sent.
+        least = most = cut
+        if way.caching != "off":
+            least = cut % page_size if page_size else 0
+        if way.caching == "twice" and page_size:  # It has all of this request's.
+            most = least
         if way.rule not in ("per_chunk", "per_segment"):
-            assert len(moved) <= bool(cut and not ends)
-            assert least * bool(not ends) <= sum(moved) <= cut
+            assert len(moved) <= 1
+            assert (0 if ends else least) <= sum(moved) <= (0 if ends else most)
         elif ends or not cut:
             # Some pieces may be on their way by the first token, which is the last.
             assert sum(moved) < max(cut, 1)

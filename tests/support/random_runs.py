@@ -68,6 +68,17 @@ def _engine(rng: Random, prompt: int, answer: int) -> Settings:
             "admit": rng.choice(("greedy", "greedy", "whole_request", "peak")),
         },
     }
+    if rng.random() < 0.3:
+        engine |= {
+            "paging": {
+                "take": rng.choice(("known", "step")),
+                "cache": rng.choice(("computed", "launched")),
+                "twins": rng.random() < 0.5,
+                "free": rng.choice(("unused", "at_once")),
+            },
+            "late_tokens": rng.choice(("dropped", "kept")),
+            "empty_waits": rng.random() < 0.5,
+        }
     if rng.random() < 0.6:  # Sometimes just above the longest request.
         engine["num_pages"] = rng.choice((need + rng.randint(0, 3), 2 * need, 8 * need))
     return engine

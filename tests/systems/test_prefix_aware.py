@@ -113,9 +113,10 @@ def test_sessions_find_their_caches() -> None:
 def test_a_session_stays_until_its_instance_is_lost() -> None:
     system = SessionAffinity()
 
-    def route(session: str | None, loads: dict[str, int]) -> str:
+    def route(session: str | None, loads: dict[str, int], prompt: int = 10) -> str:
         views = {name: view(left, 0, 0) for name, left in loads.items()}
-        request = SimpleNamespace(id="r", prompt_len=10, session=session)
+        views["a"].num_pages = 500
+        request = SimpleNamespace(id="r", prompt_len=prompt, max_tokens=1, session=session)
         (found,) = system.route([request], ClusterView(0.0, views))  # type: ignore
         return found.legs[0].instance
 
@@ -125,3 +126,5 @@ def test_a_session_stays_until_its_instance_is_lost() -> None:
     assert route("t", {"a": 0, "b": 900}) == "a"
     assert route("s", {"a": 7}) == "a"
     assert route("s", {"a": 7, "b": 0}) == "a"
+    assert route("s", {"a": 7, "b": 0}, prompt=9_000) == "b"  # Too long for a's pool.
+    assert route("s", {"a": 7, "b": 900}) == "b"

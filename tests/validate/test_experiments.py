@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,24 @@ def test_requests_that_do_not_meet_take_a_sum_of_operators(folder: Path) -> None
     assert theirs["n"] == 3
     assert theirs["bias"] == pytest.approx(0.2)
     assert [line["n"] for line in figures["itl_mean"]] == [3]
-    # The figures of before are taken, not computed again.
-    assert run(folder, rows).stdout == done.stdout
+    # The earlier figures are taken, not computed again.
+    kept = (folder / "out" / "found.jsonl").read_bytes()
+    again = run(folder, rows)
+    assert again.stdout == done.stdout
+    assert "experiments: 1 of 1" in done.stderr
+    assert "experiments:" not in again.stderr
+    assert (folder / "out" / "found.jsonl").read_bytes() == kept
+
+
+def test_all_stages_are_simulated_where_only_their_sum_is_measured(folder: Path) -> None:
+    """Also where the row of a later stage cannot be read."""
+    whole = ROW | {"stage": "-1"}
+    for rows in ([whole], [whole, ROW, ROW | {"stage": "1", "other:e2e_mean": "fast"}]):
+        done = run(folder, rows)
+        assert done.exit_code == 0
+        (kept,) = map(json.loads, (folder / "out" / "found.jsonl").read_text().splitlines())
+        assert sorted(kept["value"]) == ["-1", "0", "1"]
+        shutil.rmtree(folder / "out")
 
 
 def test_rows_that_cannot_be_read_say_so(tmp_path: Path) -> None:

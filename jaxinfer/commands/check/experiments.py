@@ -40,6 +40,7 @@ def validate_experiments(
     from jaxinfer.files.kept import key_of
     from jaxinfer.lab.plan.result import write_table
     from jaxinfer.lab.validate.experiments import (
+        ALL_STAGES,
         Experiments,
         ExperimentSetup,
         StageRow,
@@ -55,19 +56,23 @@ def validate_experiments(
     from jaxinfer.report.progress import CountProgress
 
     rules, rows = Experiments.read(about), read_experiments(path)
-    tables = contents({"folder": operators})
+    said = {"rules": rules.model_dump(mode="json"), "set": dict(own)}
+    tables = contents({"folder": operators} | said)
     files = contents({"trace": str(path)}) | tables
-    asked = {"rules": rules.model_dump(mode="json"), "set": dict(own), "files": files}
+    asked = said | {"files": files}
     several: dict[str, list[StageRow]] = {}
+    stages: dict[str, set[int]] = {}
     for row in rows:
         if not row.wrong:
             several.setdefault(row.experiment, []).append(row)
+        if row.stage != ALL_STAGES:
+            stages.setdefault(row.experiment, set()).add(row.stage)
     with kept_results(out, "validate.json", json.dumps(asked, indent=2), _FOUND) as (folder, kept):
         found: dict[str, Mapping[str, Any]] = {}
         todo: dict[str, tuple[str, ExperimentSetup]] = {}
         for name, its in several.items():
             try:
-                setup = set_up(rules, its[0], {max(row.stage, 0) for row in its}, operators, own)
+                setup = set_up(rules, its[0], stages.get(name, set()), operators, own)
             except JaxinferError as error:
                 found[name] = {"refused": str(error)}
                 continue

@@ -129,9 +129,11 @@ def points(
     except JaxinferError as error:
         raise JaxinferError(f"campaigns {campaigns or 'campaigns.yaml'}: {error}") from None
     others = KeptResults(Path(known) / FOUND) if known else None
-    tables, own = contents({"folder": folder_of_tables}), _settings(settings)
+    own, said = _settings(settings), rules.model_dump(mode="json")
+    # Files that rules and settings name are part of what results are made from.
+    tables = contents({"folder": folder_of_tables, "rules": said, "set": own})
     files = contents({"trace": points}) | tables
-    asked = {"rules": rules.model_dump(mode="json"), "set": list(settings), "files": files}
+    asked = {"rules": said, "set": list(settings), "files": files}
     with kept_results(out, "validate.json", json.dumps(asked, indent=2), FOUND) as (folder, kept):
         compared = _compare(
             given,

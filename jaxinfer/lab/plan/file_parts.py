@@ -12,7 +12,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, read_yaml
 
 # Options of a workload that select its requests, and those of them that name their source.
-REQUESTS = ("trace", "tokenizer", "synthetic", "only", "limit", "arrivals")
+REQUESTS = ("trace", "tokenizer", "synthetic", "only", "limit", "order", "arrivals")
 SOURCES = ("trace", "synthetic")
 # Options that make a group another kind of group; the file's other options of the group are then
 # dropped.

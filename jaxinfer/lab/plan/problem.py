@@ -156,7 +156,7 @@ class Problem(Options):
             workload.arrivals.check_open()
             if workload.trace is None and workload.synthetic is None:
                 raise OptionError("workload: needs a trace, or synthetic lengths")
-            return config.requests()
+            return config.requests(searched=True)
         except JaxinferError as error:
             raise within("run", error) from None
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from pydantic import Field
@@ -42,6 +42,9 @@ class ExperimentCard(Options):
     version: str
 
 
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class ExperimentLoad(Options):
     """The requests of a workload.
 
@@ -55,7 +58,7 @@ class ExperimentLoad(Options):
     name: str
     prompt: int = Field(default=0, ge=0)
     output: int = Field(default=0, ge=0)
-    rates: tuple[float, ...] = Field(default=(), strict=False)
+    rates: tuple[Rate, ...] = Field(default=(), strict=False)
     why_not: str = ""
 
     def model_post_init(self, context: Any, /) -> None:
@@ -188,6 +191,8 @@ def _read_row(line: int, row: dict[str, str]) -> StageRow:
         stage = int(row["stage"])
     except ValueError:
         return StageRow(row, line, wrong=f"stage is {shown(row['stage'])}, must be an integer")
+    if stage < ALL_STAGES:
+        return StageRow(row, line, wrong=f"stage is {stage}, must be at least {ALL_STAGES}")
     measured: dict[str, float] = {}
     predicted: dict[str, dict[str, float]] = {}
     for name, text in row.items():
@@ -257,7 +262,7 @@ def set_up(
     """Make the run file of an experiment, of which ``row`` is one of the rows.
 
     Args:
-        stages: numbers of its stages.
+        stages: numbers of its stages that some row has; empty for all of the workload's.
         operators: folder of tables.
         settings: dotted keys of the run file that count before all others.
 
@@ -294,8 +299,14 @@ def set_up(
     formats = _known(about.formats, "precision", given["precision"])
     for key, value in [*(about.set | formats | own | dict(settings)).items()]:
         put_option(data, key, value)
-    loads = [(round(rate * about.stage_s), about.stage_s) for rate in load.rates]
-    loads = loads[: max(stages, default=0) + 1]
+    rates = load.rates[: max(stages) + 1] if stages else load.rates
+    loads = [(round(rate * about.stage_s), about.stage_s) for rate in rates]
+    counts = [count for count, _ in loads]
+    if min(counts) < 1 or sum(counts) > _MOST:
+        raise JaxinferError(
+            f"stages of {about.stage_s:g} s have {', '.join(map(str, counts))} requests, must have "
+            f"at least 1 each and at most {_MOST} together: give another stage_s"
+        )
     return ExperimentSetup(data, load.prompt, load.output, loads, about.prompts)
 
 

@@ -48,8 +48,9 @@ class Theirs:
         assert to
         assert of
         # The rest of an answer that was not read to its end.
-        while self._answers and not of.readline().startswith("{"):
-            pass
+        for line in of if self._answers else ():
+            if line.startswith("{"):
+                break
         to.write(json.dumps(asked) + "\n")
         to.flush()
         self._answers = True

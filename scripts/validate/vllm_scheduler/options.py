@@ -18,13 +18,12 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "admit_after_preemption: false": {"policies": {"batching": "mixed"}},
     "max_in_flight: 2": {"max_in_flight": 3},
 }
-_LIKE = {"take": "step", "cache": "launched", "twins": True, "free": "at_once"}
 
 
 def without(name: str) -> dict[str, Any]:
     """Return the changes that leave an option out."""
     changed = WITHOUT[name]
-    return {"paging": _LIKE | changed} if changed.keys() <= _LIKE.keys() else changed
+    return {"paging": changed} if name.startswith("paging.") else changed
 
 
 def option_rows(workloads: Sequence[Workload]) -> list[dict[str, Any]]:
