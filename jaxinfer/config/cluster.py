@@ -80,6 +80,11 @@ class InstanceConfig(EngineOptions):
         return any(stage.attention for stage in self.stages)
 
     @property
+    def attention_groups(self) -> list[str]:
+        """The attention groups of all stages, each once."""
+        return [*dict.fromkeys(group for place in self.places for group in place.attention_groups)]
+
+    @property
     def num_stages(self) -> int:
         """Number of pipeline stages."""
         return len(self.places)
@@ -223,68 +228,6 @@ class ClusterConfig(Options):
                         f"groups.{group}.restart is {restart}, must be {times[most]} as that of "
                         f"{most}: instances.{name} stands on both, which are started again together"
                     )
-
-    def started_together(self) -> list[list[str]]:
-        """Return groups that may be restarted: each alone, or all that share an instance.
-
-        If an instance's stages may be restarted, its attention groups are restarted with them.
-        """
-        found = [[name] for name, group in self.groups.items() if group.restart]
-        for name in self.instances:
-            of_it = dict.fromkeys(filter(None, self.processes_of(name)))
-            if self.is_divided(name) and any(self.groups[group].restart for group in of_it):
-                of_it |= dict.fromkeys(self.attention_of(name))
-            joined = [groups for groups in found if of_it.keys() & {*groups}]
-            found = [groups for groups in found if groups not in joined]
-            if joined:
-                with_them = [group for groups in joined for group in groups]
-                found.append([*dict.fromkeys([*of_it, *with_them])])
-        return found
-
-    def attention_of(self, instance: str) -> list[str]:
-        """Return the attention groups of an instance's stages."""
-        places = self.instances[instance].places
-        return [*dict.fromkeys(group for place in places for group in place.attention_groups)]
-
-    def processes_of(self, instance: str) -> tuple[str | None, ...]:
-        """Return the groups of the stages' processes, in order; None for the loop's process."""
-        groups = [place.group for place in self.instances[instance].places]
-        return tuple(group if self.groups[group].is_apart else None for group in groups)
-
-    def process_of(self, instance: str) -> str | None:
-        """Return the group whose process has the first stage."""
-        return self.processes_of(instance)[0]
-
-    def is_divided(self, instance: str) -> bool:
-        """Tell whether an instance's stages and attention groups are in several processes."""
-        # The part of one process does not contain those of others.
-        apart = [g for g in self.attention_of(instance) if g in self.groups]
-        apart = [g for g in apart if self.groups[g].is_apart]
-        return len({*self.processes_of(instance), *apart}) > 1
-
-    def part(self, process: str | None) -> "ClusterConfig":
-        """Return one process's part as a cluster: that of a group's own process, or the loop's
-        (None).
-
-        An instance with stages in several processes has only the stages of that process there.
-        """
-        here: dict[str, Any] = {"environment": {}, "restart": 0}
-        groups = {
-            name: group.model_copy(update=dict.fromkeys(("process", "host", "ray")) | here)
-            for name, group in self.groups.items()
-            if (name if group.is_apart else None) == process
-        }
-        instances, lent = {}, {**self.lent}
-        for name, instance in self.instances.items():
-            if self.is_divided(name):
-                lent |= {each: self.groups[each].devices for each in self.attention_of(name)}
-                stages = tuple(stage for stage in instance.stages if stage.group in groups)
-                instance = instance.model_copy(update={"stages": stages})
-            if instance.places[0].group in groups:
-                instances[name] = instance
-        links = tuple(link for link in self.links if set(link.between) <= groups.keys())
-        part = {"groups": groups, "instances": instances, "links": links, "lent": lent}
-        return self.model_copy(update=part)
 
     def _check_weights(self) -> None:
         """Refuse instances with different weights: their KV would be incompatible."""

@@ -39,7 +39,7 @@ def model_groups(resolved: Resolved) -> tuple[Placement | None, dict[str, SiteGr
     """
     cluster, own = resolved.cluster, resolved.run_file.own
     placement = place_groups(cluster, resolved.run_file.simulate, own)
-    for_attention = {group for name in cluster.instances for group in cluster.attention_of(name)}
+    for_attention = {g for each in cluster.instances.values() for g in each.attention_groups}
     groups = {}
     for name, group in (placement.cluster if placement else cluster).groups.items():
         try:

@@ -19,7 +19,7 @@ def check_played(cluster: ClusterConfig) -> None:
     spread = [name for name, instance in cluster.instances.items() if instance.is_spread]
     for instance in spread:
         stages = [place.group for place in cluster.instances[instance].places]
-        for name in (*stages, *cluster.attention_of(instance)):
+        for name in (*stages, *cluster.instances[instance].attention_groups):
             if cluster.groups[name].emulate or cluster.groups[name].shares:
                 raise JaxinferError(
                     f"groups.{name}: instances.{instance} has attention groups, which are modelled "

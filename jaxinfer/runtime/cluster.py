@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, TransportChoice, instance_options
+from jaxinfer.config.processes import is_divided, part_of, processes_of
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.channel import Channel
@@ -167,8 +168,10 @@ class Cluster:
 
     def _process(self, name: str) -> str | None:
         """Return the groups whose own processes run an instance."""
-        stages = filter(None, self.config.processes_of(name))
-        lenders = self.config.attention_of(name) if self.config.is_divided(name) else []
+        stages = filter(None, processes_of(self.config, name))
+        lenders = (
+            self.config.instances[name].attention_groups if is_divided(self.config, name) else []
+        )
         return " and ".join(dict.fromkeys([*stages, *lenders])) or None
 
     def describe(self) -> dict[str, dict[str, object]]:
@@ -250,7 +253,7 @@ def load_cluster(
         others = OtherProcesses.start(config, checkpoint.source, divided)
         opened.callback(others.close)
         share = others.gpu_shares.of.get(HERE)
-        plans = plan_cluster(checkpoint.config, config.part(None), layers, share)
+        plans = plan_cluster(checkpoint.config, part_of(config, None), layers, share)
         for name, worker in _load_workers(checkpoint, config, plans, progress):
             opened.callback(worker.close)
             engines[name] = _engine(config, name, worker, plans[name])
@@ -343,7 +346,7 @@ def _transports(
 ) -> list[TransportName]:
     """Return the transports that a probe may choose from."""
     ends = source, dest
-    if not any(config.process_of(end.name) for end in ends):
+    if not any(processes_of(config, end.name)[0] for end in ends):
         return ["device"]
     if choice != "auto":
         return [choice]

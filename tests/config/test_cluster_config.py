@@ -15,6 +15,7 @@ from jaxinfer.config.cluster import (
 )
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.groups import Emulate, GroupConfig, RayDemands
+from jaxinfer.config.processes import is_divided, part_of, processes_of, started_together
 
 
 def cluster(
@@ -158,9 +159,9 @@ def test_a_process_has_its_part_alone(given: dict[str, Any]) -> None:
         instances={"x": InstanceConfig(group="a"), "y": InstanceConfig(group="b")},
         links=(link("a", "b"),),
     )
-    assert [made.process_of(name) for name in "xy"] == [None, "b"]
+    assert [processes_of(made, name)[0] for name in "xy"] == [None, "b"]
     for process, group, instance in ((None, "a", "x"), ("b", "b", "y")):
-        part = made.part(process)
+        part = part_of(made, process)
         assert part.groups == {group: GroupConfig()}
         assert list(part.instances) == [instance]
         assert part.links == ()
@@ -179,7 +180,7 @@ def test_what_may_be_started_again_has_a_process_of_its_own() -> None:
         instances={"x": InstanceConfig(group="g")},
     )
     assert made.groups["g"].restart == 2
-    assert made.part("g").groups["g"] == GroupConfig()
+    assert part_of(made, "g").groups["g"] == GroupConfig()
 
 
 def divided(
@@ -214,18 +215,18 @@ def divided(
 
 def test_each_process_has_its_stages_of_a_pipeline() -> None:
     made = divided("a", "a", "b", page_size=32)
-    assert made.processes_of("x") == ("a", "a", "b")
-    assert made.is_divided("x")
+    assert processes_of(made, "x") == ("a", "a", "b")
+    assert is_divided(made, "x")
     for process, layers in (("a", [1, 2]), ("b", [3])):
-        part = made.part(process)
+        part = part_of(made, process)
         assert [stage.layers for stage in part.instances["x"].stages] == layers
         assert list(part.groups) == [process]
         assert not part.groups[process].is_apart
         assert part.instances["x"].page_size == 32
-    assert made.part(None).instances == {}
-    assert (made.part("a").load_format, made.part(None).load_format) == ("auto", "dummy")
-    assert not divided("a", "a").is_divided("x")
-    assert not divided("a", "b", here="ab").is_divided("x")
+    assert part_of(made, None).instances == {}
+    assert (part_of(made, "a").load_format, part_of(made, None).load_format) == ("auto", "dummy")
+    assert not is_divided(divided("a", "a"), "x")
+    assert not is_divided(divided("a", "b", here="ab"), "x")
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def test_who_shares_a_pipeline_is_started_again_together() -> None:
             for name, groups in one.items()
         },
     )
-    assert sorted(map(sorted, made.started_together())) == [["a", "b", "c"], ["d"]]
+    assert sorted(map(sorted, started_together(made))) == [["a", "b", "c"], ["d"]]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +287,7 @@ def test_attention_groups_are_started_again_with_their_stages(
     made = divided(
         *groups, lends=["c", "d"], restart=restart, again=again, enable_prefix_caching=False
     )
-    assert made.started_together() == [[*each] for each in together]
+    assert started_together(made) == [[*each] for each in together]
 
 
 def test_attention_groups_stand_in_one_process_with_their_stage() -> None:
@@ -317,7 +318,7 @@ def test_groups_that_share_devices_need_none_of_their_own() -> None:
     made = sharing(c={"emulate": {"slowdown": 3}})
     assert made.emulated == ["group b on a's devices", "group c 3 times slower on a's devices"]
     assert [made.home(name) for name in "abc"] == ["a", "a", "a"]
-    assert [made.process_of(name) for name in "wyz"] == [None, None, None]
+    assert [processes_of(made, name)[0] for name in "wyz"] == [None, None, None]
     with pytest.raises(JaxinferError, match=r"^groups\.a\.devices is 1, its instances need 2$"):
         sharing(a={"devices": 1}, b={"devices": 1})
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.processes import part_of, processes_of
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.kv.kv_endpoint import Hear
@@ -150,7 +151,7 @@ class OtherProcesses:
             JaxinferError: a process cannot be reached, or cannot run attention.
         """
         for name in layers:
-            for group in config.attention_of(name):
+            for group in config.instances[name].attention_groups:
                 check_attention(group, config)
         others = cls(config, model, layers)
         try:
@@ -160,7 +161,7 @@ class OtherProcesses:
             for name, peer in reach(config, names, others.gpu_shares):
                 others._processes[name] = Process(name, peer)
             for name in names:
-                others._load(name, config.part(name))
+                others._load(name, part_of(config, name))
         except BaseException:
             others.close()
             raise
@@ -182,7 +183,7 @@ class OtherProcesses:
         layers = {
             name: [
                 each
-                for each, where in zip(all_, self._config.processes_of(name), strict=True)
+                for each, where in zip(all_, processes_of(self._config, name), strict=True)
                 if where == group
             ]
             for name, all_ in self._layers.items()

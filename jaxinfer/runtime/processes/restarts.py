@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from jaxinfer.config.cluster import ClusterConfig
+from jaxinfer.config.processes import part_of, started_together
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError, one_line
 from jaxinfer.runtime.kv.outcome import Failed, ProcessLost
@@ -49,7 +50,7 @@ class Restarts:
         self._rests = {
             n: DegradedInstance(w) for n, w in remotes.items() if isinstance(w, PipelineWorker)
         }
-        for groups in config.started_together():
+        for groups in started_together(config):
             here = {n: w for n, w in remotes.items() if w.pieces[0].process.name in groups}
             if here:
                 rests = [self._rests[name] for name in here if name in self._rests]
@@ -63,7 +64,7 @@ class Restarts:
                 PoolRestart(each.name, {each.name: part}, times, {each.name: each}, rest, others)
                 for each in rest.worker.lending
                 if (times := config.groups[each.name].restart)
-                for part in [config.part(each.name)]
+                for part in [part_of(config, each.name)]
             ]
             for lender in rest.lenders:
                 self._add(lender)
@@ -253,7 +254,9 @@ def _home_of(
     sides = {instance: others.side_of(instance) for instance in workers}
     pieces = [(name, piece) for name, worker in workers.items() for piece in worker.pieces]
     parts = {
-        group: _as_planned(config.part(group), {n: p for n, p in pieces if p.process.name == group})
+        group: _as_planned(
+            part_of(config, group), {n: p for n, p in pieces if p.process.name == group}
+        )
         for group in groups
     }
     # An instance whose stages share one process continues without the others.

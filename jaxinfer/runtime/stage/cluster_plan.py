@@ -7,6 +7,7 @@ import jax
 
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.config.layer_split import count_layers
+from jaxinfer.config.processes import is_divided
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.stage import Layers, split
@@ -27,7 +28,9 @@ def divided_layers(config: ClusterConfig, total: int) -> dict[str, list[Layers]]
         JaxinferError: the run file does not state them.
     """
     found = {}
-    for name in filter(config.is_divided, config.instances):
+    for name in config.instances:
+        if not is_divided(config, name):
+            continue
         stages = config.instances[name].places
         if len(stages) > 1 and not all(stage.layers or stage.share for stage in stages):
             raise JaxinferError(

@@ -10,6 +10,7 @@ import jax
 
 from jaxinfer.config.cluster import ClusterConfig
 from jaxinfer.config.groups import GroupConfig
+from jaxinfer.config.processes import part_of
 from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.stage.gpu_memory import share_chosen
 
@@ -66,7 +67,7 @@ def open_groups(
 def count_cpu_devices(clusters: Iterable[ClusterConfig]) -> None:
     """Make JAX count as many CPU devices as the largest of several clusters needs."""
     for cluster in clusters:
-        _count(cluster.part(None).groups)
+        _count(part_of(cluster, None).groups)
 
 
 def _count(groups: Mapping[str, GroupConfig]) -> None:

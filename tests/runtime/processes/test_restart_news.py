@@ -169,7 +169,7 @@ class FakePipeline(PipelineWorker):
 
 
 def lone(worker: FakePipeline, hear: Callable[[Any], None]) -> Restarts:
-    config: Any = SimpleNamespace(started_together=list)
+    config: Any = SimpleNamespace(groups={}, instances={})
     none: Any = None
     restarts = Restarts(config, none, {"x": worker})
     restarts.listen(hear)
