@@ -113,12 +113,12 @@ def write_comparison(runs: Runs, folder: Path, command: str, pictures: str = "pn
     if _undrawn(runs):
         return texts
     # Imported here, because matplotlib takes a second to load.
-    from jaxinfer.report.plots import latency_cdfs, throughput_bars, timeline
+    from jaxinfer.report.plots import latencies, throughput_bars, timeline
 
-    bars, cdfs = folder / f"throughput.{pictures}", folder / f"latency.{pictures}"
+    bars, times = folder / f"throughput.{pictures}", folder / f"latency.{pictures}"
     throughput_bars(runs, bars)
-    latency_cdfs(runs, cdfs)
-    written = [*texts, bars, cdfs]
+    latencies(runs, times)
+    written = [*texts, bars, times]
     for name, slug in _slugs(runs).items():
         picture, trace = folder / f"timeline-{slug}.{pictures}", folder / f"trace-{slug}.json"
         run = replace(median_round(runs[name]), name=name)

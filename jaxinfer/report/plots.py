@@ -18,6 +18,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.report.percentiles import percentile
 from jaxinfer.report.perfetto import part_names, step_kind, transfer_lanes
 from jaxinfer.report.pictures import save_picture
 from jaxinfer.report.records import RunRecord
@@ -48,6 +49,10 @@ DEFAULT_WINDOW_S = 12.0
 MAX_BLOCKS = 160
 # An axis is logarithmic if the ratio of its largest to its smallest value is at least this.
 LOG_FROM = 30.0
+# Up to this many distributions can be told apart in one panel.
+MAX_LINES = 4
+# Percentiles of a system's row, with their markers.
+PERCENTILES = {50: "o", 90: "D", 99: "|"}
 
 DOT: dict[str, Any] = {
     "marker": "o",
@@ -105,14 +110,19 @@ def timeline(
     return figure
 
 
-def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
-    """Draw the distributions of TTFT and TBT, for each system's round with the
-    median requests/s.
+def latencies(runs: Runs, path: str | Path) -> Figure:
+    """Draw TTFT and TBT of each system's round with the median requests/s.
+
+    Up to four systems are drawn as distributions, more of them as a row of percentiles each.
     """
     chosen = {name: median_round(rounds) for name, rounds in runs.items()}
     done = {name: finished(run) for name, run in chosen.items()}
     ttft = {n: [t for r in requests if (t := r.ttft) is not None] for n, requests in done.items()}
     tbt = {n: [gap for r in requests for gap in r.tbt] for n, requests in done.items()}
+    if len(runs) > MAX_LINES:
+        figure = _latency_rows(runs, {"TTFT": ttft, "TBT": tbt})
+        save_picture(figure, path)
+        return figure
     columns = _legend_columns(runs)
     figure = _figure(4.2 + 0.2 * math.ceil(len(runs) / columns), runs)
     left, right = figure.subplots(1, 2)
@@ -121,6 +131,37 @@ def latency_cdfs(runs: Runs, path: str | Path) -> Figure:
     handles = [Line2D([], [], label=name, **_line(i)) for i, name in enumerate(runs)]
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, frameon=False)
     save_picture(figure, path)
+    return figure
+
+
+def _latency_rows(runs: Runs, values: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Draw a row per system with its percentiles, and a panel per metric."""
+    names = [fill(name, 30) for name in runs]
+    lines = max(name.count("\n") + 1 for name in names)
+    figure = _figure(1.3 + max(0.4, 0.2 * lines) * len(runs), runs)
+    for axes, (metric, found) in zip(
+        figure.subplots(1, 2, sharey=True), values.items(), strict=True
+    ):
+        seen = []
+        for row, each in enumerate(found.values()):
+            if each:
+                times = [percentile(each, percent) or 0.0 for percent in PERCENTILES]
+                colour = COLOURS[row % len(COLOURS)]
+                axes.plot(times, [row] * len(times), color=colour, linewidth=2)
+                for time, marker in zip(times, PERCENTILES.values(), strict=True):
+                    axes.plot(time, row, marker, color=colour, markersize=8, markeredgewidth=2)
+                seen += times
+        axes.set_xlabel(f"{metric}: p50, p90, p99 (s)")
+        _set_scale(axes, seen)
+        axes.grid(axis="x", color="0.85", linewidth=0.6)
+        _bare(axes)
+    figure.axes[0].set_yticks(range(len(names)), names)
+    figure.axes[0].set_ylim(len(names) - 0.5, -0.5)
+    handles = [
+        Line2D([], [], color="black", linestyle="none", marker=marker, label=f"p{percent}")
+        for percent, marker in PERCENTILES.items()
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False)
     return figure
 
 
@@ -231,14 +272,17 @@ def _draw_cdfs(axes: Axes, values: Mapping[str, Sequence[float]], xlabel: str, y
     axes.set_ylim(0, 1.02)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 0.99])
     axes.grid(color="0.85", linewidth=0.6)
-    positive = [value for found in values.values() for value in found if value > 0]
-    if positive and max(positive) > LOG_FROM * min(positive):
-        _log_axis(axes, max(positive) / min(positive))
-    if not any(values.values()):
+    _set_scale(axes, [value for found in values.values() for value in found])
+
+
+def _set_scale(axes: Axes, values: Sequence[float]) -> None:
+    """Make the horizontal axis logarithmic if values differ widely; say if there are none."""
+    positive = [value for value in values if value > 0]
+    if not values:
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center")
-
-
-def _log_axis(axes: Axes, ratio: float) -> None:
+    if not positive or max(positive) <= LOG_FROM * min(positive):
+        return
+    ratio = max(positive) / min(positive)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ratio < 1000 else (1.0,)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -12,7 +12,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from jaxinfer import JaxinferError
-from jaxinfer.report.plots import KINDS, MAX_BLOCKS, latency_cdfs, throughput_bars, timeline
+from jaxinfer.report.plots import KINDS, MAX_BLOCKS, latencies, throughput_bars, timeline
 from jaxinfer.report.records import RequestRecord, RunRecord, StepRecord, TransferRecord
 
 
@@ -137,7 +137,7 @@ def test_default_window_is_short_enough_for_its_steps(small_run: RunRecord, tmp_
 def test_latencies_are_those_of_the_median_round(small_run: RunRecord, tmp_path: Path) -> None:
     late = RequestRecord("late", 0.0, 10, (90.0, 91.0), 0, 0, None)
     slow = replace(small_run, wall_s=1000, requests=(late,))
-    figure = latency_cdfs({"x": [slow, small_run, small_run], "y": [small_run]}, tmp_path / "l.png")
+    figure = latencies({"x": [slow, small_run, small_run], "y": [small_run]}, tmp_path / "l.png")
     check_file(tmp_path / "l.png", figure)
     left, right = figure.axes
     assert [len(left.lines), len(right.lines)] == [2, 2]
@@ -161,13 +161,13 @@ def test_a_wide_range_is_logarithmic(
     # A gap of nothing has no place on a logarithmic axis and does not count.
     times = (0.0, 0.0, 1.0, 1.0 + last)
     run = replace(small_run, requests=(RequestRecord("r", 0.0, 10, times, 0, 0, None),))
-    figure = latency_cdfs({"x": [run]}, tmp_path / "l.png")
+    figure = latencies({"x": [run]}, tmp_path / "l.png")
     assert [axes.get_xscale() for axes in figure.axes] == ["linear", scale]
 
 
 def test_a_panel_without_values_says_so(small_run: RunRecord, tmp_path: Path) -> None:
     run = replace(small_run, requests=small_run.requests[3:])
-    left, right = latency_cdfs({"x": [run]}, tmp_path / "l.png").axes
+    left, right = latencies({"x": [run]}, tmp_path / "l.png").axes
     assert [text.get_text() for text in right.texts] == ["no values"]
     assert not left.texts
 
@@ -220,7 +220,7 @@ def test_footnotes_say_what_was_emulated(small_run: RunRecord, tmp_path: Path) -
     runs = {"x": [run]}
     figures = [
         timeline(run, tmp_path / "0.png"),
-        latency_cdfs(runs, tmp_path / "1.png"),
+        latencies(runs, tmp_path / "1.png"),
         throughput_bars(runs, tmp_path / "2.png"),
     ]
     for number, figure in enumerate(figures):
@@ -231,13 +231,15 @@ def test_footnotes_say_what_was_emulated(small_run: RunRecord, tmp_path: Path) -
 
 def test_many_systems_and_long_names_are_not_cut_off(small_run: RunRecord, tmp_path: Path) -> None:
     runs = {f"a display name that is long, number {i}": [small_run] for i in range(9)}
-    figure = latency_cdfs(runs, tmp_path / "l.png")
+    figure = latencies(runs, tmp_path / "l.png")
     check_file(tmp_path / "l.png", figure)
-    (box,) = figure.legends
-    extent = box.get_window_extent()
-    assert extent.x0 >= 0
-    assert extent.x1 <= figure.bbox.width
-    assert len({(h.get_color(), h.get_linestyle()) for h in box.legend_handles}) == 9  # type: ignore[union-attr]
+    left, right = figure.axes
+    labels = [label.get_text().replace("\n", " ") for label in left.get_yticklabels()]
+    assert labels == list(runs)
+    # TTFT of 1, 1 and 5 seconds.
+    assert list(left.lines[0].get_xdata()) == pytest.approx([1, 4.2, 4.92])
+    assert right.get_xlabel() == "TBT: p50, p90, p99 (s)"
+    assert legend(figure) == ["p50", "p90", "p99"]
 
 
 def test_other_figures_are_left_alone(small_run: RunRecord, tmp_path: Path) -> None:
@@ -250,7 +252,7 @@ def test_an_idle_run_can_be_drawn(small_run: RunRecord, tmp_path: Path) -> None:
     figure = timeline(run, tmp_path / "t.png")
     assert blocks(figure) == []
     assert throughput_bars({"x": [run]}, tmp_path / "b.png").axes[0].get_xlim() == (0, 1)
-    assert len(latency_cdfs({"x": [run]}, tmp_path / "l.png").axes) == 2
+    assert len(latencies({"x": [run]}, tmp_path / "l.png").axes) == 2
 
 
 def test_a_transfer_from_elsewhere_is_not_lost(small_run: RunRecord, tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def test_what_failed_is_not_in_the_distributions(small_run: RunRecord, tmp_path:
     first, *rest = small_run.requests
     failed = replace(first, error="lost", parent="p")
     run = replace(small_run, requests=(failed, *rest[:2], replace(rest[2], parent="p")))
-    ttft, tbt = latency_cdfs({"x": [run]}, tmp_path / "l.png").axes
+    ttft, tbt = latencies({"x": [run]}, tmp_path / "l.png").axes
     for axes, value in ((ttft, 1.0), (tbt, 0.5)):
         (line,) = axes.lines
         assert {x for x in np.asarray(line.get_xdata()) if np.isfinite(x)} == {value}

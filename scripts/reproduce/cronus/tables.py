@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxinfer.report.plots import COLOURS
 from jaxinfer.simulate.run import simulate
@@ -83,7 +84,7 @@ def figure_4(costs: Costs, work: Work, pool: ProcessPoolExecutor) -> list[Row]:
 def draw_figure_4(points: Sequence[Row]) -> Figure:
     """Draw TTFT above and TBT below, with a column for each setup, as in the paper."""
     figure = Figure(figsize=(13, 6), layout="constrained")
-    axes = figure.subplots(2, len(SETUPS), sharex=True)
+    axes = figure.subplots(2, len(SETUPS), sharex=True, sharey="row")
     for row, what in enumerate(LATENCIES):
         for column, setup in enumerate(SETUPS):
             ax = axes[row][column]
@@ -92,6 +93,9 @@ def draw_figure_4(points: Sequence[Row]) -> Figure:
                 x = [p["interval_s"] for p in here]
                 ax.plot(x, [p[what] for p in here], "o-", ms=3, color=colour, label=approach)
             ax.set_yscale("log")
+            ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if row else (1.0,)))
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            ax.yaxis.set_minor_locator(NullLocator())
             ax.grid(alpha=0.3)
             if row == 0:
                 ax.set_title(setup, fontsize=10)

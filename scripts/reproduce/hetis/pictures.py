@@ -1,7 +1,9 @@
 """Hetis' pictures: heads over time, KV that fits, and where heads begin to leave."""
 
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -103,12 +105,26 @@ def draw_offload(found: Sequence[Course]) -> Figure:
             steps = course.steps[: peak + 1]
             own = [sum(stage[0] for stage in stages) / sum(map(sum, stages)) for _, stages in steps]
             us = f"{1e6 * course.exchange_s:.0f} us"
-            ax.plot([t / 1e3 for t, _ in steps], own, ".", color=colour, label=us, markersize=2)
+            tokens, shares = _medians([t / 1e3 for t, _ in steps], own)
+            ax.plot(tokens, shares, color=colour, label=us)
             ax.axvline(course.expected / 1e3, color=colour, linestyle="dashed", linewidth=1)
         ax.set_title(case, fontsize=10)
         ax.set_xlabel("thousands of tokens in flight")
         ax.set_ylim(0, 1.05)
         ax.set_xlim(0, 1.05 * max(tokens for tokens, _ in steps) / 1e3)
-    figure.axes[0].set_ylabel("heads on devices with layers")
-    figure.axes[0].legend(frameon=False, markerscale=4, title="exchange")
+    figure.axes[0].set_ylabel("share of heads on the devices with layers")
+    figure.axes[0].legend(frameon=False, title="an exchange takes")
+    title = (
+        "Heads leave for other GPUs once that is faster: simulated (lines), closed form (dashes)"
+    )
+    figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _medians(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the medians of y in sixty equal intervals of x, for a line that can be read."""
+    bins: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for pair in zip(x, y, strict=True):
+        bins[int(60 * pair[0] / max(x))].append(pair)
+    found = [tuple(median(column) for column in zip(*bins[i], strict=True)) for i in sorted(bins)]
+    return [each[0] for each in found], [each[1] for each in found]

@@ -149,24 +149,35 @@ def cliff(inputs: Inputs) -> Part:
             }
         )
     values = [float(row["req/s per $/h"]) for row in table]
-    figure = Figure((5.2, 3.6), layout="constrained")
-    axes = figure.subplots()
-    once = {label(row): row for row in found}.values()
-    axes.plot(
-        [r["tbt_p99"] for r in once],
-        [r["value"] for r in once],
-        "o",
-        ms=4,
-        c="0.6",
-        label="found in full, at its rate",
-    )
-    axes.step(TBT, values, where="post", label="best below")
-    axes.plot([0.12, 0.14], [0.07, 0.13], "s--", ms=4, label="paper, from its text")
-    axes.set(xlabel="TBT p99, s", ylabel="requests/s per dollar an hour", ylim=(0, None))
-    axes.legend(frameon=False, fontsize="small", loc="center right")
     ratio = values[TBT.index(0.14)] / values[TBT.index(0.12)]
     claim = "20 ms of TBT: QPS per dollar at 0.14 s by that at 0.12 s"
+    once = {label(row): (row["tbt_p99"], row["value"]) for row in found}
+    figure = draw_cliff(list(once.values()), values)
     return Part(table, [by_share(claim, 1.85, ratio, 0.2)], {"cliff": figure})
+
+
+def draw_cliff(points: Sequence[tuple[float, float]], best: Sequence[float]) -> Figure:
+    """Draw requests/s per dollar an hour over TBT p99.
+
+    Args:
+        points: TBT p99 and value of each configuration that was simulated in full.
+        best: the best value for each limit of TBT.
+    """
+    figure = Figure((5.6, 3.8), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*points, strict=True), "o", ms=4, c="0.6")
+    axes.step(TBT, best, where="post", c="#0072B2")
+    axes.plot([0.12, 0.14], [0.07, 0.13], "s", ms=5, c="#D55E00")
+    axes.text(0.145, best[TBT.index(0.14)] + 0.02, "best within a limit, ours", c="#0072B2")
+    axes.text(0.145, 0.12, "best within a limit,\nin the paper's text", c="#D55E00", va="center")
+    axes.text(
+        0.145, 0.45, "grey: each configuration\nthat we simulated in full", c="0.4", va="center"
+    )
+    axes.set(xlabel="TBT p99, or its limit (s)", ylabel="requests/s per dollar an hour")
+    axes.set_ylim(0, 1.15 * max(best))
+    rise = best[TBT.index(0.14)] / best[TBT.index(0.12)] - 1
+    axes.set_title(f"A limit of 0.14 s instead of 0.12 s gains {rise:.0%}", fontsize=10, loc="left")
+    return figure
 
 
 def longer(inputs: Inputs) -> Part:
