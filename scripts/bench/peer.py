@@ -3,15 +3,17 @@
     ENV/bin/python scripts/bench/peer.py {hf,vllm,llamacpp} FOLDER DTYPE WORKLOAD.jsonl OUT.json
 
 Sampling is greedy, EOS is ignored, and there are two threads. ``hf`` is transformers' generate in
-static batches of 16, sorted by length. ``vllm`` is its CPU build with 64 sequences. ``llamacpp``
-has 16 slots that are refilled as requests end. FOLDER holds the model for transformers, and
-``demo.gguf``. The time excludes loading.
+static batches of 16, sorted by length. ``vllm`` is its CPU build with 64 sequences; with
+``--pages``, it has a prefix cache of that many pages of 32 tokens. ``llamacpp`` has 16 slots that
+are refilled as requests end. FOLDER holds the model for transformers, and ``demo.gguf``. The time
+excludes loading.
 """
 
 import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ HF_BATCH = 16
 MAX_LEN = 2048
 LLAMA_SLOTS = 16
 LLAMA_TOKENS = 512
+PAGE = 32
 
 
 def run_hf(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
@@ -61,7 +64,9 @@ def run_hf(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
     return time.perf_counter() - start
 
 
-def run_vllm(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float:
+def run_vllm(
+    model_folder: str, dtype: str, work: list[dict[str, Any]], pages: int | None = None
+) -> float:
     """Return the seconds for all requests."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "2"
@@ -73,8 +78,9 @@ def run_vllm(model_folder: str, dtype: str, work: list[dict[str, Any]]) -> float
         dtype=dtype,
         max_num_seqs=64,
         max_model_len=MAX_LEN,
-        enable_prefix_caching=False,
+        enable_prefix_caching=pages is not None,
         seed=0,
+        **({"num_gpu_blocks_override": pages, "block_size": PAGE} if pages else {}),
     )
     params = [
         SamplingParams(temperature=0, max_tokens=item["max_tokens"], ignore_eos=True)
@@ -150,14 +156,16 @@ def main() -> None:
     parser.add_argument("engine", choices=RUNS)
     for name in ("model", "dtype", "workload", "out"):
         parser.add_argument(name)
+    parser.add_argument("--pages", type=int, help="Pages of vLLM's prefix cache.")
     given = parser.parse_args()
     lines = Path(given.workload).read_text().splitlines()
     work = [json.loads(line) for line in lines if line.strip()]
-    wall = RUNS[given.engine](given.model, given.dtype, work)
+    more = {"pages": given.pages} if given.pages else {}
+    wall = RUNS[given.engine](given.model, given.dtype, work, **more)
     Path(given.out).write_text(json.dumps({"engine": given.engine, "wall_s": wall}) + "\n")
 
 
-RUNS = {"hf": run_hf, "vllm": run_vllm, "llamacpp": run_llamacpp}
+RUNS: dict[str, Callable[..., float]] = {"hf": run_hf, "vllm": run_vllm, "llamacpp": run_llamacpp}
 
 if __name__ == "__main__":
     main()
