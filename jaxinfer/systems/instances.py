@@ -57,8 +57,7 @@ def _of_replicas(name: str, instances: Collection[str], only_one: bool) -> str |
         return _near_replicas(name, instances)
     if only_one:
         return f", but there are {replicas[0]} to {replicas[-1]}: give the name of one"
-    names = replicas if len(replicas) < 5 else [*replicas[:2], "...", replicas[-1]]
-    return f", but there are {replicas[0]} to {replicas[-1]}: give a list, [{', '.join(names)}]"
+    return f", but there are {replicas[0]} to {replicas[-1]}: give a list, [{name}] for all of them"
 
 
 def _near_replicas(name: str, instances: Collection[str]) -> str | None:

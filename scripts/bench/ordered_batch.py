@@ -50,6 +50,7 @@ def draw(contexts: int, questions: int, sizes: tuple[int, int, int], seed: int) 
 @click.option("--tokens", nargs=3, default=(700, 32, 16), help="Of a context, question, answer.")
 @click.option("--pages", default=256, help=f"Pages of {PAGE} tokens of the KV pool.")
 @click.option("--rounds", default=1, help="Number of runs of each engine.")
+@click.option("--only", multiple=True, help="Run only engines of these names.")
 @click.option("--vllm", help="Python of vLLM's environment, or a script that starts it.")
 def main(
     out: Path,
@@ -58,6 +59,7 @@ def main(
     tokens: tuple[int, int, int],
     pages: int,
     rounds: int,
+    only: tuple[str, ...],
     vllm: str | None,
 ) -> None:
     """Measure, print and write seconds."""
@@ -81,6 +83,8 @@ def main(
                 peer += ["float32", batch, str(figures), "--pages", str(pages)]
                 commands["vLLM, order of arrival"] = peer
             for name, command in commands.items():
+                if only and name not in only:
+                    continue
                 run(command)
                 found = json.loads(figures.read_text())
                 wall = (found[0] if isinstance(found, list) else found)["wall_s"]

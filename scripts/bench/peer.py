@@ -77,7 +77,7 @@ def run_vllm(
         model=model_folder,
         dtype=dtype,
         max_num_seqs=64,
-        max_model_len=MAX_LEN,
+        max_model_len=min(MAX_LEN, (pages - 1) * PAGE) if pages else MAX_LEN,
         enable_prefix_caching=pages is not None,
         seed=0,
         **({"num_gpu_blocks_override": pages, "block_size": PAGE} if pages else {}),

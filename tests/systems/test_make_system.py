@@ -154,12 +154,12 @@ def error_of(config: dict[str, Any], instances: Sequence[str] = PAIR) -> str:
         (
             {"name": "disaggregated", "prefill": "e", "decode": "d"},
             ["e0", "e1", "d"],
-            "system.prefill is 'e', but there are e0 to e1: give a list, [e0, e1]",
+            "system.prefill is 'e', but there are e0 to e1: give a list, [e] for all of them",
         ),
         (
             {"name": "disaggregated", "prefill": "d", "decode": ["d", "e"]},
             ["d", *(f"e{number}" for number in range(12))],
-            "system.decode[1] is 'e', but there are e0 to e11: give a list, [e0, e1, ..., e11]",
+            "system.decode[1] is 'e', but there are e0 to e11: give a list, [e] for all of them",
         ),
         (
             {"name": "cronus", "partial": "p", "chunked": "c"},

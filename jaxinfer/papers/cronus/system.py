@@ -36,7 +36,8 @@ class CronusOptions(Options):
     """Options of ``Cronus``.
 
     Attributes:
-        partial, chunked: Names of the two instances.
+        partial, chunked: Names of the two instances. A side of several GPUs is one instance with
+            stages or tensor parallelism.
         max_in_partial: Largest number of requests in the partial instance. If it is small, each
             request is cut by recent statistics.
         candidates: Number of split points of a prompt that the Balancer tries.
