@@ -265,7 +265,10 @@ def _path(
         # From pages to a slab, and from the slab to pages: read twice and written twice.
         return NetworkPath({(source, dest): pairs * here.gpu.memory_gb_s * 1e9 / 4}, 0.0)
     if link is None:
-        raise JaxinferError(f"links: none between {source} and {dest}, where {what} must go")
+        raise JaxinferError(
+            f"links: none between {source} and {dest}, where {what} must go: add "
+            f"{{between: [{source}, {dest}], gb_s: ...}}"
+        )
     return NetworkPath({(source, dest): link.gb_s * 1e9}, link.latency_s)
 
 

@@ -293,7 +293,8 @@ class Catalogue:
         shipped = _read("gpus.yaml")
         if kind is None or kind not in shipped:
             known = [*shipped, *self.gpus]
-            alike = [name for name in known if name.startswith(f"{kind}-")]
+            short = str(kind).lower()
+            alike = [n for n in known if n.lower() == short or n.lower().startswith(f"{short}-")]
             hint = f"known: {', '.join(alike)}" if alike else did_you_mean(str(kind), known)
             raise OptionError(f"kind: no GPU {kind!r}: {hint}")
         return Gpu.model_validate(shipped[kind])

@@ -389,6 +389,7 @@ OWN = {
     ("node", "rest", "message"),
     [
         ({"gpu": "A100"}, {}, "nodes.x.gpu: no GPU 'A100': known: A100-80G-SXM, A100-80G-PCIe"),
+        ({"gpu": "h100"}, {}, "nodes.x.gpu: no GPU 'h100': known: H100-SXM, H100-PCIe"),
         ({"gpu": "A110"}, {}, "nodes.x.gpu: no GPU 'A110': did you mean 'A10'?"),
         ({"gpus": 0}, {}, "nodes.x.gpus is 0, must be greater than or equal to 1"),
         ({"nic_gb_s": 0}, {}, "nodes.x.nic_gb_s is 0, must be greater than 0"),

@@ -171,7 +171,10 @@ def test_the_best_split_is_that_of_the_closed_form(tokens: int, share: float) ->
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"links": []}, r"instances\.x: links: none between a and w, where KV must go$"),
+        (
+            {"links": []},
+            r"instances\.x: links: none between a and w, where KV must go: add \{between: \[a, w\], gb_s",
+        ),
         (
             {"simulate": {"linear": {"step_s": 1.0}}},
             r"instances\.x: simulate\.linear: the attention of a cannot be told from linear: ",
