@@ -3,8 +3,9 @@
     python -m scripts.bench.ordered_batch OUT.json --vllm vllm.sh
 
 There are questions about several contexts, in random order. Prompts are random tokens for
-SmolLM2-135M-Instruct, and the engines run on a CPU with a prefix cache of the same size. See
-``side_by_side`` for ``--vllm``. All engines take turns in each round.
+SmolLM2-135M-Instruct, and the engines run on a CPU with a prefix cache of the same size. vLLM also
+gets the batch sorted by prompts. See ``side_by_side`` for ``--vllm``. All engines take turns in
+each round.
 """
 
 import json
@@ -70,7 +71,10 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         model, workload = Path(scratch) / "model", Path(scratch) / "batch.jsonl"
         export_model(model)
-        workload.write_text("\n".join(draw(contexts, questions, tokens, seed=0)) + "\n")
+        lines = draw(contexts, questions, tokens, seed=0)
+        workload.write_text("\n".join(lines) + "\n")
+        in_order = Path(scratch) / "sorted.jsonl"
+        in_order.write_text("\n".join(sorted(lines)) + "\n")
         figures = Path(scratch) / "figures.json"
         for _ in range(rounds):
             python, batch = sys.executable, str(workload)
@@ -79,9 +83,17 @@ def main(
                 "prefix_tree": ours(python, batch, "float32", figures, [*pool, *tree]),
             }
             if vllm:
-                peer = [vllm, "-P", str(SCRIPTS / "bench" / "peer.py"), "vllm", str(model)]
-                peer += ["float32", batch, str(figures), "--pages", str(pages)]
-                commands["vLLM, order of arrival"] = peer
+                peer = [
+                    vllm,
+                    "-P",
+                    str(SCRIPTS / "bench" / "peer.py"),
+                    "vllm",
+                    str(model),
+                    "float32",
+                ]
+                pool_of_peer = [str(figures), "--pages", str(pages)]
+                commands["vLLM, order of arrival"] = [*peer, batch, *pool_of_peer]
+                commands["vLLM, sorted batch"] = [*peer, str(in_order), *pool_of_peer]
             for name, command in commands.items():
                 if only and name not in only:
                     continue
