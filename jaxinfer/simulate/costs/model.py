@@ -11,7 +11,6 @@ from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
 
-
 # The seconds of steps, from the KV entries that each sees.
 DecodeSeconds = Callable[[Iterable[int]], list[float]]
 
