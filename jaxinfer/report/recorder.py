@@ -9,9 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.ledger.ledger_file import NAME as LEDGER
-from jaxinfer.ledger.ledger_file import LedgerFile
-from jaxinfer.ledger.observer import Ledger
 from jaxinfer.report.metrics import RunMetrics, RunTotals, SliceMoveCounts, run_metrics
 from jaxinfer.report.plain import reported
 from jaxinfer.serving.loop import ServingLoop
@@ -19,6 +16,8 @@ from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Event, InstanceLost, StepDone, TransferDone
 
 if TYPE_CHECKING:
+    from jaxinfer.ledger.ledger_file import LedgerFile
+    from jaxinfer.ledger.observer import Ledger
     from jaxinfer.report.run_folder import RunFolder
 
 
@@ -61,9 +60,8 @@ class Recorder:
         if self._folder:
             self._opened.enter_context(self._folder)
         if self._folder and keeps_ledger:
-            self._ledger_file = LedgerFile(self._folder.path / LEDGER)
+            self._ledger_file, self.ledger = _new_ledger(self._folder.path, hears)
             self._opened.callback(self._ledger_file.close)
-            self.ledger = Ledger(self._ledger_file, hears)
 
     def add_request(
         self, request: RequestState, parent: str, tokens: Sequence[int] | None = None
@@ -173,3 +171,12 @@ def _new_folder(parent: Path, description: Mapping[str, object]) -> "RunFolder":
     from jaxinfer.report.run_folder import RunFolder
 
     return RunFolder(parent, description)
+
+
+def _new_ledger(folder: Path, hears: bool) -> "tuple[LedgerFile, Ledger]":
+    # Few runs keep one.
+    from jaxinfer.ledger.ledger_file import NAME, LedgerFile
+    from jaxinfer.ledger.observer import Ledger
+
+    file = LedgerFile(folder / NAME)
+    return file, Ledger(file, hears)

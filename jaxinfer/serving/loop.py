@@ -34,7 +34,7 @@ class Runs(Protocol):
 
     def give(self, instance: Instance) -> None: ...  # noqa: D102
 
-    def go_on(self) -> None: ...  # noqa: D102
+    def go_on(self, asks: bool) -> None: ...  # noqa: D102
 
 
 class ServingLoop:
@@ -90,8 +90,8 @@ class ServingLoop:
         self._ask_for_tick()
         idle_ticks = 0
         while True:
-            if self._runs and not self.assignments.unrouted:
-                self._runs.go_on()
+            if self._runs:
+                self._runs.go_on(bool(self.assignments.unrouted))
             events = self.world.due_events()
             for event in events:
                 self._apply(event)

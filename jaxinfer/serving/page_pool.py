@@ -18,7 +18,8 @@ class PagePool:
     Attributes:
         num_free: number of pages that can be handed out now, including idle ones.
         num_pinned: number of pages that were given up but still have a user.
-        num_idle: number of cached pages that no request holds; ``evict`` frees one.
+        num_idle: number of cached pages that no request holds; ``evict`` frees
+            at least one, and no more than it is asked for.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -28,13 +29,13 @@ class PagePool:
         self.page_size = page_size
         self.num_pinned = 0
         self.num_idle = 0
-        self.evict: Callable[[], None] = _nothing_to_evict
+        self.evict: Callable[[int], None] = _nothing_to_evict
         self._free = list(range(1, num_pages))
 
     def take(self, count: int) -> list[int]:
         """Hand out the ``count`` lowest free pages; the caller checks that enough are free."""
-        while len(self._free) < count:
-            self.evict()
+        while (lacking := count - len(self._free)) > 0:
+            self.evict(lacking)
         self.num_free -= count
         return [heapq.heappop(self._free) for _ in range(count)]
 
@@ -75,8 +76,8 @@ class CountedPages(PagePool):
 
     def take(self, count: int) -> list[int]:
         """Hand out pages; the caller checks that enough are free."""
-        while self.num_free - self.num_idle < count:
-            self.evict()
+        while (lacking := count - self.num_free + self.num_idle) > 0:
+            self.evict(lacking)
         self.num_free -= count
         return [0] * count
 
@@ -90,7 +91,7 @@ class CountedPages(PagePool):
         self._free.clear()
 
 
-def _nothing_to_evict() -> None:
+def _nothing_to_evict(count: int) -> None:
     raise RuntimeError("more pages taken than are free")
 
 

@@ -65,7 +65,7 @@ class PrefixCache:
 
     def drop(self, *pages: CachedPage) -> None:
         """Count one hold of each page fewer."""
-        known, idle = self._pages, 0
+        known, idle, gone = self._pages, 0, []
         for page in pages:
             page.holds -= 1
             if page.holds:
@@ -74,7 +74,8 @@ class PrefixCache:
                 self._idle[page] = None
                 idle += 1
             else:
-                self._give(page)
+                gone.append(page)
+        self._give(gone)
         if idle:
             self._count_idle(pages[0], idle)
 
@@ -86,15 +87,17 @@ class PrefixCache:
         known.append(page := CachedPage(digest, pages))
         return page
 
-    def evict(self) -> None:
-        """Free the page that has been idle for longest."""
-        page, _ = self._idle.popitem(last=False)
-        twins = self._pages[page.digest]
-        twins.remove(page)
-        if not twins:
-            del self._pages[page.digest]
-        self._count_idle(page, -1)
-        self._give(page)
+    def evict(self, count: int = 1) -> None:
+        """Free the pages that have been idle for longest: about ``count`` of each shard."""
+        each = max(len(shard.slices) for shard in self._shards)
+        gone = [self._idle.popitem(last=False)[0] for _ in range(-(-count // each))]
+        for page in gone:
+            twins = self._pages[page.digest]
+            twins.remove(page)
+            if not twins:
+                del self._pages[page.digest]
+        self._count_idle(gone[0], -len(gone))
+        self._give(gone)
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Remove these pages from the cache; those that no request holds are freed."""
@@ -106,11 +109,12 @@ class PrefixCache:
         if not page.holds:
             del self._idle[page]
             self._count_idle(page, -1)
-            self._give(page)
+            self._give([page])
 
-    def _give(self, page: CachedPage) -> None:
-        for shard, table in zip(self._shards, page.pages, strict=True):
-            shard.pool.give(list(table.values()))
+    def _give(self, pages: Sequence[CachedPage]) -> None:
+        for number, shard in enumerate(self._shards) if pages else ():
+            tables = [page.pages[number].values() for page in pages]
+            shard.pool.give([page for table in tables for page in table])
 
     def _count_idle(self, page: CachedPage, by: int) -> None:
         for shard, table in zip(self._shards, page.pages, strict=True):

@@ -55,8 +55,11 @@ class SimulatedWorld:
         self._num_added = 0
         self.time = start
         self.order = itertools.count()
-        # A time, a number, and an event, or what is called for it with the rest.
+        # A time, the time at which it was known, a number, and an event, or what is called for it
+        # with the rest.
         self.heap: list[tuple[Any, ...]] = []
+        # Called with each time at which something happens, before it does.
+        self.at_time: Callable[[float], object] = lambda time: None
         self._joint = cluster.joint.own if cluster.joint else {}
         self._rounds = JointRounds(cluster.joint) if cluster.joint else None
         # The times at which each device of an instance has done its work.
@@ -178,13 +181,14 @@ class SimulatedWorld:
         while not events and (time := self._next_time()) < math.inf:
             assert time >= self.time, "time runs back"
             self.time = time
+            self.at_time(time)
             while self._next is not None and self._next.arrival <= time:
                 events.append(Arrival(self._next))
                 self._next = next(self._requests, None)
             for moving, lane in self._network.take_ended(time):
                 self._at(time + lane.latency_s, partial(self._land, moving))
             while self.heap and self.heap[0][0] <= time:
-                _, _, happens, *rest = heapq.heappop(self.heap)
+                _, _, _, happens, *rest = heapq.heappop(self.heap)
                 event = happens(*rest) if callable(happens) else happens
                 if event is not None:
                     events.append(event)
@@ -213,4 +217,4 @@ class SimulatedWorld:
         return self._instances[name].cost, free
 
     def _at(self, time: float, happens: Event | Callable[[], Event | None]) -> None:
-        heapq.heappush(self.heap, (time, next(self.order), happens))
+        heapq.heappush(self.heap, (time, self.time, next(self.order), happens))
