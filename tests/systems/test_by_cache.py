@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.cronus.balancer import CPILoad, balance, chunked_seconds
+from jaxinfer.papers.cronus.system import CronusOptions
 from jaxinfer.papers.distserve.system import DistServe, DistServeOptions
 from jaxinfer.papers.splitwise.system import Splitwise, SplitwiseOptions
 from jaxinfer.papers.takeover.system import Takeover, TakeoverOptions
@@ -164,6 +166,11 @@ def test_cronus_gives_the_cpi_what_costs_it_no_more() -> None:
     # The PPI's cache lets it compute 600 tokens; four chunks are left.
     assert cut(400, 599) == 600
     assert cut(400, 600) == 0
+
+
+def test_a_fixed_cut_looks_at_no_cache() -> None:
+    with pytest.raises(JaxinferError, match="by_cache has no effect on a fixed cut"):
+        CronusOptions(by_cache=True, cut_tokens=0)
 
 
 def test_parts() -> None:

@@ -56,9 +56,11 @@ class CronusOptions(ByCacheOptions):
     hand_off: HandOffRule = "on_demand"
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse two kinds of cuts."""
+        """Refuse two kinds of cuts, and caches that cannot change one."""
         if self.cut_share is not None and self.cut_tokens is not None:
             raise JaxinferError("both cut_share and cut_tokens: give one of them")
+        if self.by_cache and self.fixed_cut(0) is not None:
+            raise JaxinferError("by_cache has no effect on a fixed cut; leave one of them out")
 
     def fixed_cut(self, prompt_len: int) -> int | None:
         """Return a prompt's fixed number of tokens for the PPI; None if the Balancer chooses."""
