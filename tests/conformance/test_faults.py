@@ -32,6 +32,7 @@ def test_the_grammar_has_enough_faults() -> None:
         "head order", "stale page", "page offset off by one", "missing last token",
         "scale of another page", "dtype reinterpreted", "slab swapped", "layer shifted",
         "past the length", "late write after free", "channel order", "scaled",
+        "delta begins late", "stale base", "base evicted",
     }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ CHEAP = {
     "hexgen2": ("classes", False),
     "multivendor": ("conformance", False),
     "predictor": ("lines", False),
+    "prefixes": ("capacities", False),
     "sharding": ("palm", True),
     "splitwise": ("transfers", False),
     "takeover": ("cost", False),
@@ -111,6 +112,18 @@ def write_data(folder: Path) -> None:
     lines = ["num_prefill_tokens,num_decode_tokens"]
     lines += [f"{20 + 97 * number % 400},{5 + 61 * number % 300}" for number in range(60)]
     (folder / "sharegpt.csv").write_text("\n".join(lines))
+    lines = [
+        json.dumps(
+            {
+                "timestamp": 100 * number,
+                "input_length": 1500,
+                "output_length": 20,
+                "hash_ids": [0, number, 100 + number],
+            }
+        )
+        for number in range(24)
+    ]
+    (folder / "mooncake_conversation.jsonl").write_text("\n".join(lines))
     with gzip.open(folder / "prompts.jsonl.gz", "wt") as file:
         for text in ("1 + 1?", "2 + 2?", "2 + 2?", "x" * 400):
             file.write(json.dumps({"source": "sums first", "prompt": text}) + "\n")
@@ -176,6 +189,13 @@ def test_hexgen2_counts_classes(tmp_path: Path) -> None:
     *classes, every = rows(out / "classes.csv")
     assert sum(float(row["share (%)"]) for row in classes) == pytest.approx(100, abs=0.3)
     assert (every["class"], every["share (%)"]) == ("all", "100.0")
+
+
+def test_prefixes_capacities_are_sums(tmp_path: Path) -> None:
+    """Eight H100 carry twice what four do, and less than those with A10s."""
+    alike, unlike = rows(make("prefixes", "capacities", tmp_path) / "capacities.csv")
+    assert float(alike["requests_s"]) / 2 < float(unlike["requests_s"])
+    assert float(unlike["requests_s"]) < float(alike["requests_s"])
 
 
 def test_cronus_stages_are_full(tmp_path: Path) -> None:

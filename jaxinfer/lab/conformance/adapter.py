@@ -56,9 +56,14 @@ def hand_over(
     transfer: HandOff,
     lengths: Sequence[int] = (75, 50),
     *,
+    cached: Sequence[int] = (),
     whole_pages: bool = False,
 ) -> list[Finding]:
     """Let an engine hand over golden requests, one after another; return the faults.
+
+    Args:
+        cached: for each request, the number of its first tokens that the destination has from the
+            start, and that the transfer must leave out.
 
     Raises:
         ValueError: there are no requests, or more than golden entries can distinguish from the
@@ -67,6 +72,15 @@ def hand_over(
     if not 1 <= len(lengths) <= FORMER:
         raise ValueError(f"lengths has {len(lengths)} requests, must have 1 to {FORMER}")
     check_counts("hand_over", {f"lengths[{n}]": length for n, length in enumerate(lengths)})
+    if cached:
+        check_counts("hand_over", {f"cached[{n}]": each for n, each in enumerate(cached)}, least=0)
+        if len(cached) != len(lengths):
+            raise ValueError(f"cached has {len(cached)} requests, lengths has {len(lengths)}")
+        for request, (count, length) in enumerate(zip(cached, lengths, strict=True)):
+            if count >= length:
+                raise ValueError(
+                    f"hand_over: cached[{request}] is {count}, must be below the length, {length}"
+                )
     sides = []
     for number, (end, engine) in enumerate({"source": source, "dest": dest}.items()):
         if not isinstance(engine.layout, KVLayout):
@@ -81,6 +95,8 @@ def hand_over(
     given, taken = sides
     for request in range(len(lengths)):
         given.fill(request)
+    for request, count in enumerate(cached):
+        taken.write(request, taken.tables[request], 0, count)
     before = taken.copy()
     source.write(given.pools)
     dest.write(taken.pools)
@@ -89,4 +105,11 @@ def hand_over(
     found = dest.read()
     with _naming("dest.read()"):
         taken.load(found)
-    return check(given, taken, range(len(lengths)), before=before, whole_pages=whole_pages)
+    return check(
+        given,
+        taken,
+        range(len(lengths)),
+        before=before,
+        cached=dict(enumerate(cached)),
+        whole_pages=whole_pages,
+    )

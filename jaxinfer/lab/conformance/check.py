@@ -1,6 +1,6 @@
 """Checks a hand-off: whether every entry is where it should be, and if not, which fault it was."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,7 @@ def check(
     *,
     before: Side | None = None,
     freed: Sequence[int] = (),
+    cached: Mapping[int, int] | None = None,
     slab_tokens: int = SLAB_TOKENS,
     wire: str | None = None,
     whole_pages: bool = False,
@@ -54,6 +55,8 @@ def check(
         dest: destination after the hand-off.
         before: destination before the hand-off, to check that all other entries are unchanged.
         freed: requests whose pages at the destination were given to others before the end.
+        cached: by request, the number of its first tokens that the destination had before and that
+            the hand-off left out.
         slab_tokens: tokens sent as one slab; used only to name a swap.
         wire: format in which entries are sent, by default the narrower one of the two sides.
         whole_pages: whether a last page may be copied whole, with the source's unused entries.
@@ -69,7 +72,10 @@ def check(
     found: list[Finding] = []
     for request in requests:
         wrong = wrong_blocks(source.layout, dest, request, wire)
-        found += _explain(Case(wrong, source, dest, slab_tokens, freed))
+        base, was = (cached or {}).get(request, 0), None
+        if base and before is not None:
+            was = wrong.also_in(wrong_blocks(source.layout, before, request, wire))
+        found += _explain(Case(wrong, source, dest, slab_tokens, freed, base, was))
     if before is not None:
         found += _elsewhere(before, dest, requests, freed, whole_pages)
     # The entries of an 8-bit page share a scale, so other entries may make rounding coarser.
@@ -103,7 +109,7 @@ def _explain(case: Case) -> list[Finding]:
             named = [each for each in by_rest(case) if each[1].any()]
         name, mask, text = max(named, key=lambda each: int(each[1].sum()))
         found.append(_finding(name, case.wrong.take(mask), text))
-        case = Case(case.wrong.take(~mask), case.source, case.dest, case.slab_tokens, case.freed)
+        case = case.without(mask)
     return found
 
 

@@ -54,6 +54,16 @@ class Wrong:
         }  # fmt: skip
         return replace(self, origin=self.origin.at(mask), **arrays)
 
+    def also_in(self, other: "Wrong") -> np.ndarray:
+        """Return the blocks whose places are wrong in another comparison of the request, too."""
+        there = set(other.places())
+        return np.array([place in there for place in self.places()], dtype=bool)
+
+    def places(self) -> Iterator[tuple[int, ...]]:
+        """Yield shard, part, token, index of the head, and block of each."""
+        columns = self.shard, self.part, self.token, self.index, self.block
+        return zip(*(column.tolist() for column in columns), strict=True)
+
 
 def wrong_blocks(source: KVLayout, dest: Side, request: int, wire: str | None) -> Wrong:
     """Find a request's blocks at the destination that differ by more than rounding allows."""

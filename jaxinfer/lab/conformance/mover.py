@@ -1,5 +1,7 @@
 """A correct hand-off between any two layouts, in steps that ``faults`` can get wrong."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from jaxinfer.lab.conformance.formats import FORMATS, decode, encode
@@ -10,17 +12,29 @@ SLAB_TOKENS = 32
 
 
 class Mover:
-    """Moves requests' entries from one side's pages to another's, in slabs of tokens."""
+    """Moves requests' entries from one side's pages to another's, in slabs of tokens.
 
-    def __init__(self, source: Side, dest: Side) -> None:
+    Args:
+        cached: by request, the number of its first tokens that the destination has already.
+    """
+
+    def __init__(self, source: Side, dest: Side, cached: Mapping[int, int] | None = None) -> None:
         self.source, self.dest = source, dest
+        self.cached = cached or {}
         self.wire = narrower(source.layout.kv_dtype, dest.layout.kv_dtype)
 
     def move(self, request: int) -> None:
-        """Move all of a request's entries to its pages at the destination."""
-        stop = self.source.lengths[request]
+        """Move the entries that the destination lacks to the request's pages there."""
+        self.send(request, self.first(request), self.source.lengths[request])
+
+    def first(self, request: int) -> int:
+        """Return the first token that is sent."""
+        return self.cached.get(request, 0)
+
+    def send(self, request: int, first: int, stop: int) -> None:
+        """Move a request's entries of some tokens."""
         for shard in self.dest.pools:
-            for start in range(0, stop, SLAB_TOKENS):
+            for start in range(first, stop, SLAB_TOKENS):
                 tokens = range(start, min(start + SLAB_TOKENS, stop))
                 self.put(shard, request, tokens, self.travel(self.take(shard, request, tokens)))
 

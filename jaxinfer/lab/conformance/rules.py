@@ -4,7 +4,7 @@ Every test uses only where a block's entries came from, not how a fault was made
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,13 +17,25 @@ Named = tuple[str, np.ndarray, str]
 
 @dataclass(frozen=True)
 class Case:
-    """The blocks that are not yet explained, and what is known of both sides."""
+    """The blocks that are not yet explained, and what is known of both sides.
+
+    Attributes:
+        base: number of the request's first tokens that the destination had before.
+        was_wrong: whether each block was wrong before the hand-off, too; None if it is not known.
+    """
 
     wrong: Wrong
     source: Side
     dest: Side
     slab_tokens: int
     freed: Sequence[int]
+    base: int = 0
+    was_wrong: np.ndarray | None = None
+
+    def without(self, mask: np.ndarray) -> "Case":
+        """Return the case without the blocks that a mask explains."""
+        was = None if self.was_wrong is None else self.was_wrong[~mask]
+        return replace(self, wrong=self.wrong.take(~mask), was_wrong=was)
 
     @property
     def own(self) -> np.ndarray:
@@ -37,6 +49,26 @@ class Case:
             apart = getattr(self.wrong.origin, name) != getattr(self.wrong, name)
             found &= apart if name in names else ~apart
         return found
+
+
+def by_base(case: Case) -> Iterator[Named]:
+    """Entries that a delta builds on, and the first ones that it should have sent."""
+    if not case.base:
+        return
+    wrong = case.wrong
+    inside = wrong.token < case.base
+    if case.was_wrong is not None:
+        yield "stale base", inside & case.was_wrong, "was wrong before the hand-off, which kept it"
+        yield (
+            "base evicted",
+            inside & ~case.was_wrong & ~case.own,
+            "was right before the hand-off, and holds entries of {request} now",
+        )
+    never = ~inside & (wrong.origin.request == case.dest.former)
+    tokens = np.unique(wrong.token[never])
+    starts = len(tokens) and tokens[0] == case.base and tokens[-1] < tokens[0] + len(tokens)
+    if starts and tokens[-1] < case.dest.lengths[wrong.request] - 1:
+        yield "delta begins late", never, "holds what the destination's page held before"
 
 
 def by_owner(case: Case) -> Iterator[Named]:
@@ -232,6 +264,7 @@ def by_rest(case: Case) -> Iterator[Named]:
 
 # From the most specific rule to the least: the first one that explains as much as any other wins.
 RULES: Sequence[Callable[[Case], Iterator[Named]]] = (
+    by_base,
     by_owner,
     by_absence,
     by_coordinate,

@@ -50,16 +50,35 @@ def chunked_seconds(fit: MixedFit, load: CPILoad, prompt_len: int, length: int) 
 
 
 def balance(
-    prefill: PrefillFit, mixed: MixedFit, load: CPILoad, prompt_len: int, candidates: int
+    prefill: PrefillFit,
+    mixed: MixedFit,
+    load: CPILoad,
+    prompt_len: int,
+    candidates: int,
+    in_partial: int = 0,
+    in_chunked: int = 0,
 ) -> int:
-    """Algorithm 1: return L_p, the number of prompt tokens that the PPI computes."""
+    """Algorithm 1: return L_p, the number of prompt tokens that the PPI computes.
+
+    Args:
+        in_partial: prompt tokens that the PPI's cache has; the paper knows none. They cost no time.
+        in_chunked: those that the CPI's cache has. If it computes the rest of the prompt in no more
+            time than its part of the best cut, it gets the whole request: L_p is 0.
+    """
     if load.free_pages < ceil(prompt_len / load.page_size):
         return prompt_len
 
     def gap(length: int) -> float:
-        return abs(prefill.seconds(length) - chunked_seconds(mixed, load, prompt_len, length))
+        first = prefill.seconds(length - min(in_partial, length))
+        return abs(first - chunked_seconds(mixed, load, prompt_len, length))
 
-    return min((ceil(i * prompt_len / candidates) for i in range(1, candidates + 1)), key=gap)
+    cuts = (ceil(i * prompt_len / candidates) for i in range(1, candidates + 1))
+    best = min(cuts, key=gap)
+    if in_chunked and chunked_seconds(mixed, load, prompt_len, in_chunked) <= chunked_seconds(
+        mixed, load, prompt_len, best
+    ):
+        return 0
+    return best
 
 
 class Refined:

@@ -13,7 +13,6 @@ from itertools import islice
 from pydantic import Field
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.options.validation import Options
 from jaxinfer.papers.cronus.balancer import Refined, balance, chunked_seconds, load_of
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit
 from jaxinfer.serving.system import (
@@ -26,13 +25,14 @@ from jaxinfer.serving.system import (
     StepView,
     System,
 )
+from jaxinfer.systems.by_cache import ByCacheOptions, CachedParts
 from jaxinfer.systems.instances import alive, check_roles, whole_on_least_loaded
 
 # Number of cuts kept for the report, the first ones of a run: 12 MB.
 REPORTED = 2**15
 
 
-class CronusOptions(Options):
+class CronusOptions(ByCacheOptions):
     """Options of ``Cronus``.
 
     Attributes:
@@ -57,9 +57,11 @@ class CronusOptions(Options):
     hand_off: HandOffRule = "on_demand"
 
     def model_post_init(self, context: object, /) -> None:
-        """Refuse two kinds of cuts."""
+        """Refuse two kinds of cuts, and caches that cannot change one."""
         if self.cut_share is not None and self.cut_tokens is not None:
             raise JaxinferError("both cut_share and cut_tokens: give one of them")
+        if self.by_cache and self.fixed_cut(0) is not None:
+            raise JaxinferError("by_cache has no effect on a fixed cut; leave one of them out")
 
     def fixed_cut(self, prompt_len: int) -> int | None:
         """Return a prompt's fixed number of tokens for the PPI; None if the Balancer chooses."""
@@ -123,7 +125,10 @@ class Cronus(System):
             return fixed
         load = load_of(cluster.instances[self.options.chunked])
         prefill, mixed = self._fits(cluster)
-        length = balance(prefill, mixed, load, request.prompt_len, self.options.candidates)
+        parts = CachedParts.of(self.options, request, cluster)
+        cached = parts.spared(self.options.partial), parts.spared(self.options.chunked)
+        tried = self.options.candidates
+        length = balance(prefill, mixed, load, request.prompt_len, tried, *cached)
         if len(self.cuts) < REPORTED:
             kept = self.cuts
         else:
@@ -134,8 +139,8 @@ class Cronus(System):
         kept[request.id] = PromptCut(
             request.prompt_len,
             length,
-            prefill.seconds(length),
-            chunked_seconds(mixed, load, request.prompt_len, length),
+            prefill.seconds(length - min(cached[0], length)),
+            chunked_seconds(mixed, load, request.prompt_len, length or cached[1]),
         )
         return length
 

@@ -19,7 +19,8 @@ from jaxinfer.serving.system import (
     RequestView,
     System,
 )
-from jaxinfer.systems.instances import KVRoom, Names, alive, check_roles, least_loaded, most_entries
+from jaxinfer.systems.by_cache import ByCacheOptions, CachedParts
+from jaxinfer.systems.instances import KVRoom, Names, alive, check_roles, most_entries
 
 
 class Unit(Options):
@@ -29,7 +30,7 @@ class Unit(Options):
     decode: Names
 
 
-class DistServeOptions(Options):
+class DistServeOptions(ByCacheOptions):
     """Options of ``DistServe``.
 
     Attributes:
@@ -102,10 +103,11 @@ class DistServe(System):
     def _first(
         self, request: RequestView, places: Places, cluster: ClusterView, given: Mapping[str, int]
     ) -> tuple[Leg, ...]:
-        name = _shortest(places, cluster, given)
+        parts = CachedParts.of(self.options, request, cluster)
+        name = _shortest(places, cluster, given, parts)
         if not self._fits(request, name, places[name], cluster):
             fitting = {n: u for n, u in places.items() if self._fits(request, n, u, cluster)}
-            name = _shortest(fitting, cluster, given) if fitting else name
+            name = _shortest(fitting, cluster, given, parts) if fitting else name
         decode = alive(places[name].decode, cluster)
         if not decode or name in decode:
             return (Leg(name),)
@@ -129,12 +131,20 @@ class DistServe(System):
         decode = alive(self._units[prefilled].decode, cluster)
         fitting = self._pools.that_hold(most_entries(request), decode, cluster)
         names = fitting or decode or [prefilled]
-        return Leg(least_loaded(names, cluster, given))
+        parts = CachedParts.of(self.options, request, cluster)
+        return Leg(min(names, key=lambda n: _load(n, cluster, given) - parts.share(parts.kept(n))))
 
 
-def _shortest(places: Places, cluster: ClusterView, given: Mapping[str, int]) -> str:
-    """Return the shortest queue; of equal ones, that in the unit with the least loaded decode."""
-    queues = {name: _load(name, cluster, given) for name in places}
+def _shortest(
+    places: Places, cluster: ClusterView, given: Mapping[str, int], parts: CachedParts
+) -> str:
+    """Return the shortest queue; of equal ones, that in the unit with the least loaded decode.
+
+    A request whose whole prompt is cached adds nothing to a queue, others their share.
+    """
+    queues = {
+        name: _load(name, cluster, given) - parts.share(parts.spared(name)) for name in places
+    }
     shortest = min(queues.values())
     names = [name for name, length in queues.items() if length == shortest]
     if all(places[name] is places[names[0]] for name in names):

@@ -5,7 +5,7 @@ instances.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
@@ -13,10 +13,16 @@ from typing import Literal
 from jaxinfer.serving.system import InstanceView
 
 Role = Literal["prompt", "token"]
+# By machine, a request's tokens that its prefix cache has.
+Cached = Callable[[str], int]
 ReturnWhen = Literal["opposite_done", "idle"]
 _PENDING, _PROMISED = attrgetter("pending"), attrgetter("promised")
 # Number of moves between pools kept for the report, the first ones of a run.
 REPORTED = 2**15
+
+
+def _none(machine: str) -> int:
+    return 0
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +58,14 @@ class MachineJob:
         entries: KV entries promised to it: all its tokens, as the paper counts them, one more than
             a pool needs.
         prompt: None once the prompt is done.
+        spared: prompt tokens that need not be computed.
     """
 
     prompt_len: int
     entries: int
     prompt: Machine | None
     token: Machine
+    spared: int = 0
 
 
 @dataclass
@@ -115,18 +123,28 @@ class MachinePools:
                 self._return(Machine(name, role), now)
 
     def pair(
-        self, prompt_len: int, entries: int, instances: Mapping[str, InstanceView], now: float
+        self,
+        prompt_len: int,
+        entries: int,
+        instances: Mapping[str, InstanceView],
+        now: float,
+        spared: Cached = _none,
+        kept: Cached = _none,
     ) -> tuple[Machine, Machine]:
         """Choose the machines for a prompt and for its decodes, by the shortest queues.
 
         Each comes from its own pool, or else from the mixed pool, or else from the other pool. If
         that is impossible, the least busy of all machines takes the whole request.
+
+        Args:
+            spared: prompt tokens that a machine need not compute, counted off its queue.
+            kept: tokens whose KV need not be sent to a machine, counted off its KV.
         """
-        prompt = self._for_prompt(self.prompt, prompt_len, instances)
-        prompt = prompt or self._for_prompt(self.mixed, prompt_len, instances)
-        token = self._for_decodes(entries, instances)
+        prompt = self._for_prompt(self.prompt, prompt_len, instances, spared)
+        prompt = prompt or self._for_prompt(self.mixed, prompt_len, instances, spared)
+        token = self._for_decodes(entries, instances, kept)
         if not self._pairs or not (prompt or self.token) or not (token or self.prompt):
-            prompt = token = min(self.everyone, key=_PENDING)
+            prompt = token = min(self.everyone, key=lambda each: each.pending - spared(each.name))
         if prompt is None:
             prompt = self._mix(self.token, min(self.token, key=_PENDING), now)
         if token is None:
@@ -134,29 +152,39 @@ class MachinePools:
         return prompt, token
 
     def for_decodes(
-        self, entries: int, instances: Mapping[str, InstanceView], now: float
+        self,
+        entries: int,
+        instances: Mapping[str, InstanceView],
+        now: float,
+        kept: Cached = _none,
     ) -> Machine:
         """Choose the machine for a request whose prompt is done."""
-        token = self._for_decodes(entries, instances)
+        token = self._for_decodes(entries, instances, kept)
         if token is None and self._pairs and self.prompt:
             token = self._mix(self.prompt, min(self.prompt, key=_PROMISED), now)
         return token or min(self.everyone, key=_PENDING)
 
     def _for_prompt(
-        self, pool: Sequence[Machine], prompt_len: int, instances: Mapping[str, InstanceView]
+        self,
+        pool: Sequence[Machine],
+        prompt_len: int,
+        instances: Mapping[str, InstanceView],
+        spared: Cached,
     ) -> Machine | None:
         if not pool:
             return None
-        best = min(pool, key=_PENDING)
-        if best.pending + prompt_len <= self.max_pending:
+        best = min(pool, key=lambda each: each.pending - spared(each.name))
+        if best.pending + prompt_len - spared(best.name) <= self.max_pending:
             return best
         queued = self._given[best.name] or len(instances[best.name].waiting)
         return None if queued else best
 
-    def _for_decodes(self, entries: int, instances: Mapping[str, InstanceView]) -> Machine | None:
+    def _for_decodes(
+        self, entries: int, instances: Mapping[str, InstanceView], kept: Cached
+    ) -> Machine | None:
         for pool in (self.token, self.mixed):
             if pool:
-                best = min(pool, key=_PROMISED)
+                best = min(pool, key=lambda each: each.promised - kept(each.name))
                 view = instances[best.name]
                 if best.promised + entries < view.num_pages * view.page_size:
                     return best
@@ -166,7 +194,7 @@ class MachinePools:
         """Add a request to the accounts of its machines."""
         self.jobs[request] = job
         if job.prompt:
-            job.prompt.pending += job.prompt_len
+            job.prompt.pending += job.prompt_len - job.spared
             self._given[job.prompt.name] += 1
             if job.prompt is not job.token:
                 job.prompt.promised += job.prompt_len
@@ -179,7 +207,7 @@ class MachinePools:
         job = self.jobs[request]
         machine, job.prompt = job.prompt, None
         if machine:
-            machine.pending -= job.prompt_len
+            machine.pending -= job.prompt_len - job.spared
             if machine is not job.token:
                 machine.promised -= job.prompt_len
             self._settle(machine, instances, now)

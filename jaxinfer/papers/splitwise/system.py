@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import Field
 
-from jaxinfer.options.validation import Options
 from jaxinfer.papers.splitwise.pools import MachineJob, MachinePools, ReturnWhen
 from jaxinfer.serving.system import (
     Assignment,
@@ -19,10 +18,11 @@ from jaxinfer.serving.system import (
     RequestView,
     System,
 )
+from jaxinfer.systems.by_cache import ByCacheOptions, CachedParts
 from jaxinfer.systems.instances import AnyNames, Names, check_roles
 
 
-class SplitwiseOptions(Options):
+class SplitwiseOptions(ByCacheOptions):
     """Options of ``Splitwise``. What the paper leaves open is as in the authors' simulator.
 
     Attributes:
@@ -83,15 +83,17 @@ class Splitwise(System):
         reported.
         """
         pools, length = self.pools, request.prompt_len
+        parts = CachedParts.of(self.options, request, cluster)
         where = cluster.instances, cluster.now
         pools.take_back(request.id, *where)  # Work that a lost machine has not finished.
         entries = length + request.max_tokens
         if request.computed >= length:
-            token = pools.for_decodes(entries, *where)
+            token = pools.for_decodes(entries, *where, parts.kept)
             pools.give(request.id, MachineJob(length, entries, None, token))
             return (Leg(token.name),)
-        prompt, token = pools.pair(length, entries, *where)
-        pools.give(request.id, MachineJob(length, entries, prompt, token))
+        prompt, token = pools.pair(length, entries, *where, parts.spared, parts.kept)
+        spared = parts.spared(prompt.name)
+        pools.give(request.id, MachineJob(length, entries, prompt, token, spared))
         least = self.options.layerwise_from
         rule: HandOffRule = "at_end" if least is None or length < least else "per_segment"
         return Leg(prompt.name, length, rule), Leg(token.name)

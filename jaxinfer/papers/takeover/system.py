@@ -14,7 +14,6 @@ from math import inf
 
 from pydantic import Field
 
-from jaxinfer.options.validation import Options
 from jaxinfer.papers.takeover import prompts as takeover_prompts
 from jaxinfer.papers.takeover.accounts import AMPLE, Account, Accounts, InstanceClass
 from jaxinfer.papers.takeover.slo import Slo, StepsBesideTarget, attention_s
@@ -30,6 +29,7 @@ from jaxinfer.serving.system import (
     StepView,
     System,
 )
+from jaxinfer.systems.by_cache import ByCacheOptions, CachedParts
 from jaxinfer.systems.instances import most_entries
 
 # A decode moves if it displaces less elsewhere by this factor; one of a small pool may displace
@@ -43,7 +43,7 @@ _SHORTER = 1.3
 _SCARCE = 0.25
 
 
-class TakeoverOptions(Options):
+class TakeoverOptions(ByCacheOptions):
     """Options of ``Takeover``.
 
     Attributes:
@@ -131,14 +131,15 @@ class Takeover(System):
                 assignments.append(Assignment(request.id, largest.legs))
                 continue
             rest, book = known - request.computed, None
+            parts = CachedParts.of(self.options, request, cluster)
             if here:
                 book = books.get(here)
             elif open_to:
-                book = self._place(known, rest, open_to)
+                book = self._place(known, rest, open_to, parts)
             if book is None:
                 self._next = known
                 break
-            book.take(0 if here else book.pages_for(known), rest)
+            book.take(0 if here else book.pages_for(known), rest - parts.spared(book.name))
             book.conclude()
             if request.id in self._takes.moves:
                 self._takes.put(request.id, book)
@@ -152,14 +153,17 @@ class Takeover(System):
             self._line = [(left[0].arrival, 0), (left[-1].arrival, tokens)] if left else []
         return assignments
 
-    def _place(self, known: int, rest: int, open_to: Sequence[Account]) -> Account | None:
+    def _place(
+        self, known: int, rest: int, open_to: Sequence[Account], parts: CachedParts
+    ) -> Account | None:
         """Choose an instance for the rest of a prompt; None if the request has to wait."""
         best, least = None, inf
         waits, cost, slo = self._waits, takeover_prompts.cost, self.options.slo
         for book in open_to:
             room = book.pages if book.idle else book.room
             if book.is_open and room * book.page_size >= known:
-                seconds = book.seconds(rest) if waits else cost(book, rest, slo)
+                left = rest - parts.spared(book.name)
+                seconds = book.seconds(left) if waits else cost(book, left, slo)
                 if seconds < least:
                     best, least = book, seconds
         return best

@@ -7,6 +7,7 @@ from typing import Any
 from jaxinfer.lab.conformance.golden import GoldenModel
 from jaxinfer.lab.conformance.layout import KVLayout
 from jaxinfer.lab.conformance.mover import Mover
+from jaxinfer.lab.conformance.side import Side
 
 Step = Callable[..., Any]
 
@@ -20,12 +21,16 @@ class Mistake:
         words: description of the mistake.
         steps: functions that replace the mover's methods of these names.
         after: function to call at the end.
+        cached: for each request, how many of its first tokens the destination has before.
+        before: function that changes the destination before the hand-off.
     """
 
     name: str
     words: str
     steps: Mapping[str, Step] = field(default_factory=dict)
     after: Callable[[Mover], None] | None = None
+    cached: Mapping[int, int] = field(default_factory=dict)
+    before: Callable[[Side], None] | None = None
 
 
 Production = Callable[[KVLayout, KVLayout, GoldenModel], Iterator[Mistake]]

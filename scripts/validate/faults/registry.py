@@ -1,7 +1,8 @@
 """Faults of hand-offs: movers with one wrong step, from a grammar of mistakes.
 
-The grammar (``source_faults``, ``dest_faults``) combines a step, an object and a mistake. It is
-applied to each pair of layouts for which the result is a fault. The check does not use the grammar.
+The grammar (``source_faults``, ``dest_faults``, ``delta_faults``) combines a step, an object and a
+mistake. It is applied to each pair of layouts for which the result is a fault. The check does not
+use the grammar.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from jaxinfer.lab.conformance.check import Finding
 from jaxinfer.lab.conformance.golden import GoldenModel
 from jaxinfer.lab.conformance.layout import KVLayout
 from jaxinfer.lab.conformance.mover import Mover
+from scripts.validate.faults.delta_faults import delta_faults
 from scripts.validate.faults.dest_faults import DEST_PRODUCTIONS
 from scripts.validate.faults.mistake import Mistake
 from scripts.validate.faults.scenario import PAIRS, Scenario, scenario
@@ -36,7 +38,8 @@ class Fault:
 
     def findings(self) -> list[Finding]:
         """Hand over with this fault, and check."""
-        case = scenario(self.source, self.dest, self.model)
+        mistake = self.mistake
+        case = scenario(self.source, self.dest, self.model, mistake.cached, mistake.before)
         return case.run(_Faulty(case, self.mistake))
 
 
@@ -44,7 +47,7 @@ class _Faulty(Mover):
     """A mover with some steps replaced."""
 
     def __init__(self, case: Scenario, mistake: Mistake) -> None:
-        super().__init__(case.source, case.dest)
+        super().__init__(case.source, case.dest, case.cached)
         self._after = mistake.after
         for name, step in mistake.steps.items():
             setattr(self, name, step.__get__(self))  # Bound to the mover like a method.
@@ -59,6 +62,6 @@ def all_faults(pairs: Sequence[tuple[KVLayout, KVLayout, GoldenModel]] = PAIRS) 
     return [
         Fault(each, source, dest, model)
         for source, dest, model in pairs
-        for production in (*SOURCE_PRODUCTIONS, *DEST_PRODUCTIONS)
+        for production in (*SOURCE_PRODUCTIONS, *DEST_PRODUCTIONS, delta_faults)
         for each in production(source, dest, model)
     ]

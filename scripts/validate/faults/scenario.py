@@ -1,6 +1,7 @@
 """A hand-off with neighbours: other requests on both sides, next to those that move."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from jaxinfer.lab.conformance.check import Finding, check
 from jaxinfer.lab.conformance.golden import FORMER, GoldenModel
 from jaxinfer.lab.conformance.layout import KVLayout
-from jaxinfer.lab.conformance.mover import Mover
+from jaxinfer.lab.conformance.mover import SLAB_TOKENS, Mover
 from jaxinfer.lab.conformance.side import Side
 
 MODEL = GoldenModel()
@@ -53,24 +54,57 @@ class Scenario:
         source: side that sends.
         dest: side that receives.
         before: copy of the destination before the hand-off.
+        cached: by request, the number of its first tokens that the destination has.
     """
 
     source: Side
     dest: Side
     before: Side
+    cached: Mapping[int, int] = field(default_factory=dict)
 
     def run(self, mover: Mover) -> list[Finding]:
         """Move all requests, and check them."""
         for request in LENGTHS:
             mover.move(request)
         mover.finish()
-        return check(self.source, self.dest, list(LENGTHS), before=self.before, freed=[FREED])
+        return check(
+            self.source,
+            self.dest,
+            list(LENGTHS),
+            before=self.before,
+            freed=[FREED],
+            cached=self.cached,
+        )
 
 
-def scenario(source: KVLayout, dest: KVLayout, model: GoldenModel) -> Scenario:
-    """Return a new scenario; its sides may be changed."""
+def scenario(
+    source: KVLayout,
+    dest: KVLayout,
+    model: GoldenModel,
+    cached: Mapping[int, int] | None = None,
+    change: Callable[[Side], None] | None = None,
+) -> Scenario:
+    """Return a new scenario; its sides may be changed.
+
+    Args:
+        cached: see ``Scenario``; these entries are moved here.
+        change: changes the destination after that.
+    """
     given, taken = _side(model, source, True), _side(model, dest, False)
-    return Scenario(given.copy(), taken.copy(), taken)
+    case = Scenario(given.copy(), taken.copy(), taken, cached or {})
+    for request, count in case.cached.items():
+        Mover(case.source, case.dest).send(request, 0, count)
+    if change:
+        change(case.dest)
+    if case.cached:
+        case.before = case.dest.copy()
+    return case
+
+
+def cached_of(page_size: int) -> dict[int, int]:
+    """Return whole pages of each request, if that leaves something to send."""
+    counts = {r: max(page_size, SLAB_TOKENS // page_size * page_size) for r in LENGTHS}
+    return {request: count for request, count in counts.items() if count < LENGTHS[request]}
 
 
 @cache

@@ -149,6 +149,7 @@ def make(**options: Any) -> Cronus:
 
 def test_options() -> None:
     assert vars(CronusOptions()) == {
+        "by_cache": False,
         "partial": "ppi",
         "chunked": "cpi",
         "max_in_partial": 2,

@@ -99,6 +99,7 @@ def at_the_end(system: Splitwise) -> None:
 
 def test_options() -> None:
     assert vars(SplitwiseOptions()) == {
+        "by_cache": False,
         "prompt": ("prompt",),
         "token": ("token",),
         "max_pending_tokens": 8192,

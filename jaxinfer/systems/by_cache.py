@@ -1,0 +1,49 @@
+"""Prefix caches as a reason to choose an instance, for systems that have other reasons, too."""
+
+from jaxinfer.options.validation import Options
+from jaxinfer.serving.system import ClusterView, RequestView
+
+
+class ByCacheOptions(Options):
+    """Option of systems that can choose instances by their prefix caches.
+
+    Attributes:
+        by_cache: Whether prompt tokens that a candidate's prefix cache has count as computed there,
+            and KV that it has as sent; the papers look at no cache.
+    """
+
+    by_cache: bool = False
+
+
+class CachedParts:
+    """The parts of one request that instances have in their prefix caches.
+
+    Args:
+        cluster: the instances; None if caches do not count, so that all parts are 0.
+    """
+
+    __slots__ = ("_cluster", "_request")
+
+    def __init__(self, request: RequestView, cluster: ClusterView | None) -> None:
+        self._request, self._cluster = request, cluster
+
+    @classmethod
+    def of(
+        cls, options: ByCacheOptions, request: RequestView, cluster: ClusterView
+    ) -> "CachedParts":
+        """Return the parts of a request, as the option says."""
+        return cls(request, cluster if options.by_cache else None)
+
+    def kept(self, name: str) -> int:
+        """Return the prompt tokens whose KV need not be sent to an instance."""
+        if self._cluster is None:
+            return 0
+        return self._cluster.instances[name].cached_tokens(self._request)
+
+    def spared(self, name: str) -> int:
+        """Return the prompt tokens that an instance need not compute, beyond those that exist."""
+        return max(self.kept(name) - self._request.computed, 0) if self._cluster else 0
+
+    def share(self, tokens: int) -> float:
+        """Return tokens as a share of the prompt, for loads that count requests."""
+        return tokens / self._request.prompt_len
