@@ -92,6 +92,8 @@ class SimulateOptions(Options):
             ``GroupCosts``.
         hop_s: seconds for which a stage is busy with sending hidden states, in addition to the
             link's time.
+        request_s: seconds that the server takes with each request, one after another, before the
+            scheduler has it: HTTP, tokenizing, and messages between processes.
         fit: error that the fits of Cronus' eqs. 2 and 3 minimise: ``relative``, as in our profiles,
             or ``absolute``, as in the paper.
         hardware: a file with the groups' nodes (see ``nodes.py``), which defines links and GPUs.
@@ -105,6 +107,7 @@ class SimulateOptions(Options):
     step_s: float = Field(default=0.0, ge=0)
     sequence_s: float = Field(default=0.0, ge=0)
     hop_s: float = Field(default=0.0, ge=0)
+    request_s: float = Field(default=0.0, ge=0)
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
     tables: Tables = None

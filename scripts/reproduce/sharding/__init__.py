@@ -1,7 +1,7 @@
-"""Layouts: Pope et al. (2022) on 64 TPUs, and Llama 3 70B on eight and sixteen GPUs."""
+"""Layouts: Pope et al. (2022) on 64 TPUs, and Llama 3 70B on GPUs and on measured TPUs."""
 
 from scripts.reproduce.reproduction import Reproduction
-from scripts.reproduce.sharding import crossings, llama, palm
+from scripts.reproduce.sharding import crossings, llama, palm, tpu
 
 REPRODUCTION = Reproduction(
     paper="Efficiently Scaling Transformer Inference",
@@ -11,5 +11,6 @@ REPRODUCTION = Reproduction(
         "palm": palm.phases,
         "crossings": crossings.crossings,
         "llama": llama.rankings,
+        "tpu": tpu.rates,
     },
 )
