@@ -173,7 +173,7 @@ def test_the_best_split_is_that_of_the_closed_form(tokens: int, share: float) ->
     [
         (
             {"links": []},
-            r"instances\.x: links: none between a and w, where KV must go: add \{between: \[a, w\], gb_s",
+            r"instances\.x: links: none between a and w, where KV must go: add \{between: \[a, w\]",
         ),
         (
             {"simulate": {"linear": {"step_s": 1.0}}},
