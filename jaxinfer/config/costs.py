@@ -39,25 +39,10 @@ Tables = Annotated[str | PublishedTables | None, BeforeValidator(_as_tables)]
 
 
 class GroupCosts(Options):
-    """Costs of one device group's steps, if they differ from the others'.
+    """Costs of one device group's steps, if they differ from the others'; see ``SimulateOptions``.
 
     Attributes:
-        flops: fraction of the GPU's peak FLOPs that kernels reach.
-        bandwidth: fraction of the GPU's memory bandwidth that kernels reach.
-        step_s: seconds that the engine adds to each step.
-        sequence_s: seconds that the engine adds for each sequence of a step.
-        reserve_gb: memory of each GPU that is for neither weights nor KV (such as activations), in
-            10^9 bytes; by default what the largest step's hidden states and logits need.
-        tables: a folder with measured operators (see ``tables.py``), one with published operators
-            (see ``PublishedTables``), or the name of shipped tables, such as ``h100``; replaces
-            ``flops`` and ``bandwidth``.
-        skew: whether decodes with longer contexts than their step's mean slow its attention down,
-            by the tables' ``skew_fit.csv``; by default true if that file exists.
-        linear: coefficients (see ``linear.py``); replaces ``flops``, ``bandwidth``, ``step_s`` and
-            ``sequence_s``.
-        phases: coefficients by phase (see ``phases.py``); replaces the same options.
-        curves: curves of whole steps (see ``curves.py``); replaces the same options.
-        node: node of the hardware file that has the group's GPUs.
+        node: Node of the hardware file that has the group's GPUs.
     """
 
     flops: float | None = Field(default=None, gt=0, le=1)
@@ -88,18 +73,30 @@ class SimulateOptions(Options):
     """Costs of all groups.
 
     Attributes:
-        flops, bandwidth, step_s, sequence_s, reserve_gb, tables, skew, linear, phases, curves: see
-            ``GroupCosts``.
-        hop_s: seconds for which a stage is busy with sending hidden states, in addition to the
+        flops: Share of the GPU's peak FLOPs that kernels reach.
+        bandwidth: Share of the GPU's memory bandwidth that kernels reach.
+        step_s: Seconds that the engine adds to each step.
+        sequence_s: Seconds that the engine adds for each sequence of a step.
+        tables: A folder with measured operators, published ones, or the name of shipped ones, such
+            as ``h100``. It replaces ``flops`` and ``bandwidth``.
+        skew: Whether decodes with longer contexts than their step's mean slow its attention down,
+            by the tables' ``skew_fit.csv`` (default: if that file exists).
+        linear: Coefficients of a linear form. They replace ``flops``, ``bandwidth``, ``step_s`` and
+            ``sequence_s``.
+        phases: Coefficients by phase. They replace the same options.
+        curves: Curves of whole steps. They replace the same options.
+        reserve_gb: Memory of each GPU for neither weights nor KV, in 10^9 bytes (default: what the
+            largest step's hidden states and logits need).
+        hop_s: Seconds for which a stage is busy with sending hidden states, in addition to the
             link's time.
-        request_s: seconds that the server takes with each request, one after another, before the
+        request_s: Seconds that the server takes with each request, one after another, before the
             scheduler has it: HTTP, tokenizing, and messages between processes.
-        fit: error that the fits of Cronus' eqs. 2 and 3 minimise: ``relative``, as in our profiles,
-            or ``absolute``, as in the paper.
-        hardware: a file with the groups' nodes (see ``nodes.py``), which defines links and GPUs.
-        shared_experts: instances that share the experts of each layer, as replicas of data-parallel
-            attention do; they step together (see ``costs/joint.py``).
-        groups: differing costs, by group.
+        fit: Error that the fits of Cronus' equations 2 and 3 minimise: ``relative``, as in our
+            profiles, or ``absolute``, as in the paper.
+        hardware: A file with the groups' nodes, which defines links and GPUs.
+        shared_experts: Instances that share the experts of each layer, as replicas of data-parallel
+            attention do. They step together.
+        groups: Costs of single groups, which replace the common ones.
     """
 
     flops: float = Field(default=0.6, gt=0, le=1)
