@@ -90,7 +90,7 @@ class Request:
         return self.legs[0].until or self.prompt_len + self.max_tokens - 1
 
 
-# In jaxinfer: serving/request_state.py:RequestState, serving/system.py:Leg
+# In jaxinfer: serving/request_state.py:RequestState, serving/views.py:Leg
 
 # 2. A system decides which instance computes which part.
 #

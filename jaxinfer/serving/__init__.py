@@ -4,7 +4,8 @@ Read the files in this order. Each answers one question:
 
 1. ``loop.py``: what happens when a request arrives, a step ends or a transfer ends?
 2. ``request_state.py``: what does the loop keep for each request?
-3. ``system.py``: what can a system see, and what can it decide? ``hooks.py`` checks its answers.
+3. ``views.py`` and ``system.py``: what can a system see, and what can it decide? ``hooks.py``
+   checks its answers.
 4. ``assignments.py``: how does a decision take effect?
 5. ``instance.py``: which requests wait, run or are preempted? (``waiting.py``, ``running.py``)
 6. ``batching.py``: what goes into the next step? ``batch_builder.py`` makes room for it, and

@@ -13,7 +13,7 @@ from pydantic import Field
 from jaxinfer.options.validation import Options
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 Bound = Literal["low", "high"]
 

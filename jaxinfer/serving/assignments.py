@@ -15,8 +15,6 @@ from jaxinfer.serving.system import (
     Action,
     Assignment,
     Budget,
-    ClusterView,
-    Leg,
     MoveSlices,
     Pause,
     Reassign,
@@ -24,6 +22,7 @@ from jaxinfer.serving.system import (
     SetRole,
 )
 from jaxinfer.serving.transfer import HandOffs
+from jaxinfer.serving.views import ClusterView, Leg
 from jaxinfer.serving.world import GoesWithout, InstanceBack, InstanceLost, World
 
 

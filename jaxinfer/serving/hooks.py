@@ -10,16 +10,8 @@ from jaxinfer.serving.features.head_slices import Placement
 from jaxinfer.serving.features.losses import LostInstance
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    Budget,
-    ClusterView,
-    HandOffRule,
-    Leg,
-    MoveSlices,
-    System,
-)
+from jaxinfer.serving.system import Action, Assignment, Budget, MoveSlices, System
+from jaxinfer.serving.views import ClusterView, HandOffRule, Leg
 from jaxinfer.serving.world import StepDone
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from jaxinfer.serving.prefix_cache import CachedPage
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.running import Running
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.system import Counts, Leg, RequestView
+from jaxinfer.serving.views import Counts, Leg, RequestView
 from jaxinfer.serving.waiting import Waiting
 
 

@@ -9,7 +9,8 @@ from jaxinfer.serving.assignments import Assignments
 from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Assignment, Leg, System
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import Leg
 from jaxinfer.serving.world import (
     Arrival,
     Event,

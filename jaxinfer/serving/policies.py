@@ -22,7 +22,7 @@ from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 ORDERS: Mapping[str, Any] = {
     "fcfs": admission.first_come_first_served,

@@ -6,7 +6,8 @@ from hashlib import blake2b
 
 from jaxinfer.request import FinishReason, RequestMetrics
 from jaxinfer.serving.kv_shards import HeldPages
-from jaxinfer.serving.system import Leg, MoveSlices
+from jaxinfer.serving.system import MoveSlices
+from jaxinfer.serving.views import Leg
 
 
 class RequestState:

@@ -9,7 +9,7 @@ from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.features.decode_group import DecodeGroup, Member
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Counts
+from jaxinfer.serving.views import Counts
 
 _request: Callable[[Member], RequestState] = attrgetter("request")
 

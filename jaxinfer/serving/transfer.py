@@ -34,7 +34,8 @@ from jaxinfer.serving.features.slice_moves import SliceMoves
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import HandOffRule, MoveSlices
+from jaxinfer.serving.system import MoveSlices
+from jaxinfer.serving.views import HandOffRule
 from jaxinfer.serving.world import World
 
 # An instance's name, and the pages there.

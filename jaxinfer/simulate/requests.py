@@ -11,7 +11,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.loop import Stop
 from jaxinfer.serving.releases import Releases
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import RequestView
+from jaxinfer.serving.views import RequestView
 from jaxinfer.workload.bench_request import BenchRequest, NamedTokens, modelled_tokens
 from jaxinfer.workload.named_blocks import Beginnings
 from jaxinfer.workload.predictor import Predict, modelled_predictor

@@ -1,7 +1,7 @@
 """Prefix caches as a reason to choose an instance, for systems that have other reasons, too."""
 
 from jaxinfer.options.validation import Options
-from jaxinfer.serving.system import ClusterView, RequestView
+from jaxinfer.serving.views import ClusterView, RequestView
 
 
 class ByCacheOptions(Options):

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pydantic import Field
 
 from jaxinfer.options.validation import OptionError, Options, did_you_mean
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 
 
 class Share(Options):

@@ -11,14 +11,8 @@ from itertools import product
 from pydantic import Field
 
 from jaxinfer.options.validation import Options
-from jaxinfer.serving.system import (
-    Assignment,
-    ClusterView,
-    HandOffRule,
-    Leg,
-    RequestView,
-    System,
-)
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, HandOffRule, Leg, RequestView
 from jaxinfer.systems.instances import (
     Names,
     alive,

@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import OptionError, did_you_mean
-from jaxinfer.serving.system import Assignment, ClusterView, InstanceView, Leg, RequestView
+from jaxinfer.serving.system import Assignment
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView
 
 
 def _as_tuple(value: object) -> object:

@@ -6,14 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from jaxinfer.options.validation import OptionError, Options
-from jaxinfer.serving.system import (
-    Assignment,
-    ClusterView,
-    InstanceView,
-    Leg,
-    RequestView,
-    System,
-)
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView
 from jaxinfer.systems.instances import least_loaded, num_requests
 
 

@@ -7,14 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from jaxinfer.options.validation import Options
-from jaxinfer.serving.system import (
-    Assignment,
-    ClusterView,
-    InstanceView,
-    Leg,
-    RequestView,
-    System,
-)
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView
 from jaxinfer.systems.instances import KVRoom, most_entries
 from jaxinfer.systems.least_loaded import num_tokens
 

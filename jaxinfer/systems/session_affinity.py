@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 from jaxinfer.systems.instances import KVRoom, least_loaded, most_entries
 from jaxinfer.systems.least_loaded import num_tokens
 

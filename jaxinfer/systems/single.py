@@ -3,7 +3,8 @@
 from collections.abc import Collection, Sequence
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 
 
 class Single(System):

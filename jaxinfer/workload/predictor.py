@@ -15,7 +15,7 @@ from jaxinfer.options.validation import (
     shown,
     within,
 )
-from jaxinfer.serving.system import RequestView
+from jaxinfer.serving.views import RequestView
 
 
 class PromptView(RequestView, Protocol):

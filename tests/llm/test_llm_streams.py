@@ -15,7 +15,8 @@ from jaxinfer.report.progress import RunProgress
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.world import RealWorld
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, System
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, Leg
 
 
 def counted(llm: LLM, count: int, taken: list[int], **options: Any) -> Iterator[RequestState]:

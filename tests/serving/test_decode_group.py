@@ -7,7 +7,8 @@ from jaxinfer.serving.batch import Row
 from jaxinfer.serving.features import decode_group
 from jaxinfer.serving.features.decode_group import DecodeGroup
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg, MoveSlices
+from jaxinfer.serving.system import MoveSlices
+from jaxinfer.serving.views import Leg
 
 
 def member(name: str, computed: int = 4, output: int = 1, prompt_len: int = 4) -> RequestState:

@@ -20,7 +20,8 @@ from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop, Stop
 from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Action, ClusterView, Leg, RequestView, System
+from jaxinfer.serving.system import Action, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 from jaxinfer.serving.world import Event, StepDone
 from jaxinfer.simulate.stage_path import StagePath
 from jaxinfer.systems.single import Single

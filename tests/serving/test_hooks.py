@@ -16,7 +16,8 @@ from schedules import Plan, pool, serve, unit
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.hooks import Hooks
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, Reassign, RequestView, System
+from jaxinfer.serving.system import Assignment, Reassign, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 
 
 class Hears(System):

@@ -10,8 +10,9 @@ from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.features.losses import AliveInstances, LostInstance, detach
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg, MoveSlices
+from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.transfer import HandOffs
+from jaxinfer.serving.views import Leg
 
 
 class Cluster:

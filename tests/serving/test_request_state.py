@@ -5,7 +5,7 @@ from serving_checks import make_kv
 
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 
 def request(output: int = 0, pending: int = 0, *legs: Leg) -> RequestState:

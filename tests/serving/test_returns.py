@@ -8,7 +8,8 @@ from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loop import ServingLoop
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, SetRole, System
+from jaxinfer.serving.system import Assignment, SetRole, System
+from jaxinfer.serving.views import ClusterView, Leg
 from jaxinfer.systems.least_loaded import LeastLoaded
 
 TO_B = (Leg("B"),)

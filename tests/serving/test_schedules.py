@@ -8,7 +8,8 @@ from serving_checks import make_kv, new_instance
 
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
-from jaxinfer.serving.system import Leg, MoveSlices, Pause, Reassign, Resume, SetRole
+from jaxinfer.serving.system import MoveSlices, Pause, Reassign, Resume, SetRole
+from jaxinfer.serving.views import Leg
 
 # One instance.
 

@@ -12,18 +12,8 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.serving import loop as loop_module
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    Leg,
-    MoveSlices,
-    Pause,
-    Resume,
-    SetRole,
-    StepView,
-    System,
-)
+from jaxinfer.serving.system import Action, Assignment, MoveSlices, Pause, Resume, SetRole, System
+from jaxinfer.serving.views import ClusterView, Leg, StepView
 
 # Ticks and stalls.
 

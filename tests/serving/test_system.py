@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, NoOptions, System
+from jaxinfer.serving.system import Assignment, NoOptions, System
+from jaxinfer.serving.views import ClusterView, Leg
 
 
 class Plain(System):

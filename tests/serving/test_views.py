@@ -15,15 +15,8 @@ from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.policies import Policies, make_policies
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import (
-    Assignment,
-    ClusterView,
-    InstanceView,
-    Leg,
-    Reassign,
-    RequestView,
-    System,
-)
+from jaxinfer.serving.system import Assignment, Reassign, System
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView
 from jaxinfer.serving.waiting import Waiting
 
 Counts = tuple[Any, ...]

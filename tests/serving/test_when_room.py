@@ -7,8 +7,9 @@ from schedules import Plan, follow, pool, serve, steps, unit
 from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.system import Budget, Leg, Reassign
+from jaxinfer.serving.system import Budget, Reassign
 from jaxinfer.serving.transfer import HandOffs
+from jaxinfer.serving.views import Leg
 
 
 def full_steps(rule: Any) -> list[tuple[str, float]]:

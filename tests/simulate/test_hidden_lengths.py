@@ -8,7 +8,8 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 from jaxinfer.simulate.run import simulate
 from jaxinfer.simulate.targets import Reference
 from jaxinfer.workload.lengths import BenchRequest

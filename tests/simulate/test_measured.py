@@ -21,7 +21,8 @@ from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg, System
+from jaxinfer.serving.system import System
+from jaxinfer.serving.views import Leg
 from jaxinfer.serving.world import Event, GoesWithout, InstanceLost
 
 Make = Callable[[str], Instance]

@@ -5,16 +5,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxinfer.serving.features.head_slices import Placement
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    InstanceView,
-    Leg,
-    MoveSlices,
-    RequestView,
-    StepView,
-)
+from jaxinfer.serving.system import Action, Assignment, MoveSlices
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView, StepView
 from jaxinfer.systems.single import Single
 
 

@@ -15,20 +15,8 @@ from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.policies import Policies, PolicyOptions
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    InstanceView,
-    Leg,
-    MoveSlices,
-    Pause,
-    Reassign,
-    RequestView,
-    Resume,
-    StepView,
-    System,
-)
+from jaxinfer.serving.system import Action, Assignment, MoveSlices, Pause, Reassign, Resume, System
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView, StepView
 
 RULES = ("on_demand", "at_end", "per_chunk", "per_segment", "when_room")
 # Layouts of an instance's KV: one shard, pipeline stages, ranges of heads, empty shards, and two

@@ -11,7 +11,8 @@ from scenarios import Follow, Script
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.serving.instance import Instance, InstanceOptions
-from jaxinfer.serving.system import Action, Assignment, ClusterView, Leg, System
+from jaxinfer.serving.system import Action, Assignment, System
+from jaxinfer.serving.views import ClusterView, Leg
 
 Actions = dict[float, Sequence[Action]]
 

@@ -14,16 +14,8 @@ from jaxinfer.options.validation import Options
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.serving.batch import ShardWork, Work
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import (
-    Assignment,
-    ClusterView,
-    InstanceView,
-    Leg,
-    MoveSlices,
-    RequestView,
-    StepView,
-    System,
-)
+from jaxinfer.serving.system import Assignment, MoveSlices, System
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView, StepView
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.run import simulate
 from jaxinfer.workload.lengths import BenchRequest

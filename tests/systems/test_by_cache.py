@@ -14,7 +14,8 @@ from jaxinfer.papers.distserve.system import DistServe, DistServeOptions
 from jaxinfer.papers.splitwise.system import Splitwise, SplitwiseOptions
 from jaxinfer.papers.takeover.system import Takeover, TakeoverOptions
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
-from jaxinfer.serving.system import ClusterView, Counts, Leg, System
+from jaxinfer.serving.system import System
+from jaxinfer.serving.views import ClusterView, Counts, Leg
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.by_cache import ByCacheOptions, CachedParts
 

@@ -14,7 +14,7 @@ from serving_checks import Run, make_kv, make_requests, new_instance
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
-from jaxinfer.serving.system import ClusterView, Leg
+from jaxinfer.serving.views import ClusterView, Leg
 from jaxinfer.systems.data_parallel import DataParallel, DataParallelOptions
 
 PAPER = {"strong": (3, 3), "weak": (1, 1)}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from properties import examples
 from serving_checks import Run, make_kv, make_requests, new_instance
 
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView
+from jaxinfer.serving.system import Assignment
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 from jaxinfer.systems.instances import alive, check_roles
 from jaxinfer.systems.least_loaded import LeastLoaded, LeastLoadedOptions
 

@@ -18,7 +18,8 @@ from jaxinfer.systems.single import PipelineParallel, Single
 SHARE = {"weight": 1, "max_waiting": 1}
 PAIR = ["ppi", "cpi"]
 OWN = """
-from jaxinfer.serving.system import Assignment, Leg, System
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import Leg
 from jaxinfer.options.validation import Options
 
 class MyOptions(Options):

@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
-from jaxinfer.serving.system import ClusterView
+from jaxinfer.serving.views import ClusterView
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.prefix_aware import PrefixAware, PrefixAwareOptions
 from jaxinfer.systems.session_affinity import SessionAffinity

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, NoOptions
+from jaxinfer.serving.system import Assignment, NoOptions
+from jaxinfer.serving.views import ClusterView, Leg
 from jaxinfer.systems.single import PipelineParallel, Single
 
 

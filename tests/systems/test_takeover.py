@@ -21,15 +21,8 @@ from jaxinfer.papers.takeover.system import Takeover, TakeoverOptions
 from jaxinfer.papers.takeover.takes import Takes
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    Budget,
-    ClusterView,
-    Reassign,
-    RequestView,
-    StepView,
-)
+from jaxinfer.serving.system import Action, Assignment, Budget, Reassign
+from jaxinfer.serving.views import ClusterView, RequestView, StepView
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.workload.lengths import BenchRequest
 from scripts.reproduce.takeover import cases

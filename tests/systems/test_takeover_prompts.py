@@ -18,7 +18,7 @@ from jaxinfer.papers.takeover.speeds import Speeds
 from jaxinfer.papers.takeover.system import Takeover, TakeoverOptions
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit
-from jaxinfer.serving.system import ClusterView
+from jaxinfer.serving.views import ClusterView
 
 
 def book(decodes: int, limited: int = 0, pending: Sequence[tuple[float, int]] = ()) -> Account:

@@ -1,4 +1,4 @@
-"""The seam holds: systems of about ten lines, on the public surface of serving.system alone."""
+"""The seam holds: systems of about ten lines, on the public surface of serving.system and serving.views alone."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -12,18 +12,14 @@ from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.system import (
     Action,
     Assignment,
-    ClusterView,
-    InstanceView,
-    Leg,
     MoveSlices,
     Pause,
     Reassign,
-    RequestView,
     Resume,
     SetRole,
-    StepView,
     System,
 )
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView, StepView
 
 LENGTHS = [(9, 6), (5, 1), (12, 8), (3, 9), (7, 4), (10, 2), (1, 5), (8, 8)]
 Waiting = Collection[RequestView]

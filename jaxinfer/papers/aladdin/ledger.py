@@ -8,7 +8,7 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.aladdin.best_fit import Job, Limits, Seen, WorkerAccount, takes
 from jaxinfer.papers.aladdin.length_history import History
 from jaxinfer.papers.aladdin.rebalance import Errors, rebalance
-from jaxinfer.serving.system import ClusterView, InstanceView, RequestView
+from jaxinfer.serving.views import ClusterView, InstanceView, RequestView
 from jaxinfer.systems.instances import capacity, most_entries
 
 

@@ -13,16 +13,8 @@ from pydantic import Field
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
 from jaxinfer.papers.aladdin.best_fit import Job, WorkerAccount, best_fit, fits_alone, to_open
 from jaxinfer.papers.aladdin.ledger import WorkerLedger, limits_of
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    Leg,
-    Reassign,
-    RequestView,
-    SetRole,
-    System,
-)
+from jaxinfer.serving.system import Action, Assignment, Reassign, SetRole, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 from jaxinfer.systems.instances import AnyNames, alive, check_roles, least_loaded
 
 OFF, ON = "off", "on"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit
-from jaxinfer.serving.system import InstanceView, StepView
+from jaxinfer.serving.views import InstanceView, StepView
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,8 @@ from pydantic import Field
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.cronus.balancer import Refined, balance, chunked_seconds, load_of
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    HandOffRule,
-    Leg,
-    RequestView,
-    StepView,
-    System,
-)
+from jaxinfer.serving.system import Action, Assignment, System
+from jaxinfer.serving.views import ClusterView, HandOffRule, Leg, RequestView, StepView
 from jaxinfer.systems.by_cache import ByCacheOptions, CachedParts
 from jaxinfer.systems.instances import alive, check_roles, whole_on_least_loaded
 

@@ -12,13 +12,8 @@ from itertools import product
 from pydantic import Field
 
 from jaxinfer.options.validation import Options
-from jaxinfer.serving.system import (
-    Assignment,
-    ClusterView,
-    Leg,
-    RequestView,
-    System,
-)
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 from jaxinfer.systems.by_cache import ByCacheOptions, CachedParts
 from jaxinfer.systems.instances import KVRoom, Names, alive, check_roles, most_entries
 

@@ -20,18 +20,8 @@ from jaxinfer.papers.hetis.head_dispatch import (
 )
 from jaxinfer.serving.features.head_slices import Placement, SliceMove
 from jaxinfer.serving.step_fit import AttentionFit
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    InstanceView,
-    Leg,
-    MoveSlices,
-    RequestView,
-    ShardView,
-    StepView,
-    System,
-)
+from jaxinfer.serving.system import Action, Assignment, MoveSlices, System
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView, ShardView, StepView
 from jaxinfer.systems.instances import KVRoom, most_entries
 
 

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
-from jaxinfer.serving.system import Assignment, ClusterView, HandOffRule, Leg, RequestView, System
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, HandOffRule, Leg, RequestView
 from jaxinfer.systems.instances import KVRoom, alive, most_entries, whole_on_least_loaded
 
 Pair = tuple[str, str]

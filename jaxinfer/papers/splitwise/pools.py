@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
-from jaxinfer.serving.system import InstanceView
+from jaxinfer.serving.views import InstanceView
 
 Role = Literal["prompt", "token"]
 # By machine, a request's tokens that its prefix cache has.

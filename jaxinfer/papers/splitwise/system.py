@@ -10,14 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pydantic import Field
 
 from jaxinfer.papers.splitwise.pools import MachineJob, MachinePools, ReturnWhen
-from jaxinfer.serving.system import (
-    Assignment,
-    ClusterView,
-    HandOffRule,
-    Leg,
-    RequestView,
-    System,
-)
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, HandOffRule, Leg, RequestView
 from jaxinfer.systems.by_cache import ByCacheOptions, CachedParts
 from jaxinfer.systems.instances import AnyNames, Names, check_roles
 

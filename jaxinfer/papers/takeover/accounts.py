@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import exp, inf
 
 from jaxinfer.papers.takeover.speeds import Speeds
-from jaxinfer.serving.system import InstanceView, Leg, StepView
+from jaxinfer.serving.views import InstanceView, Leg, StepView
 from jaxinfer.systems.instances import capacity
 
 # An instance with a pool smaller than this share of another's hands its longest decodes to it.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxinfer.papers.takeover.accounts import Account
 from jaxinfer.papers.takeover.slo import Slo
-from jaxinfer.serving.system import ClusterView, StepView
+from jaxinfer.serving.views import ClusterView, StepView
 from jaxinfer.systems.instances import most_entries
 
 # Number of steps over which prompts are spread among decodes.

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from jaxinfer.options.validation import Options
 from jaxinfer.papers.takeover.accounts import Account
-from jaxinfer.serving.system import StepView
+from jaxinfer.serving.views import StepView
 
 
 class Slo(Options):

@@ -18,17 +18,8 @@ from jaxinfer.papers.takeover import prompts as takeover_prompts
 from jaxinfer.papers.takeover.accounts import AMPLE, Account, Accounts, InstanceClass
 from jaxinfer.papers.takeover.slo import Slo, StepsBesideTarget, attention_s
 from jaxinfer.papers.takeover.takes import Takes
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    Budget,
-    ClusterView,
-    InstanceView,
-    Leg,
-    RequestView,
-    StepView,
-    System,
-)
+from jaxinfer.serving.system import Action, Assignment, Budget, System
+from jaxinfer.serving.views import ClusterView, InstanceView, Leg, RequestView, StepView
 from jaxinfer.systems.by_cache import ByCacheOptions, CachedParts
 from jaxinfer.systems.instances import most_entries
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxinfer.serving.system import InstanceView, RequestView
+from jaxinfer.serving.views import InstanceView, RequestView
 from jaxinfer.systems.instances import capacity
 
 Dispatch = Literal["two_choices", "ratio", "random", "imbalance"]

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Literal
 
-from jaxinfer.serving.system import ClusterView, RequestView
+from jaxinfer.serving.views import ClusterView, RequestView
 from jaxinfer.systems.instances import KVRoom
 
 Order = Literal["sjf", "ljf", "fcfs"]

@@ -15,15 +15,8 @@ from jaxinfer.options.validation import Options
 from jaxinfer.papers.tetriinfer.dispatch import Dispatch, LoadReports
 from jaxinfer.papers.tetriinfer.role_flips import Flips
 from jaxinfer.papers.tetriinfer.sorted_queue import Order, Windows
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    Leg,
-    RequestView,
-    SetRole,
-    System,
-)
+from jaxinfer.serving.system import Action, Assignment, SetRole, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 from jaxinfer.systems.instances import KVRoom, Names, alive, check_roles, most_entries
 
 

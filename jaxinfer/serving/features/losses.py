@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import InstanceView
 from jaxinfer.serving.transfer import HandOffs
+from jaxinfer.serving.views import InstanceView
 from jaxinfer.serving.world import GoesWithout, InstanceBack, InstanceLost
 
 Loss = InstanceLost | InstanceBack | GoesWithout

@@ -12,7 +12,8 @@ from jaxinfer.papers.aladdin.system import Aladdin
 from jaxinfer.report.records import read_lines
 from jaxinfer.serving.admission import peak_entries
 from jaxinfer.serving.batch import Work as StepWork
-from jaxinfer.serving.system import Assignment, ClusterView, RequestView
+from jaxinfer.serving.system import Assignment
+from jaxinfer.serving.views import ClusterView, RequestView
 from jaxinfer.simulate.cluster import fit_instance
 from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.simulate.targets import RequestTargets

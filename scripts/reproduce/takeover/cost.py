@@ -6,14 +6,8 @@ from typing import Any, TypeVar
 
 from jaxinfer.config.run_file import RunFile, load_run_file
 from jaxinfer.papers.takeover.system import Takeover
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    Leg,
-    RequestView,
-    StepView,
-)
+from jaxinfer.serving.system import Action, Assignment
+from jaxinfer.serving.views import ClusterView, Leg, RequestView, StepView
 from jaxinfer.simulate.run import prepare, serve
 from scripts.reproduce.claims import Target, agrees
 from scripts.reproduce.reproduction import Work

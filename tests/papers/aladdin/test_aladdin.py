@@ -14,7 +14,7 @@ from serving_checks import make_requests
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.system import ClusterView, Leg
+from jaxinfer.serving.views import ClusterView, Leg
 
 # Where requests go.
 

@@ -24,7 +24,7 @@ from jaxinfer.papers.cronus.system import Cronus, CronusOptions
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit, StepFit
-from jaxinfer.serving.system import ClusterView, Leg
+from jaxinfer.serving.views import ClusterView, Leg
 
 ROOMY = CPILoad(
     free_pages=10**6, page_size=16, max_num_batched_tokens=512, num_decodes=0, decode_context=0

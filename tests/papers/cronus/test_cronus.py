@@ -15,7 +15,7 @@ from jaxinfer.papers.cronus.system import Cronus, CronusOptions
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
-from jaxinfer.serving.system import ClusterView, Leg
+from jaxinfer.serving.views import ClusterView, Leg
 
 FIT = StepFit(PrefillFit(0.4, 1), MixedFit(0.01, 0.01, 1))
 

@@ -19,7 +19,7 @@ from jaxinfer.papers.distserve.system import DistServe, DistServeOptions
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import ClusterView, Leg
+from jaxinfer.serving.views import ClusterView, Leg
 from jaxinfer.simulate.run import simulate
 from jaxinfer.systems.disaggregated import Disaggregated, DisaggregatedOptions
 from jaxinfer.workload.lengths import BenchRequest

@@ -20,7 +20,7 @@ from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.step_fit import AttentionFit
-from jaxinfer.serving.system import ClusterView
+from jaxinfer.serving.views import ClusterView
 
 OWN = AttentionFit(0.0, 1.0, 0.0)
 NEAR = AttentionFit(0.0, 2.0, 0.0, 0.0, 10.0)

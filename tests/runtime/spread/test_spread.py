@@ -17,12 +17,8 @@ from scatter import Scatter, of_two_devices, spread
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.records import read_lines
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
-from jaxinfer.serving.system import (
-    Action,
-    ClusterView,
-    ShardView,
-    StepView,
-)
+from jaxinfer.serving.system import Action
+from jaxinfer.serving.views import ClusterView, ShardView, StepView
 
 DATA = Path(__file__).parents[2] / "data" / "architectures"
 

@@ -8,7 +8,7 @@ from jaxinfer.serving.batch import Row
 from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 
 def make(pages: int = 20, page_size: int = 2, grouped: bool = False, **options: Any) -> Instance:

@@ -7,7 +7,7 @@ from serving_checks import make_kv, make_requests, new_instance
 from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 # Admission.
 

@@ -10,7 +10,7 @@ from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, Shard
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 
 def counted(pages: int, **options: Any) -> Instance:

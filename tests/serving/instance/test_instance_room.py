@@ -8,7 +8,8 @@ from instance_cases import add, ahead, make, names, running, waiting
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg, MoveSlices
+from jaxinfer.serving.system import MoveSlices
+from jaxinfer.serving.views import Leg
 
 # Room: nine pages of two tokens, of which three requests have two each and others the rest.
 

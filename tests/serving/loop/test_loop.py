@@ -15,16 +15,14 @@ from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.system import (
     Action,
     Assignment,
-    ClusterView,
-    Leg,
     MoveSlices,
     Pause,
     Reassign,
     Resume,
     SetRole,
-    StepView,
     System,
 )
+from jaxinfer.serving.views import ClusterView, Leg, StepView
 
 EVERY_RULE = pytest.mark.parametrize("rule", RULES)
 

@@ -12,16 +12,8 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.serving import loop as loop_module
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import (
-    Action,
-    Assignment,
-    ClusterView,
-    Leg,
-    MoveSlices,
-    Pause,
-    Reassign,
-    System,
-)
+from jaxinfer.serving.system import Action, Assignment, MoveSlices, Pause, Reassign, System
+from jaxinfer.serving.views import ClusterView, Leg
 
 
 def test_slices_that_are_not_there() -> None:

@@ -6,7 +6,7 @@ from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 PAGE = 4
 

@@ -9,7 +9,7 @@ from serving_checks import Outcome, make_kv, make_requests, new_instance
 
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.policies import PolicyOptions, make_policies
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 
 def serve(

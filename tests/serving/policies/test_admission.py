@@ -9,7 +9,7 @@ from serving_checks import make_kv, new_instance
 from jaxinfer.serving.admission import Bound, predicted_end
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 
 def request(

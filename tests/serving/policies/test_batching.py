@@ -9,7 +9,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 PREFILL_FIRST = {"name": "prefill_first", "prefill_tokens": 10}
 WHOLE_PROMPTS = {"name": "whole_prompts", "step_tokens": 10, "max_skips": 2}

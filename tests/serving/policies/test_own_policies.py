@@ -12,7 +12,7 @@ from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 
 def own(waiting: Sequence[RequestState]) -> RequestState:

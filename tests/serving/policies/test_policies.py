@@ -8,7 +8,7 @@ from jaxinfer.serving.batch import Batch
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 
 def queue(instance: Instance, *lengths: tuple[int, int]) -> list[RequestState]:

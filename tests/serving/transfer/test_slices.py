@@ -6,7 +6,8 @@ import pytest
 from transfer_cases import CHUNKS, Place
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.system import Leg, MoveSlices
+from jaxinfer.serving.system import MoveSlices
+from jaxinfer.serving.views import Leg
 
 MOVE = MoveSlices("r", ((0, 1, (1,)),))
 

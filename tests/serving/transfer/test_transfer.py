@@ -8,7 +8,8 @@ from transfer_cases import CHUNKS, Place
 
 from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg, MoveSlices
+from jaxinfer.serving.system import MoveSlices
+from jaxinfer.serving.views import Leg
 
 
 def test_on_demand_the_kv_stays_until_it_is_fetched() -> None:

@@ -4,7 +4,7 @@ import pytest
 from transfer_cases import CHUNKS, Place, a_batch
 
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
+from jaxinfer.serving.views import Leg
 
 
 def test_each_chunk_goes_once_the_last_has_landed() -> None:

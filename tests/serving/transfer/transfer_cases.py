@@ -7,8 +7,8 @@ from serving_checks import make_kv, new_instance
 from jaxinfer.serving.batch import Batch, Row, Transfer
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.system import Leg
 from jaxinfer.serving.transfer import HandOffs
+from jaxinfer.serving.views import Leg
 
 
 class Notes:

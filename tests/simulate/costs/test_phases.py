@@ -19,7 +19,8 @@ from jaxinfer.config.step_costs import DecodeCosts, PrefillCosts
 from jaxinfer.serving.batch import Work
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import StepFit
-from jaxinfer.serving.system import Assignment, ClusterView, Leg, RequestView, System
+from jaxinfer.serving.system import Assignment, System
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 from jaxinfer.simulate.cluster import model_cluster
 from jaxinfer.simulate.costs.phases import PhaseCosts, PhaseStage, prompt_pairs
 from jaxinfer.simulate.run import simulate
