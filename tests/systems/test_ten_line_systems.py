@@ -1,4 +1,4 @@
-"""The seam holds: systems of about ten lines, on the public surface of serving.system and serving.views alone."""
+"""The seam holds: systems of about ten lines, on the public surface of serving alone."""
 
 from collections.abc import Collection, Iterator, Sequence
 
