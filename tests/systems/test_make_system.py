@@ -194,7 +194,7 @@ def test_a_name_with_replicas(config: dict[str, Any], instances: list[str], mess
         ({"name": "cronus", "cut_shar": 1}, "system.cut_shar: unknown option, did you mean 'cut_s"),
         (
             {"name": "cronus", "cut": 1},
-            "system.cut: unknown option, known: candidates, chunked, cut_sha",
+            "system.cut: unknown option, known: by_cache, candidates, chunked",
         ),
         ({"name": "cronus", "cut_share": 2.5}, "system.cut_share is 2.5, must be less than or e"),
         ({"name": "cronus", "cut_share": -0.5}, "system.cut_share is -0.5, must be greater than"),
