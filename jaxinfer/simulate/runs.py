@@ -20,7 +20,8 @@ from jaxinfer.serving.world import Event, StepDone, World
 from jaxinfer.simulate.costs.model import CostModel, DecodeSeconds, decode_seconds
 from jaxinfer.simulate.world import SimulatedWorld
 
-# Steps planned at a time: a change of the instance makes those after it void.
+# The most steps that are planned at a time. Those after a change of the instance are void, so no
+# more are planned than twice as many as ended of the plan before.
 _MOST = 64
 
 
@@ -88,6 +89,7 @@ class DecodeRuns:
         self._world, self._seen, self._on_event, self._totals = world, seen, on_event, totals
         self._runs: dict[str, _Run] = {}
         self._seconds: dict[tuple[str, int], DecodeSeconds] = {}
+        self._most: dict[str, int] = {}
         # The run of each planned end; two at the same time are never planned.
         self._planned: dict[float, _Run] = {}
         if totals:
@@ -117,8 +119,10 @@ class DecodeRuns:
             step, launched = heap[0][3], heap[0][4:]
             if launched:
                 (one,) = launched
-                if not (step.has(one) if one else planned.get(end) is step):
-                    heappop(heap)
+                if not (one and step.has(one)):
+                    heappop(heap)  # It is planned, or the end of a plan.
+                    if not one and planned.get(end) is step:
+                        self._stop(step, end)
                     continue
             if other := planned.get(end):
                 self._stop(other, end)
@@ -146,7 +150,7 @@ class DecodeRuns:
             and not run.shares
             and totals.instances[run.name].pages_in_use <= run.steps[0].pages
         )
-        pages = group.ahead(run.pool, _MOST if plans else 1)
+        pages = group.ahead(run.pool, self._most.get(run.name, _MOST) if plans else 1)
         if not pages or (plans and self._plan(run, pages)):
             return bool(pages)
         heappop(heap)
@@ -211,6 +215,7 @@ class DecodeRuns:
         for end in ends[1 : run.num_planned + 1]:
             del self._planned[end]
         count = bisect_left(ends, self._world.time if time is None else time, 1, run.num_planned)
+        self._most[run.name] = min(2 * count + 2, _MOST)
         start, context, rows = steps[0].start, steps[0].context, run.rows
         assert totals
         totals.pages_ahead -= run.pages_ahead
