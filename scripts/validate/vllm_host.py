@@ -1,17 +1,12 @@
-"""Measure the host's work in vLLM with a null model, in vLLM's own environment.
+"""Measure what vLLM's server takes with a request, with a null model, in vLLM's own environment.
 
-    ENV/bin/python -m scripts.validate.vllm_host requests OUT.csv
-    ENV/bin/python -m scripts.validate.vllm_host steps OUT.csv
+    ENV/bin/python -m scripts.validate.vllm_host OUT.csv
 
-``requests`` starts vLLM's server with a model of one layer and sends it prompts of 550 tokens. Per
+The program starts the server with a model of one layer and sends it prompts of 550 tokens. Per
 request and per token of an answer, it writes the seconds of CPU of the server's process (HTTP,
 tokenizing, detokenizing, events; not the engine's process), and those of a client in Python.
-``steps`` runs the engine in this process, and writes for several numbers of sequences the seconds
-of CPU of a step of decodes: the scheduler's, and the model runner's without the model, the head and
-the sampler's kernels.
-
-Seconds of CPU, unlike those of a clock, do not count what else the machine does. Prompts and
-tokenizer (8,000 byte pairs) come from this repository's pages.
+Seconds of CPU do not count what waits for other programs, but those slow them down: use an idle
+machine. Prompts and tokenizer (8,000 byte pairs) come from this repository's pages.
 """
 
 import argparse
@@ -25,9 +20,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scripts.tables import Row, show_table, write_csv
 
@@ -35,8 +29,6 @@ PAGES = Path(__file__).parents[2] / "docs"
 PROMPT, PROMPTS = 550, 100
 # Tokens of an answer, and streams at a time.
 LOADS = ((1, 1), (65, 1), (65, 32))
-SEQUENCES = (1, 8, 32, 64, 128, 256)
-STEPS = 60
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8000,
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1,
@@ -50,11 +42,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("requests", "steps"))
     parser.add_argument("out", type=Path, help="CSV file")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = {"requests": of_requests, "steps": of_steps}[asked.what](folder)
+        rows = of_requests(folder)
     write_csv(asked.out, rows)
     show_table(rows)
 
@@ -128,66 +119,6 @@ async def _send_all(
             spent = cpu_seconds(server) - before, time.process_time() - own
             found.append((spent[0] / len(prompts), spent[1] / len(prompts)))
     return found
-
-
-def of_steps(folder: str) -> list[Row]:
-    """Return microseconds of CPU of a step of decodes, by number of sequences."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    make_model(folder)
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        folder, load_format="dummy", enforce_eager=True, max_num_seqs=max(SEQUENCES),
-        max_model_len=4096, enable_prefix_caching=False, async_scheduling=False,
-        distributed_executor_backend="uni",
-    )  # fmt: skip
-    core = llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    spent: dict[str, float] = {}
-    _note(spent, core.scheduler, "schedule", "schedule")
-    _note(spent, core.scheduler, "update_from_output", "update")
-    for name in ("execute_model", "sample_tokens"):
-        _note(spent, runner, name, "runner")
-    _note(spent, runner, "_model_forward", "kernels")
-    _note(spent, runner, "_sample", "kernels")
-    _note(spent, runner.model, "compute_logits", "kernels")
-    _note(spent, core, "step_fn" if hasattr(core, "step_fn") else "step", "step")
-    rows = []
-    for count in SEQUENCES:
-        params = SamplingParams(max_tokens=STEPS + 20, ignore_eos=True, temperature=0)
-        for _ in range(count):
-            llm.llm_engine.add_request(
-                f"{count}-{random.random()}", {"prompt_token_ids": [5] * 16}, params
-            )
-        for _ in range(10):
-            llm.llm_engine.step()
-        spent.update(dict.fromkeys(spent, 0.0))
-        for _ in range(STEPS):
-            llm.llm_engine.step()
-        micros = {name: 1e6 * each / STEPS for name, each in spent.items()}
-        while llm.llm_engine.has_unfinished_requests():
-            llm.llm_engine.step()
-        row: Row = {"sequences": count, "scheduler": micros["schedule"] + micros["update"]}
-        row["runner"] = micros["runner"] - micros["kernels"]
-        row["engine's step"] = micros["step"] - micros["kernels"]
-        rows.append({name: round(each) for name, each in row.items()})
-    return rows
-
-
-def _note(spent: dict[str, float], of: Any, name: str, what: str) -> None:
-    """Have a method add its seconds of this thread's CPU to ``spent``."""
-    method: Callable[..., Any] = getattr(of, name)
-    spent.setdefault(what, 0.0)
-
-    def noted(*args: Any, **more: Any) -> Any:
-        before = time.thread_time()
-        try:
-            return method(*args, **more)
-        finally:
-            spent[what] += time.thread_time() - before
-
-    setattr(of, name, noted)
 
 
 def make_model(folder: str) -> list[str]:
