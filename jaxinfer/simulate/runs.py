@@ -119,10 +119,8 @@ class DecodeRuns:
             step, launched = heap[0][3], heap[0][4:]
             if launched:
                 (one,) = launched
-                if not (one and step.has(one)):
-                    heappop(heap)  # It is planned, or the end of a plan.
-                    if not one and planned.get(end) is step:
-                        self._stop(step, end)
+                if not (step.has(one) if one else planned.get(end) is step):
+                    heappop(heap)
                     continue
             if other := planned.get(end):
                 self._stop(other, end)

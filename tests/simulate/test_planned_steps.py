@@ -31,7 +31,7 @@ SYSTEMS = [
 def random_run(seed: int) -> tuple[dict[str, Any], list[BenchRequest]]:
     """Long answers on one to six alike instances, with few pages or many."""
     rng = Random(seed)
-    page_size, answer = rng.choice((1, 4, 16)), rng.choice((20, 150, 400))
+    page_size, answer = rng.choice((1, 4, 16)), rng.choice((20, 150, 600))
     caching = rng.random() < 0.5
     data = {
         "model": "llama-3-8b",
@@ -51,7 +51,7 @@ def random_run(seed: int) -> tuple[dict[str, Any], list[BenchRequest]]:
     data["instances"] = {"e": {"group": "g", "replicas": data["groups"]["g"]["replicas"]}}
     apart = rng.choice((0.03125, 0.5, 4.0))
     work = []
-    for number in range(24):
+    for number in range(40):
         begin = [rng.randint(0, 2)] * rng.randint(0, 30) if caching else []
         prompt = begin + [number] * rng.randint(1, 20)
         at = rng.randint(0, 40) * apart
@@ -77,7 +77,7 @@ def check(seed: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def test_some_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sum(check(seed, monkeypatch) for seed in range(6)) > 50
+    assert sum(check(seed, monkeypatch) for seed in range(8)) > 100
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_times_of_many_steps_are_those_of_each(model: str, costs: dict[str, Any]
     data["instances"]["e"]["replicas"] = 1
     instances = prepare(as_run_file(data | {"model": model, "simulate": costs})).instances
     cost, rng = next(iter(instances.values())).cost, Random(0)
-    for _ in range(100):
+    for _ in range(300):
         rows, seen, count = rng.randint(1, 256), rng.randint(300, 300_000), rng.randint(1, 200)
         end = rng.random() * 1e4
         times = decode_seconds(cost, rows)(range(seen, seen + rows * count, rows))

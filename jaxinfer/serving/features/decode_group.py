@@ -183,11 +183,11 @@ class DecodeGroup:
 
         These steps have the same members, and follow the ends of the oldest in flight.
         """
-        launched, turns, size = self._launched, self._turns, len(self._turns)
+        launched, turns = self._launched, self._turns
         if self._left or launched < self._even_from or not self.active:
             return []
         most = min(most, min(self._ends) - self._committed, min(self._last_launches) + 1 - launched)
-        growing = [len(turns[n % size]) for n in range(launched, launched + most)]
+        growing = [len(turns[n % len(turns)]) for n in range(launched, launched + most)]
         pages = list(accumulate(growing, initial=pool.num_usable - pool.num_free))
         return pages[1 : bisect_right(pages, pool.num_usable)]
 
