@@ -139,8 +139,13 @@ class HeldPages(HeldSlices):
     def keep(self, digests: Sequence[bytes]) -> None:
         """Offer the first pages to the prefix cache; their KV entries exist by now."""
         assert self.kv.cache
-        tables = self.tables if self.kv.has_numbers else None
-        self.cached |= self.kv.cache.add(digests, self.num_hashed, tables)
+        numbered = self.kv.has_numbers
+        pages = [dict.fromkeys(table, 0) for table in self.tables]
+        for index in range(self.num_hashed, len(digests)):
+            if numbered:
+                pages = [{s: p[index] for s, p in table.items()} for table in self.tables]
+            if page := self.kv.cache.add(digests[index], pages):
+                self.cached[index] = page
         self.num_hashed = max(self.num_hashed, len(digests))
 
 

@@ -79,30 +79,13 @@ class PrefixCache:
         if idle:
             self._count_idle(pages[0], idle)
 
-    def add(
-        self, digests: Sequence[bytes], first: int, tables: list[dict[int, list[int]]] | None
-    ) -> dict[int, CachedPage]:
-        """Take in the pages that one hold has from the ``first`` on; return them by their index.
-
-        Pages with a twin are left out, unless those are kept.
-
-        Args:
-            tables: for each shard, slice -> page numbers; None if pages have no numbers.
-        """
-        known, found = self._pages, {}
-        pages = [dict.fromkeys(shard.slices, 0) for shard in self._shards]
-        for index in range(first, len(digests)):
-            twins = known.get(digests[index])
-            if twins and not self._keeps_twins:
-                continue
-            if tables:
-                pages = [{piece: table[piece][index] for piece in table} for table in tables]
-            found[index] = page = CachedPage(digests[index], pages)
-            if twins:
-                twins.append(page)
-            else:
-                known[page.digest] = [page]
-        return found
+    def add(self, digest: bytes, pages: list[dict[int, int]]) -> CachedPage | None:
+        """Take in a page that one hold has; None if it has a twin and none is kept."""
+        known = self._pages.setdefault(digest, [])
+        if known and not self._keeps_twins:
+            return None
+        known.append(page := CachedPage(digest, pages))
+        return page
 
     def evict(self, count: int = 1) -> None:
         """Free the pages that have been idle for longest: about ``count`` of each shard."""

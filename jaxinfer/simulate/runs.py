@@ -20,8 +20,7 @@ from jaxinfer.serving.world import Event, StepDone, World
 from jaxinfer.simulate.costs.model import CostModel, DecodeSeconds, decode_seconds
 from jaxinfer.simulate.world import SimulatedWorld
 
-# The most steps that are planned at a time. Those after a change of the instance are void, so no
-# more are planned than twice as many as ended of the plan before.
+# Steps planned at a time: a change of the instance makes those after it void.
 _MOST = 64
 
 
@@ -89,7 +88,6 @@ class DecodeRuns:
         self._world, self._seen, self._on_event, self._totals = world, seen, on_event, totals
         self._runs: dict[str, _Run] = {}
         self._seconds: dict[tuple[str, int], DecodeSeconds] = {}
-        self._most: dict[str, int] = {}
         # The run of each planned end; two at the same time are never planned.
         self._planned: dict[float, _Run] = {}
         if totals:
@@ -148,7 +146,7 @@ class DecodeRuns:
             and not run.shares
             and totals.instances[run.name].pages_in_use <= run.steps[0].pages
         )
-        pages = group.ahead(run.pool, self._most.get(run.name, _MOST) if plans else 1)
+        pages = group.ahead(run.pool, _MOST if plans else 1)
         if not pages or (plans and self._plan(run, pages)):
             return bool(pages)
         heappop(heap)
@@ -213,7 +211,6 @@ class DecodeRuns:
         for end in ends[1 : run.num_planned + 1]:
             del self._planned[end]
         count = bisect_left(ends, self._world.time if time is None else time, 1, run.num_planned)
-        self._most[run.name] = min(2 * count + 2, _MOST)
         start, context, rows = steps[0].start, steps[0].context, run.rows
         assert totals
         totals.pages_ahead -= run.pages_ahead
