@@ -2,7 +2,7 @@
 
 import resource
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,6 @@ class RunTotals:
         instances: instances that have had a step.
         pages_in_use: pages in use of all instances, each when its last step was launched.
         peak_pages: largest value of ``pages_in_use``.
-        pages_ahead: the most pages that steps may add which are counted later than they end.
-        catch_up: called to count these up to now.
         prompt_tokens, cached_tokens, output_tokens, latencies: values of prompts that have not
             failed; see ``RunMetrics``.
     """
@@ -56,8 +54,6 @@ class RunTotals:
     instances: dict[str, InstanceTotals] = field(default_factory=dict)
     pages_in_use: int = 0
     peak_pages: int = 0
-    pages_ahead: int = 0
-    catch_up: Callable[[], None] = lambda: None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -74,47 +70,28 @@ class RunTotals:
         self.add_decodes(
             batch.instance,
             done.start,
-            [done.end],
+            done.end,
             work.decodes,
             work.single_context,
             batch.pages_in_use,
         )
 
     def add_decodes(
-        self,
-        instance: str,
-        start: float,
-        ends: Sequence[float],
-        decodes: int,
-        context: int,
-        pages: int,
+        self, instance: str, start: float, end: float, decodes: int, context: int, pages: int
     ) -> None:
-        """Count steps of the same decodes, one after the other.
-
-        Args:
-            start: start of the first; the others start at the end of the one before.
-            context: KV entries that the first sees.
-            pages: pages in use when the last was launched, and no more before.
-        """
+        """Count one step of decodes alone, which see ``context`` KV entries."""
         # Runs in each of a simulation's steps, so it is written for speed.
-        count = len(ends)
-        self.steps += count
-        self.decode_tokens += count * decodes
-        self.pairs += count * context + decodes * (count * (count - 1) // 2)
+        self.steps += 1
+        self.decode_tokens += decodes
+        self.pairs += context
         totals = self.instances.get(instance)
         if totals is None:
             totals = self.instances[instance] = InstanceTotals(start, start)
         # Steps of one instance end in the order of their starts; stages compute several at once.
         last = totals.last_step
-        if start < last:
-            start = last
-        for end in ends:
-            totals.busy_s += end - start
-            start = end
+        totals.busy_s += end - (start if start > last else last)
         totals.last_step = end
         if more := pages - totals.pages_in_use:
-            if more < 0 and self.pages_in_use + self.pages_ahead > self.peak_pages:
-                self.catch_up()
             totals.pages_in_use += more
             self.pages_in_use += more
             if self.pages_in_use > self.peak_pages:

@@ -82,8 +82,7 @@ class Instance:
     Attributes:
         waiting: requests whose leg runs here and that have no pages here yet.
         importing: requests whose KV is on its way here; they have their pages.
-        kv, taking_part: its pages, and the requests that take part in steps.
-        catch_up: called before either is looked at, if steps are counted later than they end.
+        taking_part: requests that take part in steps.
         num_exported: number of requests whose pages wait here to be fetched by their next leg's
             instance.
         in_flight: batches launched and not yet committed.
@@ -116,8 +115,7 @@ class Instance:
         num_output: Callable[[RequestState], int] = attrgetter("max_tokens"),
     ) -> None:
         self.name = name
-        self.catch_up: Callable[[], None] | None = None
-        self._kv = kv
+        self.kv = kv
         self.options = options
         self.policies = policies
         self.role = role
@@ -145,21 +143,7 @@ class Instance:
         self._repeats = groups_decodes and counted and policies.repeats_decodes
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None
         keep = self.keep_prefix if kv.cache else None
-        self._taking_part = Running(page_size, self.options.launch_ahead, num_output, keep)
-
-    @property
-    def kv(self) -> KVShards:
-        """Its pages, up to date."""
-        if self.catch_up:
-            self.catch_up()
-        return self._kv
-
-    @property
-    def taking_part(self) -> Running:
-        """The requests that take part in steps, up to date."""
-        if self.catch_up:
-            self.catch_up()
-        return self._taking_part
+        self.taking_part = Running(page_size, self.options.launch_ahead, num_output, keep)
 
     def go_without(self, shards: Sequence[int]) -> None:
         """Close these shards of the KV, by number; reopen all others, those that return empty."""
@@ -181,7 +165,7 @@ class Instance:
     @property
     def num_running(self) -> int:
         """Number of requests that take part in steps."""
-        return len(self._taking_part)
+        return len(self.taking_part)
 
     @property
     def kv_entries(self) -> int:
@@ -212,7 +196,7 @@ class Instance:
     @property
     def num_pages(self) -> int:
         """Pages per slice of KV heads of the largest request that the instance can hold."""
-        return self._kv.num_pages
+        return self.kv.num_pages
 
     @property
     def num_free_pages(self) -> int:
@@ -232,7 +216,7 @@ class Instance:
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return self._kv.page_size
+        return self.kv.page_size
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -247,12 +231,12 @@ class Instance:
     @property
     def num_requests(self) -> int:
         """Number of requests waiting, importing or running here."""
-        return len(self.waiting) + len(self.importing) + len(self._taking_part)
+        return len(self.waiting) + len(self.importing) + len(self.taking_part)
 
     @property
     def is_idle(self) -> bool:
         """True if nothing runs here or is being imported."""
-        return not self._taking_part and not self.importing
+        return not self.taking_part and not self.importing
 
     @property
     def draining(self) -> bool:
@@ -361,7 +345,7 @@ class Instance:
 
     def never_holds(self, request: RequestState, leg: Leg) -> str | None:
         """Return why even an empty pool cannot hold the leg, with the numbers; None if it can."""
-        kv = self._kv
+        kv = self.kv
         need = kv.pages_for(min(request.peak_tokens, leg.until or request.peak_tokens))
         if need <= kv.num_pages:
             return None
@@ -468,7 +452,7 @@ class Instance:
     @property
     def has_seat(self) -> bool:
         """True if one more request may run."""
-        return len(self._taking_part) + len(self.importing) < self.options.max_num_seqs
+        return len(self.taking_part) + len(self.importing) < self.options.max_num_seqs
 
     @property
     def can_import(self) -> bool:

@@ -35,7 +35,7 @@ class Runs(Protocol):
 
     def give(self, instance: Instance) -> None: ...  # noqa: D102
 
-    def go_on(self, asks: bool) -> None: ...  # noqa: D102
+    def go_on(self) -> None: ...  # noqa: D102
 
 
 class ServingLoop:
@@ -91,8 +91,8 @@ class ServingLoop:
         self._ask_for_tick()
         idle_ticks = 0
         while True:
-            if self._runs:
-                self._runs.go_on(bool(self.assignments.unrouted))
+            if self._runs and not self.assignments.unrouted:
+                self._runs.go_on()
             events = self.world.due_events()
             for event in events:
                 self._apply(event)

@@ -62,11 +62,8 @@ class SimulatedWorld:
         self._request_s, self._server_free = request_s, start
         self.time = start
         self.order = itertools.count()
-        # A time, the time at which it was known, a number, and an event, or what is called for it
-        # with the rest.
+        # A time, a number, and an event, or what is called for it with the rest.
         self.heap: list[tuple[Any, ...]] = []
-        # Called with each time at which something happens, before it does.
-        self.at_time: Callable[[float], object] = lambda time: None
         self._joint = cluster.joint.own if cluster.joint else {}
         self._rounds = JointRounds(cluster.joint) if cluster.joint else None
         # The times at which each device of an instance has done its work.
@@ -195,7 +192,6 @@ class SimulatedWorld:
         while not events and (time := self._next_time()) < math.inf:
             assert time >= self.time, "time runs back"
             self.time = time
-            self.at_time(time)
             while self._next is not None and self._next.arrival <= time:
                 self._num_added += 1
                 if (event := self._arrive(self._next)) is not None:
@@ -204,7 +200,7 @@ class SimulatedWorld:
             for moving, lane in self._network.take_ended(time):
                 self._at(time + lane.latency_s, partial(self._land, moving))
             while self.heap and self.heap[0][0] <= time:
-                _, _, _, happens, *rest = heapq.heappop(self.heap)
+                _, _, happens, *rest = heapq.heappop(self.heap)
                 event = happens(*rest) if callable(happens) else happens
                 if event is not None:
                     events.append(event)
@@ -233,4 +229,4 @@ class SimulatedWorld:
         return self._instances[name].cost, free
 
     def _at(self, time: float, happens: Event | Callable[[], Event | None]) -> None:
-        heapq.heappush(self.heap, (time, self.time, next(self.order), happens))
+        heapq.heappush(self.heap, (time, next(self.order), happens))

@@ -4,11 +4,10 @@ A step of hundreds of decodes costs as much simulation time as a step of one. Re
 bit for bit, as with one row per request.
 """
 
-from bisect import bisect_right, insort
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Row
@@ -62,7 +61,6 @@ class DecodeGroup:
         fresh: members that had completed no step of the group at the last call of ``begun``; their
             requests' ``computed`` is up to date.
         num_begun: number of all other members.
-        context: KV entries that the rows of the next step see, their own included.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class DecodeGroup:
         self._turns: list[dict[str, Member]] = [{} for _ in range(page_size)]
         # Members left out of further steps, with steps in flight; for the sake of ``keep``.
         self._retired: dict[str, Member] = {}
-        self.context = 0
+        self._context = 0
         # Smallest and largest active position, minus the number of the group's steps; None if
         # unknown.
         self._offsets: tuple[int, int] | None = None
@@ -129,7 +127,7 @@ class DecodeGroup:
         self._members[request.id] = self.active[request.id] = self.fresh[request.id] = member
         self._ends[last][request.id] = self._last_launches[last_launch][request.id] = member
         self._turn_of(member)[request.id] = member
-        self.context += start + 1
+        self._context += start + 1
         self._offsets = None
         assert request.hold
         room = request.hold.capacity - start
@@ -173,46 +171,38 @@ class DecodeGroup:
         for hold, num_tokens in full:
             grown = hold.grow(num_tokens)
             assert grown, "the room was counted before"
-        rows, context = len(self.active), self.context
-        self.context += rows
+        rows, context = len(self.active), self._context
+        self._context += rows
         self._launched += 1
         return rows, context
 
-    def ahead(self, pool: PagePool, most: int) -> list[int]:
-        """Return the pages in use when each of at most ``most`` further steps is launched.
+    def go_on(self, end: float, pool: PagePool) -> int | None:
+        """End the oldest step in flight and launch the next one, if that has the same members.
 
-        These steps have the same members, and follow the ends of the oldest in flight.
+        Pages are counted alone: holds have them once their members are settled. Returns the KV
+        entries that the next step's rows see; None, and no change, where it is another step.
         """
-        launched, turns = self._launched, self._turns
-        if self._left or launched < self._even_from or not self.active:
-            return []
-        most = min(most, min(self._ends) - self._committed, min(self._last_launches) + 1 - launched)
-        growing = [len(turns[n % len(turns)]) for n in range(launched, launched + most)]
-        pages = list(accumulate(growing, initial=pool.num_usable - pool.num_free))
-        return pages[1 : bisect_right(pages, pool.num_usable)]
-
-    def go_on(self, ends: Sequence[float], pool: PagePool) -> None:
-        """End the oldest steps in flight, and launch after each the next one of ``ahead``.
-
-        Pages are counted alone: holds have them once their members are settled.
-        """
-        committed, launched, turns = self._committed, self._launched, self._turns
-        count, done, size = len(ends), 0, len(self._turns)
-        # A prefix cache takes in and evicts pages step by step.
-        for stop in range(1, count + 1) if self._keep else (count,):
-            filled, grows = turns[(committed + stop) % size], turns[(launched + stop - 1) % size]
-            if stop < count and not (filled or grows or self._retired):
-                continue
-            growing = sum([len(turns[n % size]) for n in range(launched + done, launched + stop)])
-            self._launched = launched + stop
-            self._note_ends(ends[done:stop])
-            if self._keep and (filled or self._retired):
-                for member in self._filling(committed + stop - 1):
-                    self._keep(member.request)
-            if growing:
-                pool.take(growing)
-            done = stop
-        self.context += count * len(self.active)
+        number, launched, turns = self._committed, self._launched, self._turns
+        if (
+            self._ends.get(number)
+            or self._last_launches.get(launched - 1)
+            or self._left
+            or launched < self._even_from
+        ):
+            return None
+        growing = len(turns[launched % len(turns)])
+        if growing > pool.num_free:
+            return None
+        self._note_end(end)
+        if self._keep and (turns[(number + 1) % len(turns)] or self._retired):
+            for member in self._filling(number):
+                self._keep(member.request)
+        if growing:
+            pool.take(growing)
+        context = self._context
+        self._context = context + len(self.active)
+        self._launched = launched + 1
+        return context
 
     def ending(self) -> list[RequestState]:
         """Return the requests that end with the oldest step in flight and must leave the group."""
@@ -228,7 +218,7 @@ class DecodeGroup:
         """
         number = self._committed
         self._ends.pop(number, None)
-        self._note_ends([end])
+        self._note_end(end)
         rows = self._left.pop(number, [])
         for member in self._filling(number) if self._keep else ():
             request = member.request
@@ -250,12 +240,13 @@ class DecodeGroup:
             self._settle(member)
         return found
 
-    def _note_ends(self, ends: Sequence[float]) -> None:
-        self._committed += len(ends)
-        self._times += ends
-        if len(self._times) >= _TIMES_KEPT:
+    def _note_end(self, end: float) -> None:
+        self._committed += 1
+        times = self._times
+        times.append(end)
+        if len(times) == _TIMES_KEPT:
             self.settle()
-            self._times.clear()
+            times.clear()
             self._oldest = self._committed
 
     def leave(self, request: RequestState) -> None:
@@ -268,10 +259,11 @@ class DecodeGroup:
         self._settle(member)
         if request.id in self.active:
             self._deactivate(member)
-        for steps, number in ((self._ends, member.last), (self._last_launches, member.last_launch)):
-            del steps[number][request.id]
-            if not steps[number]:
-                del steps[number]
+        del self._ends[member.last][request.id]
+        with_it = self._last_launches[member.last_launch]
+        del with_it[request.id]
+        if not with_it:
+            del self._last_launches[member.last_launch]
         assert request.hold
         for number in range(max(self._committed, member.first), member.launched):
             request.hold.pin()
@@ -356,7 +348,7 @@ class DecodeGroup:
     def _deactivate(self, member: Member) -> None:
         del self.active[member.request.id]
         del self._turn_of(member)[member.request.id]
-        self.context -= self._position(member) + 1
+        self._context -= self._position(member) + 1
         self._offsets = None
 
     def _position(self, member: Member) -> int:

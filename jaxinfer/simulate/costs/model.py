@@ -1,7 +1,7 @@
 """Interfaces for the times of a modelled instance's steps."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Protocol
@@ -10,9 +10,6 @@ from jaxinfer.config.costs import SimulateOptions
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving.batch import Work
-
-# The seconds of steps, from the KV entries that each sees.
-DecodeSeconds = Callable[[Iterable[int]], list[float]]
 
 
 class CostModel(Protocol):
@@ -43,15 +40,12 @@ class SlowedStage:
         return self.slowdown * self.cost.seconds(work)
 
 
-def decode_seconds(cost: CostModel, rows: int) -> DecodeSeconds:
-    """Return the times of one stage's steps of ``rows`` decodes, by the KV entries they see."""
+def decode_seconds(cost: CostModel, rows: int) -> Callable[[int], float]:
+    """Return the seconds of one stage's step of ``rows`` decodes, by the KV entries they see."""
     part = cost.parts[0] if isinstance(cost, Pipeline) else None
     if of_rows := getattr(part, "decode_seconds", None):
-        found: DecodeSeconds = of_rows(rows)
-        return found
-    return lambda seen: [
-        cost.stages(Work(rows, rows, rows, rows, each, [], rows))[0] for each in seen
-    ]
+        return of_rows(rows)
+    return lambda context: cost.stages(Work(rows, rows, rows, rows, context, [], rows))[0]
 
 
 # Modules by kind of costs. Each is imported when it is needed, because tables import scipy.

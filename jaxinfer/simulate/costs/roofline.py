@@ -4,7 +4,7 @@ Each operator takes the time of its FLOPs or of its bytes, whichever is longer (
 2009), at given efficiencies.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -116,16 +116,14 @@ class RooflineStage:
             seconds += max(work.sampled * compute, weights + work.sampled * moved)
         return seconds
 
-    def decode_seconds(self, rows: int) -> Callable[[Iterable[int]], list[float]]:
-        """Return the times of steps of ``rows`` decodes, as a function of their KV entries."""
+    def decode_seconds(self, rows: int) -> Callable[[int], float]:
+        """Return the seconds of a step of ``rows`` decodes, as a function of their KV entries."""
         L, E, dense = self.layers, self._efficiency, self.dense(rows)
         kv_bytes, per_byte = self._kv_bytes, self._per_byte
         step_s, rows_s = E.step_s, E.sequence_s * rows
         compute, weights, moved = self._head or (0.0, 0.0, 0.0)
         head = max(rows * compute, weights + rows * moved)
-        return lambda seen: [
-            L * (dense + each * kv_bytes * per_byte) + step_s + rows_s + head for each in seen
-        ]
+        return lambda seen: L * (dense + seen * kv_bytes * per_byte) + step_s + rows_s + head
 
     def floor(self) -> StepFloor:
         """Return the least time of steps; experts' weights are read as for one token."""
