@@ -22,6 +22,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from scripts.tables import Row, show_table, write_csv
 
@@ -29,7 +30,7 @@ PAGES = Path(__file__).parents[2] / "docs"
 PROMPT, PROMPTS = 550, 100
 # Tokens of an answer, and streams at a time.
 LOADS = ((1, 1), (65, 1), (65, 32))
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 8000,
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "torch_dtype": "float32",
