@@ -40,8 +40,6 @@ class PublishedTables(Options):
         routing: Distribution of tokens over experts, by its name in the tables.
         expert_blocks: Compute a full block of 128 rows for each expert, as vLLM 0.12 does. A block
             takes as long as a dense product with as many rows.
-        sampler_kernels: Kernels that the sampler launches for each sequence, one sequence after
-            another; 0 if one kernel samples all of them.
     """
 
     folder: str = Field(min_length=1)
@@ -59,7 +57,6 @@ class PublishedTables(Options):
     # As in aiconfigurator's MOEModel; its DeepSeek models use 1.01.
     routing: str = "power_law_1.2"
     expert_blocks: bool = False
-    sampler_kernels: int = Field(default=0, ge=0)
 
 
 @cache

@@ -32,7 +32,6 @@ def published_stage(tables: PublishedTables, part: StagePart, costs: SimulateOpt
         tables.static_scales, tables.quickest_all_reduce, tables.possible_attention,
         tables.other_heads, tables.small_operators, part.sharers, tables.experts,
         tables.expert_parallel, tables.routing, tables.expert_blocks,
-        tables.sampler_kernels,
     )  # fmt: skip
     where = f"{tables.folder}, {tables.backend} {tables.version}"
     found = published_operators(wanted)

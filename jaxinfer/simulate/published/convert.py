@@ -45,8 +45,6 @@ class Wanted:
             divide each expert.
         routing: how tokens spread over experts, as the tables name it.
         expert_blocks: whether experts are computed in blocks of rows, as many as there could be.
-        sampler_kernels: number of kernels that the sampler launches for each sequence; 0 if one
-            kernel samples all of them.
     """
 
     folder: Path
@@ -68,7 +66,6 @@ class Wanted:
     expert_parallel: int
     routing: str
     expert_blocks: bool
-    sampler_kernels: int = 0
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -254,9 +251,6 @@ def _add_small(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
         found.dense[name] = _on_vectors(card, each * ITEMSIZE if counts else 0)
     sampled = 2 * model.vocab_size * ITEMSIZE
     found.heads["sampler"] = _on_vectors(card, sampled if counts else 0)
-    if wanted.sampler_kernels:
-        each_s = wanted.sampler_kernels * card.launch_s + sampled / card.bandwidth
-        found.heads["sampler"] = {rows: 1e6 * rows * each_s for rows in (1.0, 2.0)}
 
 
 def _on_vectors(card: Card, num_bytes: float) -> Points:

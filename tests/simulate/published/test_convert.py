@@ -117,13 +117,6 @@ def test_small_operators_are_bytes_at_the_cards_bandwidth_and_a_launch(root: Pat
     )
 
 
-def test_a_sampler_may_take_one_sequence_after_another(root: Path) -> None:
-    """Three launches of 3 us for each, and its logits read and written once."""
-    found = convert(wanted(root, sampler_kernels=3)).heads["sampler"]
-    each = 3 * 3 + 2 * MODEL.vocab_size * 2 / 0.8e6
-    assert found == {1.0: pytest.approx(each), 2.0: pytest.approx(2 * each)}
-
-
 def test_all_reduces_are_of_elements(root: Path) -> None:
     """Two tokens of 512 elements are a message of 1,024."""
     found = convert(wanted(root, devices=2)).dense
