@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from scripts.reproduce.prefixes import pictures, runs
+from scripts.reproduce.prefixes import runs
 from scripts.reproduce.reproduction import Inputs, Part, Reproduction, Work
 
 # Requests of the trace, and of runs without shared prefixes.
@@ -37,16 +37,11 @@ def alone(inputs: Inputs) -> Part:
     return Part(rows, runs.claims_of_alone(rows))
 
 
-def curves(inputs: Inputs) -> Part:
-    """A picture of hit rate and TTFT by load."""
-    return Part(pictures={"loads": pictures.draw(inputs.rows("loads"))})
-
-
 REPRODUCTION = Reproduction(
     paper="Routing by prefix caches",
     inputs={
         TRACE: "Mooncake's conversation trace: FAST25-release/traces/conversation_trace.jsonl in "
         "https://github.com/kvcache-ai/Mooncake"
     },
-    parts={"capacities": capacities, "loads": loads, "alone": alone, "curves": curves},
+    parts={"capacities": capacities, "loads": loads, "alone": alone},
 )
