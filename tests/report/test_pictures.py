@@ -15,7 +15,7 @@ from jaxinfer import JaxinferError
 from jaxinfer.commands.app import cli
 from jaxinfer.report.comparison import write_comparison
 from jaxinfer.report.pictures import FORMATS, picture_link, save_picture
-from jaxinfer.report.plots import latency_cdfs, throughput_bars, timeline
+from jaxinfer.report.plots import latencies, throughput_bars, timeline
 from jaxinfer.report.records import RunRecord
 
 CRONUS = Path(__file__).parents[2] / "configs" / "cronus" / "cronus.yaml"
@@ -72,7 +72,7 @@ def test_all_pictures_of_a_run(kind: str, small_run: RunRecord, tmp_path: Path) 
     runs = {"small": [small_run]}
     draws: list[Callable[[Path], Figure]] = [
         lambda path: timeline(small_run, path),
-        lambda path: latency_cdfs(runs, path),
+        lambda path: latencies(runs, path),
         lambda path: throughput_bars(runs, path),
     ]
     for draw in draws:
