@@ -1,7 +1,5 @@
 """The command ``jaxinfer``, and ``python -m jaxinfer``."""
 
-import os
-
 from jaxinfer.commands.signals import Interrupted, end_on_signals, leave
 
 
@@ -9,8 +7,6 @@ def main() -> None:
     """Run one command. A user's mistake, a full disk or a signal is one line on stderr."""
     try:
         end_on_signals()
-        # Looking for these reads the metadata of all installed packages.
-        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
         from jaxinfer.commands.app import main  # This takes most of a second.
 
         main()

@@ -89,8 +89,6 @@ class SimulateOptions(Options):
             largest step's hidden states and logits need).
         hop_s: Seconds for which a stage is busy with sending hidden states, in addition to the
             link's time.
-        request_s: Seconds that the server takes with each request, one after another, before the
-            scheduler has it: HTTP, tokenizing, and messages between processes.
         fit: Error that the fits of Cronus' equations 2 and 3 minimise: ``relative``, as in our
             profiles, or ``absolute``, as in the paper.
         hardware: A file with the groups' nodes, which defines links and GPUs.
@@ -104,7 +102,6 @@ class SimulateOptions(Options):
     step_s: float = Field(default=0.0, ge=0)
     sequence_s: float = Field(default=0.0, ge=0)
     hop_s: float = Field(default=0.0, ge=0)
-    request_s: float = Field(default=0.0, ge=0)
     fit: Literal["relative", "absolute"] = "relative"
     reserve_gb: float | None = Field(default=None, ge=0)
     tables: Tables = None

@@ -1,4 +1,4 @@
-"""Which process has which part of a cluster.
+"""Questions about processes: which of them has which part of a cluster.
 
 A process is named by its group; None is the process of the loop.
 """

@@ -136,8 +136,7 @@ def latencies(runs: Runs, path: str | Path) -> Figure:
 
 def _latency_rows(runs: Runs, values: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
     """Draw a row per system with its percentiles, and a panel per metric."""
-    names = [fill(name, 30) for name in runs]
-    lines = max(name.count("\n") + 1 for name in names)
+    names, lines = _row_names(runs)
     figure = _figure(1.3 + max(0.4, 0.2 * lines) * len(runs), runs)
     for axes, (metric, found) in zip(
         figure.subplots(1, 2, sharey=True), values.items(), strict=True
@@ -171,8 +170,7 @@ def throughput_bars(runs: Runs, path: str | Path) -> Figure:
     The median's number is in a separate column, since next to a dot it would look like the dot's.
     """
     several = any(len(rounds) > 1 for rounds in runs.values())
-    names = [fill(name, 30) for name in runs]
-    lines = max(name.count("\n") + 1 for name in names)
+    names, lines = _row_names(runs)
     figure = _figure(1.3 + max(0.5, 0.2 * lines) * len(runs), runs)
     axes = figure.subplots()
     # Horizontally a share of the axes, vertically their rows.
@@ -306,6 +304,12 @@ def _line(number: int) -> dict[str, Any]:
         # Lines with gaps are drawn over lines without.
         "zorder": 2.0 + 0.1 * (number % len(DASHES)),
     }
+
+
+def _row_names(runs: Runs) -> tuple[list[str], int]:
+    """Return the names of rows, wrapped, and the most lines of one."""
+    names = [fill(name, 30) for name in runs]
+    return names, max(name.count("\n") + 1 for name in names)
 
 
 def _bare(axes: Axes) -> None:

@@ -18,8 +18,8 @@ class PagePool:
     Attributes:
         num_free: number of pages that can be handed out now, including idle ones.
         num_pinned: number of pages that were given up but still have a user.
-        num_idle: number of cached pages that no request holds; ``evict`` frees
-            at least one, and no more than it is asked for.
+        num_idle: number of cached pages that no request holds. ``evict(count)`` frees at least one,
+            and at most the pages of all slices that ``count`` pages need.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:

@@ -1,4 +1,4 @@
-"""What the rules of a serving system can see: requests, steps, instances, and a cluster of them."""
+"""The views of a serving system: requests, steps, instances, and the cluster of these."""
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass

@@ -84,8 +84,7 @@ def serve(
     instances = [
         each.new_instance(name, cluster.fits.get(name), *alike) for name, each in modelled.items()
     ]
-    costs = site.run_file.simulate
-    world = SimulatedWorld(cluster, requests.by_arrival(), start, costs.request_s)
+    world = SimulatedWorld(cluster, requests.by_arrival(), start)
     waiting, beyond = requests.by_ends(), BeyondMeasured(modelled)
 
     def on_finish(request: RequestState) -> None:

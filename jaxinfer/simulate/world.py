@@ -38,16 +38,10 @@ class SimulatedWorld:
         cluster: step times of its instances, and the links between them.
         requests: requests by time of arrival.
         start: time at which the cluster is ready; earlier requests wait for it.
-        request_s: seconds that the server takes with each request, one after another, before the
-            loop hears of it.
     """
 
     def __init__(
-        self,
-        cluster: ModelledCluster,
-        requests: Iterable[RequestState],
-        start: float = 0.0,
-        request_s: float = 0.0,
+        self, cluster: ModelledCluster, requests: Iterable[RequestState], start: float = 0.0
     ) -> None:
         self._instances = cluster.instances
         self._lanes, self._slice_lanes = cluster.lanes, cluster.slice_lanes
@@ -59,7 +53,6 @@ class SimulatedWorld:
         self._requests = iter(requests)
         self._next = next(self._requests, None)
         self._num_added = 0
-        self._request_s, self._server_free = request_s, start
         self.time = start
         self.order = itertools.count()
         # A time, a number, and an event, or what is called for it with the rest.
@@ -82,14 +75,7 @@ class SimulatedWorld:
         self._num_added += 1
         self._at(request.arrival, partial(self._arrive, request))
 
-    def _arrive(self, request: RequestState) -> Event | None:
-        if not self._request_s:
-            return self._enter(request)
-        self._server_free = max(self.time, self._server_free) + self._request_s
-        self._at(self._server_free, partial(self._enter, request))
-        return None
-
-    def _enter(self, request: RequestState) -> Event:
+    def _arrive(self, request: RequestState) -> Event:
         self._num_added -= 1
         return Arrival(request)
 
@@ -193,9 +179,7 @@ class SimulatedWorld:
             assert time >= self.time, "time runs back"
             self.time = time
             while self._next is not None and self._next.arrival <= time:
-                self._num_added += 1
-                if (event := self._arrive(self._next)) is not None:
-                    events.append(event)
+                events.append(Arrival(self._next))
                 self._next = next(self._requests, None)
             for moving, lane in self._network.take_ended(time):
                 self._at(time + lane.latency_s, partial(self._land, moving))

@@ -42,7 +42,7 @@ class CachedParts:
 
     def spared(self, name: str) -> int:
         """Return the prompt tokens that an instance need not compute, beyond those that exist."""
-        return max(self.kept(name) - self._request.computed, 0) if self._cluster else 0
+        return max(self.kept(name) - self._request.computed, 0)
 
     def share(self, tokens: int) -> float:
         """Return tokens as a share of the prompt, for loads that count requests."""

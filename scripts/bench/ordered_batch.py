@@ -19,7 +19,7 @@ import click
 from scripts.bench.peer import PAGE
 from scripts.bench.side_by_side import SCRIPTS, export_model, ours, run
 
-# Token ids below this are words or parts of words in all vocabularies that we know.
+# Ids of ordinary tokens in the model's vocabulary.
 FIRST, LAST = 1000, 40000
 
 
@@ -83,17 +83,10 @@ def main(
                 "prefix_tree": ours(python, batch, "float32", figures, [*pool, *tree]),
             }
             if vllm:
-                peer = [
-                    vllm,
-                    "-P",
-                    str(SCRIPTS / "bench" / "peer.py"),
-                    "vllm",
-                    str(model),
-                    "float32",
-                ]
-                pool_of_peer = [str(figures), "--pages", str(pages)]
-                commands["vLLM, order of arrival"] = [*peer, batch, *pool_of_peer]
-                commands["vLLM, sorted batch"] = [*peer, str(in_order), *pool_of_peer]
+                peer = [vllm, "-P", str(SCRIPTS / "bench" / "peer.py"), "vllm", str(model)]
+                for words, given in (("order of arrival", batch), ("sorted batch", str(in_order))):
+                    asked = ["float32", given, str(figures), "--pages", str(pages)]
+                    commands[f"vLLM, {words}"] = [*peer, *asked]
             for name, command in commands.items():
                 if only and name not in only:
                     continue

@@ -195,7 +195,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_sessions_find_more_of_their_history(name: str) -> None:
-    """By simulations of 27 sessions: from 1.03 times as many cached tokens on."""
+    """Simulations of 27 sessions have at least 1.03 times as many cached tokens."""
     options, groups = CASES[name]
 
     def cached(on: bool) -> int:
