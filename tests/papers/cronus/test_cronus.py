@@ -245,7 +245,7 @@ def test_a_ppi_that_is_back_takes_its_part_of_those_who_wait() -> None:
 
 
 def request(name: str, prompt_len: int = 10) -> Any:
-    return SimpleNamespace(id=name, prompt_len=prompt_len)
+    return SimpleNamespace(id=name, prompt_len=prompt_len, computed=0)
 
 
 def step(instance: str, took: float, *rows: tuple[Any, int, int]) -> Any:
