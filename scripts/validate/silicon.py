@@ -5,9 +5,9 @@
 Each variant is a run of ``jaxinfer check points`` in a folder of its own below DIR, which goes on
 where it was cut off. DIR gets ``groups.csv``, ``experts.csv`` (of models with experts),
 ``ablations.csv``, ``tried.csv`` (what might explain groups that are far off) and ``halves.csv``,
-with ``--peer FILE`` of ``peer_estimates.py`` also ``peer.csv`` and ``peer_experts.csv``, and with
-``--log`` ``logs.csv``; none has a point's own figures. The number, ``sequence_s``, is fitted on one
-half of the points and tested on the other.
+with ``--peer NAME FILE`` of ``peer_estimates.py`` also ``NAME.csv`` and ``NAME_experts.csv``, and
+with ``--log`` ``logs.csv``; none has a point's own figures. The number, ``sequence_s``, is fitted
+on one half of the points and tested on the other.
 """
 
 import hashlib
@@ -103,7 +103,14 @@ ATTEMPTS: Mapping[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = (
 @click.option("--points", required=True, type=click.Path(path_type=Path))
 @click.option("--operators", required=True)
 @click.option("--out", required=True, type=click.Path(path_type=Path))
-@click.option("--peer", type=click.Path(path_type=Path), help="aiconfigurator's figures.")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    nargs=2,
+    metavar="NAME FILE",
+    help="Another program's figures; repeatable.",
+)
 @click.option(
     "--log",
     "logs",
@@ -113,7 +120,11 @@ ATTEMPTS: Mapping[tuple[str, str], tuple[Sequence[str], Sequence[str]]] = (
     help="A log of vLLM's requests, its engine's run file and operators; repeatable.",
 )
 def main(
-    points: Path, operators: str, out: Path, peer: Path | None, logs: Sequence[tuple[str, str, str]]
+    points: Path,
+    operators: str,
+    out: Path,
+    peers: Sequence[tuple[str, str]],
+    logs: Sequence[tuple[str, str, str]],
 ) -> None:
     """Run all variants, and write and print their tables."""
     out.mkdir(parents=True, exist_ok=True)
@@ -152,13 +163,13 @@ def main(
         ],
         "halves": halves(fits),
     }
-    if peer:
-        tables["peer"] = beside(peer, {"uncalibrated": fits["0"], "fitted": fits[FITTED]})
-        tables["peer_experts"] = [
+    for peer, file in peers:
+        tables[peer] = beside(peer, Path(file), {"uncalibrated": fits["0"], "fitted": fits[FITTED]})
+        tables[f"{peer}_experts"] = [
             {"group": name} | each
             for name, found in of_experts.items()
-            for each in beside(peer, {"uncalibrated": found})
-            if each["engine"] == "all"
+            for each in beside(peer, Path(file), {"uncalibrated": found})
+            if each["engine"] == "all" and each["n"]
         ]
     if logs:
         tables["logs"] = [each for log in logs for each in run_log(*log, out)]
@@ -298,9 +309,9 @@ def halves(fits: Mapping[str, Path]) -> list[Row]:
     return rows
 
 
-def beside(peer: Path, runs: Mapping[str, Path]) -> list[Row]:
+def beside(peer: str, file: Path, runs: Mapping[str, Path]) -> list[Row]:
     """Return median errors of the peer and of ours, on the points with figures by the peer."""
-    theirs = {each["id"]: each for each in read_csv(peer) if not each["refused"]}
+    theirs = {each["id"]: each for each in read_csv(file) if not each["refused"]}
     ours = {name: {each["id"]: each for each in _usable(out)} for name, out in runs.items()}
     rows = []
     for engine in ["all", *sorted({each["backend"] for each in _usable(runs["uncalibrated"])})]:
@@ -317,7 +328,7 @@ def beside(peer: Path, runs: Mapping[str, Path]) -> list[Row]:
                 row["n"] = len(chosen)
                 row[f"{name} %"] = _median_error(chosen, chosen, figure, "")
                 others = [theirs[each["id"]] for each in chosen]
-                row["aiconfigurator %"] = _median_error(chosen, others, figure, "aiconfigurator_")
+                row[f"{peer} %"] = _median_error(chosen, others, figure, "")
             rows.append(row)
     return rows
 
