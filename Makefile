@@ -42,7 +42,7 @@ test: $(VENV)/installed
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet $(GEMMA)
-	$(BIN)/python -m pytest -m "slow and not long" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "slow and not long" -n 2 --dist worksteal --durations 60 --durations-min 5
 
 # More of what the slow tests have samples of.
 test-long: $(VENV)/installed
