@@ -217,6 +217,9 @@ class Assignments:
         del self.unrouted[request.id]
         request.legs = legs
         self.on_legs(request)
+        if assignment.fetch_from:
+            with suppress(LostInstance):
+                self.hand_offs.fetch_cached(request, self._instance(assignment.fetch_from))
         self.hand_offs.start_leg(request)
         self.changed[legs[0].instance] = None
 

@@ -211,13 +211,19 @@ class KVShards(PlacedSlices):
         for shard, pieces in zip(self.shards, placement, strict=True):
             if shard.pool.num_free < extra * len(pieces):
                 return None
-        if cached:
-            assert self.cache
-            self.cache.acquire(*cached)
-        hold = HeldPages(self, placement, cached)
+        hold = self.hold_cached(cached, placement)
         grown = by_step or hold.grow(num_tokens)
         assert grown, "the room was counted above"
         return hold
+
+    def hold_cached(
+        self, cached: Sequence[CachedPage], placement: Placement | None = None
+    ) -> HeldPages:
+        """Hold pages of the prefix cache, and none besides."""
+        if cached:
+            assert self.cache
+            self.cache.acquire(*cached)
+        return HeldPages(self, placement or self.own, cached)
 
     def clear(self) -> None:
         """Free all pages and empty the cache, as at the start; existing holds become invalid.

@@ -19,10 +19,16 @@ from jaxinfer.serving.views import (
 
 @dataclass(slots=True)
 class Assignment:
-    """The legs that a waiting request will take; later ones may be left open."""
+    """The legs that a waiting request will take; later ones may be left open.
+
+    Attributes:
+        fetch_from: instance whose prefix cache sends the first leg's instance the beginning that
+            this one's cache lacks, if it has more; for a request that has no KV yet.
+    """
 
     request: str
     legs: tuple[Leg, ...]
+    fetch_from: str | None = None
 
 
 @dataclass(slots=True)

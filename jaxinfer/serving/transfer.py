@@ -12,7 +12,8 @@ The states of a hand-off from leg to leg, and the fields of the request in each 
 
 "There" is the instance of the ended leg, "here" is the instance of the next leg. ``sent`` counts
 the KV entries whose transfer here has started, or which the prefix cache here had. ``transfers``
-counts the transfers that have not landed.
+counts the transfers that have not landed. A request whose beginning is fetched from a prefix cache
+begins in the third state.
 
 Pages are freed as follows:
 
@@ -78,6 +79,25 @@ class HandOffs:
         request.hold = None
         if request.legs:
             self.start_leg(request, leg.hand_off)
+
+    def fetch_cached(self, request: RequestState, source: Instance) -> None:
+        """Let the first leg's instance fetch the beginning that the cache of ``source`` has.
+
+        It is as if a leg there had computed these entries. Nothing happens if the request has KV,
+        or if the cache of its own instance has as much.
+        """
+        leg = request.legs[0]
+        dest = self._instances[leg.instance]
+        if source is dest or request.exported:
+            return
+        cached = source.cached_prefix(request, leg)
+        num_tokens = len(cached) * source.page_size
+        if num_tokens > len(dest.cached_prefix(request, leg)) * dest.page_size:
+            hold = source.kv.hold_cached(cached)
+            request.computed = request.launched = num_tokens
+            request.metrics.add_cached(num_tokens)
+            request.exported = (source.name, hold)
+            source.num_exported += 1
 
     def start_leg(self, request: RequestState, rule: HandOffRule = "on_demand") -> None:
         """Put the request into its first leg's queue, or start the leg if its KV is there."""

@@ -31,12 +31,15 @@ class DisaggregatedOptions(Options):
         prefill, decode: Names of the instances; a request goes to the one with the fewest requests.
         hand_off: When KV is sent.
         max_in_prefill: Largest number of requests in one prefill instance.
+        fetch: Whether a prefill instance fetches pages of a prompt that it lacks from the decode
+            instance whose prefix cache has most of it, e.g. those of the answer before.
     """
 
     prefill: Names = ("prefill",)
     decode: Names = ("decode",)
     hand_off: HandOffRule = "on_demand"
     max_in_prefill: int = Field(default=2, ge=1)
+    fetch: bool = False
 
 
 class Disaggregated(System):
@@ -57,8 +60,10 @@ class Disaggregated(System):
         check_roles(roles, instances)
 
     def routes(self, instances: Collection[str]) -> Collection[tuple[str, str]]:
-        """Return a route from each prefill instance to each decode instance."""
-        return list(product(self.options.prefill, self.options.decode))
+        """Return a route from each prefill instance to each decode instance, and back to fetch."""
+        prefill, decode = self.options.prefill, self.options.decode
+        back = product(decode, prefill) if self.options.fetch else ()
+        return [*product(prefill, decode), *back]
 
     def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> Sequence[Assignment]:
         """Assign a leg to the prompt's end, then one to the end of the request.
@@ -79,5 +84,13 @@ class Disaggregated(System):
             there = least_loaded(decode, cluster, given)
             given.update((here, there))
             first = Leg(here, request.prompt_len, options.hand_off)
-            assignments.append(Assignment(request.id, (first, Leg(there))))
+            source = self._holder(request, decode, cluster) if options.fetch else None
+            assignments.append(Assignment(request.id, (first, Leg(there)), source))
         return assignments
+
+    def _holder(
+        self, request: RequestView, decode: Collection[str], cluster: ClusterView
+    ) -> str | None:
+        """Return the decode instance whose cache has most of the prompt."""
+        found = {name: cluster.instances[name].cached_tokens(request) for name in decode}
+        return max(found, key=found.__getitem__, default=None)

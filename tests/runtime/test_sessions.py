@@ -13,17 +13,18 @@ from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.records import read_run
 from jaxinfer.workload.bench_request import real_tokens
 
-TURNS = 8
+TURNS, PREFIX, INPUT, OUTPUT = 8, 160, 3, 4
+FIRST, GROWTH = PREFIX + INPUT, INPUT + OUTPUT
 WORKLOAD = {
     "synthetic": {
-        "input_len": 5,
-        "output_len": 4,
+        "input_len": INPUT,
+        "output_len": OUTPUT,
         "count": 2 * TURNS,
-        "prefixes": {"tokens": 40},
+        "prefixes": {"tokens": PREFIX},
         "sessions": {"turns": TURNS},
     }
 }
-ENGINE = {"page_size": 4, "num_pages": 120, "max_model_len": 128, "kernels": "plain"}
+ENGINE = {"page_size": 4, "num_pages": 160, "max_model_len": 256, "kernels": "plain"}
 
 
 def load(folder: Path, **sections: Any) -> LLM:
@@ -46,7 +47,7 @@ def run(llm: LLM, out: Path) -> tuple[dict[str, tuple[int, ...]], RunMetrics]:
 def expected(tiny_folder: Path) -> dict[str, tuple[int, ...]]:
     """The answers to prompts put together by hand, one at a time, with nothing cached."""
     llm = load(tiny_folder, engine=ENGINE | {"enable_prefix_caching": False}, ledger=False)
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     prompts: list[list[int]] = []
     answers: list[tuple[int, ...]] = []
     for index, item in enumerate(as_run_file({"workload": WORKLOAD}).requests()):
@@ -57,38 +58,49 @@ def expected(tiny_folder: Path) -> dict[str, tuple[int, ...]]:
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, progress=False)
         prompts.append(prompt)
         answers.append(tuple(output.outputs[0].token_ids))
-    assert prompts[0][:40] == prompts[TURNS][:40]
-    assert prompts[0][40:] != prompts[TURNS][40:45]
+    assert prompts[0][:PREFIX] == prompts[TURNS][:PREFIX]
+    assert prompts[0][PREFIX:] != prompts[TURNS][PREFIX:FIRST]
     return {str(index): answer for index, answer in enumerate(answers)}
 
 
+@pytest.mark.parametrize("fetch", [False, True], ids=["there", "there and back"])
 def test_answers_and_bytes_of_deltas(
-    tiny_folder: Path, tmp_path: Path, expected: dict[str, tuple[int, ...]]
+    tiny_folder: Path, tmp_path: Path, expected: dict[str, tuple[int, ...]], fetch: bool
 ) -> None:
+    """Bytes are those of the entries that were missing, by closed forms from pages of both ends."""
     groups = {"p": {"platform": "cpu"}, "d": {"platform": "cpu"}}
     llm = load(
         tiny_folder,
         groups=groups,
         instances={"prefill": {"group": "p"}, "decode": {"group": "d", "page_size": 8}},
-        system={"name": "disaggregated"},
+        system={"name": "disaggregated", "fetch": fetch},
         verify_transfers=True,
     )
-    answers, _ = run(llm, tmp_path)
+    answers, metrics = run(llm, tmp_path)
     assert answers == expected
     record = read_run(tmp_path / "1")
-    sent = {t.request: t.num_tokens for t in record.transfers}
-    lengths = {r.id: r.prompt_len for r in record.requests}
-    assert sent.keys() == lengths.keys()
-    for index in range(2 * TURNS):
+    lengths = {int(r.id): r.prompt_len for r in record.requests}
+    (token_bytes,) = {t.num_bytes / t.num_tokens for t in record.transfers}
+    assert token_bytes == 2 * 2 * 2 * 8 * 4  # Layers, keys and values, heads, channels, float32.
+    sent = {way: dict.fromkeys(lengths, 0) for way in ("prefill", "decode")}
+    for transfer in record.transfers:
+        sent[transfer.source][int(transfer.request)] += transfer.num_tokens
+    spared = 0
+    for index, prompt_len in lengths.items():
         turn = index % TURNS
-        prompt_len = 45 + turn * 9
-        assert lengths[str(index)] == prompt_len
-        # Both sessions come at once, so that their first turns find nothing. Decode has full
-        # pages of eight of the turn before, whose last token has no entry.
-        there = (prompt_len - 5 - 1) // 8 * 8 if turn else 0
-        assert sent[str(index)] == prompt_len - there
-        if turn >= 4:
-            assert sent[str(index)] * 5 <= prompt_len
+        assert prompt_len == FIRST + turn * GROWTH
+        # Both sessions come at once, so that their first turns find nothing. Of the turn before,
+        # the decode instance has full pages of eight, without its last token, which has no entry;
+        # the prefill instance has full pages of four of its prompt.
+        before = prompt_len - GROWTH if turn else 0
+        there, here = (before + OUTPUT - 1) // 8 * 8 if turn else 0, before // 4 * 4
+        assert sent["prefill"][index] == prompt_len - there
+        back = max(there - here, 0) if fetch else 0
+        assert sent["decode"][index] == back
+        spared += here + back
+        if turn >= 4:  # Whole hand-offs send the prompt.
+            assert 10 * (prompt_len - there + back) <= prompt_len
+    assert metrics.cached_tokens == spared
     assert check_decisions(tmp_path / "1").difference is None
 
 
@@ -105,6 +117,7 @@ def test_turns_of_a_session_stay_together(
     assert answers == expected
     assert {step.instance for step in read_run(tmp_path / "1").steps} == {"p", "d"}
     # Of each session: all full pages of the turn before, whose last token has no entry.
-    spared = sum((45 + turn * 9 - 5 - 1) // 4 * 4 for turn in range(1, TURNS))
+    ends = (FIRST + turn * GROWTH - INPUT - 1 for turn in range(1, TURNS))
+    spared = sum(end // 4 * 4 for end in ends)
     assert metrics.cached_tokens == 2 * spared
     assert check_decisions(tmp_path / "1").difference is None

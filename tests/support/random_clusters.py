@@ -103,7 +103,8 @@ def _options(r: random.Random, system: str, names: list[str]) -> dict[str, Any]:
         case "least_loaded":
             return {"choose": r.choice(["join_shortest_queue", "power_of_two"])}
         case "disaggregated":
-            return {"prefill": first, "decode": second, "hand_off": rule, "max_in_prefill": 2}
+            pair = {"prefill": first, "decode": second, "max_in_prefill": 2}
+            return {**pair, "hand_off": rule, "fetch": r.random() < 0.5}
         case "cronus":
             return {"partial": "i0", "chunked": "i1", "hand_off": rule}
         case "distserve":

@@ -135,7 +135,8 @@ def _disaggregated(rng: Random, names: Sequence[str]) -> Settings:
     prefill, decode = _halves(names)
     most = rng.choice((1, 2, 50))
     rule = rng.choice(RULES)
-    return {"prefill": prefill, "decode": decode, "hand_off": rule, "max_in_prefill": most}
+    options = {"prefill": prefill, "decode": decode, "hand_off": rule, "max_in_prefill": most}
+    return options | ({"fetch": True} if rng.random() < 0.5 else {})
 
 
 def _cronus(rng: Random, names: Sequence[str]) -> Settings:

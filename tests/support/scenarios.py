@@ -94,6 +94,14 @@ class Chaos(Follow):
         self.paused: set[str] = set()
         self.rooms = 0
 
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> list[Assignment]:
+        """By the scripts; beginnings may come from whatever cache has them."""
+        found = super().route(waiting, cluster)
+        for assignment in found if self.caching else ():
+            if self.rng.random() < 0.7:
+                assignment.fetch_from = self.rng.choice(sorted(cluster.instances))
+        return found
+
     def on_step(self, step: StepView, cluster: ClusterView) -> Sequence[Action]:
         return [self._act(cluster)] if self._in_the_mood() else []
 

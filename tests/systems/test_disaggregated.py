@@ -47,6 +47,7 @@ def test_options() -> None:
         "decode": ("decode",),
         "hand_off": "on_demand",
         "max_in_prefill": 2,
+        "fetch": False,
     }
     system = make(prefill="p", decode="d")
     system.check(["d", "p"])
@@ -189,7 +190,25 @@ def test_a_lost_decode_instance() -> None:
 
 def test_all_pairs_are_routes() -> None:
     system = make(prefill=["p", "q"], decode=["d", "e"])
-    assert system.routes("pqde") == [("p", "d"), ("p", "e"), ("q", "d"), ("q", "e")]
+    there = [("p", "d"), ("p", "e"), ("q", "d"), ("q", "e")]
+    assert system.routes("pqde") == there
+    back = [("d", "p"), ("d", "q"), ("e", "p"), ("e", "q")]
+    system = make(prefill=["p", "q"], decode=["d", "e"], fetch=True)
+    assert system.routes("pqde") == there + back
+
+
+def test_the_beginning_comes_from_the_decode_instance_that_has_most_of_it() -> None:
+    cached = {"p": 60, "d": 30, "e": 50}
+    there = {
+        name: SimpleNamespace(num_requests=0, cached_tokens=lambda request, count=count: count)
+        for name, count in cached.items()
+    }
+    waiting = [SimpleNamespace(id="r", prompt_len=70)]
+    for fetch in (False, True):
+        system = make(prefill="p", decode=["d", "e"], fetch=fetch)
+        (found,) = system.route(waiting, ClusterView(0.0, there))  # type: ignore[arg-type]
+        assert found.legs == (Leg("p", 70), Leg("d"))
+        assert found.fetch_from == ("e" if fetch else None)
 
 
 @pytest.mark.parametrize(
