@@ -334,10 +334,37 @@ def test_a_token_that_is_left_out_is_named(
     assert conformance.fault_of(*pair) == ""
 
 
+def test_a_delta_follows_each_whole_hand_off(outcomes: dict[tuple[str, str], HandOffCheck]) -> None:
+    """It leaves out half of the pages that end before the last of 70 tokens."""
+    bases = {"A": 32, "B": 24, "C": 64, "D": 24}
+    assert {pair: o.base for pair, o in outcomes.items() if o.verdict != "refused"} == {
+        (source, dest): bases[dest] for source, dest in product("ABCD", "ABCD")
+    }
+
+
+@pytest.mark.parametrize("pair", ["AA", "AB", "BA"])
+def test_a_delta_that_begins_a_page_late_is_named(
+    conformance: Conformance, monkeypatch: pytest.MonkeyPatch, pair: str
+) -> None:
+    send, base = Conformance._send, {"A": 32, "B": 24}[pair[1]]
+
+    def late(self: Conformance, channel: Any, dest: Any, sent: Any, transfer: Any) -> float:
+        if transfer.start:
+            transfer.start += 16
+        return send(self, channel, dest, sent, transfer)
+
+    monkeypatch.setattr(Conformance, "_send", late)
+    assert conformance.fault_of(*pair) == ""
+    begins = f"delta begins late: request 1, layer 0, keys, token {base}, head 0 "
+    assert conformance.fault_of(*pair, base).startswith(begins)
+    said = f"without the first {base} tokens: {begins}"
+    assert conformance._golden_fault(*pair).startswith(said)
+
+
 def test_golden_entries_that_are_refused_or_left_out_are_reported(
     conformance: Conformance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(source: str, dest: str) -> str:
+    def refuse(source: str, dest: str, base: int = 0) -> str:
         if source == dest:
             return ""
         raise JaxinferError("no way")
