@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from jaxinfer.files.shipped import read_shipped
 from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
-from jaxinfer.serving.paging import Paging
+from jaxinfer.serving.paging import Eviction, Paging
 from jaxinfer.serving.policies import PolicyOptions
 
 # Default numbers of requests and of tokens in a step on a GPU.
@@ -82,6 +82,7 @@ class EngineOptions(Options):
             version 1.
         watermark: Share of the pages that admission leaves free for the growth of running requests.
         paging: When pages of the KV pool are taken, cached and freed.
+        eviction: Which cached pages that no request uses are evicted first.
         late_tokens: Whether the tokens that steps in flight sample for a preempted request are
             ``dropped`` and sampled again, or ``kept``: it then waits for them.
         empty_waits: If no step could be formed while others are in flight, form the next one only
@@ -120,6 +121,7 @@ class EngineOptions(Options):
     half_batches: Literal["never", "by_time", "always"] = "never"
     watermark: float = Field(default=0.01, ge=0, lt=1)
     paging: Paging = Paging()
+    eviction: Eviction = Eviction()
     late_tokens: Literal["dropped", "kept"] = "dropped"
     empty_waits: bool = False
     max_transfers_in_flight: int = Field(default=4, ge=1)
@@ -227,6 +229,8 @@ class EngineOptions(Options):
                 f"max_num_seqs, {self.max_num_seqs}{share}: every running request decodes in "
                 f"{where}"
             )
+        if self.eviction != Eviction() and not self.enable_prefix_caching:
+            raise OptionError("eviction: is for enable_prefix_caching: true; it is false")
         buckets = self.token_buckets
         if buckets is not None and (
             sorted(set(buckets)) != list(buckets)

@@ -53,8 +53,9 @@ def _fits(given: Any, *checks: Callable[[Any], bool]) -> bool:
 
 # The measured values of each kind; kinds that are missing here have none, or a text.
 _MEASURED: dict[str, Callable[[Any], bool]] = {
-    "start": lambda g: _fits(g, _is_time, lambda x: type(x) is bool, _is_count,
-                             lambda x: isinstance(x, dict)),
+    "start": lambda g: isinstance(g, list) and _fits(
+        g[:4], _is_time, lambda x: type(x) is bool, _is_count, lambda x: isinstance(x, dict)
+    ) and all(_are(lambda y: isinstance(y, str), x) for x in g[4:5]) and len(g) < 6,
     "round": _is_time,
     "arrival": lambda g: _fits(g, _is_time, lambda x: _are(_is_count, x)),
     "step": lambda g: _fits(

@@ -56,14 +56,19 @@ class Ledger:
         """Return the world as the loop should see it."""
         return ObservedWorld(world, self) if self.hears else DecidedWorld(world, self)
 
-    def watch(self, loop: ServingLoop) -> None:
-        """Record a loop's decisions that do not reach its world."""
+    def watch(self, loop: ServingLoop, known: Sequence[str] = ()) -> None:
+        """Record a loop's decisions that do not reach its world.
+
+        Args:
+            known: ids of the requests whose uses of pages are known beforehand.
+        """
         assignments = loop.assignments
         instances = assignments.instances.values()
         self.keeps_tokens = any(each.kv.cache is not None for each in instances)
         cached = sum(shard.pool.num_idle for each in instances for shard in each.kv.shards)
         without = {each.name: gone for each in instances if (gone := _closed(each.kv))}
-        self.keep("start", [], [loop.world.now(), self.keeps_tokens, cached, without])
+        start = [loop.world.now(), self.keeps_tokens, cached, without]
+        self.keep("start", [], [*start, list(known)] if known else start)
         assignments.on_legs = self._legs
         assignments.on_preempt = lambda name, request: self.keep("victim", [name, request.id])
         assignments.on_role = lambda name, role: self.keep("role", [name, role])

@@ -1,5 +1,6 @@
 """Turns a checkpoint and a cluster configuration into instances that can run."""
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan, weight_dtype_name
 from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.worker import Worker
+from jaxinfer.serving.features.eviction import LaterUses, idle_pages, later_uses
 from jaxinfer.serving.features.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
@@ -46,6 +48,7 @@ class Engine:
         attention: fitted attention times of each shard, if profiled.
         dense: for each stage, the time of a layer without attention; empty if steps are never
             computed as two halves.
+        uses: uses of pages that are known beforehand, if an instance evicts by them.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Engine:
     role: str = ""
     attention: list[AttentionFit] = field(default_factory=list)
     dense: list[Callable[[float], float]] = field(default_factory=list)
+    uses: LaterUses | None = None
 
     @property
     def plan(self) -> StageFacts:
@@ -88,7 +92,9 @@ class Engine:
                 slices = ()
         for number in self.worker.without:
             shards[number].pool.close()
-        return KVShards(shards, self.plan.options.enable_prefix_caching)
+        options, size = self.plan.options, self.plan.limits.page_size
+        idle = idle_pages(options.eviction, size, self.name, self.uses)
+        return KVShards(shards, options.enable_prefix_caching, new_idle=idle)
 
     def new_instance(self, kv: KVShards, fit: StepFit | None = None) -> Instance:
         """Return the scheduler's instance of the engine."""
@@ -120,11 +126,19 @@ class Cluster:
         return [stage for engine in self.engines.values() for stage in engine.stages]
 
     @property
-    def read_ahead(self) -> int:
+    def uses(self) -> LaterUses | None:
+        """Uses of pages that are known beforehand, if an instance evicts by them."""
+        return next(iter(self.engines.values())).uses
+
+    @property
+    def read_ahead(self) -> float:
         """Number of unfinished requests up to which a run reads more: twice what instances can run.
 
-        A few are added so that small instances do not wait for each request.
+        A few are added so that small instances do not wait for each request. All are read if pages
+        are evicted by their next use.
         """
+        if self.uses:
+            return math.inf
         engines = self.engines.values()
         return 2 * sum(engine.plan.options.max_num_seqs for engine in engines) + 16
 
@@ -250,19 +264,20 @@ def load_cluster(
     # If the cluster fails to load, its threads would keep weights and pages.
     with ExitStack() as opened:
         divided = divided_layers(config, checkpoint.config.num_hidden_layers)
+        uses = later_uses((each.eviction, each.page_size) for each in config.instances.values())
         others = OtherProcesses.start(config, checkpoint.source, divided)
         opened.callback(others.close)
         share = others.gpu_shares.of.get(HERE)
         plans = plan_cluster(checkpoint.config, part_of(config, None), layers, share)
         for name, worker in _load_workers(checkpoint, config, plans, progress):
             opened.callback(worker.close)
-            engines[name] = _engine(config, name, worker, plans[name])
+            engines[name] = _engine(config, name, worker, plans[name], uses)
             stages[name] = worker.stages
         here = ThisProcess(stages, others.host)
         opened.callback(here.close)
         remotes = others.load(progress)
         for name, remote in remotes.items():
-            engines[name] = _engine(config, name, remote, [s.plan for s in remote.stages])
+            engines[name] = _engine(config, name, remote, [s.plan for s in remote.stages], uses)
         for name, engine in engines.items():
             of = f" of {name}" if len(engines) > 1 else ""
             kernels = " and ".join(dict.fromkeys(p.config.kernels for p in engine.plans))
@@ -326,11 +341,15 @@ def _stage(plan: StagePlan, parameters: Parameters) -> Stage:
 
 
 def _engine(
-    config: ClusterConfig, name: str, worker: Worker | AnyRemote, plans: Sequence[StageFacts]
+    config: ClusterConfig,
+    name: str,
+    worker: Worker | AnyRemote,
+    plans: Sequence[StageFacts],
+    uses: LaterUses | None,
 ) -> Engine:
     instance = config.instances[name]
     groups = stage_groups(instance)
-    engine = Engine(name, worker, plans, groups, instance.role)
+    engine = Engine(name, worker, plans, groups, instance.role, uses=uses)
     for stage, before, here in zip(engine.stages[1:], groups, groups[1:], strict=False):
         stage.link = config.link(before, here)
     return engine

@@ -79,7 +79,7 @@ class Run:
             self._renew,
         )
         if ledger:
-            ledger.watch(self._loop)
+            ledger.watch(self._loop, cluster.uses.known if cluster.uses else ())
 
     @property
     def lost(self) -> dict[str, str]:  # noqa: D102
@@ -125,6 +125,8 @@ class Run:
         self._world.add(self._groups.released_by(request))
         if self._ledger:
             self._ledger.ended(request)
+        if self._cluster.uses:
+            self._cluster.uses.ended(request)
         self._recorder.add_request(request, sampling_of(request).parent, request.output_token_ids)
         if siblings := self._groups.done_with(request):
             self._world.add(self._feed.one_ended(request, self._world.now()))

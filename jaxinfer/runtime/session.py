@@ -173,6 +173,8 @@ class Session:
         feed = RequestFeed(requests, self._cluster, self._tokenizer)
         with LoadProgress(progress) as loading:
             first = feed.read(loading.update)
+        if uses := self._cluster.uses:
+            uses.begin(first)
         with ExitStack() as stack:
             counts = self.site.counts_transfer
             ledger = self.site.run_file.ledger

@@ -365,7 +365,10 @@ class Instance:
             return None
         placement = self.place(request) if self.kv.is_spread else None
         cached = self.cached_prefix(request, leg)
-        return self.kv.reserve(request.known_until(leg), cached, placement, by_step)
+        hold = self.kv.reserve(request.known_until(leg), cached, placement, by_step)
+        if hold:
+            hold.session = request.session
+        return hold
 
     def pages_to_take(self, request: RequestState, leg: Leg) -> int:
         """Return the number of free pages per slice that ``reserve`` would use."""

@@ -1,11 +1,12 @@
 """The pages that requests hold in all shards of an instance."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from jaxinfer.serving.features.head_slices import HeldSlices, PlacedSlices, Placement
 from jaxinfer.serving.page_pool import CountedPages, Shard
 from jaxinfer.serving.paging import Paging
-from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
+from jaxinfer.serving.prefix_cache import CachedPage, IdlePages, PrefixCache
 
 
 class HeldPages(HeldSlices):
@@ -21,9 +22,11 @@ class HeldPages(HeldSlices):
         transfers: number of transfers among the users.
         released: whether the request has given the pages up; they are freed with the last user that
             is waited for.
+        session: session whose pages the prefix cache pins when they are freed; None if it pins
+            none.
     """
 
-    __slots__ = ("_pinned", "cached", "capacity", "num_hashed", "transfers", "users")
+    __slots__ = ("_pinned", "cached", "capacity", "num_hashed", "session", "transfers", "users")
 
     def __init__(
         self, kv: "KVShards", placement: Placement, cached: Sequence[CachedPage] = ()
@@ -40,6 +43,7 @@ class HeldPages(HeldSlices):
         self.num_pages = self.num_hashed = len(cached)
         self.capacity = self.num_pages * kv.page_size
         self.users = self.transfers = 0
+        self.session: str | None = None
         self.released = self._pinned = False
 
     @property
@@ -132,8 +136,12 @@ class HeldPages(HeldSlices):
                 shard.pool.give([p for i, p in enumerate(pages) if i not in self.cached])
         # The last pages are dropped first; without those before them, they could not be found.
         if self.cached:
-            assert self.kv.cache
-            self.kv.cache.drop(*[self.cached[index] for index in sorted(self.cached, reverse=True)])
+            cache = self.kv.cache
+            assert cache
+            last_first = [self.cached[index] for index in sorted(self.cached, reverse=True)]
+            if self.session is not None and cache.pin:
+                cache.pin(self.session, last_first)
+            cache.drop(*last_first)
         self.kv.on_free()
 
     def keep(self, digests: Sequence[bytes]) -> None:
@@ -155,6 +163,7 @@ class KVShards(PlacedSlices):
     Args:
         caching: keep full pages after their request has ended, for requests with the same prefix.
         paging: when pages are taken, cached and freed.
+        new_idle: makes the prefix cache's idle pages, if they have an order of their own.
 
     Attributes:
         cache: the kept pages, or None.
@@ -166,7 +175,11 @@ class KVShards(PlacedSlices):
     """
 
     def __init__(
-        self, shards: list[Shard], caching: bool = False, paging: Paging | None = None
+        self,
+        shards: list[Shard],
+        caching: bool = False,
+        paging: Paging | None = None,
+        new_idle: Callable[[], IdlePages] = OrderedDict,
     ) -> None:
         self.page_size = shards[0].pool.page_size
         if any(shard.pool.page_size != self.page_size for shard in shards):
@@ -175,7 +188,8 @@ class KVShards(PlacedSlices):
         self.has_numbers = not all(isinstance(shard.pool, CountedPages) for shard in shards)
         self.paging = paging or Paging()
         self.frees_at_once = self.paging.free == "at_once"
-        self.cache = PrefixCache(shards, self.paging.twins) if caching else None
+        self._new_idle = new_idle
+        self.cache = PrefixCache(shards, self.paging.twins, new_idle()) if caching else None
         self.on_free: Callable[[], None] = lambda: None
         self.reserved: dict[HeldPages, Callable[[], None]] = {}
         if caching and self.is_spread:
@@ -235,7 +249,7 @@ class KVShards(PlacedSlices):
             shard.pool.clear()
             shard.num_pairs = 0
         if self.cache:
-            self.cache = PrefixCache(self.shards, self.paging.twins)
+            self.cache = PrefixCache(self.shards, self.paging.twins, self._new_idle())
 
     def take_back_reserved(self) -> bool:
         """Take back the latest reservation; return False if there is none."""

@@ -5,7 +5,8 @@ mean equal KV entries. Only pages whose entries exist are kept; they are never w
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from jaxinfer.serving.page_pool import Shard
 
@@ -26,19 +27,36 @@ class CachedPage:
         self.holds = 1
 
 
+class IdlePages(Protocol):
+    """Pages that no request holds; ``popitem(last=False)`` removes the one to evict."""
+
+    def __setitem__(self, page: CachedPage, value: None) -> None: ...
+    def __delitem__(self, page: CachedPage) -> None: ...
+    def __iter__(self) -> Iterator[CachedPage]: ...
+    def __len__(self) -> int: ...
+    def popitem(self, last: bool = ...) -> tuple[CachedPage, None]: ...  # noqa: D102
+
+
 class PrefixCache:
     """The cached pages of one instance; the least recently used idle one is evicted first.
 
     Args:
         shards: shards of the instance; each counts its idle pages as free.
         twins: keep a page if one with the same tokens is there already; requests get the oldest.
+        idle: empty; keeps idle pages in another order of eviction (``features/eviction.py``).
+
+    Attributes:
+        pin: pins a session's pages; None if ``idle`` pins none.
     """
 
-    def __init__(self, shards: list[Shard], twins: bool = False) -> None:
+    def __init__(
+        self, shards: list[Shard], twins: bool = False, idle: IdlePages | None = None
+    ) -> None:
         self._shards, self._keeps_twins = shards, twins
         # By digest, the oldest first.
         self._pages: dict[bytes, list[CachedPage]] = {}
-        self._idle: OrderedDict[CachedPage, None] = OrderedDict()
+        self._idle: IdlePages = OrderedDict() if idle is None else idle
+        self.pin: Callable[[str, Sequence[CachedPage]], None] | None = getattr(idle, "pin", None)
         for shard in shards:
             shard.pool.evict = self.evict
 
@@ -88,7 +106,7 @@ class PrefixCache:
         return page
 
     def evict(self, count: int = 1) -> None:
-        """Free the pages that have been idle for longest: about ``count`` of each shard."""
+        """Free idle pages, about ``count`` of each shard: by default those idle for longest."""
         each = max(len(shard.slices) for shard in self._shards)
         gone = [self._idle.popitem(last=False)[0] for _ in range(-(-count // each))]
         for page in gone:

@@ -14,6 +14,7 @@ from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.hardware.network import Link
 from jaxinfer.options.validation import within
 from jaxinfer.serving.batch import Work
+from jaxinfer.serving.features.eviction import LaterUses, idle_pages
 from jaxinfer.serving.features.half_batches import choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards
@@ -122,12 +123,14 @@ class ModelledInstance:
         has_tokens: bool,
         num_output: Callable[[RequestState], int],
         numbers_pages: bool = False,
+        uses: LaterUses | None = None,
     ) -> Instance:
         """Return the scheduler's instance with empty pools. The prefix cache needs known tokens.
 
         Args:
             num_output: returns the number of output tokens that end a request.
             numbers_pages: whether pages need numbers, because the system or a ledger reads them.
+            uses: uses of pages that are known beforehand, if pages are evicted by them.
         """
         size = self.config.page_size
         caching = self.config.enable_prefix_caching and has_tokens
@@ -135,7 +138,8 @@ class ModelledInstance:
         shards = [Shard(pool(count, size), stage=i) for i, count in enumerate(self.num_pages)]
         if self.shards:
             shards = [shard.new(size, pool) for shard in self.shards]
-        kv = KVShards(shards, caching, self.config.paging)
+        idle = idle_pages(self.config.eviction, size, name, uses)
+        kv = KVShards(shards, caching, self.config.paging, idle)
         options = instance_options(self.config, len(self.config.places))
         policies = make_policies(self.config.policies)
         role = self.config.role

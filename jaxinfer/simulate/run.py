@@ -1,7 +1,7 @@
 """Simulates a workload on a modelled cluster: the serving loop in virtual time."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jaxinfer.config.groups import GroupConfig
@@ -12,6 +12,7 @@ from jaxinfer.config.site_values import SiteGroup
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.recorder import Recorder
+from jaxinfer.serving.features.eviction import later_uses
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Event, StepDone
@@ -81,10 +82,16 @@ def serve(
     longest = cluster.site.model.max_position_embeddings if cluster.site else None
     requests = ModelledRequests(work, site.run_file.workload, site.instances, longest)
     alike = not system.needs_decode_rows, requests.has_tokens, requests.num_output
+    uses = later_uses((each.config.eviction, each.config.page_size) for each in modelled.values())
     instances = [
-        each.new_instance(name, cluster.fits.get(name), *alike) for name, each in modelled.items()
+        each.new_instance(name, cluster.fits.get(name), *alike, uses=uses)
+        for name, each in modelled.items()
     ]
-    world = SimulatedWorld(cluster, requests.by_arrival(), start)
+    arriving: Iterable[RequestState] = requests.by_arrival()
+    if uses:
+        arriving = list(arriving)
+        uses.begin(arriving)
+    world = SimulatedWorld(cluster, arriving, start)
     waiting, beyond = requests.by_ends(), BeyondMeasured(modelled)
 
     def on_finish(request: RequestState) -> None:
@@ -92,6 +99,8 @@ def serve(
             raise JaxinferError(request.error)
         if ledger:
             ledger.ended(request)
+        if uses:
+            uses.ended(request)
         if waiting:
             for number in waiting.ended(request.id):
                 world.add(requests.after_an_end(number, request, world.now()))

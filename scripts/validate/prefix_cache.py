@@ -90,12 +90,15 @@ def drawn(seed: int = 7, requests: int = 240) -> list[BenchRequest]:
     return whole_blocks(work)
 
 
-def spared(work: Sequence[BenchRequest], blocks: int, instances: int = 1) -> list[int]:
+def spared(
+    work: Sequence[BenchRequest], blocks: int, instances: int = 1, order: str = "lru"
+) -> list[int]:
     """Return the prompt tokens that each request takes from the cache, in a simulation.
 
     Args:
         blocks: number of blocks that each instance can keep beside a request's last token.
         instances: number of instances that take requests in turns.
+        order: order of eviction.
     """
     longest = max(item.prompt_len for item in work) + 1
     engine = {
@@ -107,6 +110,7 @@ def spared(work: Sequence[BenchRequest], blocks: int, instances: int = 1) -> lis
         "max_model_len": longest,
         "watermark": 0.0,
         "launch_ahead": False,
+        "eviction": {"order": order},
     }
     config = as_run_file(
         {

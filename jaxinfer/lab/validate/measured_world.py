@@ -47,6 +47,7 @@ class Measured:
         cached: pages that prefix caches had at the start.
         keeps_tokens: whether prompts and sampled tokens are recorded.
         without: numbers of the shards that were lost at the start, by instance.
+        known: ids of the requests whose uses of pages were known at the start.
     """
 
     steps: dict[tuple[str, int], deque[tuple[When, Any]]] = field(
@@ -65,10 +66,17 @@ class Measured:
     cached: int = 0
     keeps_tokens: bool = False
     without: dict[str, list[int]] = field(default_factory=dict)
+    known: list[str] = field(default_factory=list)
 
     def predict(self, request: RequestState) -> tuple[int, int] | None:
         """Return the recorded prediction."""
         return self.predicted.get(request.id)
+
+    @property
+    def known_requests(self) -> list[RequestState]:
+        """Requests whose uses of pages were known at the start, as far as they arrived."""
+        arrived = {request.id: request for _, request in self.arrivals}
+        return [arrived[name] for name in self.known if name in arrived]
 
     def check_stop(self, request: RequestState, token: int) -> Stop | None:
         """End a request where the real one was ended by its text or by a NaN."""
@@ -87,7 +95,8 @@ def measured(entries: Sequence[Entry]) -> Measured:
         when = now, number
         match kind:
             case "start":
-                found.start, found.keeps_tokens, found.cached, found.without = given
+                found.start, found.keeps_tokens, found.cached, found.without, *known = given
+                found.known = known[0] if known else []
             case "round":
                 now = given
             case "arrival":

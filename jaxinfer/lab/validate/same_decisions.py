@@ -15,6 +15,7 @@ from jaxinfer.ledger.ledger_file import NAME, Entries, Entry, ledger_hash, read_
 from jaxinfer.ledger.observer import Ledger
 from jaxinfer.report.origin import made_by_another
 from jaxinfer.report.records import read_run_json, reporting_damage
+from jaxinfer.serving.features.eviction import later_uses
 from jaxinfer.serving.features.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loop import ServingLoop
@@ -103,10 +104,14 @@ def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[
     fits = _fits(folder, site, run)
     ledger = Ledger(Entries())
     world = MeasuredWorld(given)
+    configs = site.cluster.instances.values()
+    uses = later_uses((config.eviction, config.page_size) for config in configs)
+    if uses:
+        uses.begin(given.known_requests)
 
     def new(name: str) -> Instance:
         instance = modelled[name].new_instance(
-            name, fits.get(name), False, given.keeps_tokens, _max_tokens, numbers_pages=True
+            name, fits.get(name), False, given.keeps_tokens, _max_tokens, True, uses
         )
         # Not by the costs of a model, because there are none.
         pays = by_fits(instance.shards)
@@ -119,6 +124,11 @@ def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[
         instances[name] = instance
         return instance
 
+    def ended(request: RequestState) -> None:
+        ledger.ended(request)
+        if uses:
+            uses.ended(request)
+
     instances = {name: new(name) for name in modelled}
     for name, closed in given.without.items():
         instances[name].go_without(closed)
@@ -127,7 +137,7 @@ def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[
         list(instances.values()),
         site.new_system(),
         given.check_stop,
-        ledger.ended,
+        ended,
         predict=given.predict,
         renew=renew,
     )

@@ -1,0 +1,180 @@
+"""Orders of eviction other than the least recent use: by the next use, and sessions' pages last."""
+
+import heapq
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from jaxinfer.serving.paging import Eviction
+from jaxinfer.serving.prefix_cache import CachedPage, IdlePages
+from jaxinfer.serving.request_state import RequestState
+
+# Negative time and number of a use, so that the last of several is the next one.
+_Use = tuple[float, int, RequestState]
+_NEVER = -math.inf, 0
+
+
+class LaterUses:
+    """Uses of pages by requests that are known before they arrive, in the order of arrival.
+
+    Args:
+        page_sizes: the instances' page sizes.
+
+    Attributes:
+        known: ids of the requests that were known when the run began.
+    """
+
+    def __init__(self, page_sizes: Iterable[int]) -> None:
+        self._uses: dict[int, dict[bytes, list[_Use]]] = {size: {} for size in page_sizes}
+        self.known: list[str] = []
+
+    def begin(self, requests: Sequence[RequestState]) -> None:
+        """Forget all uses, and note those of these requests."""
+        self.known = [request.id for request in requests]
+        for size, uses in self._uses.items():
+            uses.clear()
+            for number, request in enumerate(requests):
+                for digest in _digests(request, size):
+                    uses.setdefault(digest, []).append((-request.arrival, -number, request))
+            for each in uses.values():
+                each.sort()
+
+    def ended(self, request: RequestState) -> None:
+        """Forget the uses of a request."""
+        for size, uses in self._uses.items():
+            for digest in _digests(request, size):
+                here = uses.get(digest, [])
+                # It is one of the next.
+                for index in range(len(here) - 1, -1, -1):
+                    if here[index][2] is request:
+                        del here[index]
+                        break
+                if digest in uses and not here:
+                    del uses[digest]
+
+    def next_use(self, digest: bytes, page_size: int, instance: str) -> tuple[float, int]:
+        """Return the negative time and number of a page's next use on an instance."""
+        for time, number, request in reversed(self._uses[page_size].get(digest, ())):
+            legs = request.legs
+            to_come = legs[1:] if request.hold else legs
+            if not legs or any(leg.instance == instance for leg in to_come):
+                return time, number
+        return _NEVER
+
+
+def _digests(request: RequestState, page_size: int) -> Sequence[bytes]:
+    """Return the digests of the prompt's pages that a cache can spare the request."""
+    if not request.prompt_token_ids:
+        return ()
+    return request.page_digests(page_size, (request.prompt_len - 1) // page_size)
+
+
+class ByNextUse(OrderedDict[CachedPage, None]):
+    """Idle pages, of which the one whose next use is farthest away goes first: Belady's rule.
+
+    Of pages with the same next use, the one that became idle first goes first: pages of a prompt
+    become idle from its end on.
+
+    Args:
+        next_use: returns the negative time and number of the next use of a digest.
+    """
+
+    def __init__(self, next_use: Callable[[bytes], tuple[float, int]]) -> None:
+        super().__init__()
+        self._next_use = next_use
+        # Uses change: a page that is needed sooner than its entry says is sorted in again when it
+        # comes first, and one that is needed later when there are too many entries.
+        self._heap: list[tuple[tuple[float, int], int, CachedPage]] = []
+        self._number = 0
+
+    def __setitem__(self, page: CachedPage, value: None) -> None:
+        super().__setitem__(page, value)
+        heapq.heappush(self._heap, self._entry(page))
+        if len(self._heap) > 2 * len(self) + 64:
+            self._heap = [self._entry(each) for each in self]
+            heapq.heapify(self._heap)
+
+    def _entry(self, page: CachedPage) -> tuple[tuple[float, int], int, CachedPage]:
+        self._number += 1
+        return self._next_use(page.digest), self._number, page
+
+    def popitem(self, last: bool = False) -> tuple[CachedPage, None]:
+        """Remove and return the page that is needed last of all."""
+        while True:
+            use, _, page = heapq.heappop(self._heap)
+            if page not in self:
+                continue
+            if use == self._next_use(page.digest):
+                del self[page]
+                return page, None
+            heapq.heappush(self._heap, self._entry(page))
+
+
+class PinnedLast:
+    """Idle pages, of which those of pinned sessions go last, the least recently used first.
+
+    Args:
+        limit: largest number of pinned pages; a page of several sessions counts for each. The
+            sessions that ended a turn last are pinned.
+        others: the other idle pages.
+    """
+
+    def __init__(self, limit: int, others: IdlePages) -> None:
+        self._limit, self._others = limit, others
+        self._idle: OrderedDict[CachedPage, None] = OrderedDict()
+        self._sessions: OrderedDict[str, Sequence[CachedPage]] = OrderedDict()
+        self._pins: Counter[CachedPage] = Counter()
+
+    def pin(self, session: str, pages: Sequence[CachedPage]) -> None:
+        """Pin a session's pages, the last one first, in place of those of its turn before."""
+        self._pins.update(pages)
+        self._unpin(self._sessions.pop(session, ()))
+        self._sessions[session] = pages
+        while sum(map(len, self._sessions.values())) > self._limit:
+            self._unpin(self._sessions.popitem(last=False)[1])
+
+    def _unpin(self, pages: Sequence[CachedPage]) -> None:
+        for page in pages:
+            self._pins[page] -= 1
+            if not self._pins[page]:
+                del self._pins[page]
+                if page in self._idle:
+                    del self._idle[page]
+                    self._others[page] = None
+
+    def __setitem__(self, page: CachedPage, value: None) -> None:
+        (self._idle if page in self._pins else self._others)[page] = None
+
+    def __delitem__(self, page: CachedPage) -> None:
+        del (self._idle if page in self._pins else self._others)[page]
+
+    def popitem(self, last: bool = False) -> tuple[CachedPage, None]:
+        """Remove and return a page that is not pinned or, without any, one that is."""
+        return (self._others if len(self._others) else self._idle).popitem(last=False)
+
+    def __iter__(self) -> Iterator[CachedPage]:
+        yield from self._others
+        yield from self._idle
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._idle)
+
+
+def later_uses(engines: Iterable[tuple[Eviction, int]]) -> LaterUses | None:
+    """Return what instances with these options and page sizes share; None if none needs it."""
+    sizes = {size for options, size in engines if options.order == "next_use"}
+    return LaterUses(sizes) if sizes else None
+
+
+def idle_pages(
+    options: Eviction, page_size: int, instance: str, uses: LaterUses | None
+) -> Callable[[], IdlePages]:
+    """Return a function that makes an instance's idle pages, in the order of its options."""
+
+    def plain() -> IdlePages:
+        if options.order == "lru":
+            return OrderedDict()
+        assert uses
+        return ByNextUse(lambda digest: uses.next_use(digest, page_size, instance))
+
+    return lambda: PinnedLast(options.pin_pages, plain()) if options.pin_pages else plain()
