@@ -18,7 +18,10 @@ FLOORS = (
     ("options",),
     ("request", "hardware", "pallas_kernels"),
     ("serving", "models"),
-    ("systems", "ledger", "steps", "workload", "checkpoints", "sharding", "simulate.published"),
+    (
+        *("systems", "caches", "ledger", "steps", "workload", "checkpoints", "sharding"),
+        "simulate.published",
+    ),
     ("text",),
     ("config",),
     ("report", "simulate.costs", "runtime.stage"),

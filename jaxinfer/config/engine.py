@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from jaxinfer.caches.eviction import Eviction
 from jaxinfer.files.shipped import read_shipped
 from jaxinfer.options.validation import OptionError, Options, did_you_mean, shown
-from jaxinfer.serving.paging import Eviction, Paging
+from jaxinfer.serving.paging import Paging
 from jaxinfer.serving.policies import PolicyOptions
 
 # Default numbers of requests and of tokens in a step on a GPU.

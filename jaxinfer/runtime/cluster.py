@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from jaxinfer.caches.eviction import idle_pages, later_uses
+from jaxinfer.caches.later_uses import LaterUses
 from jaxinfer.checkpoints.open_tensors import Checkpoint
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, TransportChoice, instance_options
 from jaxinfer.config.processes import is_divided, part_of, processes_of
@@ -28,7 +30,6 @@ from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan, weight_dtype_name
 from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.worker import Worker
-from jaxinfer.serving.features.eviction import LaterUses, idle_pages, later_uses
 from jaxinfer.serving.features.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards

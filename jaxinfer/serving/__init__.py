@@ -14,7 +14,7 @@ Read the files in this order. Each answers one question:
 8. ``transfer.py``: how does KV get from one instance to the next, and what frees it?
 9. ``world.py``: what must a world provide? ``batch.py`` is what it receives.
 
-Leave for later: ``features/`` (lost instances, slices of KV heads, half batches, orders of
-eviction, and the grouped decodes that make simulations fast), ``step_fit.py`` (for certain papers),
-``releases.py`` (closed loops).
+Leave for later: ``features/`` (lost instances, slices of KV heads, half batches, and the grouped
+decodes that make simulations fast), ``step_fit.py`` (for certain papers), ``releases.py`` (closed
+loops).
 """

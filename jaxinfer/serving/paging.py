@@ -1,8 +1,6 @@
-"""Options of when an instance's pages are taken, cached, freed and evicted."""
+"""Options of when an instance's pages are taken, cached and freed."""
 
 from typing import Literal
-
-from pydantic import Field
 
 from jaxinfer.options.validation import Options
 
@@ -25,18 +23,3 @@ class Paging(Options):
     cache: Literal["computed", "launched"] = "computed"
     twins: bool = False
     free: Literal["unused", "at_once"] = "unused"
-
-
-class Eviction(Options):
-    """Options for which cached pages that no request uses are evicted first.
-
-    Attributes:
-        order: The page that was used least recently (``lru``), or the one whose ``next_use`` by a
-            request of the run that waits for no other is last. A run then reads all its requests
-            before it starts.
-        pin_pages: Largest number of pages of sessions, those with the latest turns, that are
-            evicted only if there are no others. A page counts once for each session.
-    """
-
-    order: Literal["lru", "next_use"] = "lru"
-    pin_pages: int = Field(default=0, ge=0)

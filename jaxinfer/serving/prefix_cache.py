@@ -43,7 +43,7 @@ class PrefixCache:
     Args:
         shards: shards of the instance; each counts its idle pages as free.
         twins: keep a page if one with the same tokens is there already; requests get the oldest.
-        idle: empty; keeps idle pages in another order of eviction (``features/eviction.py``).
+        idle: empty; keeps idle pages in another order of eviction (``caches/eviction.py``).
 
     Attributes:
         pin: pins a session's pages; None if ``idle`` pins none.

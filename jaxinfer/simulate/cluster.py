@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxinfer.caches.eviction import idle_pages
+from jaxinfer.caches.later_uses import LaterUses
 from jaxinfer.config.cluster import InstanceConfig, instance_options
 from jaxinfer.config.layer_split import shared_layers
 from jaxinfer.config.nodes import NetworkPath
@@ -14,7 +16,6 @@ from jaxinfer.hardware.efficiency import Efficiency, model_flops
 from jaxinfer.hardware.network import Link
 from jaxinfer.options.validation import within
 from jaxinfer.serving.batch import Work
-from jaxinfer.serving.features.eviction import LaterUses, idle_pages
 from jaxinfer.serving.features.half_batches import choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.kv_shards import KVShards

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from jaxinfer.caches.eviction import later_uses
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import RunFile
@@ -12,7 +13,6 @@ from jaxinfer.config.site_values import SiteGroup
 from jaxinfer.errors import JaxinferError
 from jaxinfer.report.metrics import RunMetrics
 from jaxinfer.report.recorder import Recorder
-from jaxinfer.serving.features.eviction import later_uses
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import Event, StepDone

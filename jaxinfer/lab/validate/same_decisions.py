@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxinfer.caches.eviction import later_uses
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.resolve import Resolved, resolve
 from jaxinfer.config.run_file import as_run_file
@@ -15,7 +16,6 @@ from jaxinfer.ledger.ledger_file import NAME, Entries, Entry, ledger_hash, read_
 from jaxinfer.ledger.observer import Ledger
 from jaxinfer.report.origin import made_by_another
 from jaxinfer.report.records import read_run_json, reporting_damage
-from jaxinfer.serving.features.eviction import later_uses
 from jaxinfer.serving.features.half_batches import by_fits, choice
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.loop import ServingLoop

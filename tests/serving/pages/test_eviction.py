@@ -13,7 +13,8 @@ from properties import examples
 from scenarios import Chaos, Follow, Scenario, Script, scenarios
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
-from jaxinfer.serving.features.eviction import ByNextUse, LaterUses, PinnedLast
+from jaxinfer.caches.eviction import ByNextUse, PinnedLast
+from jaxinfer.caches.later_uses import LaterUses
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache

@@ -1,72 +1,30 @@
 """Orders of eviction other than the least recent use: by the next use, and sessions' pages last."""
 
 import heapq
-import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
 
-from jaxinfer.serving.paging import Eviction
+from pydantic import Field
+
+from jaxinfer.caches.later_uses import LaterUses
+from jaxinfer.options.validation import Options
 from jaxinfer.serving.prefix_cache import CachedPage, IdlePages
-from jaxinfer.serving.request_state import RequestState
-
-# Negative time and number of a use, so that the last of several is the next one.
-_Use = tuple[float, int, RequestState]
-_NEVER = -math.inf, 0
 
 
-class LaterUses:
-    """Uses of pages by requests that are known before they arrive, in the order of arrival.
-
-    Args:
-        page_sizes: the instances' page sizes.
+class Eviction(Options):
+    """Options for which cached pages that no request uses are evicted first.
 
     Attributes:
-        known: ids of the requests that were known when the run began.
+        order: The page that was used least recently (``lru``), or the one whose ``next_use`` by a
+            request of the run that waits for no other is last. A run then reads all its requests
+            before it starts.
+        pin_pages: Largest number of pages of sessions, those with the latest turns, that are
+            evicted only if there are no others. A page counts once for each session.
     """
 
-    def __init__(self, page_sizes: Iterable[int]) -> None:
-        self._uses: dict[int, dict[bytes, list[_Use]]] = {size: {} for size in page_sizes}
-        self.known: list[str] = []
-
-    def begin(self, requests: Sequence[RequestState]) -> None:
-        """Forget all uses, and note those of these requests."""
-        self.known = [request.id for request in requests]
-        for size, uses in self._uses.items():
-            uses.clear()
-            for number, request in enumerate(requests):
-                for digest in _digests(request, size):
-                    uses.setdefault(digest, []).append((-request.arrival, -number, request))
-            for each in uses.values():
-                each.sort()
-
-    def ended(self, request: RequestState) -> None:
-        """Forget the uses of a request."""
-        for size, uses in self._uses.items():
-            for digest in _digests(request, size):
-                here = uses.get(digest, [])
-                # It is one of the next.
-                for index in range(len(here) - 1, -1, -1):
-                    if here[index][2] is request:
-                        del here[index]
-                        break
-                if digest in uses and not here:
-                    del uses[digest]
-
-    def next_use(self, digest: bytes, page_size: int, instance: str) -> tuple[float, int]:
-        """Return the negative time and number of a page's next use on an instance."""
-        for time, number, request in reversed(self._uses[page_size].get(digest, ())):
-            legs = request.legs
-            to_come = legs[1:] if request.hold else legs
-            if not legs or any(leg.instance == instance for leg in to_come):
-                return time, number
-        return _NEVER
-
-
-def _digests(request: RequestState, page_size: int) -> Sequence[bytes]:
-    """Return the digests of the prompt's pages that a cache can spare the request."""
-    if not request.prompt_token_ids:
-        return ()
-    return request.page_digests(page_size, (request.prompt_len - 1) // page_size)
+    order: Literal["lru", "next_use"] = "lru"
+    pin_pages: int = Field(default=0, ge=0)
 
 
 class ByNextUse(OrderedDict[CachedPage, None]):
@@ -160,12 +118,6 @@ class PinnedLast:
         return len(self._others) + len(self._idle)
 
 
-def later_uses(engines: Iterable[tuple[Eviction, int]]) -> LaterUses | None:
-    """Return what instances with these options and page sizes share; None if none needs it."""
-    sizes = {size for options, size in engines if options.order == "next_use"}
-    return LaterUses(sizes) if sizes else None
-
-
 def idle_pages(
     options: Eviction, page_size: int, instance: str, uses: LaterUses | None
 ) -> Callable[[], IdlePages]:
@@ -178,3 +130,9 @@ def idle_pages(
         return ByNextUse(lambda digest: uses.next_use(digest, page_size, instance))
 
     return lambda: PinnedLast(options.pin_pages, plain()) if options.pin_pages else plain()
+
+
+def later_uses(engines: Iterable[tuple[Eviction, int]]) -> LaterUses | None:
+    """Return what instances with these options and page sizes share; None if none needs it."""
+    sizes = {size for options, size in engines if options.order == "next_use"}
+    return LaterUses(sizes) if sizes else None
