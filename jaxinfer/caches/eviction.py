@@ -21,10 +21,15 @@ class Eviction(Options):
             before it starts.
         pin_pages: Largest number of pages of sessions, those with the latest turns, that are
             evicted only if there are no others. A page counts once for each session.
+        tier: Instance that computes nothing, and keeps copies of pages when their request ends, so
+            that they can be fetched after they have been evicted here.
+        tier_takes: Whether these are pages of all requests, or only of those of sessions.
     """
 
     order: Literal["lru", "next_use"] = "lru"
     pin_pages: int = Field(default=0, ge=0)
+    tier: str | None = None
+    tier_takes: Literal["all", "sessions"] = "all"
 
 
 class ByNextUse(OrderedDict[CachedPage, None]):

@@ -29,9 +29,12 @@ class InstanceConfig(EngineOptions):
             in each role.
         segments: Number of parts in which a stage's layers are compiled, for ``per_segment``. KV is
             sent as soon as its part is computed.
+        computes: With ``false``, the instance has no weights and only keeps pages for others, whose
+            ``eviction.tier`` names it.
     """
 
     segments: int = Field(default=1, ge=1)
+    computes: bool = True
     role: str = ""
     group: str | None = None
     stages: tuple[StageConfig, ...] = Field(default=(), strict=False)
@@ -56,6 +59,8 @@ class InstanceConfig(EngineOptions):
             raise OptionError(
                 f"half_batches is {self.half_batches}, must be never without attention groups"
             )
+        if not self.computes and not self.enable_prefix_caching:
+            raise OptionError("computes: enable_prefix_caching is false, it must keep pages")
 
     def _check_spread(self) -> None:
         """Refuse options that require all KV heads of a stage to lie together."""
@@ -154,6 +159,7 @@ class ClusterConfig(Options):
                 raise JaxinferError(f"groups.{name}: no instance stands on it")
         self._check_processes()
         self._check_weights()
+        self._check_tiers()
         pairs = Counter(frozenset(link.between) for link in self.links)
         for pair, count in pairs.items():
             if count > 1:
@@ -235,6 +241,34 @@ class ClusterConfig(Options):
         if len(formats) > 1:
             raise JaxinferError("load_format is auto and dummy, must be the same of all instances")
 
+    def _check_tiers(self) -> None:
+        """Refuse tiers that compute, and instances that neither compute nor keep pages."""
+        for name, tier in self.tiers.items():
+            where = f"instances.{name}.eviction.tier"
+            if tier not in self.instances:
+                raise JaxinferError(
+                    f"{where}: no instance {tier!r}: {did_you_mean(tier, self.instances)}"
+                )
+            if self.instances[tier].computes or not self.instances[name].computes:
+                raise JaxinferError(
+                    f"{where} is {tier}, must be one with computes: false, of one that computes"
+                )
+        for name in self.instances.keys() - self.computing.keys() - {*self.tiers.values()}:
+            raise JaxinferError(
+                f"instances.{name}.computes is false, and it is no instance's eviction.tier"
+            )
+
+    @property
+    def tiers(self) -> dict[str, str]:
+        """The instances that keep pages, by those whose pages they keep."""
+        found = {name: each.eviction.tier for name, each in self.instances.items()}
+        return {name: tier for name, tier in found.items() if tier is not None}
+
+    @property
+    def computing(self) -> dict[str, InstanceConfig]:
+        """The instances that a system sees."""
+        return {name: each for name, each in self.instances.items() if each.computes}
+
     def _check_group(self, where: str, name: str) -> None:
         if name not in self.groups:
             raise JaxinferError(f"{where}: no group {name!r}: {did_you_mean(name, self.groups)}")
@@ -277,6 +311,9 @@ def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions
         watermark=options.watermark,
         late_tokens=options.late_tokens,
         empty_waits=options.empty_waits,
+        computes=getattr(options, "computes", True),
+        tier=options.eviction.tier,
+        tier_takes=options.eviction.tier_takes,
     )
 
 

@@ -35,7 +35,7 @@ class Resolved:
 
     def new_system(self) -> System:
         """Return a new system, in its state before a run."""
-        return make_system(self.run_file.system, self.instances)
+        return make_system(self.run_file.system, self.cluster.computing)
 
 
 def resolve(run_file: RunFile) -> Resolved:
@@ -46,16 +46,19 @@ def resolve(run_file: RunFile) -> Resolved:
             work with them.
     """
     cluster = run_file.cluster()
-    system = make_system(run_file.system, cluster.instances)
+    system = make_system(run_file.system, cluster.computing)
     for name, instance in cluster.instances.items():
         if system.roles is not None and instance.role not in ("", *system.roles):
             near = did_you_mean(instance.role, system.roles)
             raise OptionError(f"instances.{name}.role is {instance.role!r}: {near}")
     counts = run_file.metrics.ttft_counts_transfer
+    pairs = dict.fromkeys(system.routes(cluster.computing))
+    for name, tier in cluster.tiers.items():
+        pairs |= {(name, tier): None, (tier, name): None}
     return Resolved(
         run_file,
         cluster,
-        system.routes(cluster.instances),
+        [*pairs],
         system.ttft_counts_transfer if counts is None else counts,
         system.needs_fits,
         system.needs_attention_fits,

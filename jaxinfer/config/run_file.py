@@ -205,7 +205,7 @@ def load_run_file(path: str | Path | None, settings: Sequence[str] = ()) -> RunF
         apply_setting(data, setting)
     try:
         config = as_run_file(data)
-        make_system(config.system, config.cluster().instances)
+        make_system(config.system, config.cluster().computing)
         return config
     except JaxinferError as error:
         raise JaxinferError(f"{path}: {error}" if path else str(error)) from None

@@ -25,6 +25,7 @@ from jaxinfer.runtime.processes.restarts import Restarts
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.stage.cluster_plan import divided_layers, plan_cluster
 from jaxinfer.runtime.stage.devices import device_name
+from jaxinfer.runtime.stage.keeping_stage import KeepingStage
 from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan, weight_dtype_name
@@ -330,10 +331,14 @@ def _load_workers(
         return
     what = "drawing random weights" if config.load_format == "dummy" else "loading weights"
     progress(what, 1)
-    parameters = iter(load_parameters(checkpoint, [p for stages in plans.values() for p in stages]))
+    computing = [p for name in plans if config.instances[name].computes for p in plans[name]]
+    parameters = iter(load_parameters(checkpoint, computing) if computing else ())
     progress(what, 0)
     for name, stages in plans.items():
-        loaded = [_stage(plan, next(parameters)) for plan in stages]
+        if config.instances[name].computes:
+            loaded = [_stage(plan, next(parameters)) for plan in stages]
+        else:
+            loaded = [KeepingStage(plan) for plan in stages]
         yield name, Worker(loaded, stage_groups(config.instances[name]))
 
 

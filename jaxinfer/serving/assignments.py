@@ -80,6 +80,8 @@ class Assignments:
     def _watch(self, instance: Instance) -> None:
         instance.kv.on_free = partial(self._mark_changed, instance.name)
         instance.on_preempt = lambda request: self.on_preempt(instance.name, request)
+        if instance.options.tier:
+            instance.fetch = partial(self._fetch, instance.options.tier)
         if self._hooks.places:
             instance.place = lambda request: self._hooks.place(request, instance)
         if self._hooks.makes_room:
@@ -88,6 +90,11 @@ class Assignments:
     def _make_room(self, instance: Instance, request: RequestState, shard: int) -> None:
         """Let the system move slices out of a shard while a batch is formed."""
         self.act(lambda: self._hooks.make_room(request, shard, instance))
+
+    def _fetch(self, tier: str, request: RequestState) -> None:
+        """Let a request fetch what a tier, if it is not lost, has and its own instance lacks."""
+        if tier in self.instances:
+            self.hand_offs.fetch_cached(request, self.instances[tier])
 
     def _mark_changed(self, name: str) -> None:
         self.changed[name] = None
@@ -100,7 +107,8 @@ class Assignments:
     def view(self) -> ClusterView:
         """Return the cluster as the system sees it now."""
         if self._there is None:
-            self._there, self._view = AliveInstances(self.instances, self.losses.lost), None
+            there = {name: each for name, each in self.instances.items() if each.options.computes}
+            self._there, self._view = AliveInstances(there, self.losses.lost), None
         now = self._world.now()
         if self._view is None or self._view.now != now:
             self._view = ClusterView(now, self._there, self._world.kv_token_s)
@@ -133,8 +141,12 @@ class Assignments:
 
     def finish(self, request: RequestState, reason: FinishReason, detail: int | str | None) -> None:
         """End the request and release everything that instances hold of it."""
-        if request.legs:
-            self.instances[request.legs[0].instance].remove(request)
+        here = self.instances[request.legs[0].instance] if request.legs else None
+        if here:
+            here.remove(request)
+            tier = self.instances.get(here.options.tier_of(request) or "")
+            if tier and request.hold and reason in ("stop", "length"):
+                self.hand_offs.copy_out(request, here, tier)
         request.finish_reason, request.stop_reason = reason, detail
         if reason == "error" and request.hold:
             for instance in self.instances.values():
@@ -182,7 +194,7 @@ class Assignments:
         returns.
         """
         losses, lost = self.losses, self.losses.lost
-        if not self.instances:
+        if not self.view().instances:
             losses.fail_unless_returning(self.unrouted.values(), next(reversed(lost)))
             return
         try:
@@ -252,7 +264,7 @@ class Assignments:
     def act(self, ask: Callable[[], Iterable[Action]]) -> None:
         """Carry out the system's actions, except those for a lost instance."""
         with suppress(LostInstance):  # The system asked for one while it decided.
-            for action in ask() if self.instances else ():
+            for action in ask() if self.view().instances else ():
                 with suppress(LostInstance):
                     self._do(action)
 

@@ -151,6 +151,7 @@ class Transfer:
             computes it was launched.
         slice_move: set if only some slices of KV heads move between shards of one instance;
             otherwise all layers and heads move.
+        is_copy: whether the request has ended, and its pages go to a prefix cache.
     """
 
     request: RequestState
@@ -163,6 +164,7 @@ class Transfer:
     stop: int
     requested: float
     slice_move: MoveSlices | None = None
+    is_copy: bool = False
 
 
 @dataclass(slots=True)

@@ -37,6 +37,9 @@ class InstanceOptions:
         late_tokens: what becomes of tokens that steps in flight sample for a preempted request.
         empty_waits: if no batch could be formed while steps are in flight, the next is formed once
             one of them has ended.
+        computes: whether a system sees it; otherwise it only keeps pages for others.
+        tier: name of the instance that keeps copies of ended requests' pages, if there is one.
+        tier_takes: of which requests it keeps them.
     """
 
     max_num_seqs: int = 64
@@ -48,6 +51,14 @@ class InstanceOptions:
     watermark: float = 0.01
     late_tokens: Literal["dropped", "kept"] = "dropped"
     empty_waits: bool = False
+    computes: bool = True
+    tier: str | None = None
+    tier_takes: Literal["all", "sessions"] = "all"
+
+    def tier_of(self, request: RequestState) -> str | None:
+        """Return the name of the instance that keeps copies of a request's pages, if any."""
+        takes = self.tier_takes == "all" or request.session is not None
+        return self.tier if takes else None
 
 
 class InstancePolicies(Protocol):
@@ -87,6 +98,8 @@ class Instance:
             instance.
         in_flight: batches launched and not yet committed.
         place: asks where to place a request's slices; used only if a stage has several shards.
+        fetch: called with each request that is to be admitted without KV, if there is a tier, which
+            may have some.
         make_room: asks for moves that avoid a preemption when a shard (its second argument) lacks
             pages; used only if a stage has several shards.
         halves_pay: tells whether to compute a step as two halves of its rows in turn; None if no
@@ -131,6 +144,7 @@ class Instance:
         self.late: dict[str, int] = {}
         self._note_watermark()
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
+        self.fetch: Callable[[RequestState], None] | None = None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
         self.on_preempt: Callable[[RequestState], None] = lambda request: None
         self.halves_pay: ChooseHalves | None = None
@@ -320,6 +334,8 @@ class Instance:
 
         Requests whose KV must be imported are left for ``take_admitted_imports``.
         """
+        if self.fetch and not request.computed:
+            self.waiting.change(request, self.fetch)
         if request.exported and request.exported[0] == self.name:
             _, request.hold = request.exported
             request.exported = None

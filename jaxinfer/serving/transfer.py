@@ -99,6 +99,29 @@ class HandOffs:
             request.exported = (source.name, hold)
             source.num_exported += 1
 
+    def copy_out(self, request: RequestState, source: Instance, dest: Instance) -> None:
+        """Send the cached pages of a request that ends to a cache that lacks them, if it has room.
+
+        The pages at both ends are given up at once, and come free when the transfer has ended.
+        """
+        ours, theirs = source.kv, dest.kv
+        if not (ours.cache and theirs.cache and request.prompt_token_ids):
+            return
+        found = ours.cache.match(
+            request.page_digests(ours.page_size, request.computed // ours.page_size)
+        )
+        stop = len(found) * ours.page_size // theirs.page_size * theirs.page_size
+        there = theirs.cache.match(request.page_digests(theirs.page_size, stop // theirs.page_size))
+        request.sent = len(there) * theirs.page_size
+        if request.sent < stop and (room := theirs.reserve(stop, there)):
+            pages = ours.hold_cached(found)
+            ends = (source.name, pages), (dest.name, room)
+            transfer = self._note(request, *ends, request.sent, stop)
+            transfer.is_copy = True
+            self._world.start_transfer(transfer)
+            pages.release()
+            room.release()
+
     def start_leg(self, request: RequestState, rule: HandOffRule = "on_demand") -> None:
         """Put the request into its first leg's queue, or start the leg if its KV is there."""
         leg = request.legs[0]
@@ -189,7 +212,10 @@ class HandOffs:
 
     def done(self, transfer: Transfer, end: float) -> None:
         """Commit a transfer that has finished at ``end``, unless its epoch is over."""
-        request = transfer.request
+        request, dest = transfer.request, transfer.dest_hold
+        if transfer.is_copy:
+            size = dest.kv.page_size
+            dest.keep(request.page_digests(size, transfer.stop // size))
         if not self._end(transfer):
             return
         if transfer.slice_move:

@@ -1,6 +1,7 @@
 """An instance's queue, with running totals of prompt tokens and pages."""
 
 from collections import deque
+from collections.abc import Callable
 
 from jaxinfer.serving.request_state import RequestState
 
@@ -41,8 +42,12 @@ class Waiting(deque[RequestState]):
 
     def void_kv(self, request: RequestState) -> None:
         """Discard the KV of a request in the queue."""
+        self.change(request, RequestState.void_kv)
+
+    def change(self, request: RequestState, how: Callable[[RequestState], None]) -> None:
+        """Change the KV entries of a request in the queue."""
         self._discount(request)
-        request.void_kv()
+        how(request)
         self._count(request)
 
     def _count(self, request: RequestState) -> None:

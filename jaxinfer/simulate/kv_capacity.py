@@ -22,7 +22,7 @@ def count_pages(
     Raises:
         JaxinferError: the GPU's memory holds fewer pages than requested, or fewer than two.
     """
-    gpu, weights = part.gpu, part.weight_bytes
+    gpu, weights = part.gpu, held_weights(instance, part)
     each = page_bytes(instance, part) / part.kv_ways
     memory = _memory(instance, gpu, instance.num_pages is not None)
     reserve = reserved_bytes(instance, reserve_gb, part)
@@ -38,10 +38,15 @@ def count_pages(
     return wanted
 
 
+def held_weights(instance: InstanceConfig, part: StagePart) -> float:
+    """Return the bytes of weights on a GPU: none where pages are kept for others."""
+    return part.weight_bytes if instance.computes else 0.0
+
+
 def reserved_bytes(instance: InstanceConfig, reserve_gb: float | None, part: StagePart) -> float:
     """Return the bytes of a GPU that are for neither weights nor KV."""
-    if reserve_gb is not None:
-        return reserve_gb * 1e9
+    if reserve_gb is not None or not instance.computes:
+        return (reserve_gb or 0.0) * 1e9
     model = part.model
     numbers = 2 * model.hidden_size + 3 * model.intermediate_size
     reserve: float = instance.max_num_batched_tokens * numbers * ITEMSIZE

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.site_values import ModelledSite, SiteStage
 from jaxinfer.errors import JaxinferError
-from jaxinfer.simulate.kv_capacity import page_bytes, reserved_bytes
+from jaxinfer.simulate.kv_capacity import held_weights, page_bytes, reserved_bytes
 
 # The group of a device, and the device's number in it.
 Device = tuple[str, int]
@@ -44,7 +44,7 @@ def check_together(site: ModelledSite, pages: Mapping[str, Sequence[int]]) -> No
     memory: dict[Device, float] = {}
     for name, number, stage, device in _standing(site):
         options, part = site.resolved.instances[name], stage.part
-        size = part.weight_bytes + reserved_bytes(options, stage.costs.reserve_gb, part)
+        size = held_weights(options, part) + reserved_bytes(options, stage.costs.reserve_gb, part)
         size += pages[name][number] * page_bytes(options, part) / part.kv_ways
         standing[device][name] = standing[device].get(name, 0.0) + size
         memory[device] = part.gpu.memory_gb * 1e9

@@ -121,3 +121,35 @@ def test_turns_of_a_session_stay_together(
     spared = sum(end // 4 * 4 for end in ends)
     assert metrics.cached_tokens == 2 * spared
     assert check_decisions(tmp_path / "1").difference is None
+
+
+def test_a_tier_keeps_what_the_pool_evicts(
+    tiny_folder: Path, tmp_path: Path, expected: dict[str, tuple[int, ...]]
+) -> None:
+    """A pool for one turn of 55 pages at most, so that two sessions in turns evict each other."""
+    own = {"num_pages": 60, "max_num_seqs": 1, "eviction": {"tier": "t"}, "watermark": 0.0}
+    llm = load(
+        tiny_folder,
+        groups={"g": {"platform": "cpu"}, "h": {"platform": "cpu"}},
+        instances={
+            "a": {"group": "g"} | own,
+            "t": {"group": "h", "page_size": 8, "computes": False},
+        },
+        system={"name": "single"},
+        verify_transfers=True,
+    )
+    answers, metrics = run(llm, tmp_path)
+    assert answers == expected
+    record = read_run(tmp_path / "1")
+    assert {step.instance for step in record.steps} == {"a"}
+    # A turn finds full pages of four of the turn before here, or full pages of eight in the tier,
+    # if they have landed there; and the first turn of the second session what both begin with.
+    ends = [FIRST + turn * GROWTH - INPUT - 1 for turn in range(1, TURNS)]
+    most = 2 * sum(end // 4 * 4 for end in ends) + PREFIX
+    assert 0.9 * most <= metrics.cached_tokens <= most
+    assert any(t.source == "t" for t in record.transfers)
+    # All that both have at their ends went there, what both begin with once.
+    last = (FIRST + (TURNS - 1) * GROWTH + OUTPUT - 1) // 8 * 8
+    there = sum(t.num_tokens for t in record.transfers if t.dest == "t")
+    assert there >= 2 * last - PREFIX
+    assert check_decisions(tmp_path / "1").difference is None

@@ -389,7 +389,8 @@ class Run:
             assert sorted(request.prompt_details) == list(range(request.prompt_len))
         self._check_times(request, world)
         if count == 1:  # Whatever comes after the first token is never sent.
-            moved = [t for t in world.transfers if t.request is request and not t.slice_move]
+            moved = [t for t in world.transfers if t.request is request]
+            moved = [t for t in moved if not (t.slice_move or t.is_copy)]
             if request.max_tokens > 1:  # What leaves with the step that turns out to be the last.
                 moved = [t for t in moved if t not in world.sent_along]
             assert all(t.stop < request.prompt_len for t in moved)

@@ -12,7 +12,7 @@ from jaxinfer.runtime.stage.kv_cache import allocate
 from jaxinfer.runtime.stage.sampler import SamplerShape, Samples, SamplingInputs
 from jaxinfer.runtime.stage.sampling_inputs import empty_sampling
 from jaxinfer.runtime.stage.stage_plan import StagePlan
-from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
+from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters, StageLeaves
 from jaxinfer.runtime.stage.step_inputs import build_inputs, empty_inputs
 from jaxinfer.serving.batch import Batch
 from jaxinfer.steps.shapes import StepShape
@@ -35,13 +35,16 @@ class Stage:
         self.plan = plan
         self.step = self._new_step()
         self.parameters = parameters
-        self._leaves = self.step.leaves(parameters)
+        self._leaves = self._leaves_of(parameters)
         self.kv = self._new_kv()
         self.emulate: Callable[[Batch], float] | None = None
         self.link: LinkConfig | None = None
         self.overruns: list[float] = []
         self.transfers: dict[Hashable, jax.stages.Compiled] = {}
         self.previous_S = self._no_tokens()
+
+    def _leaves_of(self, parameters: Parameters) -> StageLeaves:
+        return self.step.leaves(parameters)
 
     def _new_step(self) -> CompiledStep:
         return CompiledStep(self.plan)

@@ -1,0 +1,125 @@
+"""Tiers: what an instance that computes nothing gets of ended requests, and gives back."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import examples
+from scenarios import LAYOUTS, Chaos, Follow, Scenario, Script, Survivor, scenarios
+from serving_checks import Outcome, Run, make_kv, new_instance
+
+from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.serving.views import Leg
+
+A, B = list(range(12)), list(range(100, 112))
+
+
+def serve(
+    prompts: list[list[int]],
+    pages: int = 4,
+    size: int = 4,
+    tier_pages: int = 30,
+    takes: str = "all",
+    sessions: tuple[int, ...] = (),
+) -> Outcome:
+    """Prompts of one output token, one after another, on an instance of few pages of four."""
+    requests = [
+        RequestState(f"r{number}", len(tokens), 1, 50.0 * number, tokens)
+        for number, tokens in enumerate(prompts)
+    ]
+    for number in sessions:
+        requests[number].session = "s"
+    options = InstanceOptions(max_num_batched_tokens=16, watermark=0)
+    own = replace(options, tier="T", tier_takes=takes)
+    kept = replace(options, computes=False)
+    instances = [
+        new_instance("A", make_kv(pages, 4, caching=True), own),
+        new_instance("T", make_kv(tier_pages, size, caching=True), kept),
+    ]
+    scripts = {r.id: Script(r.prompt_len, 1, r.arrival, None, (Leg("A"),), 1) for r in requests}
+    return Run(Follow(scripts), instances, requests).verify()
+
+
+def cached(outcome: Outcome) -> list[int | None]:
+    return [r.metrics.num_cached_tokens for _, r in sorted(outcome.finished.items())]
+
+
+def test_evicted_pages_come_back() -> None:
+    """Of the three pages of A, those of B have left one. The last token is computed."""
+    outcome = serve([A, B, [*A, 7]])
+    assert outcome.transfers_of("r0") == [("A", "T", 0, 12)]
+    assert outcome.transfers_of("r1") == [("A", "T", 0, 12)]
+    assert outcome.transfers_of("r2") == [("T", "A", 4, 12)]
+    assert cached(outcome) == [0, 0, 12]
+    assert outcome.route_of("r2") == [("A", 1)]
+    assert {batch.instance for batch in outcome.world.batches} == {"A"}
+
+
+def test_only_what_is_missing_goes_there() -> None:
+    outcome = serve([A, [*A, *range(50, 58)]], pages=20)
+    assert outcome.transfers_of("r1") == [("A", "T", 12, 20)]
+    assert cached(outcome) == [0, 12]
+    # What is still here need not come back.
+    assert not any(t.source == "T" for t in outcome.world.transfers)
+
+
+def test_pages_of_unlike_size() -> None:
+    """Of 12 tokens, the tier has one full page of eight, and a page of four lies here."""
+    outcome = serve([A, B, [*A, 7]], size=8)
+    assert outcome.transfers_of("r0") == [("A", "T", 0, 8)]
+    assert outcome.transfers_of("r2") == [("T", "A", 4, 8)]
+
+
+def test_the_tier_takes_sessions_alone() -> None:
+    outcome = serve([A, B, [*A, 7], [*B, 7]], takes="sessions", sessions=(0, 2))
+    assert [t.request.id for t in outcome.world.transfers if t.dest == "T"] == ["r0"]
+    assert cached(outcome)[:3] == [0, 0, 12]
+    assert cached(outcome)[3] == 0
+
+
+def test_the_tier_evicts_as_well() -> None:
+    outcome = serve([A, B, [*A, 7]], tier_pages=3)
+    assert [t.request.id for t in outcome.world.transfers if t.dest == "T"] == ["r0", "r1", "r2"]
+    assert cached(outcome) == [0, 0, 4]
+    assert serve([A], tier_pages=2).world.transfers == []
+
+
+def with_tier(scenario: Scenario, pages: int, size: int, layout: int) -> Scenario:
+    """The scenario with one instance more, to which all others send what has ended."""
+    instances = [
+        (name, count, each, shape, replace(options, tier="T"))
+        for name, count, each, shape, options in scenario.instances
+    ]
+    tier = ("T", pages, size, LAYOUTS[layout], InstanceOptions(computes=False))
+    return replace(scenario, instances=[*instances, tier], caching=True)
+
+
+TIERS = st.tuples(st.integers(1, 12), st.sampled_from((1, 2, 4, 8)), st.integers(0, 1))
+
+
+@examples(150)
+@given(scenarios(max_instances=2), TIERS, st.integers(0, 2**16), st.integers(0, 20))
+def test_runs_with_a_tier(
+    scenario: Scenario, tier: tuple[int, int, int], seed: int, actions: int
+) -> None:
+    given = with_tier(scenario, *tier)
+    outcome = given.run(Chaos(given.by_id, seed, actions, caching=True)).verify()
+    assert not any(request.error for request in outcome.finished.values())
+    assert not any(batch.instance == "T" for batch in outcome.world.batches)
+
+
+@pytest.mark.parametrize("lost", ["T", "A", "both"])
+@examples(60)
+@given(scenarios(max_instances=2), TIERS, st.integers(0, 60), st.integers(0, 60))
+def test_losses_with_a_tier(
+    lost: str, scenario: Scenario, tier: tuple[int, int, int], one: int, other: int
+) -> None:
+    given = with_tier(scenario, *tier)
+    times = {"T": float(one), "A": float(other)}
+    times = times if lost == "both" else {lost: times[lost]}
+    given = replace(given, timing=replace(given.timing, lost=times))
+    outcome = given.run(Survivor(given.by_id)).verify()
+    for request in outcome.finished.values():
+        assert request.error is None or (lost != "T" and "was lost" in request.error)
