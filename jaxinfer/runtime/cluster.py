@@ -114,6 +114,7 @@ class Cluster:
     Attributes:
         measured_gb_s: rate that a probe measured, by ``"source -> destination"``.
         restarts: restarts lost processes; None if none may be restarted.
+        uses: see ``Engine``; all engines share it.
     """
 
     config: ClusterConfig
@@ -121,16 +122,12 @@ class Cluster:
     channels: Mapping[tuple[str, str], Channel]
     measured_gb_s: Mapping[str, float]
     restarts: Restarts | None = None
+    uses: LaterUses | None = None
 
     @property
     def stages(self) -> list[Stage | RemoteStage]:
         """Stages of all instances."""
         return [stage for engine in self.engines.values() for stage in engine.stages]
-
-    @property
-    def uses(self) -> LaterUses | None:
-        """Uses of pages that are known beforehand, if an instance evicts by them."""
-        return next(iter(self.engines.values())).uses
 
     @property
     def read_ahead(self) -> float:
@@ -300,9 +297,8 @@ def load_cluster(
                 progress(f"KV goes by {channel.transport}: {why}", 0)
         restarts = Restarts(config, others, remotes)
         opened.callback(restarts.close)
-        cluster = Cluster(
-            config, {name: engines[name] for name in config.instances}, channels, speeds, restarts
-        )
+        in_order = {name: engines[name] for name in config.instances}
+        cluster = Cluster(config, in_order, channels, speeds, restarts, uses)
         # The threads refer to the workers, not to the cluster. Once the cluster is no longer used,
         # everything can be freed. Threads that wake up at the interpreter's end would crash it.
         weakref.finalize(cluster, opened.pop_all().close).atexit = False
