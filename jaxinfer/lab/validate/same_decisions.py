@@ -236,7 +236,8 @@ def _fits(folder: Path, site: Resolved, run: Mapping[str, Any]) -> dict[str, Ste
     if not site.needs_fits:
         return {}
     found = {}
-    for name, described in run["instances"].items():
+    for name in site.cluster.computing:
+        described = run["instances"][name]
         profile: Profile = profile_of(folder, name, described)
         groups = [stage["group"] for stage in described["stages"]]
         found[name] = profile.fit([site.cluster.groups[group].slowdown for group in groups])

@@ -165,12 +165,13 @@ class Needs:
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """Return the instances to profile: all if the system needs fits, otherwise
+        """Return the instances to profile: all that compute if the system needs fits, otherwise
         emulated ones.
         """
         return {
             name: engine
             for name, engine in self.cluster.engines.items()
+            if self.cluster.config.instances[name].computes
             if self.fits
             or max(self.cluster.slowdowns(name)) > 1
             or any(stage.link for stage in engine.stages)

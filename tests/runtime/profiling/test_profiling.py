@@ -141,6 +141,9 @@ class Cluster:
     def __init__(self, **slowdowns: list[float]) -> None:
         self.engines = {name: engine(name) for name in slowdowns}
         self._slowdowns = slowdowns
+        # An instance named tier only keeps pages.
+        instances = {name: SimpleNamespace(computes=name != "tier") for name in slowdowns}
+        self.config = SimpleNamespace(instances=instances)
 
     def slowdowns(self, name: str) -> list[float]:
         return self._slowdowns[name]
@@ -152,7 +155,7 @@ def needs(cluster: Cluster, fits: bool) -> Needs:
 
 
 def test_what_is_emulated_or_fitted_is_profiled() -> None:
-    cluster = Cluster(plain=[1.0, 1.0], slow=[1.0, 2.0], linked=[1.0, 1.0])
+    cluster = Cluster(plain=[1.0, 1.0], slow=[1.0, 2.0], linked=[1.0, 1.0], tier=[1.0, 2.0])
     cluster.engines["linked"].worker.stages[1].link = LinkConfig(between=("a", "b"), gb_s=1)
     assert list(needs(cluster, fits=False).engines) == ["slow", "linked"]
     assert list(needs(cluster, fits=True).engines) == ["plain", "slow", "linked"]
