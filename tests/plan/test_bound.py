@@ -306,7 +306,3 @@ def test_what_has_no_bound_says_so() -> None:
     work = [BenchRequest(None, 5, 5, 0.0)]
     with pytest.raises(JaxinferError, match=r"no bound: instances\.\w+: the least times"):
         bound_of(prepare(config), work)
-    config = load_run_file(path, ["engine.enable_prefix_caching=true"])
-    known = [BenchRequest([1, 2, 3], 3, 5, 0.0)]
-    with pytest.raises(JaxinferError, match=r"prefix cache: engine\.enable_prefix_caching=false"):
-        bound_of(prepare(config), known)

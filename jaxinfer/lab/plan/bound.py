@@ -6,20 +6,24 @@ that yield none could be added to others at no more cost. Step times are convex 
 contents, so steps with given totals take at least as long as equal steps (``StepFloor``). The
 totals of all instances are those of the workload's requests.
 
+With prefix caches, each page of a common beginning is computed once, and shared entries take no
+room in the pools.
+
 The program ignores whole pages, the token budget of a step, KV of unfinished prompts, the order of
-a request's work, the capacity of links, and recomputation after preemptions. All of these make the
-bound higher.
+a request's work, the capacity of links, and recomputation after preemptions or evictions. All of
+these make the bound higher.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol, cast
 
 import numpy as np
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.lab.plan.prefixes import shared_pages
 from jaxinfer.simulate.cluster import ModelledCluster, ModelledInstance
 from jaxinfer.simulate.costs.model import Padded, Pipeline
 from jaxinfer.simulate.costs.step_floor import ProductFloor, StepFloor
@@ -46,12 +50,14 @@ class Span:
         high: end of the positions.
         tokens: number of tokens at these positions.
         entries: KV entries that these tokens see, including their own.
+        unshared: of these, the entries that no other request has; None if there are no others.
     """
 
     low: int
     high: int
     tokens: float
     entries: float
+    unshared: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class InstanceLimits:
     Attributes:
         stages: least step times of each stage.
         seats: largest number of tokens that a step samples.
-        pool: largest number of KV entries that the decodes of a step see.
+        pool: largest number of KV entries that the decodes of a step see; shared ones count once.
     """
 
     stages: tuple[StepFloor, ...]
@@ -74,7 +80,7 @@ class Bound:
     """The bound of a cluster and a workload, and the resulting worth of each part of a request.
 
     The parts of a mean request are worth 1 in total. In no period of any run is more worth done per
-    second than ``rate``.
+    second than ``rate``, unless requests share entries.
 
     Attributes:
         rate: requests per second.
@@ -83,6 +89,7 @@ class Bound:
         token_worth: requests per token, by span of prompts and then of decodes.
         entry_worth: requests per KV entry that such a token sees.
         first_worth: requests per first token of an answer.
+        shares: whether requests share entries.
     """
 
     rate: float
@@ -91,24 +98,24 @@ class Bound:
     token_worth: tuple[float, ...]
     entry_worth: tuple[float, ...]
     first_worth: float
+    shares: bool = False
 
 
 def bound_of(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> Bound:
     """Bound the rate at which a cluster serves a workload.
 
     Raises:
-        JaxinferError: an instance has no lower bound on its step times, or prefix caching is on for
-            prompts with common beginnings.
+        JaxinferError: an instance has no lower bound on its step times.
     """
     kinds = Counter(_capacity(name, each) for name, each in cluster.instances.items())
-    caching = any(each.config.enable_prefix_caching for each in cluster.instances.values())
-    if caching and any(item.has_tokens for item in work):
-        raise JaxinferError(
-            "no bound: prompts may be found in the prefix cache: engine.enable_prefix_caching=false"
-        )
     prompt = np.array([item.prompt_len for item in work])
-    output = np.array([item.max_tokens for item in work])
-    return solve(kinds, spans(0 * prompt, prompt), spans(prompt, prompt + output - 1), prompt.max())
+    end = prompt + np.array([item.max_tokens for item in work]) - 1
+    configs = [each.config for each in cluster.instances.values()]
+    page_sizes = {each.page_size for each in configs if each.enable_prefix_caching}
+    first, most = map(np.array, shared_pages(work, page_sizes))
+    decodes = spans(prompt, end, most if most.any() else None)
+    found = solve(kinds, spans(first, prompt), decodes, prompt.max(), most.max())
+    return replace(found, shares=bool(first.any() or most.any()))
 
 
 def _capacity(name: str, instance: ModelledInstance) -> InstanceLimits:
@@ -123,16 +130,26 @@ def _capacity(name: str, instance: ModelledInstance) -> InstanceLimits:
     return InstanceLimits(floors, instance.config.max_num_seqs, instance.num_tokens)
 
 
-def spans(first: np.ndarray, end: np.ndarray) -> tuple[Span, ...]:
-    """Return the mean work of requests with a token at each position from ``first`` to ``end``."""
+def spans(first: np.ndarray, end: np.ndarray, shared: np.ndarray | None = None) -> tuple[Span, ...]:
+    """Return the mean work of requests with a token at each position from ``first`` to ``end``.
+
+    Args:
+        shared: number of each request's first entries that others may have, too.
+    """
     edges = np.unique(np.linspace(first.min(), max(end.max(), first.min() + 1), BINS + 1).round())
     found = []
     for low, high in pairwise(edges.astype(int)):
         a, b = np.clip(first, low, high), np.clip(end, low, high)
         count = np.maximum(b - a, 0)
+        if not count.any():
+            continue
         entries = count * (a + b + 1) / 2
-        if count.any():
-            found.append(Span(int(low), int(high), float(count.mean()), float(entries.mean())))
+        span = Span(int(low), int(high), float(count.mean()), float(entries.mean()))
+        if shared is not None:
+            a = np.clip(shared, a, b)
+            unshared = np.maximum(b - a, 0) * ((a + b + 1) / 2 - shared)
+            span = replace(span, unshared=float(unshared.mean()))
+        found.append(span)
     return tuple(found)
 
 
@@ -141,12 +158,14 @@ def solve(
     prompts: tuple[Span, ...],
     decodes: tuple[Span, ...],
     longest: int,
+    most_shared: int = 0,
 ) -> Bound:
     """Solve the program.
 
     Args:
         kinds: number of instances of each kind.
         longest: largest number of tokens of a prompt, and therefore of a chunk.
+        most_shared: largest number of entries that a request shares.
     """
     from scipy.optimize import linprog  # Imported here, because it is slow.
 
@@ -154,27 +173,35 @@ def solve(
     rate = program.variable()
     both = (*prompts, *decodes)
     shares: list[list[tuple[int, int]]] = [[] for _ in both]
+    held: list[list[int]] = [[] for _ in decodes]
     firsts = []
     for kind, count in kinds.items():
-        placed, first = _instance(program, kind, count, prompts, decodes, longest)
+        placed, alone, first = _instance(
+            program, kind, count, prompts, decodes, longest, most_shared
+        )
         firsts.append(first)
         for share, variables in zip(shares, placed, strict=True):
             share.append(variables)
+        for share, variable in zip(held, alone, strict=True):
+            share.append(variable)
     for span, share in zip(both, shares, strict=True):
         program.equal({rate: -span.tokens} | {tokens: 1.0 for tokens, _ in share})
         program.equal({rate: -span.entries} | {entries: 1.0 for _, entries in share})
     program.equal({rate: -1} | dict.fromkeys(firsts, 1))
+    for span, variables in zip(decodes, held, strict=True):
+        if span.unshared is not None:
+            program.equal({rate: -span.unshared} | dict.fromkeys(variables, 1.0))
     found = linprog(-program.row({rate: 1.0}), **program.matrices(), method="highs")
     if found.x is None:
         raise JaxinferError(f"no bound: the linear program has no solution: {found.message}")
-    worth = found.eqlin.marginals
+    worth, last = found.eqlin.marginals, 2 * len(both)
     return Bound(
         found.x[rate],
         prompts,
         decodes,
-        tuple(worth[0:-1:2]),
-        tuple(worth[1:-1:2]),
-        worth[-1],
+        tuple(worth[0:last:2]),
+        tuple(worth[1:last:2]),
+        worth[last],
     )
 
 
@@ -185,11 +212,13 @@ def _instance(
     prompts: Sequence[Span],
     decodes: Sequence[Span],
     longest: int,
-) -> tuple[list[tuple[int, int]], int]:
+    most_shared: int,
+) -> tuple[list[tuple[int, int]], list[int], int]:
     """Add the work per second of instances of one kind.
 
     Returns:
-        Variables of tokens and entries, by span, and the variable of first tokens.
+        Variables of tokens and entries, by span; of the entries that take room, by span of decodes;
+        and of first tokens.
     """
     first, steps, placed = program.variable(_TOKENS), program.variable(), []
     for span in (*prompts, *decodes):
@@ -203,7 +232,8 @@ def _instance(
     decoded = {tokens: 1.0 for tokens, _ in rows}
     sampled = decoded | {first: 1.0}
     program.at_most(sampled | {steps: -kind.seats})
-    program.at_most({entries: 1.0 for _, entries in rows} | {steps: -kind.pool})
+    alone = [_alone(program, *each, most_shared) for each in zip(decodes, rows, strict=True)]
+    program.at_most(dict.fromkeys(alone, 1.0) | {steps: -kind.pool})
     for stage in kind.stages:
         time: dict[int, float] = {steps: stage.step_s}
         time |= {entries: stage.context_s for _, entries in rows}
@@ -215,7 +245,18 @@ def _instance(
         if stage.head:
             time[program.product(stage.head, sampled, steps)] = 1.0
         program.at_most(time, count)
-    return placed, first
+    return placed, alone, first
+
+
+def _alone(program: "_Program", span: Span, row: tuple[int, int], most_shared: int) -> int:
+    """Return the variable of the entries that take room in a pool."""
+    tokens, entries = row
+    if span.unshared is None:
+        return entries
+    alone = program.variable(_ENTRIES)
+    program.at_most({alone: 1, entries: -1})
+    program.at_most({entries: 1, tokens: -most_shared, alone: -1})
+    return alone
 
 
 class _Program:

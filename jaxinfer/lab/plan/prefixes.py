@@ -1,6 +1,7 @@
-"""An upper bound on the tokens that a prefix cache saves."""
+"""Upper bounds on the tokens that a prefix cache saves, and on those that requests share."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from itertools import compress, count, pairwise
 from operator import ne
 from typing import NamedTuple
@@ -28,16 +29,7 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
     tokens are not known, the count is 0.
     """
     found = [_of_synthetic(item, work) for item in work]
-    # Compared by blocks if all prompts are known by blocks, because expanding a trace would fill
-    # the memory.
-    unit = 1 if any(item.prompt_token_ids for item in work) else BLOCK
-    known = sorted(
-        _prompt(item, n, unit)
-        for n, item in enumerate(work)
-        if item.has_tokens and not item.has_stretches
-    )
-    # In this order, prompts with the longest common beginnings are neighbours, and a prompt is
-    # directly followed by those that begin with it.
+    known, unit = _sorted(work)
     beginnings: list[int] = []
     for a, b in pairwise(known):
         common = _common(a, b, unit)
@@ -47,6 +39,87 @@ def best_hits(work: Sequence[BenchRequest]) -> list[int]:
         found[a.number] = max(found[a.number], min(common, a.length - 1))
         found[b.number] = b.length - 1 if beginnings else min(common, b.length - 1)
     return found
+
+
+class Shared(NamedTuple):
+    """Entries that requests have in common, for each request.
+
+    Attributes:
+        first: the first position that the request must compute, if each page of a common beginning
+            is computed once, by another request. No caches and no order of requests leave less to
+            compute in all.
+        most: the most entries that the request can share with others that run at the same time.
+    """
+
+    first: list[int]
+    most: list[int]
+
+
+def shared_pages(work: Sequence[BenchRequest], page_sizes: Collection[int]) -> Shared:
+    """Return what requests share if instances with these page sizes have prefix caches.
+
+    A page can also be shared if the output of another request may continue that request's prompt
+    to the end of the page.
+    """
+    first, most = _of_stretches(work)
+    known, unit = _sorted(work)
+    # Prompts with which the next one begins: the length, and the most entries so far with outputs.
+    beginnings = [(0, 0)]
+    for a, b in pairwise(known):
+        common = _common(a, b, unit)
+        beginnings.append((a.length, max(beginnings[-1][1], _entries(work[a.number]))))
+        while beginnings[-1][0] > common:
+            beginnings.pop()
+        # An output may continue as the longer prompt does, and the other way round.
+        shared = max(common, beginnings[-1][1])
+        first[b.number] = most[b.number] = shared
+        most[a.number] = max(most[a.number], shared if common == a.length else common)
+    for number, item in enumerate(work):
+        first[number] = _whole_pages(min(first[number], item.prompt_len - 1), page_sizes)
+        most[number] = _whole_pages(min(most[number], _entries(item)), page_sizes)
+    return Shared(first, most)
+
+
+def _of_stretches(work: Sequence[BenchRequest]) -> tuple[list[int], list[int]]:
+    """Return ``Shared`` of synthetic prompts, in tokens, and 0 of others."""
+    first, most = [0] * len(work), [0] * len(work)
+    with_prefix: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for number, item in enumerate(work):
+        if item.follows is not None:
+            # A turn comes after the turn before, and they never run at the same time.
+            first[number], most[number] = _entries(work[item.follows]), most[item.follows]
+        elif item.prefix:
+            name, most[number] = item.prefix
+            with_prefix[name].append((most[number], number))
+    for same in with_prefix.values():
+        for (length, _), (_, number) in pairwise(sorted(same)):
+            first[number] = length
+    return first, most
+
+
+def _entries(item: BenchRequest) -> int:
+    """Return the number of entries of a request's KV at its end."""
+    return item.prompt_len + item.max_tokens - 1
+
+
+def _whole_pages(tokens: int, page_sizes: Collection[int]) -> int:
+    return max((tokens // size * size for size in page_sizes), default=0)
+
+
+def _sorted(work: Sequence[BenchRequest]) -> tuple[list[_Units], int]:
+    """Return the prompts of known tokens in their units' order, and the tokens of a unit.
+
+    In this order, prompts with the longest common beginnings are neighbours, and a prompt is
+    directly followed by those that begin with it.
+    """
+    # By blocks if all prompts are known by blocks, because expanding a trace would fill the memory.
+    unit = 1 if any(item.prompt_token_ids for item in work) else BLOCK
+    prompts = (
+        _prompt(item, n, unit)
+        for n, item in enumerate(work)
+        if item.has_tokens and not item.has_stretches
+    )
+    return sorted(prompts), unit
 
 
 def _of_synthetic(item: BenchRequest, work: Sequence[BenchRequest]) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxinfer.errors import JaxinferError
 from jaxinfer.lab.plan.bound import Bound, Span
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
@@ -17,9 +18,17 @@ class WorthDone:
 
     Args:
         bound: bound of the run's cluster and workload.
+
+    Raises:
+        JaxinferError: requests share entries, whose worth is not counted here.
     """
 
     def __init__(self, bound: Bound) -> None:
+        if bound.shares:
+            raise JaxinferError(
+                "no worth of a run whose requests share prefixes: engine.enable_prefix_caching="
+                "false"
+            )
         self._bound, count = bound, len(bound.prompts)
         self._prompt = _Worth(bound.prompts, bound.token_worth[:count], bound.entry_worth[:count])
         self._decode = _Worth(bound.decodes, bound.token_worth[count:], bound.entry_worth[count:])
