@@ -2,8 +2,8 @@
 
 import json
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jaxinfer.workload.order import in_order
 PAGE = 4
 
 
-def computed(path: Path, order: str, admit: str = "greedy", num_pages: int = 60) -> int:
+def computed(path: Path, order: str, admit: str = "greedy", **engine: int) -> int:
     """Prompt tokens that a simulation computes."""
     config = as_run_file(
         {
@@ -26,10 +26,11 @@ def computed(path: Path, order: str, admit: str = "greedy", num_pages: int = 60)
             "engine": {
                 "page_size": PAGE,
                 "max_num_seqs": 4,
+                "num_pages": 60,
                 "max_num_batched_tokens": 32,
                 "max_model_len": 128,
-                "num_pages": num_pages,
                 "policies": {"admit": admit},
+                **engine,
             },
             "groups": {"g": {"kind": "A100-80G-SXM"}},
             "instances": {"a": {"group": "g"}},
@@ -40,8 +41,8 @@ def computed(path: Path, order: str, admit: str = "greedy", num_pages: int = 60)
     return found.prompt_tokens - found.cached_tokens
 
 
-def write(path: Path, prompts: Sequence[Sequence[int]]) -> Path:
-    rows = [{"prompt_token_ids": list(tokens), "max_tokens": 3} for tokens in prompts]
+def write(path: Path, prompts: Sequence[Sequence[int]], output: int = 3) -> Path:
+    rows = [{"prompt_token_ids": list(tokens), "max_tokens": output} for tokens in prompts]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
@@ -82,34 +83,89 @@ def test_requests_that_come_together_share_by_waiting(tmp_path: Path) -> None:
     assert computed(path, "given") > 29 + 3
 
 
-def by_lru(prompts: Sequence[Sequence[int]], num_pages: int) -> int:
-    """Tokens computed one prompt at a time, with a cache of pages that drops the oldest."""
-    cache: OrderedDict[tuple[int, ...], None] = OrderedDict()
-    total = 0
-    for tokens in prompts:
-        keys = [tuple(tokens[:end]) for end in range(PAGE, len(tokens), PAGE)]
-        hits = next((i for i, key in enumerate(keys) if key not in cache), len(keys))
-        total += len(tokens) - hits * PAGE
-        for key in reversed(keys):
-            cache[key] = None
-            cache.move_to_end(key)
-        while len(cache) > num_pages:
-            cache.popitem(last=False)
-    return total
+Cached = tuple[tuple[int, ...], ...]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_order_is_better(seed: int) -> None:
-    """All 5,040 orders of seven prompts of a random tree, with room for one prompt's pages."""
-    rng = random.Random(seed)
+class Pool:
+    """Pages for one prompt at a time; of those that it does not need, the oldest are dropped.
+
+    A prompt's pages count as used from the last to the first. Its last token is always computed.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], num_pages: int) -> None:
+        self._num_pages, self._lengths = num_pages, [len(tokens) for tokens in prompts]
+        ends = [range(PAGE, length + 1, PAGE) for length in self._lengths]
+        self._keys = [
+            [tuple(tokens[:end]) for end in each]
+            for tokens, each in zip(prompts, ends, strict=True)
+        ]
+
+    def serve(self, number: int, cached: Cached) -> tuple[int, Cached]:
+        """Return the tokens that are computed, and the pages that are kept, the oldest first."""
+        length, keys = self._lengths[number], self._keys[number]
+        usable = keys[: (length - 1) // PAGE]
+        hits = next((i for i, key in enumerate(usable) if key not in cached), len(usable))
+        idle = [key for key in cached if key not in usable[:hits]]
+        lacking = -(-length // PAGE) - hits - (self._num_pages - len(cached))
+        idle = idle[max(lacking, 0) :]
+        used = tuple(key for key in reversed(keys) if key not in idle)
+        return length - hits * PAGE, (*idle, *used)
+
+    def computed(self, order: Sequence[int]) -> int:
+        """Return the tokens that are computed in this order."""
+        total, cached = 0, Cached()
+        for number in order:
+            tokens, cached = self.serve(number, cached)
+            total += tokens
+        return total
+
+    def least(self) -> int:
+        """Return the fewest tokens of all orders; orders that leave the same are tried once."""
+
+        @cache
+        def of(left: frozenset[int], cached: Cached) -> int:
+            tries = ((left - {number}, *self.serve(number, cached)) for number in left)
+            return min((tokens + of(rest, after) for rest, tokens, after in tries), default=0)
+
+        return of(frozenset(range(len(self._lengths))), Cached())
+
+
+def tree_of(rng: random.Random, count: int) -> list[list[int]]:
+    """Prompts of which each begins with a part of an earlier one."""
     prompts: list[list[int]] = []
-    while len(prompts) < 7:
+    while len(prompts) < count:
         base = rng.choice([[], *prompts])
         kept = base[: rng.randrange(len(base) + 1)]
         prompts.append([*kept, *(rng.randrange(9) for _ in range(rng.randrange(1, 14)))])
-    room = max(map(len, prompts)) // PAGE
-    best = min(by_lru(order, room) for order in permutations(prompts))
-    assert by_lru(in_order(prompts, list, "prefix_tree"), room) <= 1.03 * best
+    return prompts
+
+
+@pytest.mark.parametrize("more", [0, 1, 3, 30])
+@pytest.mark.parametrize("seed", range(6))
+def test_none_of_40320_orders_is_better(seed: int, more: int) -> None:
+    """Eight prompts of a random tree, and pools with pages for the longest one and a few more."""
+    prompts = tree_of(random.Random(seed), 8)
+    pool = Pool(prompts, -(-max(map(len, prompts)) // PAGE) + more)
+    order = in_order(range(8), lambda number: prompts[number], "prefix_tree")
+    assert pool.computed(order) <= 1.03 * pool.least()
+
+
+def test_the_least_is_that_of_all_permutations() -> None:
+    prompts = tree_of(random.Random(7), 6)
+    pool = Pool(prompts, -(-max(map(len, prompts)) // PAGE) + 1)
+    assert pool.least() == min(map(pool.computed, permutations(range(6))))
+
+
+@pytest.mark.parametrize("order", ["given", "prefix_tree"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_pool_is_the_engine_s(tmp_path: Path, seed: int, order: str) -> None:
+    """One prompt at a time; one page of a pool is for padding."""
+    prompts = tree_of(random.Random(seed), 30)
+    room = -(-max(map(len, prompts)) // PAGE) + 2
+    path = write(tmp_path / "prompts.jsonl", prompts, output=1)
+    found = computed(path, order, max_num_seqs=1, num_pages=room + 1)
+    served = in_order(range(30), lambda number: prompts[number], order)  # type: ignore[arg-type]
+    assert found == Pool(prompts, room).computed(served)
 
 
 @pytest.mark.parametrize(
