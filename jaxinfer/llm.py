@@ -41,7 +41,7 @@ from jaxinfer.text.prompts import (
 )
 from jaxinfer.text.tokenizer import load_tokenizer
 from jaxinfer.workload.conversation import read_conversation
-from jaxinfer.workload.order import Order, in_order
+from jaxinfer.workload.order import Order, requests_in_order
 from jaxinfer.workload.predictor import real_predictor
 
 
@@ -148,7 +148,8 @@ class LLM:
             progress: show a bar on stderr.
             run_dir: a new numbered folder below it gets ``run.json`` and ``steps.jsonl``.
             order: ``prefix_tree`` serves prompts that begin alike one after the other, so that the
-                prefix cache has what they share.
+                prefix cache has what they share; ``blend`` does so, too, and lets prompts fill the
+                steps of long outputs.
 
         Returns:
             One output per prompt, in the prompts' order. If the KV pool could never hold a
@@ -334,7 +335,7 @@ class LLM:
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         with self._runs.alone():
-            requests = in_order(asked.requests(), lambda each: each.prompt_token_ids, order)
+            requests = requests_in_order(asked.requests(), order)
             self._runs.run(requests, outputs.append, self.describe, progress, run_dir)
         return sorted(map(asked.answered, outputs), key=lambda output: output.prompt_index)
 

@@ -22,7 +22,7 @@ from jaxinfer.request import RequestOutput
 from jaxinfer.workload.batch_input import BadLine, BatchFile, BatchLine
 from jaxinfer.workload.batch_output import error_line, result_line
 from jaxinfer.workload.conversation import Conversation
-from jaxinfer.workload.order import in_order
+from jaxinfer.workload.order import requests_in_order
 from jaxinfer.workload.parquet import check_ending, check_pyarrow, is_table, write_results
 from jaxinfer.workload.result_file import ResultFile, read_job
 
@@ -155,7 +155,7 @@ class BatchJob:
         about["files"] |= {self._config.workload.input: self._source.sha256}
         requests: Iterable[RequestState] = self._requests(llm)
         if (order := self._config.workload.order) != "given":
-            requests = in_order(requests, lambda request: request.prompt_token_ids, order)
+            requests = requests_in_order(requests, order)
         return llm.run(
             requests,
             self._take,

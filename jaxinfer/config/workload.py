@@ -11,9 +11,8 @@ from jaxinfer.files.shipped import data_path
 from jaxinfer.options.validation import OptionError, Options, shown, within
 from jaxinfer.text.encode import encoder
 from jaxinfer.workload.arrivals import Arrivals, with_arrivals
-from jaxinfer.workload.bench_request import modelled_tokens
 from jaxinfer.workload.lengths import BenchRequest, read_trace
-from jaxinfer.workload.order import Order, in_order
+from jaxinfer.workload.order import Order, modelled_in_order
 from jaxinfer.workload.predictor import Buckets, Own
 from jaxinfer.workload.synthetic import Synthetic, WorkloadClass, is_of_class
 from jaxinfer.workload.trace import Trace, from_start
@@ -31,9 +30,10 @@ class Workload(Options):
         only: Use only one class of requests: heavy prefill (HP) has more than 512 tokens, heavy
             decode (HD) more than 128; LP and LD are light.
         limit: Use only this many requests, from the first on.
-        order: Order in which requests are served that all arrive at once: as they are ``given``, or
-            by ``prefix_tree``, depth first through the tree of their prompts, so that the prefix
-            cache still has what the next prompt shares with the last one.
+        order: Order in which requests are served that all arrive at once: as they are ``given``; by
+            ``prefix_tree``, depth first through the tree of their prompts, so that the prefix cache
+            still has what the next prompt shares with the last one; or ``blend``, from both ends of
+            such a tree, so that prompts to compute fill the steps of long outputs.
         arrivals: When requests arrive.
         max_tokens: Output limit that users give in a modelled run; by default the true length.
             Systems and policies see only this limit; the request ends earlier, at its true length.
@@ -138,7 +138,7 @@ class Workload(Options):
         work = work[: self.limit]
         if self.order != "given":
             self._check_order(work, searched)
-            work = in_order(work, lambda item: item.hash_ids or modelled_tokens(item), self.order)
+            work = modelled_in_order(work, self.order, self.max_tokens)
         return with_arrivals(work, self.arrivals)
 
     def _check_order(self, work: Sequence[BenchRequest], searched: bool) -> None:
@@ -157,7 +157,7 @@ class Workload(Options):
             raise OptionError(
                 f"workload.order is {self.order}, must be given with sessions: turns come in turn"
             )
-        if not any(item.has_tokens for item in work):
+        if self.order == "prefix_tree" and not any(item.has_tokens for item in work):
             raise OptionError(
                 f"workload.order is {self.order}, must be given: {self.source} has no tokens that "
                 "prompts could share"

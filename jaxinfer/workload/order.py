@@ -4,23 +4,58 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar, get_args
 
 from jaxinfer.errors import JaxinferError
+from jaxinfer.serving.request_state import RequestState
+from jaxinfer.workload.bench_request import BenchRequest, modelled_tokens
+from jaxinfer.workload.blend import Sized, blended
 
 T = TypeVar("T")
-Order = Literal["given", "prefix_tree"]
+Order = Literal["given", "prefix_tree", "blend"]
 
 
-def in_order(items: Iterable[T], tokens: Callable[[T], Sequence[int]], order: Order) -> list[T]:
+def in_order(items: Iterable[T], sized: Callable[[T], Sized], order: Order) -> list[T]:
     """Return the items in the order that is asked for.
 
     ``prefix_tree`` goes depth first through the tree of all prompts' tokens, so that prompts that
-    begin alike follow one another; of equal prompts, the first given comes first.
+    begin alike follow one another; of equal prompts, the first given comes first. ``blend`` is
+    ``blended``.
 
     Args:
-        tokens: returns an item's prompt.
+        sized: returns an item's prompt and lengths.
 
     Raises:
         JaxinferError: there is no such order.
     """
     if order not in (known := get_args(Order)):
         raise JaxinferError(f"order is {order!r}, must be {' or '.join(map(repr, known))}")
-    return list(items) if order == "given" else sorted(items, key=lambda item: tuple(tokens(item)))
+    items = list(items)
+    if order == "given":
+        return items
+    if order == "prefix_tree":
+        return sorted(items, key=lambda item: tuple(sized(item).units))
+    return [items[number] for number in blended(list(map(sized, items)))]
+
+
+def requests_in_order(requests: Iterable[RequestState], order: Order) -> list[RequestState]:
+    """Return real requests in an order; outputs count as long as ``max_tokens`` allows."""
+    return in_order(
+        requests,
+        lambda each: Sized(each.prompt_token_ids, each.prompt_len, each.max_tokens),
+        order,
+    )
+
+
+def modelled_in_order(
+    work: Sequence[BenchRequest], order: Order, limit: int | None = None
+) -> list[BenchRequest]:
+    """Return modelled requests in an order.
+
+    Args:
+        limit: length that counts for all outputs; by default the true ones.
+    """
+
+    def sized(numbered: tuple[int, BenchRequest]) -> Sized:
+        number, item = numbered
+        units = item.hash_ids or modelled_tokens(item, number)
+        return Sized(units, item.prompt_len, limit or item.max_tokens)
+
+    return [item for _, item in in_order(enumerate(work), sized, order)]

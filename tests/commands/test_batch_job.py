@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from tiny_model import TINY_OPTIONS
@@ -17,7 +18,7 @@ from tiny_model import TINY_OPTIONS
 from jaxinfer import LLM, JaxinferError, RequestOutput
 from jaxinfer.checkpoints.fingerprint import fingerprint
 from jaxinfer.commands.app import cli
-from jaxinfer.commands.batch_job import BatchJob
+from jaxinfer.commands.batch_job import BatchJob, lines_of
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.engine import EngineOptions
 from jaxinfer.config.groups import GroupConfig
@@ -98,6 +99,39 @@ def test_a_batch_in_the_order_of_its_prefixes(
     with BatchJob.open(config, str(source), str(out), force=False) as job:
         job.run()
     assert [record["custom_id"] for record in records(out)] == ["a1", "a2", "b1", "b2", "c"]
+
+
+def test_a_blended_batch_is_resumed_and_its_table_has_the_input_s_order(
+    tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path
+) -> None:
+    """What an interrupted job has left is blended: long outputs first, prompts between them."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    asked = {"a1": 1, "a2": 1, "b1": 9, "b2": 9, "a3": 1, "b3": 9}
+    lines = [
+        {"custom_id": name, "prompt": name * (30 if name < "b" else 1), "max_tokens": count}
+        | {"ignore_eos": True}
+        for name, count in asked.items()
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = EngineOptions(**TINY_OPTIONS | {"max_num_seqs": 1})
+    config = RunFile(model=str(tiny_folder), engine=options, workload=Workload(order="blend"))
+
+    def lose(number: int, output: RequestOutput) -> RequestOutput:
+        return replace(output, outputs=[], error="gone", lost=True) if number > 2 else output
+
+    with pytest.MonkeyPatch.context() as patch:
+        with_outputs(patch, lose)
+        with BatchJob.open(config, str(source), str(out), force=False) as job:
+            job.run()
+    lines_file = lines_of(str(out))
+    assert [record["custom_id"] for record in records(lines_file)] == ["b3", "a1", "b2"]
+    with BatchJob.open(config, str(source), str(out), force=False) as job:
+        assert job.num_resumed == 3
+        job.run()
+    ended = [record["custom_id"] for record in records(lines_file)]
+    assert ended == ["b3", "a1", "b2", "b1", "a2", "a3"]
+    found = pq.read_table(out).column("custom_id").to_pylist()
+    assert found == list(asked)
 
 
 def test_a_log_probability_that_json_cannot_say(

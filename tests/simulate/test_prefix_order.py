@@ -13,6 +13,7 @@ import pytest
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.blend import Sized
 from jaxinfer.workload.order import in_order
 
 PAGE = 4
@@ -146,7 +147,7 @@ def test_none_of_40320_orders_is_better(seed: int, more: int) -> None:
     """Eight prompts of a random tree, and pools with pages for the longest one and a few more."""
     prompts = tree_of(random.Random(seed), 8)
     pool = Pool(prompts, -(-max(map(len, prompts)) // PAGE) + more)
-    order = in_order(range(8), lambda number: prompts[number], "prefix_tree")
+    order = in_order(range(8), lambda number: Sized(prompts[number], 1, 1), "prefix_tree")
     assert pool.computed(order) <= 1.03 * pool.least()
 
 
@@ -164,7 +165,7 @@ def test_the_pool_is_the_engine_s(tmp_path: Path, seed: int, order: str) -> None
     room = -(-max(map(len, prompts)) // PAGE) + 2
     path = write(tmp_path / "prompts.jsonl", prompts, output=1)
     found = computed(path, order, max_num_seqs=1, num_pages=room + 1)
-    served = in_order(range(30), lambda number: prompts[number], order)  # type: ignore[arg-type]
+    served = in_order(range(30), lambda n: Sized(prompts[n], 1, 1), order)  # type: ignore[arg-type]
     assert found == Pool(prompts, room).computed(served)
 
 
@@ -184,9 +185,9 @@ def test_what_has_no_order(arrivals: Any, message: str) -> None:
 
 def test_orders_that_cannot_be() -> None:
     with pytest.raises(
-        JaxinferError, match="order is 'shortest', must be 'given' or 'prefix_tree'"
+        JaxinferError, match="order is 'shortest', must be 'given' or 'prefix_tree' or 'blend'"
     ):
-        in_order([[1]], list, "shortest")  # type: ignore[arg-type]
+        in_order([[1]], lambda each: Sized(each, 1, 1), "shortest")  # type: ignore[arg-type]
     synthetic = {"input_len": 9, "output_len": 1, "prefixes": {"tokens": 4}}
     config = as_run_file({"workload": {"synthetic": synthetic, "order": "prefix_tree"}})
     assert len(config.requests()) == 1000

@@ -182,15 +182,15 @@ def solve(
         firsts.append(first)
         for share, variables in zip(shares, placed, strict=True):
             share.append(variables)
-        for share, variable in zip(held, alone, strict=True):
-            share.append(variable)
+        for of_span, entries in zip(held, alone, strict=True):
+            of_span.append(entries)
     for span, share in zip(both, shares, strict=True):
         program.equal({rate: -span.tokens} | {tokens: 1.0 for tokens, _ in share})
         program.equal({rate: -span.entries} | {entries: 1.0 for _, entries in share})
     program.equal({rate: -1} | dict.fromkeys(firsts, 1))
-    for span, variables in zip(decodes, held, strict=True):
+    for span, of_span in zip(decodes, held, strict=True):
         if span.unshared is not None:
-            program.equal({rate: -span.unshared} | dict.fromkeys(variables, 1.0))
+            program.equal({rate: -span.unshared} | dict.fromkeys(of_span, 1.0))
     found = linprog(-program.row({rate: 1.0}), **program.matrices(), method="highs")
     if found.x is None:
         raise JaxinferError(f"no bound: the linear program has no solution: {found.message}")
