@@ -49,7 +49,7 @@ def load_systems(
         names = systems if first.stem in systems else [first.stem, *systems]
         paths = [first if name == first.stem else first.with_name(f"{name}.yaml") for name in names]
         _refuse_missing(paths)
-    loaded = {path.stem: load_run_file(path, settings) for path in paths}
+    loaded = {path.stem: _load(path, paths, settings) for path in paths}
     if len(loaded) < len(paths):
         raise JaxinferError(f"two of {', '.join(map(str, paths))} have one name")
     configs = _all_serving(loaded, loaded[first.stem].workload)
@@ -62,6 +62,30 @@ def load_systems(
             for name, path in zip(names, paths, strict=True)
         ]
     return dict(zip(names, configs.values(), strict=True))
+
+
+def _load(path: Path, paths: Sequence[Path], settings: Sequence[str]) -> RunFile:
+    """Load one of the run files; if it cannot be, say which setting is for another file's part."""
+    try:
+        return load_run_file(path, settings)
+    except JaxinferError as error:
+        for setting in settings:
+            _refuse_lacking(path, paths, setting, str(error))
+        raise
+
+
+def _refuse_lacking(path: Path, paths: Sequence[Path], setting: str, error: str) -> None:
+    """Refuse a setting of a group or instance that the file lacks, and another file has."""
+    found = re.match(r"(groups|instances)\.([^.=]+)\.", setting)
+    if not found or found[0].rstrip(".") not in error:
+        return
+    section, name = found.groups()
+    names = {each: list(read_run_file(each).get(section) or ()) for each in paths}
+    if name not in names[path] and any(name in there for there in names.values()):
+        raise JaxinferError(
+            f"--set {setting}: {path} has no {section[:-1]} {name!r}: "
+            f"{did_you_mean(name, names[path])}"
+        )
 
 
 def _label(path: Path, config: RunFile) -> str:

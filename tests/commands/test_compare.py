@@ -50,6 +50,35 @@ def test_a_system_without_a_file_is_refused_with_those_that_have_one(tmp_path: P
         load_systems([str(tmp_path / "mine.yaml")], ["other", "data_parallel"])
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("instances.cpi.num_pages=500", "has no instance 'cpi': known: high, low"),
+        ("instances.hihg.num_pages=500", "instances.hihg: needs either group or stages"),
+    ],
+)
+def test_a_setting_for_an_instance_that_a_file_lacks(setting: str, message: str) -> None:
+    """The file that lacks it is named; if no file has it, the first one says what is missing."""
+    with pytest.raises(JaxinferError, match=message) as raised:
+        load_systems(["configs/cronus/cronus.yaml"], ["data_parallel"], [setting])
+    lacking = "data_parallel" if "cpi" in setting else "cronus"
+    assert f"configs/cronus/{lacking}.yaml" in str(raised.value)
+    assert str(raised.value).startswith(f"--set {setting}: ") == ("cpi" in setting)
+
+
+def test_settings_may_add_an_instance_that_another_file_has(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        own = {"groups": {"g": {}}, "instances": {name: {"group": "g"}}, "system": "least_loaded"}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(own))
+    group = ["groups.g.devices=2", "groups.g.tensor_parallel_size=1"]
+    settings = [*group, "instances.b.group=g", "instances.b.max_num_seqs=7"]
+    found = load_systems([str(tmp_path / "a.yaml")], ["b"], settings)
+    assert {name: list(config.instances) for name, config in found.items()} == {
+        "a": ["a", "b"],
+        "b": ["b"],
+    }
+
+
 def test_shipped_systems_are_found_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
