@@ -89,7 +89,10 @@ def _devices(name: str, group: GroupConfig) -> list[jax.Device]:
     kinds = sorted({device.device_kind for device in devices})
     found = [device for device in devices if (group.kind or "") in device.device_kind]
     if not found:
-        raise JaxinferError(f"group {name}: no device is a {group.kind!r}, there are {kinds}")
+        raise JaxinferError(
+            f"groups.{name}.kind is {group.kind!r}, must be part of a device's name: "
+            f"{', '.join(kinds)}"
+        )
     return found
 
 

@@ -16,6 +16,7 @@ from properties import examples
 from jaxinfer import JaxinferError
 from jaxinfer.config.cluster import ClusterConfig, one_engine
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.groups import GroupConfig
 from jaxinfer.models.config import ModelConfig, Rope
 from jaxinfer.models.stage import Layers
 from jaxinfer.runtime.stage import cluster_plan, kv_cache
@@ -268,6 +269,16 @@ def test_pages(kernels: str, dtype: str, keys: tuple[int, ...]) -> None:
 def test_no_groups_open_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda *args: pytest.fail("JAX was asked for devices"))
     assert open_groups({}) == {}
+
+
+def test_a_kind_that_no_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of cards are those of the devices, letter by letter."""
+    device = type("Card", (), {"device_kind": "NVIDIA H100 80GB HBM3"})()
+    monkeypatch.setattr(jax, "devices", lambda *args: [device])
+    asked = r"^groups\.g\.kind is 'h100', must be part of a device's name: NVIDIA H100 80GB HBM3$"
+    with pytest.raises(JaxinferError, match=asked):
+        open_groups({"g": GroupConfig(kind="h100")})
+    assert open_groups({"g": GroupConfig(kind="H100")}) == {"g": [device]}
 
 
 def on_one_device(**options: Any) -> list[StagePlan]:
