@@ -96,12 +96,12 @@ def test_requests_come_in_the_order_given(tiny: LLM) -> None:
 def test_prompts_that_begin_alike_are_served_one_after_the_other(tiny: LLM) -> None:
     prompts: list[Any] = [{"prompt_token_ids": [n % 3] * 16 + [n]} for n in range(9)]
     found = {}
-    for order in ("given", "prefix_tree"):
+    for order in ("given", "blend", "prefix_tree"):
         tiny.reset_prefix_cache()
         outputs = tiny.generate(prompts, GREEDY, progress=False, order=order)
         assert [output.prompt_index for output in outputs] == list(range(9))
         found[order] = [output.outputs[0].token_ids for output in outputs]
-    assert found["given"] == found["prefix_tree"]
+    assert found["given"] == found["blend"] == found["prefix_tree"]
     starts = [output.metrics.first_scheduled or 0.0 for output in outputs]
     by_start = sorted(range(9), key=lambda n: (starts[n], n % 3, n))
     assert by_start == [0, 3, 6, 1, 4, 7, 2, 5, 8]

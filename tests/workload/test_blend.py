@@ -104,3 +104,16 @@ def test_a_blend_fills_the_steps_of_long_outputs() -> None:
     blend = seconds("blend")
     assert blend < 0.94 * seconds("prefix_tree")
     assert blend < 0.99 * seconds("given")
+
+
+def test_a_run_file_blends_by_lengths_that_users_give() -> None:
+    """No tokens are needed; where users give one limit, true lengths do not count."""
+    synthetic = {"input_len": 50, "output_len": {"kind": "uniform", "min": 1, "max": 900}}
+    workload = {"synthetic": {**synthetic, "count": 30}, "order": "blend"}
+    drawn = as_run_file({"workload": {**workload, "order": "given"}}).requests()
+    blend = as_run_file({"workload": workload}).requests()
+    assert blend != drawn
+    assert sorted(each.max_tokens for each in blend) == sorted(each.max_tokens for each in drawn)
+    limited = as_run_file({"workload": {**workload, "max_tokens": 900}}).requests()
+    alike = blended([Sized([n], 50, 900) for n in range(30)])
+    assert limited == [drawn[number] for number in alike]
