@@ -160,7 +160,7 @@ def _closed(kv: KVShards) -> list[int]:
 def _rows(batch: Batch) -> str:
     """Return the rest of a step's entry: rows, their pages, and transfers.
 
-    If the step is computed as two halves, the numbers of the first half's rows follow.
+    If the step is computed in parts, the numbers of each part's rows follow, but for the last.
     """
     rows = [
         f"[{quoted(row.request.id)},{row.start},{row.count},{_BOOL[row.samples]}]"
@@ -171,8 +171,8 @@ def _rows(batch: Batch) -> str:
     if batch.transfers or batch.halves:
         found.append([box_of(transfer) for transfer in batch.transfers])
     if batch.halves:
-        first = {id(row) for row in batch.halves[0]}
-        found.append([str(number) for number, row in enumerate(batch.rows) if id(row) in first])
+        numbers = {id(row): str(number) for number, row in enumerate(batch.rows)}
+        found += [[numbers[id(row)] for row in part] for part in batch.halves[:-1]]
     return "".join([f",[{','.join(texts)}]" for texts in found])
 
 

@@ -68,7 +68,8 @@ class Work:
         decodes: number of rows that feed back a sampled token (a prompt's last token may be a
             single row, too).
         shards: work of attention in each shard of the instance; empty if each stage has one shard.
-        halves: work of each half, if the step is computed as two halves of its rows in turn.
+        halves: work of each part, if the step is computed as two halves, or as micro-batches, in
+            turn.
         single_span: smallest and largest number of KV entries that a row of one token sees; None if
             not requested, or if no row has one token.
     """
@@ -183,7 +184,8 @@ class Batch:
         transfers: transfers of KV that this step computes; each piece of the model is sent as soon
             as it is done.
         halves: rows of the two halves, if stages with KV heads on several devices compute the step
-            in two halves; empty if they compute all rows at once.
+            in two halves, or of the micro-batches of stages with an FFN group; empty if they
+            compute all rows at once.
         spans: smallest and largest number of KV entries that a grouped decode sees, if requested.
         among: range of the rows (first, end) between which the grouped decodes were admitted; all
             rows are in the order of admission.

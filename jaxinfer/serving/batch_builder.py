@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from jaxinfer.serving.batch import Batch, Row, shard_work
 from jaxinfer.serving.features.decode_group import DecodeGroup
-from jaxinfer.serving.features.half_batches import halve
+from jaxinfer.serving.features.half_batches import halve, in_parts
 from jaxinfer.serving.instance import Instance
 from jaxinfer.serving.request_state import RequestState
 
@@ -62,6 +62,8 @@ class BatchBuilder:
             batch.work.shards = shard_work(self.rows)
             if instance.halves_pay:
                 halve(batch, instance.shards, instance.halves_pay)
+        elif instance.options.micro_batches > 1:
+            in_parts(batch, instance.options.micro_batches)
         return batch
 
     def add_group(self, most: int | None = None) -> None:

@@ -40,6 +40,7 @@ class InstanceOptions:
         computes: whether a system sees it; otherwise it only keeps pages for others.
         tier: name of the instance that keeps copies of ended requests' pages, if there is one.
         tier_takes: of which requests it keeps them.
+        micro_batches: number of parts in which each step's rows are computed, in turn.
     """
 
     max_num_seqs: int = 64
@@ -54,6 +55,7 @@ class InstanceOptions:
     computes: bool = True
     tier: str | None = None
     tier_takes: Literal["all", "sessions"] = "all"
+    micro_batches: int = 1
 
     def tier_of(self, request: RequestState) -> str | None:
         """Return the name of the instance that keeps copies of a request's pages, if any."""

@@ -42,7 +42,7 @@ def test_halves_have_all_rows_in_order_and_nearly_the_same_tokens(
     counts: list[tuple[int, int]],
 ) -> None:
     rows = rows_of(counts)
-    halves = split(rows)
+    halves = split(rows, 2)
     for half in halves:
         numbers = [rows.index(row) for row in half]
         assert numbers == sorted(numbers)
@@ -56,11 +56,11 @@ def test_halves_have_all_rows_in_order_and_nearly_the_same_tokens(
 def test_decodes_are_halved_by_their_entries_and_chunks_by_their_tokens() -> None:
     """A chunk of 4 tokens weighs as much as four decodes; those with the most entries go first."""
     rows = rows_of([(10, 1), (900, 1), (20, 1), (800, 1), (0, 4), (30, 1), (40, 1)])
-    first, second = split(rows)
+    first, second = split(rows, 2)
     # 4 tokens; then 900, 800, 40 and 30 on the other side; then 20 here, and 10 there.
     assert [row.start for row in first] == [20, 0]
     assert [row.start for row in second] == [10, 900, 800, 30, 40]
-    pair = split(rows_of([(10, 1), (900, 1), (20, 1), (870, 1)]))
+    pair = split(rows_of([(10, 1), (900, 1), (20, 1), (870, 1)]), 2)
     assert [[row.start for row in half] for half in pair] == [[10, 900], [20, 870]]
 
 
@@ -198,7 +198,7 @@ def test_only_a_step_of_several_rows_is_cut_where_that_pays() -> None:
     halve(batch, kv.shards, pays)
     assert (batch.halves, batch.work.halves) == ((), ())
     halve(batch, kv.shards, pays)
-    assert batch.halves == ([rows[2]], rows[:2])
+    assert batch.halves == [[rows[2]], rows[:2]]
     assert list(batch.work.halves) == asked[1]
     assert [half.tokens for half in batch.work.halves] == [2, 2]
     assert [list(half.shards) for half in batch.work.halves] == [

@@ -179,6 +179,5 @@ class BatchDecoder:
             rows.append(row)
         batch = Batch(told.instance, rows, 0, 0, 0)
         if told.halves:
-            one, other = ([batch.rows[number] for number in half] for half in told.halves)
-            batch.halves = one, other
+            batch.halves = [[batch.rows[number] for number in half] for half in told.halves]
         return batch

@@ -1,11 +1,13 @@
-"""Computing a step of a spread stage as two halves of its rows, in turn.
+"""Computing a step as parts of its rows, in turn: two halves of a spread stage, or micro-batches.
 
 While some devices attend to KV heads of one half, the devices with the layers compute the dense
 part of the other half. This can hide the exchange in each layer, but weights are read twice.
+Micro-batches of a stage with an FFN group are as many as the run file says.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 from jaxinfer.serving.batch import Batch, Row, Work, shard_work, work_of
 from jaxinfer.serving.page_pool import Shard
@@ -78,7 +80,7 @@ def halve(batch: Batch, shards: Sequence[Shard], pays: ChooseHalves) -> None:
     counted = zip(batch.work.shards, shards, strict=True)
     if not any(work.tokens for work, shard in counted if not shard.slices):
         return
-    parts = split(batch.rows)
+    parts = split(batch.rows, 2)
     if not all(parts):
         return
     works = [work_of(rows) for rows in parts]
@@ -88,21 +90,26 @@ def halve(batch: Batch, shards: Sequence[Shard], pays: ChooseHalves) -> None:
         batch.halves, batch.work.halves = parts, works
 
 
-def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Split rows into two halves with nearly equal tokens and, next, nearly equal KV entries
-    before.
+def in_parts(batch: Batch, count: int) -> None:
+    """Split a batch into ``count`` micro-batches, or as many as it has rows."""
+    parts = split(batch.rows, min(count, len(batch.rows)))
+    if len(parts) > 1:
+        batch.halves, batch.work.halves = parts, [work_of(rows) for rows in parts]
 
-    Rows are assigned in descending order, each to the half that has less. They keep their order.
+
+def split(rows: Sequence[Row], count: int) -> list[list[Row]]:
+    """Split rows into parts with nearly equal tokens and, next, nearly equal KV entries before.
+
+    Rows are assigned in descending order, each to the part that has least. They keep their order.
     """
-    halves: tuple[list[int], list[int]] = ([], [])
-    loads = [(0, 0), (0, 0)]
+    parts: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, 0, part) for part in range(count)]
     for number in sorted(range(len(rows)), key=lambda n: (-rows[n].count, -rows[n].start)):
-        lighter = loads[1] < loads[0]
-        halves[lighter].append(number)
-        tokens, entries = loads[lighter]
-        loads[lighter] = tokens + rows[number].count, entries + rows[number].start
-    first, second = ([rows[number] for number in sorted(half)] for half in halves)
-    return first, second
+        tokens, entries, part = loads[0]
+        parts[part].append(number)
+        row = rows[number]
+        heapreplace(loads, (tokens + row.count, entries + row.start, part))
+    return [[rows[number] for number in sorted(part)] for part in parts]
 
 
 @dataclass(frozen=True)
