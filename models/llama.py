@@ -154,8 +154,20 @@ class Layer(nnx.Module):
         self, x_TD: jax.Array, rope: Tables, kv: KVPages, batch: PagedBatch, window: int | None
     ) -> tuple[jax.Array, KVPages]:
         """Return the residual stream after this layer, and the updated pages."""
+        x_TD, y_TD, kv = self.attended(x_TD, rope, kv, batch, window)
+        return self.with_ffn(x_TD, self.mlp(y_TD)), kv
+
+    def attended(
+        self, x_TD: jax.Array, rope: Tables, kv: KVPages, batch: PagedBatch, window: int | None
+    ) -> tuple[jax.Array, jax.Array, KVPages]:
+        """Return the residual stream after attention, the FFN's input, and the updated pages."""
         y_TD, kv = self.attn(self.attn_norm(x_TD), rope, kv, batch, window)
-        return self._add(x_TD, y_TD), kv
+        x_TD = place(self.layout, "residual", x_TD + y_TD)
+        return x_TD, self.mlp_norm(x_TD), kv
+
+    def with_ffn(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
+        """Return the residual stream after this layer, given the FFN's output."""
+        return place(self.layout, "residual", x_TD + y_TD)
 
     def before(self, x_TD: jax.Array, rope: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [T, N, H], keys and values [T, K, H] for attention."""
@@ -165,11 +177,8 @@ class Layer(nnx.Module):
         """Return the residual stream after this layer, from that before it and
         attention's result.
         """
-        return self._add(x_TD, self.attn.after(out_TNH))
-
-    def _add(self, x_TD: jax.Array, y_TD: jax.Array) -> jax.Array:
-        x_TD = place(self.layout, "residual", x_TD + y_TD)
-        return place(self.layout, "residual", x_TD + self.mlp(self.mlp_norm(x_TD)))
+        x_TD = place(self.layout, "residual", x_TD + self.attn.after(out_TNH))
+        return self.with_ffn(x_TD, self.mlp(self.mlp_norm(x_TD)))
 
 
 class Llama(nnx.Module):

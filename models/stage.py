@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from flax import nnx
 
@@ -62,11 +62,17 @@ def split(total: int, counts: Sequence[int]) -> list[Layers]:
     return [Layers(a, a + n, total) for a, n in zip(starts, counts, strict=True)]
 
 
-def make_model(config: ModelConfig, layers: Layers, rngs: nnx.Rngs) -> Any:
-    """Make the architecture's model with only these layers.
+# Parts of the layers of a stage: all, all but the FFN, or the FFN alone, as "layers.N.mlp".
+Part = Literal["all", "attention", "ffn"]
+
+
+def make_model(
+    config: ModelConfig, layers: Layers, rngs: nnx.Rngs, part_of_layers: Part = "all"
+) -> Any:
+    """Make the architecture's model with only these layers, or one part of each.
 
     The first stage has the embedding, the last one the final norm and the head, which may be the
-    embedding again.
+    embedding again. Parameters outside the layers are with attention.
     """
     part = replace(
         config,
@@ -86,7 +92,24 @@ def make_model(config: ModelConfig, layers: Layers, rngs: nnx.Rngs) -> Any:
     for name in (*_BEFORE, *_AFTER):
         if name not in kept and hasattr(model, name):
             delattr(model, name)
+    if part_of_layers == "attention":
+        for layer in model.layers:
+            del layer.mlp
+    elif part_of_layers == "ffn":
+        return _Ffn([layer.mlp for layer in model.layers])
     return model
+
+
+class _Ffn(nnx.Module):
+    """The FFN of each layer, by the names that they have in the model."""
+
+    def __init__(self, ffns: Sequence[nnx.Module]) -> None:
+        self.layers = nnx.List([_FfnOfLayer(ffn) for ffn in ffns])
+
+
+class _FfnOfLayer(nnx.Module):
+    def __init__(self, mlp: nnx.Module) -> None:
+        self.mlp = mlp
 
 
 def _shift(name: str, by: int) -> str:
