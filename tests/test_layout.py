@@ -27,7 +27,7 @@ FLOORS = (
     ("report", "simulate.costs", "runtime.stage"),
     ("simulate", "runtime.kv"),
     ("runtime.spread",),
-    ("runtime.processes",),
+    ("runtime.processes", "runtime.ffn"),
     ("runtime",),
     ("runtime.profiling",),
     ("llm", "convert"),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from jaxinfer.config.engine import EngineOptions
+from jaxinfer.config.ffn import check_ffn_groups, check_ffn_stages
 from jaxinfer.config.groups import GroupConfig, check_shared
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
@@ -61,6 +62,7 @@ class InstanceConfig(EngineOptions):
             )
         if not self.computes and not self.enable_prefix_caching:
             raise OptionError("computes: enable_prefix_caching is false, it must keep pages")
+        check_ffn_stages(self, self.stages, self.segments)
 
     def _check_spread(self) -> None:
         """Refuse options that require all KV heads of a stage to lie together."""
@@ -88,6 +90,11 @@ class InstanceConfig(EngineOptions):
     def attention_groups(self) -> list[str]:
         """The attention groups of all stages, each once."""
         return [*dict.fromkeys(group for place in self.places for group in place.attention_groups)]
+
+    @property
+    def ffn_groups(self) -> list[str]:
+        """The groups that have the FFN of its stages."""
+        return [place.ffn for place in self.places if place.ffn]
 
     @property
     def num_stages(self) -> int:
@@ -150,6 +157,8 @@ class ClusterConfig(Options):
                 self._check_group(f"instances.{name}.{place}", stage.group)
                 needed[stage.group] += self.groups[stage.group].stage_devices
         self._check_attention(needed)
+        stages = {name: instance.places for name, instance in self.instances.items()}
+        check_ffn_groups(self.groups, stages, needed)
         for name, group in self.groups.items():
             if needed[name] > group.devices:
                 raise JaxinferError(
@@ -314,6 +323,7 @@ def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions
         computes=getattr(options, "computes", True),
         tier=options.eviction.tier,
         tier_takes=options.eviction.tier_takes,
+        micro_batches=options.micro_batches,
     )
 
 

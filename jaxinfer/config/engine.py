@@ -91,6 +91,8 @@ class EngineOptions(Options):
         half_batches: Compute steps with attention groups as two halves, one after the other:
             ``always``, or where that is faster (``by_time``). The exchange of one half with the
             groups then overlaps with the dense layers of the other.
+        micro_batches: Compute steps of stages with an ``ffn`` group as so many parts of their rows,
+            in turn: the FFN of one part then overlaps with the attention of the others.
         max_transfers_in_flight: Largest number of requests whose KV an instance fetches at once.
         policies: Names of the policies for order, admission, batches and victims.
         strict_shapes: Report an error when a step was not compiled in advance.
@@ -120,6 +122,7 @@ class EngineOptions(Options):
     launch_ahead: bool = True
     chunks_in_flight: Literal[1, "all"] = "all"
     half_batches: Literal["never", "by_time", "always"] = "never"
+    micro_batches: int = Field(default=1, ge=1, le=16)
     watermark: float = Field(default=0.01, ge=0, lt=1)
     paging: Paging = Paging()
     eviction: Eviction = Eviction()

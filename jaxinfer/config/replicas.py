@@ -93,11 +93,12 @@ def _standing(
     def place(at: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(spread := at.get("attention"), list):
             at = {**at, "attention": [place(_as_mapping(each)) for each in spread]}
-        group = str(at.get("group"))
-        if group not in groups:
-            return dict(at)
-        _as_many(where, count, group, groups)
-        return {**at, "group": names_of(group, groups)[number]}
+        found = dict(at)
+        for key in ("group", "ffn"):
+            if (group := str(at.get(key))) in groups:
+                _as_many(where, count, group, groups)
+                found[key] = names_of(group, groups)[number]
+        return found
 
     found = place(instance)
     if isinstance(stages := instance.get("stages"), list):

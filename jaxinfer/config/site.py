@@ -14,7 +14,13 @@ from jaxinfer.config.nodes import NetworkPath, Placement, place_groups
 from jaxinfer.config.published import PublishedTables
 from jaxinfer.config.resolve import Resolved
 from jaxinfer.config.site_checks import check_played, check_sharing
-from jaxinfer.config.site_values import ModelledSite, SiteAttention, SiteGroup, SiteStage
+from jaxinfer.config.site_values import (
+    ModelledSite,
+    SiteAttention,
+    SiteFfn,
+    SiteGroup,
+    SiteStage,
+)
 from jaxinfer.config.stage_part import EXPERT_SIZES, StagePart, stored_sizes
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
@@ -117,10 +123,13 @@ def _stages(
     ]
     found = []
     for i, (place, group, part) in enumerate(zip(instance.places, own, parts, strict=True)):
-        costs = (_roofline if place.attention else SimulateOptions.of)(options, place.group)
+        by_parts = place.attention or place.ffn
+        costs = (_roofline if by_parts else SimulateOptions.of)(options, place.group)
         attention = _attention(place, groups, options, path)
+        ffn = _ffn(place, groups, options, path)
         hop = path(group, own[i + 1], "hidden states") if i < last else None
-        found.append(SiteStage(group, part, costs, attention, hop))
+        part = replace(part, has_ffn=ffn is None)
+        found.append(SiteStage(group, part, costs, attention, hop, ffn))
     return found
 
 
@@ -143,7 +152,12 @@ def _parts(
         groups: group of each stage.
     """
     flows = [
-        _flow(instance, model, group, not (place.attention or _is_measured(options, group)))
+        _flow(
+            instance,
+            model,
+            group,
+            not (place.attention or place.ffn or _is_measured(options, group)),
+        )
         for group, place in zip(groups, instance.places, strict=True)
     ]
     for group, place, flow in zip(groups, instance.places, flows, strict=True):
@@ -217,26 +231,42 @@ def _attention(
     """Return the groups for a stage's KV heads other than its own."""
     found = []
     for each in place.attention:
-        own = options.groups.get(each.group, GroupCosts())
-        for name in ("step_s", "sequence_s"):
-            if getattr(own, name) is not None:
-                raise JaxinferError(
-                    f"simulate.groups.{each.group}.{name}: leave it out, steps are those of the "
-                    "stages that the group works for"
-                )
+        _check_no_steps(options, each.group)
         group, costs = groups[each.group], _roofline(options, each.group)
         way = path(groups[place.group], group, "KV")
         found.append(SiteAttention(group, costs, each.num_pages, way))
     return found
 
 
+def _ffn(
+    place: StageConfig, groups: Mapping[str, SiteGroup], options: SimulateOptions, path: _PathOf
+) -> SiteFfn | None:
+    """Return the group for a stage's FFN, if it is another one."""
+    if place.ffn is None:
+        return None
+    _check_no_steps(options, place.ffn)
+    group, costs = groups[place.ffn], _roofline(options, place.ffn)
+    return SiteFfn(group, costs, path(groups[place.group], group, "FFN inputs"))
+
+
+def _check_no_steps(options: SimulateOptions, group: str) -> None:
+    """Refuse times of steps for a group that computes parts of others' steps."""
+    own = options.groups.get(group, GroupCosts())
+    for name in ("step_s", "sequence_s"):
+        if getattr(own, name) is not None:
+            raise JaxinferError(
+                f"simulate.groups.{group}.{name}: leave it out, steps are those of the "
+                "stages that the group works for"
+            )
+
+
 def _roofline(options: SimulateOptions, group: str) -> SimulateOptions:
-    """Return the costs of a group that takes part in attention; only the roofline is allowed."""
+    """Return the costs of a group that computes parts of layers; only the roofline is allowed."""
     costs = options.of(group)
     if kind := costs.measured:
         raise JaxinferError(
             f"{costs.where}the attention of {group} cannot be told from {kind}: stages with "
-            "attention groups, and those groups, go by flops and bandwidth"
+            "attention or FFN groups, and those groups, go by flops and bandwidth"
         )
     return costs
 
@@ -250,11 +280,12 @@ def _path(
 ) -> NetworkPath:
     """Return the path between two groups, or between the GPUs of one.
 
-    If both groups are on one node, KV uses as many pairs of GPUs as the smaller group has devices.
+    If both groups are on one node, KV, and what goes to an FFN group, use as many pairs of GPUs as
+    the smaller group has devices.
     Within a group, it uses as many as one of its stages has, since the other end is another stage.
     """
     source, dest, pairs = here.name, there.name, 1
-    if what == "KV":
+    if what != "hidden states":
         pairs = here.stage_devices if source == dest else min(here.devices, there.devices)
     if placement:
         return placement.path(source, dest, pairs)

@@ -46,8 +46,10 @@ def check_sharing(names: Sequence[str], cluster: ClusterConfig, model: ModelShap
             near = did_you_mean(name, cluster.instances)
             raise OptionError(f"{where}: no instance {name!r}: {near}")
         places = cluster.instances[name].places
-        if len(places) > 1 or places[0].attention:
-            raise OptionError(f"{where}: {name} must be one stage, without attention groups")
+        if len(places) > 1 or places[0].attention or places[0].ffn:
+            raise OptionError(
+                f"{where}: {name} must be one stage, without attention groups and ffn"
+            )
         group = cluster.groups[places[0].group]
         if group.emulate:
             raise OptionError(f"{where}: {name} steps with others, must be without emulate")

@@ -58,12 +58,26 @@ class SiteAttention:
 
 
 @dataclass(frozen=True)
+class SiteFfn:
+    """A group that has the FFN of a stage's layers.
+
+    Attributes:
+        path: path of hidden states from the stage's own group.
+    """
+
+    group: SiteGroup
+    costs: SimulateOptions
+    path: NetworkPath
+
+
+@dataclass(frozen=True)
 class SiteStage:
     """A pipeline stage of an instance.
 
     Attributes:
         costs: costs of its group.
         hop: path of hidden states to the next stage; None after the last one.
+        ffn: group of the FFN, if it is another one.
     """
 
     group: SiteGroup
@@ -71,6 +85,7 @@ class SiteStage:
     costs: SimulateOptions
     attention: Sequence[SiteAttention]
     hop: NetworkPath | None
+    ffn: SiteFfn | None = None
 
     @property
     def groups(self) -> list[SiteGroup]:

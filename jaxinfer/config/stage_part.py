@@ -46,6 +46,7 @@ class StagePart:
             weights and of KV.
         expert_size: bytes of an expert's weight, if it is not ``weight_size``.
         sharers: number of instances that share the experts of each layer, including this one.
+        has_ffn: whether the FFN of its layers is on these devices.
     """
 
     gpu: Gpu
@@ -62,6 +63,7 @@ class StagePart:
     flow: LayoutFlow | None = None
     sharers: int = 1
     expert_size: float | None = None
+    has_ffn: bool = True
 
     @property
     def mean_weight_size(self) -> float:
@@ -79,7 +81,15 @@ class StagePart:
             experts = self.model.num_experts * self.model.expert_parameters * self.layers
             size = self.model.weight_size(self.weight_size, ("gate", "up", "down"))
             held += experts * ((self.expert_size or size) / self.sharers - size)
+        if not self.has_ffn:
+            held -= self.ffn_bytes
         return held if self.flow else held / self.devices
+
+    @property
+    def ffn_bytes(self) -> float:
+        """Bytes of the weights of its layers' FFN, or of all experts and their router."""
+        each = self.model.layer_parameters - self.model.attention_parameters
+        return self.layers * each * self.model.weight_size(self.weight_size, ("gate", "up", "down"))
 
     @property
     def kv_ways(self) -> float:

@@ -1,4 +1,4 @@
-"""The run file's pipeline stages, and the groups where the KV heads of each may lie."""
+"""The run file's pipeline stages, and the groups that have their KV heads or their FFN."""
 
 from pydantic import Field, field_validator
 
@@ -32,12 +32,16 @@ class StageConfig(Options):
             ``{group: x, num_pages: n}``. They have no weights; attention is computed where the
             heads lie. A group may serve several stages of one instance. The instance's KV shards
             are, for each stage in turn, its own group and then each device of these groups.
+        ffn: Group that computes the FFN, or the experts, of the stage's layers (attention-FFN
+            disaggregation). It has their weights and no KV; all else is on the stage's own group.
+            See ``micro_batches``.
     """
 
     group: str
     layers: int | None = Field(default=None, ge=1)
     share: float | None = Field(default=None, gt=0)
     attention: tuple[AttentionConfig, ...] = Field(default=(), strict=False)
+    ffn: str | None = None
 
     @field_validator("attention", mode="before")
     @classmethod

@@ -13,6 +13,7 @@ from jaxinfer.config.cluster import ClusterConfig, InstanceConfig, TransportChoi
 from jaxinfer.config.processes import is_divided, part_of, processes_of
 from jaxinfer.errors import JaxinferError
 from jaxinfer.models.stage import Layers
+from jaxinfer.runtime.ffn.ffn_stage import FfnStage, describe_ffn
 from jaxinfer.runtime.kv.channel import Channel
 from jaxinfer.runtime.kv.kv_endpoint import KVProcess, ThisProcess
 from jaxinfer.runtime.kv.kv_messages import TransportName
@@ -208,7 +209,10 @@ class Cluster:
                         "num_pages": plan.num_pages,
                     }
                     | ({"attention": places} if (places := describe_attention(plan)) else {})
-                    for plan, group in zip(engine.plans, engine.groups, strict=True)
+                    | describe_ffn(plan, self.config.instances[name].ffn_groups, number)
+                    for number, (plan, group) in enumerate(
+                        zip(engine.plans, engine.groups, strict=True)
+                    )
                 ],
             }
             for name, engine in self.engines.items()
@@ -327,19 +331,28 @@ def _load_workers(
         return
     what = "drawing random weights" if config.load_format == "dummy" else "loading weights"
     progress(what, 1)
-    computing = [p for name in plans if config.instances[name].computes for p in plans[name]]
+    computing = [
+        each
+        for name, stages in plans.items()
+        if config.instances[name].computes
+        for plan in stages
+        for each in (plan, plan.ffn)
+        if each
+    ]
     parameters = iter(load_parameters(checkpoint, computing) if computing else ())
     progress(what, 0)
     for name, stages in plans.items():
         if config.instances[name].computes:
-            loaded = [_stage(plan, next(parameters)) for plan in stages]
+            loaded = [_stage(plan, parameters) for plan in stages]
         else:
             loaded = [KeepingStage(plan) for plan in stages]
         yield name, Worker(loaded, stage_groups(config.instances[name]))
 
 
-def _stage(plan: StagePlan, parameters: Parameters) -> Stage:
-    return SpreadStage(plan, parameters) if plan.attention else Stage(plan, parameters)
+def _stage(plan: StagePlan, parameters: Iterator[Parameters]) -> Stage:
+    if plan.ffn:
+        return FfnStage(plan, next(parameters), next(parameters))
+    return (SpreadStage if plan.attention else Stage)(plan, next(parameters))
 
 
 def _engine(

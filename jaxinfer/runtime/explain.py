@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from jaxinfer.runtime.ffn.ffn_step import FfnStep
 from jaxinfer.runtime.spread.head_pools import head_pools
 from jaxinfer.runtime.spread.spread_step import SpreadStep
 from jaxinfer.runtime.stage.kv_cache import shard_bytes
@@ -84,7 +85,9 @@ def _axes(place: str | tuple[str, ...] | None) -> str:
 
 def step_costs(plan: StagePlan) -> list[StepCost]:
     """Compile the largest step with prefill and the largest step of only decodes."""
-    step = SpreadStep(plan, head_pools(plan)) if plan.attention else CompiledStep(plan)
+    step = FfnStep(plan) if plan.ffn else CompiledStep(plan)
+    if plan.attention:
+        step = SpreadStep(plan, head_pools(plan))
     shapes = plan.limits.shapes()
     chosen = dict.fromkeys([shapes[0], next(s for s in shapes if not s.chunks)])
     return [_cost(step, shape) for shape in chosen]

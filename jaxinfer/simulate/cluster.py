@@ -40,7 +40,8 @@ from jaxinfer.simulate.costs.model import (
     StageCost,
     make_stage,
 )
-from jaxinfer.simulate.kv_capacity import count_pages
+from jaxinfer.simulate.ffn import ffn_stage
+from jaxinfer.simulate.kv_capacity import check_ffn_memory, count_pages
 from jaxinfer.simulate.one_device import check_together, with_shares
 from jaxinfer.simulate.spread import Visit
 from jaxinfer.simulate.stage_path import StagePath
@@ -109,6 +110,8 @@ class ModelledInstance:
             stage: dict[str, object] = {"group": group, "layers": layers, "num_pages": pages}
             if self.tables and self.tables[number]:
                 stage["tables"] = self.tables[number]
+            if place := self.config.places[number].ffn:
+                stage["ffn"] = {"group": place}
             if others := [s for s in self.shards if s.stage == number and not s.is_own]:
                 stage["attention"] = [
                     {"group": s.group, "num_pages": s.num_pages} for s in others if not s.device
@@ -146,6 +149,7 @@ class ModelledInstance:
         role = self.config.role
         # Groups offer pages to the prefix cache when their entries are computed.
         grouped = groups_decodes and not (caching and self.config.paging.cache == "launched")
+        grouped = grouped and self.config.micro_batches == 1  # Their rows have to be cut.
         instance = Instance(name, kv, options, policies, role, fit, grouped, num_output)
         instance.asks_spans = self.asks_spans
         instance.halves_pay = choice(self.config.half_batches, self._is_shorter)
@@ -258,8 +262,7 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
     stages: list[StageCost] = []
     first = 0
     for place in places:
-        spread = place.attention
-        stages.append(spread_stage(place, first) if spread else make_stage(place.part, place.costs))
+        stages.append(_stage(config, place, first))
         first += len(place.groups)
     model = parts[0].model
     hops = [place.hop for place in places if place.hop]
@@ -287,6 +290,15 @@ def _model_instance(config: InstanceConfig, places: Sequence[SiteStage]) -> Mode
         getattr(stages[0], "joint", None),
         getattr(stages[0], "measured", {}),
     )
+
+
+def _stage(config: InstanceConfig, place: SiteStage, first: int) -> StageCost:
+    if place.ffn:
+        check_ffn_memory(config, place.part, place.ffn)
+        return ffn_stage(place)
+    if place.attention:
+        return spread_stage(place, first)
+    return make_stage(place.part, place.costs)
 
 
 def _at_its_speed(stage: StageCost, place: SiteStage) -> StageCost:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxinfer.config.cluster import InstanceConfig
 from jaxinfer.config.engine import GPU_SHARE
-from jaxinfer.config.site_values import SiteGroup
+from jaxinfer.config.site_values import SiteFfn, SiteGroup
 from jaxinfer.config.stage_part import StagePart
 from jaxinfer.errors import JaxinferError
 from jaxinfer.hardware.catalogue import ITEMSIZE, Gpu
@@ -48,12 +48,31 @@ def reserved_bytes(instance: InstanceConfig, reserve_gb: float | None, part: Sta
     if reserve_gb is not None or not instance.computes:
         return (reserve_gb or 0.0) * 1e9
     model = part.model
-    numbers = 2 * model.hidden_size + 3 * model.intermediate_size
+    numbers = 2 * model.hidden_size + 3 * model.intermediate_size * part.has_ffn
     reserve: float = instance.max_num_batched_tokens * numbers * ITEMSIZE
     reserve += 4 * instance.max_num_seqs * model.vocab_size
     if part.flow:
         reserve += part.flow.gathered_weights * part.mean_weight_size
     return reserve
+
+
+def check_ffn_memory(instance: InstanceConfig, part: StagePart, ffn: SiteFfn) -> None:
+    """Refuse an FFN group whose memory is too small for a stage's FFN.
+
+    Raises:
+        JaxinferError: it states the sizes.
+    """
+    gpu, model, group = ffn.group.gpu, part.model, ffn.group
+    weights = part.ffn_bytes / group.stage_devices
+    numbers = 2 * model.hidden_size + 3 * model.intermediate_size
+    reserve = float(instance.max_num_batched_tokens * numbers * ITEMSIZE)
+    if ffn.costs.reserve_gb is not None:
+        reserve = ffn.costs.reserve_gb * 1e9
+    if weights + reserve > gpu.memory_gb * 1e9:
+        raise JaxinferError(
+            f"groups.{group.name}: {group.devices} x {gpu.memory_gb:.1f} GB do not hold an FFN of "
+            f"{part.ffn_bytes / 1e9:.2f} GB and {reserve / 1e9:.2f} GB of activations on each"
+        )
 
 
 def page_bytes(instance: InstanceConfig, part: StagePart) -> int:

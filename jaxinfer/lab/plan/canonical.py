@@ -23,7 +23,8 @@ def nameless(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(data.get("groups"), dict):
         return data
     places = (place for instance in used.values() for place in instance.places)
-    names = dict.fromkeys(name for at in places for name in (at.group, *at.attention_groups))
+    used_by = ((at.group, *at.attention_groups, *filter(None, [at.ffn])) for at in places)
+    names = dict.fromkeys(name for groups in used_by for name in groups)
     numbers = {name: f"#{number}" for number, name in enumerate(names)}
     found = dict(data)
     found["groups"] = {numbers[str(name)]: group for name, group in data["groups"].items()}
@@ -47,6 +48,8 @@ def _on(place: Any, numbers: Mapping[str, str]) -> Any:
     found = dict(place)
     if found.get("group") is not None:
         found["group"] = numbers[str(found["group"])]
+    if found.get("ffn") is not None:
+        found["ffn"] = numbers[str(found["ffn"])]
     for name in ("stages", "attention"):
         if isinstance(found.get(name), list | tuple):
             found[name] = [_on(each, numbers) for each in found[name]]

@@ -13,6 +13,7 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.stage import Layers, split
 from jaxinfer.runtime.stage.attention_plan import plan_attention
 from jaxinfer.runtime.stage.devices import configure_jax, open_groups
+from jaxinfer.runtime.stage.ffn_plan import plan_with_ffn
 from jaxinfer.runtime.stage.machine_speed import measure_speed
 from jaxinfer.runtime.stage.stage_plan import StagePlan, choose_dtype, make_plan
 from jaxinfer.runtime.stage.taken import TakenMemory
@@ -130,6 +131,8 @@ def _plan_stages(
             )
             _count(plan, taken)
             yield plan_attention(plan, stage, config, groups, taken)
+        elif stage.ffn:
+            yield plan_with_ffn(model, config, instance, stage, groups, here, layers, taken)
         else:
             yield from _plan_segments(model, instance, here, group.mesh, layers, taken)
 

@@ -20,7 +20,7 @@ from jaxinfer.models.joined import join_modules, joinable
 from jaxinfer.models.layout_checks import check_rules
 from jaxinfer.models.layouts import DEFAULT_AXIS, ways
 from jaxinfer.models.sharding import shard
-from jaxinfer.models.stage import Layers, make_model
+from jaxinfer.models.stage import Layers, Part, make_model
 from jaxinfer.pallas_kernels.choice import choose_kernels
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.stage import join_weights
@@ -139,6 +139,7 @@ class StagePlan(StageFacts):
         devices: devices in the mesh's order.
         parameters: shapes, dtypes and shardings, by path in the whole model.
         joined: modules whose query, key and value weights are one array; see ``models.joined``.
+        ffn: plan of the FFN of its layers, if another group has it; it has no KV.
     """
 
     devices: Sequence[jax.Device]
@@ -146,6 +147,7 @@ class StagePlan(StageFacts):
     graphdef: nnx.GraphDef[Any]
     parameters: Mapping[str, jax.ShapeDtypeStruct]
     joined: Sequence[str] = field(default=(), kw_only=True)
+    ffn: "StagePlan | None" = field(default=None, kw_only=True)
 
     @property
     def facts(self) -> StageFacts:
@@ -200,6 +202,7 @@ def make_plan(
     is_spread: bool = False,
     axes: Mapping[str, int] | None = None,
     there: Set[Wanted] = frozenset(),
+    part: Part = "all",
 ) -> StagePlan:
     """Choose shardings, buckets and the size of the KV pool.
 
@@ -211,6 +214,7 @@ def make_plan(
             first device.
         axes: sizes of the mesh's axes; by default one axis of all devices.
         there: parameters that are already counted in ``taken``.
+        part: part of the layers that the stage has.
 
     Raises:
         JaxinferError: the options ask for more than the model, the devices or their memory allow,
@@ -231,9 +235,10 @@ def make_plan(
         options.page_size,
     )
     wide, multiple = lay_out(config, options, axes, kernels, is_spread)
-    graphdef, parameters = _parameters(wide, layers, dtype, mesh, options.layout or "megatron")
+    name = options.layout or "megatron"
+    graphdef, parameters = shard_parameters(wide, layers, dtype, mesh, name, part)
     if together := joinable(wide, parameters):
-        graphdef, _ = _abstract_model(wide, layers, together)
+        graphdef, _ = _abstract_model(wide, layers, together, part)
     limits = StepLimits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -317,10 +322,15 @@ def _path(name: str) -> tuple[str | int, ...]:
     return tuple(int(part) if part.isdecimal() else part for part in name.split("."))
 
 
-def _parameters(
-    config: ModelConfig, layers: Layers, dtype: jnp.dtype, mesh: Mesh, layout: str
+def shard_parameters(
+    config: ModelConfig, layers: Layers, dtype: jnp.dtype, mesh: Mesh, layout: str, part: Part
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
-    graphdef, abstract = _abstract_model(config, layers)
+    """Return a stage's model without values, and its parameters' shapes and shardings by path.
+
+    Raises:
+        JaxinferError: the layout does not fit the parameters; the message names it.
+    """
+    graphdef, abstract = _abstract_model(config, layers, part=part)
     one = replace(config, num_hidden_layers=1, windows=config.windows[:1])
     parameters = {}
     try:
@@ -335,10 +345,10 @@ def _parameters(
 
 
 def _abstract_model(
-    config: ModelConfig, layers: Layers, together: Sequence[str] = ()
+    config: ModelConfig, layers: Layers, together: Sequence[str] = (), part: Part = "all"
 ) -> tuple[nnx.GraphDef[Any], dict[str, jax.ShapeDtypeStruct]]:
     def make() -> Any:
-        model = make_model(config, layers, nnx.Rngs(0))
+        model = make_model(config, layers, nnx.Rngs(0), part)
         join_modules(model, {layers.name(module) for module in together})
         return model
 

@@ -1,0 +1,1 @@
+"""Stages whose layers' FFN, or experts, are on another group (attention-FFN disaggregation)."""

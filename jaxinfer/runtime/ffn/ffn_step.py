@@ -1,0 +1,211 @@
+"""The programs of a stage whose FFN is on another group.
+
+``first`` computes from the tokens to the first layer's FFN, ``middle`` from one layer's FFN to the
+next one's, and ``last`` from the last FFN to the stage's end. In between, ``ffn`` runs on the other
+group. Parameters are arguments, so that all layers with the same window use one executable. Hidden
+states are sent in the weights' dtype.
+
+Shape suffixes: those of ``layers``.
+"""
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfer.models.layers import PagedBatch
+from jaxinfer.models.stage import Layers
+from jaxinfer.pallas_kernels.kv_pages import KVPages
+from jaxinfer.runtime.spread.spread_step import join, part
+from jaxinfer.runtime.stage.leaves import Graph, Leaves, flat, without_layers
+from jaxinfer.runtime.stage.stage_plan import StagePlan
+from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
+from jaxinfer.runtime.stage.step_inputs import empty_inputs
+from jaxinfer.steps.shapes import StepShape
+
+# Values kept between the layers' programs: the residual stream, and the rotations of positions.
+Stream = tuple[jax.Array, Any]
+
+
+def first(
+    outer: Graph,
+    layer: Graph,
+    layers: Layers,
+    window: int | None,
+    dtype: jnp.dtype,
+    outer_leaves: Leaves,
+    leaves: Leaves,
+    kv: KVPages,
+    previous_S: jax.Array,
+    token_T: jax.Array,
+    source_T: jax.Array,
+    batch: PagedBatch,
+    x_TD: jax.Array | None,
+) -> tuple[KVPages, Stream, jax.Array]:
+    """Compute the first FFN's input from tokens, or from the previous stage's result."""
+    with jax.default_matmul_precision("highest"):
+        model = outer.merge(outer_leaves)
+        if layers.first:
+            fed_back_T = previous_S[jnp.maximum(source_T, 0)]
+            x_TD = model.embed(jnp.where(source_T >= 0, fed_back_T, token_T), batch)
+        ropes = model.ropes(batch.position_T)
+        x_TD, y_TD, kv = layer.merge(leaves).attended(x_TD, ropes[bool(window)], kv, batch, window)
+        return kv, (x_TD, ropes), y_TD.astype(dtype)
+
+
+def middle(
+    layer: Graph,
+    window: int | None,
+    dtype: jnp.dtype,
+    leaves: Leaves,
+    next_leaves: Leaves,
+    kv: KVPages,
+    stream: Stream,
+    y_TD: jax.Array,
+    batch: PagedBatch,
+) -> tuple[KVPages, jax.Array, jax.Array]:
+    """Compute from one FFN's output to the next FFN's input and residual stream [T, D]."""
+    with jax.default_matmul_precision("highest"):
+        x_TD, ropes = stream
+        x_TD = layer.merge(leaves).with_ffn(x_TD, y_TD.astype(jnp.float32))
+        x_TD, y_TD, kv = layer.merge(next_leaves).attended(
+            x_TD, ropes[bool(window)], kv, batch, window
+        )
+        return kv, x_TD, y_TD.astype(dtype)
+
+
+def last(
+    layer: Graph, leaves: Leaves, x_TD: jax.Array, y_TD: jax.Array, sample_row_S: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Compute hidden states from the last FFN's output: those to sample from, and all."""
+    x_TD = layer.merge(leaves).with_ffn(x_TD, y_TD.astype(jnp.float32))
+    return x_TD[sample_row_S], x_TD
+
+
+def ffn(layer: Graph, dtype: jnp.dtype, leaves: Leaves, x_TD: jax.Array) -> jax.Array:
+    """Compute one layer's FFN, on the FFN group."""
+    with jax.default_matmul_precision("highest"):
+        found: jax.Array = layer.merge(leaves)(x_TD.astype(jnp.float32)).astype(dtype)
+        return found
+
+
+class FfnStep(CompiledStep):
+    """A stage's executables, by buckets of the step or of its micro-batches."""
+
+    def __init__(self, plan: StagePlan) -> None:
+        assert plan.ffn
+        super().__init__(plan)
+        self._plan, self._ffn = plan, plan.ffn
+        self.windows = plan.config.windows[plan.layers.start : plan.layers.stop]
+        (self._outer, self._layer), (outer, layers) = _split(plan, plan.abstract_state)
+        self._outer_leaves, self._layer_leaves = outer, layers[0]
+        self._mlp, mlp_leaves = ffn_leaves(plan.ffn, plan.ffn.abstract_state)
+        self._mlp_leaves = mlp_leaves[0]
+
+    def of(self, part: Hashable) -> jax.stages.Compiled:
+        """Return the executable of a part of a step."""
+        return self._get([part])[0]
+
+    def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
+        """Compile the executables of a step, each as often as it runs."""
+        shape = key.shape
+        runs: list[Hashable] = [("first", shape), ("ffn", shape.tokens)]
+        for window in self.windows[1:]:
+            runs += [("middle", shape, window), ("ffn", shape.tokens)]
+        runs += [("last", shape), *self._head_parts(key)]
+        compiled = {part: self._compile(part) for part in dict.fromkeys(runs)}
+        return [compiled[part] for part in runs]
+
+    def _layer_parts(self, shape: StepShape) -> list[Hashable]:
+        parts: list[Hashable] = [("first", shape), ("ffn", shape.tokens), ("last", shape)]
+        parts += [("middle", shape, window) for window in dict.fromkeys(self.windows[1:])]
+        if self._plan.options.micro_batches > 1:
+            smaller = [each for each in self.limits.shapes() if each.tokens <= shape.tokens]
+            parts += [("join", shape, each) for each in smaller]
+            if not self.layers.first:
+                parts += [("part", shape, each) for each in smaller]
+        return parts
+
+    def _compile(self, part: Any) -> jax.stages.Compiled:
+        if part[0] != "ffn":
+            return super()._compile(part)
+        plan, tokens = self._ffn, part[1]
+        x_TD = jax.ShapeDtypeStruct(
+            (tokens, plan.config.hidden_size), plan.dtype, sharding=plan.whole
+        )
+        run = jax.jit(partial(ffn, self._mlp, plan.dtype), out_shardings=plan.whole)
+        with jax.set_mesh(plan.mesh):
+            return run.lower(self._mlp_leaves, x_TD).compile()
+
+    def _lower(self, part: Any) -> jax.stages.Lowered:
+        match part:
+            case "first" | "middle" | "last", StepShape() as shape, *window:
+                return self._lower_layer(part[0], shape, *window)
+            case "part" | "join", StepShape() as shape, StepShape() as smaller:
+                return self._lower_cut(part[0], shape, smaller)
+        return super()._lower(part)
+
+    def _lower_layer(
+        self, kind: str, shape: StepShape, window: int | None = None
+    ) -> jax.stages.Lowered:
+        plan, leaves = self._plan, self._layer_leaves
+        whole = partial(jax.ShapeDtypeStruct, sharding=plan.whole)
+        inputs = empty_inputs(shape, self.limits)
+        batch = jax.tree.map(lambda x: whole(x.shape, x.dtype), inputs.batch)
+        x_TD = self.hidden(shape.tokens)
+        y_TD = whole(x_TD.shape, plan.dtype)
+        kv = plan.pages[0]
+        kv_shardings = jax.tree.map(lambda x: x.sharding, kv)
+        if kind == "last":
+            run = jax.jit(partial(last, self._layer), out_shardings=plan.whole)
+            return run.lower(leaves, x_TD, y_TD, inputs.sample_row_S)
+        out_shardings = (kv_shardings, plan.whole, plan.whole)
+        if kind == "first":
+            window = self.windows[0]
+            fixed = self._outer, self._layer, plan.layers, window, plan.dtype
+            run = jax.jit(partial(first, *fixed), donate_argnums=2, out_shardings=out_shardings)
+            given = None if plan.layers.first else x_TD
+            return run.lower(
+                self._outer_leaves, leaves, kv, self._arguments[1], inputs.token_T,
+                inputs.source_T, batch, given,
+            )  # fmt: skip
+        model = self._outer.merge(self._outer_leaves)
+        ropes = jax.eval_shape(model.ropes, jax.ShapeDtypeStruct((shape.tokens,), jnp.int32))
+        stream = x_TD, jax.tree.map(lambda x: whole(x.shape, x.dtype), ropes)
+        fixed_ = self._layer, window, plan.dtype
+        run = jax.jit(partial(middle, *fixed_), donate_argnums=2, out_shardings=out_shardings)
+        return run.lower(leaves, leaves, kv, stream, y_TD, batch)
+
+    def _lower_cut(self, kind: str, shape: StepShape, smaller: StepShape) -> jax.stages.Lowered:
+        x_TD, place_T = self.hidden(shape.tokens), np.zeros(smaller.tokens, np.int32)
+        if kind == "part":
+            return jax.jit(part, out_shardings=self._whole).lower(x_TD, place_T)
+        sample_row_S = np.zeros(shape.rows, np.int32)
+        return jax.jit(join, out_shardings=self._whole).lower(
+            x_TD, self.hidden(smaller.tokens), place_T, sample_row_S
+        )
+
+
+def split_parameters(plan: StagePlan, parameters: Parameters) -> tuple[Leaves, list[Leaves]]:
+    """Split the attention side's parameters into those outside the layers, and each layer's."""
+    return _split(plan, parameters)[1]
+
+
+def ffn_leaves(plan: StagePlan, parameters: Parameters) -> tuple[Graph, list[Leaves]]:
+    """Return the module of a layer's FFN, and each layer's parameters."""
+    model: Any = nnx.merge(plan.graphdef, parameters)
+    found = [flat(layer.mlp) for layer in model.layers]
+    return found[0][0], [leaves for _, leaves in found]
+
+
+def _split(
+    plan: StagePlan, parameters: Parameters
+) -> tuple[tuple[Graph, Graph], tuple[Leaves, list[Leaves]]]:
+    model: Any = nnx.merge(plan.graphdef, parameters)
+    layers = [flat(layer) for layer in model.layers]
+    outer, outer_leaves = flat(without_layers(plan.graphdef, parameters))
+    return (outer, layers[0][0]), (outer_leaves, [leaves for _, leaves in layers])
