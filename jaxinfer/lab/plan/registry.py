@@ -14,6 +14,7 @@ PLANNERS = {
     "any_system": "jaxinfer.lab.plan.planners.any_system:AnySystem",
     "splitwise": "jaxinfer.papers.splitwise.planner:SplitwisePools",
     "hexgen2": "jaxinfer.papers.hexgen2.planner:HexGen2Planner",
+    "hexgen3": "jaxinfer.papers.hexgen3.planner:HexGen3Planner",
     "hetis": "jaxinfer.papers.hetis.planner:HetisPlanner",
     "aladdin": "jaxinfer.papers.aladdin.planner:AladdinPlanner",
     "distserve_high": "jaxinfer.papers.distserve.planner:DistServeHigh",

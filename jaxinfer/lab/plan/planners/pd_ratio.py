@@ -236,13 +236,13 @@ class PDRatio:
                 }
                 part = self._part(p, prefill_tp, d, decode_tp)
                 candidate = Candidate(axes, part, (p, prefill_tp, d, decode_tp))
-                most = _bound(problem.targets, found, p, d) if found else math.inf
+                most = most_rate(problem.targets, found, p, d) if found else math.inf
                 self._most[candidate.key] = most
                 yield candidate
 
     def _rates(
         self, problem: Problem, prefill_tp: int, decode_tp: int
-    ) -> Callable[[int], "_Found | None"]:
+    ) -> Callable[[int], "FoundRates | None"]:
         """Return a function that finds the rates of one instance of each phase, by number of GPUs.
 
         The rates are for the requests with which a candidate is simulated. They are None if the
@@ -254,15 +254,15 @@ class PDRatio:
         except JaxinferError:
             return lambda gpus: None
         here, there = modelled["prefill0"], modelled["decode0"]
-        by_count: dict[int, _Found] = {}
+        by_count: dict[int, FoundRates] = {}
 
-        def found(gpus: int) -> _Found | None:
+        def found(gpus: int) -> FoundRates | None:
             try:
                 work = problem.served(gpus)
             except JaxinferError:
                 return None
             if len(work) not in by_count:
-                by_count[len(work)] = _of_work(problem, here, there, work)
+                by_count[len(work)] = rates_of_work(problem, here, there, work)
             return by_count[len(work)]
 
         return found
@@ -293,7 +293,7 @@ class PDRatio:
 
 
 @dataclass(frozen=True)
-class _Found:
+class FoundRates:
     """Rates of one instance of each phase.
 
     Attributes:
@@ -307,9 +307,9 @@ class _Found:
     work: Sequence[BenchRequest]
 
 
-def _of_work(
+def rates_of_work(
     problem: Problem, here: ModelledInstance, there: ModelledInstance, work: Sequence[BenchRequest]
-) -> _Found:
+) -> FoundRates:
     """Return the rates of an instance that prefills (``here``) and one that decodes (``there``)."""
     budget = here.config.max_num_batched_tokens
     caching = [each.config.enable_prefix_caching for each in (here, there)]
@@ -329,14 +329,14 @@ def _of_work(
     most, shared = decode(None, entries), decode(None, room)
     # Requests without this limit may be decoded in steps of any length.
     bounds = [mixed_rate(decode(g.seconds, room), shared, g.share) for g in gaps]
-    return _Found(
+    return FoundRates(
         PhaseRates(one_by_one, min(within, default=most)),
         PhaseRates(full, min(bounds, default=shared)),
         work,
     )
 
 
-def _bound(targets: Targets, found: _Found, prefills: int, decodes: int) -> float:
+def most_rate(targets: Targets, found: FoundRates, prefills: int, decodes: int) -> float:
     """Return the allowed arrival rate, from what each phase can serve and ``SLACK``."""
     first, last = allowances(targets, found.work)
     full = found.full

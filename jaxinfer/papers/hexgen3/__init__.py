@@ -1,0 +1,1 @@
+"""HexGen-3 (ICML 2026): pools for prefill, attention and FFN, which may be of unlike GPUs."""
