@@ -29,6 +29,7 @@ class StepLimits:
         max_pages: pages of the longest sequence.
         given_buckets: see ``EngineOptions.token_buckets``.
         multiple: each bucket's tokens are a multiple of this number, as some layouts shard them.
+        parts: number of micro-batches of a step; a part of the largest decodes has its own bucket.
     """
 
     max_num_seqs: int
@@ -37,11 +38,14 @@ class StepLimits:
     page_size: int
     given_buckets: tuple[int, ...] | None = None
     multiple: int = 1
+    parts: int = 1
 
     @property
     def row_buckets(self) -> list[int]:
         """Numbers of decode rows: each is a quarter of the next."""
-        return _ladder(min(self.max_num_seqs, self.max_num_batched_tokens), 4, smallest=4)
+        most = min(self.max_num_seqs, self.max_num_batched_tokens)
+        ladder = _ladder(most, 4, smallest=4)
+        return ladder if self.parts == 1 else sorted({*ladder, -(-most // self.parts)})
 
     @property
     def token_buckets(self) -> list[int]:

@@ -36,6 +36,20 @@ def test_each_step_down_has_a_quarter(
     assert (found.row_buckets, found.token_buckets, found.max_chunks) == (rows, buckets, chunks)
 
 
+def test_a_micro_batch_of_decodes_has_a_bucket() -> None:
+    """Two parts of 64 rows have 32 each; four have 16, which there is anyway."""
+    buckets = {
+        parts: StepLimits(64, 512, max_pages=8, page_size=16, parts=parts).row_buckets
+        for parts in (1, 2, 3, 4)
+    }
+    assert buckets == {
+        1: [4, 16, 64],
+        2: [4, 16, 32, 64],
+        3: [4, 16, 22, 64],
+        4: [4, 16, 64],
+    }
+
+
 def test_given_buckets_take_the_place_of_the_ladder() -> None:
     """Buckets below a step full of decodes are never the smallest fit, so none is compiled."""
     found = limits(16, 300, (8, 20, 90, 300))

@@ -246,6 +246,7 @@ def make_plan(
         page_size=options.page_size,
         given_buckets=options.token_buckets,
         multiple=multiple,
+        parts=options.micro_batches,
     )
     weights, new = memory_of(parameters.values()), new_bytes(parameters, dtype, there)
     held, on = (
