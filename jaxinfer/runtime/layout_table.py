@@ -38,7 +38,7 @@ def plan_figures(plan: StagePlan, costs: list[StepCost]) -> dict[str, Any]:
         "largest_step": {"tokens": limits.max_num_batched_tokens, "requests": limits.max_num_seqs},
         "longest_request": longest_request(plan),
         "steps": [asdict(cost) | {"shape": cost.shape._asdict()} for cost in costs],
-    }
+    } | ({"ffn_weight_bytes_per_device": weight_bytes_per_device(plan.ffn)} if plan.ffn else {})
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -85,6 +85,9 @@ def _memory(plan: StagePlan) -> Table:
         what = f"{pages:,} of {size} tokens, {pages * size:,} tokens, {mib(all_bytes)}"
         kind = place.device.device_kind if place.device else "device elsewhere"
         table.add_row(f"KV pages of {place.group}, {place.devices} x {kind}", what)
+    if ffn := plan.ffn:
+        what = f"FFN of the layers, {len(ffn.devices)} x {ffn.devices[0].device_kind}"
+        table.add_row(what, f"{mib(weight_bytes_per_device(ffn))} of weights per device")
     step = f"{plan.limits.max_num_batched_tokens:,} tokens of {plan.limits.max_num_seqs:,} requests"
     table.add_row("largest step", step)
     table.add_row("longest request", f"{longest_request(plan):,} tokens")

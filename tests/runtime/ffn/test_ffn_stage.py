@@ -16,8 +16,11 @@ from jaxinfer.checkpoints.checkpoint import open_checkpoint
 from jaxinfer.config.cluster import ClusterConfig, InstanceConfig
 from jaxinfer.config.groups import GroupConfig
 from jaxinfer.errors import JaxinferError
+from jaxinfer.runtime.explain import StepCost
 from jaxinfer.runtime.ffn.ffn_stage import FfnStage
+from jaxinfer.runtime.ffn.ffn_step import FfnStep
 from jaxinfer.runtime.ffn.micro_batches import MicroBatches
+from jaxinfer.runtime.layout_table import plan_figures, plan_tables
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
@@ -145,6 +148,21 @@ def test_each_group_has_its_part_of_the_weights_and_one_has_kv() -> None:
         for shard in leaf.addressable_shards
     }
     assert held == {*ffn.devices}
+
+
+def test_explain_tells_of_both_groups() -> None:
+    """Programs of a step: attention and FFN of each layer, the end, and the head."""
+    plan = Apart("llama").plan
+    assert plan.ffn
+    layers = plan.config.num_hidden_layers
+    step = FfnStep(plan)
+    assert len(step.compile_parts(Key(plan.limits.shapes()[-1], PLAIN_SAMPLER))) == 2 * layers + 2
+    cost = StepCost(plan.limits.shapes()[0], 0, {}, 0.0)
+    sizes = [np.prod(leaf.shape) * 4 for leaf in plan.ffn.parameters.values()]
+    figures = plan_figures(plan, [cost])
+    assert figures["ffn_weight_bytes_per_device"] == sum(sizes)
+    _, memory, _ = plan_tables(plan, [cost])
+    assert "FFN of the layers, 1 x cpu" in list(memory.columns[0].cells)
 
 
 def sections(ffn: int = 1, attention: int = 1, **options: Any) -> dict[str, Any]:
