@@ -147,5 +147,5 @@ def _where(one: Entry | None, two: Entry | None) -> str:
     if one[1][1] != two[1][1]:
         return f" (pages in use: {one[1][1]} and {two[1][1]})"
     if one[1][7:] != two[1][7:]:
-        return f" (rows of the first half: {one[1][7:]} and {two[1][7:]})"
+        return f" (rows of the parts: {one[1][7:]} and {two[1][7:]})"
     return " (what is sent along differs)"

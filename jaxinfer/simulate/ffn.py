@@ -91,20 +91,6 @@ class ModelledFfnStage:
         layers = in_turns(self.attention.layers, parts, self.latency_s)
         return layers + self.attention.besides(work)
 
-    def limits(self, work: Work) -> dict[str, float]:
-        """Return the seconds for which a step keeps attention, FFN and link busy at least.
-
-        The longest one, and what is outside of the layers, is a bound for any number of
-        micro-batches: parts of a step read weights again.
-        """
-        part, layers = self.part(work), self.attention.layers
-        times = {"attention": part.attention, "ffn": part.ffn, "link": part.exchange}
-        return {name: layers * seconds for name, seconds in times.items()}
-
-    def least_seconds(self, work: Work) -> float:
-        """Return the seconds that a step takes at least, whatever its micro-batches."""
-        return max(self.limits(work).values()) + self.attention.besides(work)
-
     def part(self, work: Work) -> PartTimes:
         """Return the times of one layer of a micro-batch."""
         exchange = work.tokens * self.token_s

@@ -40,6 +40,19 @@ def test_other_names_are_no_other_file(names: dict[str, str], reverse: bool) -> 
     assert nameless(run_file(names, reverse)) == nameless(run_file({}))
 
 
+def test_names_of_ffn_groups_do_not_count_but_their_places_do() -> None:
+    def file(own: str, ffn: str, kind: str) -> dict[str, Any]:
+        stage = {"group": own, "ffn": ffn}
+        groups = {own: {"kind": "A10"}, ffn: {"kind": kind}}
+        return {**RUN, "groups": groups, "instances": {"x": {"stages": [stage]}}}
+
+    assert nameless(file("a", "b", "L4")) == nameless(file("b", "z", "L4"))
+    assert nameless(file("a", "b", "L4")) != nameless(file("a", "b", "A10"))
+    swapped = file("a", "b", "L4")
+    swapped["instances"]["x"]["stages"] = [{"group": "b", "ffn": "a"}]
+    assert nameless(file("a", "b", "L4")) != nameless(swapped)
+
+
 @pytest.mark.parametrize(
     "change",
     [

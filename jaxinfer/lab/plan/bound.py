@@ -124,7 +124,7 @@ def _capacity(name: str, instance: ModelledInstance) -> InstanceLimits:
     if instance.shards or not parts or not all(hasattr(part, "floor") for part in parts):
         raise JaxinferError(
             f"no bound: instances.{name}: the least times of its steps are not known, only those "
-            "by roofline or simulate.linear, without attention groups"
+            "by roofline or simulate.linear, without attention or FFN groups"
         )
     floors = tuple(cast(HasFloor, part).floor() for part in parts)
     return InstanceLimits(floors, instance.config.max_num_seqs, instance.num_tokens)

@@ -94,8 +94,17 @@ class LeastTimes:
     stages_: Sequence[ModelledFfnStage]
 
     def stages(self, work: Work) -> list[float]:
-        """Return the least seconds of each stage."""
-        return [stage.least_seconds(work) for stage in self.stages_]
+        """Return the least seconds of each stage, whatever its micro-batches.
+
+        Attention, FFN and link are each busy for at least as long as with the whole step at once:
+        parts of it read weights again.
+        """
+        found = []
+        for stage in self.stages_:
+            part = stage.part(work)
+            layer = max(part.attention, part.ffn, part.exchange)
+            found.append(stage.attention.layers * layer + stage.attention.besides(work))
+        return found
 
     def hops(self, work: Work) -> list[float]:
         """Return no seconds between stages."""
