@@ -234,6 +234,19 @@ def test_decodes_of_prompts_that_another_instance_computed(
     assert Ran.last(tmp_path).decoded("y") == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="without one: the tests above")
+@pytest.mark.parametrize("platforms", [("gpu", "cpu"), ("cpu", "gpu")])
+def test_a_gpu_and_a_cpu_share_the_layers(loader: Loader, platforms: tuple[str, str]) -> None:
+    """Tokens are those of the CPU alone."""
+    one = {"group": "p", "dtype": "float32"} | roomy(16)
+    alone = {"groups": {"p": {"platform": "cpu"}}, "instances": {"x": one}, "system": "single"}
+    expected = serve(loader.load("two", **alone))
+    given = sections(micro_batches=2, dtype="float32")
+    given["groups"] = {name: {"platform": kind} for name, kind in zip("pf", platforms, strict=True)}
+    assert serve(loader.load("two", **given)) == expected
+
+
 def test_opt_is_refused_by_name() -> None:
     with pytest.raises(JaxinferError, match=r"ffn: f: the layers of OPTForCausalLM are not"):
         Apart("opt")
