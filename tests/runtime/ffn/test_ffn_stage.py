@@ -24,6 +24,7 @@ from jaxinfer.runtime.layout_table import plan_figures, plan_tables
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
+from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.step import Key
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.features.half_batches import in_parts
@@ -39,15 +40,16 @@ PIECES = [33, 2, 1, 39]
 
 
 class Apart:
-    """A stage with its FFN on another group."""
+    """A stage with its FFN on another group; without devices for it, an ordinary stage."""
 
     def __init__(self, name: str, attention: int = 1, ffn: int = 1, **options: Any) -> None:
         checkpoint = open_checkpoint(str(DATA / name))
         config = ClusterConfig(
-            groups={"p": GroupConfig(devices=attention), "f": GroupConfig(devices=ffn)},
+            groups={"p": GroupConfig(devices=attention)}
+            | ({"f": GroupConfig(devices=ffn)} if ffn else {}),
             instances={
                 "x": InstanceConfig(
-                    stages=[{"group": "p", "ffn": "f"}],
+                    stages=[{"group": "p"} | ({"ffn": "f"} if ffn else {})],
                     page_size=5,
                     num_pages=60,
                     max_model_len=100,
@@ -58,9 +60,9 @@ class Apart:
             },
         )
         ((self.plan,),) = plan_cluster(checkpoint.config, config).values()
-        assert self.plan.ffn
-        self.parameters = load_parameters(checkpoint, [self.plan, self.plan.ffn])
-        self.stage = FfnStage(self.plan, *self.parameters)
+        plans = [self.plan, *filter(None, [self.plan.ffn])]
+        self.parameters = load_parameters(checkpoint, plans)
+        self.stage = (FfnStage if ffn else Stage)(self.plan, *self.parameters)
         self.kv = KVShards([Shard(PagePool(self.plan.num_pages, 5))])
 
     def row(self, name: str, tokens: np.ndarray, start: int, stop: int) -> Row:
@@ -81,6 +83,17 @@ class Apart:
             model: Any = nnx.merge(self.plan.graphdef, self.parameters[0])
             return np.asarray(model.logits(x_TD))[: batch.work.tokens]
 
+    def serve(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits of all tokens, in pieces."""
+        request = RequestState("r", len(tokens), 9, prompt_token_ids=tokens.tolist())
+        hold = self.kv.reserve(len(tokens))
+        assert hold
+        found = []
+        for start, stop in pairwise(np.cumsum([0, *PIECES]).tolist()):
+            row = Row(request, start, stop - start, False, False, 0, hold)
+            found.append(self.step(Batch("x", [row], 0, 1, 0)))
+        return np.concatenate(found)
+
 
 def expected_of(name: str) -> tuple[np.ndarray, np.ndarray]:
     with np.load(DATA / name / "expected.npz") as arrays:
@@ -99,15 +112,17 @@ def expected_of(name: str) -> tuple[np.ndarray, np.ndarray]:
 )
 def test_logits_of_every_architecture(name: str, attention: int, ffn: int) -> None:
     tokens, logits = expected_of(name)
-    model = Apart(name, attention, ffn)
-    request = RequestState("r", len(tokens), 9, prompt_token_ids=tokens.tolist())
-    hold = model.kv.reserve(len(tokens))
-    assert hold
-    found = []
-    for start, stop in pairwise(np.cumsum([0, *PIECES]).tolist()):
-        row = Row(request, start, stop - start, False, False, 0, hold)
-        found.append(model.step(Batch("x", [row], 0, 1, 0)))
-    np.testing.assert_allclose(np.concatenate(found), logits, atol=1e-4, rtol=0)
+    found = Apart(name, attention, ffn).serve(tokens)
+    np.testing.assert_allclose(found, logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtypes", [{"weight_dtype": "int8"}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_formats_of_8_bits_give_the_logits_of_an_ordinary_stage(dtypes: dict[str, str]) -> None:
+    tokens, exact = expected_of("llama")
+    found, ordinary = (Apart("llama", ffn=ffn, **dtypes).serve(tokens) for ffn in (1, 0))
+    np.testing.assert_allclose(found, ordinary, atol=1e-4, rtol=0)
+    assert np.abs(ordinary - exact).max() > 1e-2
 
 
 def test_logits_of_micro_batches() -> None:
