@@ -110,8 +110,8 @@ class ModelledInstance:
             stage: dict[str, object] = {"group": group, "layers": layers, "num_pages": pages}
             if self.tables and self.tables[number]:
                 stage["tables"] = self.tables[number]
-            if place := self.config.places[number].ffn:
-                stage["ffn"] = {"group": place}
+            if ffns := self.config.ffn_groups:
+                stage["ffn"] = {"group": ffns[number]}
             if others := [s for s in self.shards if s.stage == number and not s.is_own]:
                 stage["attention"] = [
                     {"group": s.group, "num_pages": s.num_pages} for s in others if not s.device

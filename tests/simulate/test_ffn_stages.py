@@ -180,6 +180,11 @@ def test_costs_other_than_rooflines_are_refused() -> None:
             modelled(file)
 
 
+def test_a_stage_is_described_with_its_ffn_group() -> None:
+    (stage,) = modelled(run_file()).describe_stages()
+    assert stage["ffn"] == {"group": "f"}
+
+
 def test_a_missing_link_is_named() -> None:
     file = run_file(links=[])
     with pytest.raises(JaxinferError, match=r"links: none between a and f, where FFN inputs must"):
