@@ -1,14 +1,17 @@
 """Modelled stages whose FFN is on another group: by hand, by events, their memory, whole runs."""
 
+import json
 import random
 from collections.abc import Sequence
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from spread_cases import CARD, MODEL, PEAK, modelled, served
 
 from jaxinfer import JaxinferError
+from jaxinfer.lab.validate.replay import replay
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.costs.roofline import RooflineStage
 from jaxinfer.simulate.ffn import ModelledFfnStage, PartTimes, in_turns
@@ -183,6 +186,15 @@ def test_costs_other_than_rooflines_are_refused() -> None:
 def test_a_stage_is_described_with_its_ffn_group() -> None:
     (stage,) = modelled(run_file()).describe_stages()
     assert stage["ffn"] == {"group": "f"}
+
+
+def test_runs_with_ffn_groups_are_not_replayed(tmp_path: Path) -> None:
+    served(run_file(), (5, 3), folder=tmp_path)
+    path = tmp_path / "1" / "run.json"
+    record = json.loads(path.read_text()) | {"run_file": run_file(), "measured_gb_s": {}}
+    path.write_text(json.dumps(record))
+    with pytest.raises(JaxinferError, match="instance x has FFN groups, of whose parts"):
+        replay(tmp_path / "1", tmp_path / "out")
 
 
 def test_a_missing_link_is_named() -> None:

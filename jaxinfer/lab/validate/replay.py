@@ -70,7 +70,7 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
 
     Raises:
         JaxinferError: the run cannot be read, is not a real one, used its prefix cache, or one of
-            its instances has no profile, or has attention groups.
+            its instances has no profile, or has attention or FFN groups.
     """
     real = read_run(folder, "real")
     run = real.run
@@ -84,11 +84,13 @@ def replay(folder: Path, out: Path) -> tuple[RunRecord, RunRecord]:
     config = as_run_file(run["run_file"]).model_copy(update={"simulate": SimulateOptions()})
     site = resolve(config)
     cluster = site.cluster
-    if spread := [name for name, instance in cluster.instances.items() if instance.is_spread]:
-        raise JaxinferError(
-            f"{folder}: instance {spread[0]} has attention groups, of whose parts in a step its "
-            "profile does not tell: such runs are not replayed"
-        )
+    for name, instance in cluster.instances.items():
+        if instance.is_spread or instance.ffn_groups:
+            kind = "attention" if instance.is_spread else "FFN"
+            raise JaxinferError(
+                f"{folder}: instance {name} has {kind} groups, of whose parts in a step its "
+                "profile does not tell: such runs are not replayed"
+            )
     check_played(cluster)
     read = {
         name: _instance(
