@@ -62,6 +62,8 @@ class InstanceConfig(EngineOptions):
             )
         if not self.computes and not self.enable_prefix_caching:
             raise OptionError("computes: enable_prefix_caching is false, it must keep pages")
+        if not self.computes and self.ffn_groups:
+            raise OptionError("computes is False, must be True with ffn: it would only keep pages")
         check_ffn_stages(self, self.stages, self.segments)
 
     def _check_spread(self) -> None:

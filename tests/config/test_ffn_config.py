@@ -51,6 +51,7 @@ def test_a_stage_with_an_ffn_group() -> None:
             r"stages: attention and ffn are not supported together",
         ),
         ({}, None, {"layout": "fsdp"}, r"layout is fsdp, must be left out with ffn"),
+        ({}, None, {"computes": False}, r"computes is False, must be True with ffn"),
         ({}, None, {"segments": 2}, r"segments is 2, must be 1 with ffn"),
         ({"f": {"process": "own"}}, None, {}, r"groups\.f: with ffn, both groups are in the"),
         ({"a": {"process": "own"}}, None, {}, r"groups\.a: with ffn, both groups are in the"),
