@@ -145,22 +145,23 @@ class Workload(Options):
         """Refuse an order of requests that come over time, or whose prompts are not known."""
         if searched:
             raise OptionError(
-                f"workload.order is {self.order}, must be given where rates are searched: requests "
-                "are served as they come"
+                f"workload.order is {self.order!r}, must be 'given' where rates are searched: "
+                "requests are served as they come"
             )
         if (kind := self.arrivals.kind) != "at_once":
             raise OptionError(
-                f"workload.order is {self.order}, must be given where workload.arrivals is {kind}: "
-                "requests are served as they come"
+                f"workload.order is {self.order!r}, must be 'given' where workload.arrivals is "
+                f"{kind}: requests are served as they come"
             )
         if any(item.session is not None for item in work):
             raise OptionError(
-                f"workload.order is {self.order}, must be given with sessions: turns come in turn"
+                f"workload.order is {self.order!r}, must be 'given' with sessions: turns come in "
+                "turn"
             )
         if self.order == "prefix_tree" and not any(item.has_tokens for item in work):
             raise OptionError(
-                f"workload.order is {self.order}, must be given: {self.source} has no tokens that "
-                "prompts could share"
+                f"workload.order is {self.order!r}, must be 'given': {self.source} has no tokens "
+                "that prompts could share"
             )
 
     def _drawn(self) -> list[BenchRequest]:

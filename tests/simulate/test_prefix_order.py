@@ -172,14 +172,14 @@ def test_the_pool_is_the_engine_s(tmp_path: Path, seed: int, order: str) -> None
 @pytest.mark.parametrize(
     ("arrivals", "message"),
     [
-        ("at_once", "must be given: workload.synthetic has no tokens that prompts could share"),
-        ({"kind": "interval", "seconds": 1.0}, "must be given where workload.arrivals is interval"),
+        ("at_once", "must be 'given': workload.synthetic has no tokens that prompts could share"),
+        ({"kind": "interval", "seconds": 1.0}, "must be 'given' where workload.arrivals is interval"),
     ],
 )
 def test_what_has_no_order(arrivals: Any, message: str) -> None:
     synthetic = {"input_len": 5, "output_len": 5}
     workload = {"synthetic": synthetic, "arrivals": arrivals, "order": "prefix_tree"}
-    with pytest.raises(JaxinferError, match=f"workload.order is prefix_tree, {message}"):
+    with pytest.raises(JaxinferError, match=f"workload.order is 'prefix_tree', {message}"):
         as_run_file({"workload": workload}).requests()
 
 
@@ -191,7 +191,7 @@ def test_orders_that_cannot_be() -> None:
     synthetic = {"input_len": 9, "output_len": 1, "prefixes": {"tokens": 4}}
     config = as_run_file({"workload": {"synthetic": synthetic, "order": "prefix_tree"}})
     assert len(config.requests()) == 1000
-    with pytest.raises(JaxinferError, match="must be given where rates are searched"):
+    with pytest.raises(JaxinferError, match="must be 'given' where rates are searched"):
         config.requests(searched=True)
 
 
