@@ -181,7 +181,7 @@ class RunMetrics(Latencies):
             power limit: an upper bound.
         slice_moves: moves of KV heads; None if no instance has them on several groups.
         peak_pages: largest number of KV pages in use.
-        num_pages: size of the pool without its padding page.
+        num_pages: size of the pools of instances that compute, without their padding pages.
         compiles, compile_s: number and seconds of compiles, before and during the run.
         late_compiles: number of compiles during the run.
         beyond: for a modelled run with extrapolated times: by instance and quantity, the largest

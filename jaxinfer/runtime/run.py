@@ -156,7 +156,10 @@ class Run:
             lost=world.lost,
             restarts=[asdict(outcome) for outcome in world.restarted],
             num_pages=sum(
-                sum(stage.plan.pool_pages) - len(stage.plan.pool_pages) for stage in stages
+                sum(stage.plan.pool_pages) - len(stage.plan.pool_pages)
+                for name, engine in self._cluster.engines.items()
+                if self._instances[name].options.computes
+                for stage in engine.stages
             ),
             compiles=sum(stage.step.compiles for stage in stages),
             compile_s=sum(stage.step.compile_s for stage in stages),

@@ -114,6 +114,7 @@ class HandOffs:
         there = theirs.cache.match(request.page_digests(theirs.page_size, stop // theirs.page_size))
         request.sent = len(there) * theirs.page_size
         if request.sent < stop and (room := theirs.reserve(stop, there)):
+            room.session = request.session
             pages = ours.hold_cached(found)
             ends = (source.name, pages), (dest.name, room)
             transfer = self._note(request, *ends, request.sent, stop)

@@ -139,7 +139,7 @@ def serve(
             overruns={},
             lost={},
             preemptions=sum(instance.num_preemptions for instance in instances),
-            num_pages=sum(each.pool_pages for each in modelled.values()),
+            num_pages=sum(each.pool_pages for each in modelled.values() if each.config.computes),
             loop_s=loop_s,
             launching_s=0.0,
             compiles=0,

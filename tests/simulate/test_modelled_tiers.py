@@ -11,6 +11,7 @@ from jaxinfer.config.run_file import RunFile, as_run_file
 from jaxinfer.report.records import read_run
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.simulate.run import simulate
+from jaxinfer.workload.bench_request import BenchRequest
 
 TURNS, INPUT, OUTPUT = 4, 32, 16
 # Bytes of a token's keys and values in 32 layers with 8 heads of 128 channels.
@@ -118,3 +119,26 @@ def test_what_is_no_tier(change: dict[str, Any], message: str) -> None:
         data["instances"][name] |= options
     with pytest.raises(JaxinferError, match=message):
         as_run_file(data).cluster()
+
+
+@pytest.mark.parametrize("pins", [0, 8])
+def test_a_tier_pins_pages_of_sessions(tmp_path: Path, pins: int) -> None:
+    """Three documents of four pages come between two turns; both pools have twelve pages."""
+    given = config(13, {"num_pages": 13, "eviction": {"pin_pages": pins}})
+    turn, document = 8 * 16 + 1, 4 * 16 + 1  # A request's last token has no entry.
+    work = [
+        BenchRequest(None, turn - OUTPUT, OUTPUT, 0.0, session=0),
+        *(
+            BenchRequest(None, document - OUTPUT, OUTPUT, at, prefix=(number, 16))
+            for number, at in enumerate([20.0, 40.0, 60.0])
+        ),
+        BenchRequest(None, turn + INPUT, OUTPUT, 80.0, follows=0, session=0),
+    ]
+    cached: dict[str, int] = {}
+
+    def note(request: RequestState, times: Sequence[float]) -> None:
+        cached[request.id] = request.metrics.num_cached_tokens or 0
+
+    metrics = simulate(given, work, str(tmp_path), on_request=note)
+    assert cached["4"] == (8 * 16 if pins else 0)
+    assert metrics.num_pages == 12  # Those of the tier hold no running request.
