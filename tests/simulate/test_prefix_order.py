@@ -173,7 +173,7 @@ def test_the_pool_is_the_engine_s(tmp_path: Path, seed: int, order: str) -> None
     ("arrivals", "message"),
     [
         ("at_once", "must be 'given': workload.synthetic has no tokens that prompts could share"),
-        ({"kind": "interval", "seconds": 1.0}, "must be 'given' where workload.arrivals is interval"),
+        ({"kind": "interval", "seconds": 1.0}, "must be 'given' where workload.arrivals is inter"),
     ],
 )
 def test_what_has_no_order(arrivals: Any, message: str) -> None:
