@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -29,13 +29,13 @@ from jaxinfer.lab.plan.planners.pd_ratio import (
     rates_of_work,
 )
 from jaxinfer.lab.plan.problem import Problem
-from jaxinfer.options.validation import Options
+from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
 from jaxinfer.simulate.costs.model import Pipeline
 from jaxinfer.simulate.ffn import ModelledFfnStage
 
-Counts = tuple[int, ...]
+Counts = tuple[Annotated[int, Field(ge=1)], ...]
 
 
 class PoolSide(Options):
@@ -76,6 +76,13 @@ class HexGen3Options(Options):
     link_gb_s: float = Field(default=50.0, gt=0)
     exchange_gb_s: float = Field(default=50.0, gt=0)
     exchange_s: float = Field(default=1e-5, ge=0)
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse engine options that the planner sets for each candidate."""
+        for where, engine in (("prefill.engine", self.prefill.engine), ("engine", self.engine)):
+            for name in ("group", "stages", "replicas", "micro_batches"):
+                if name in engine:
+                    raise OptionError(f"{where}.{name}: leave it out, the planner sets it")
 
 
 @dataclass(frozen=True)

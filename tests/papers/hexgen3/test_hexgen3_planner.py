@@ -8,6 +8,7 @@ from plan_cases import RUN, problem
 from jaxinfer.config.resolve import resolve
 from jaxinfer.config.run_file import as_run_file
 from jaxinfer.config.site import model_site
+from jaxinfer.errors import JaxinferError
 from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.lab.plan.search import DrivenSearch
 from jaxinfer.papers.hexgen3.planner import HexGen3Options, HexGen3Planner, LeastTimes
@@ -51,6 +52,23 @@ def test_candidates_are_all_sizes_with_enough_gpus() -> None:
     names = ("prefills", "pairs", "attention", "ffn", "micro_batches")
     assert {tuple(each.axes[name] for name in names) for each in found} == sizes
     assert len({each.key for each in found}) == len(found) == len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batches": [1, 0]}, r"micro_batches\[1\] is 0, must be greater than or equal to 1"),
+        ({"attention": {"kind": "A10", "devices": [0]}}, r"attention\.devices\[0\] is 0, must be"),
+        ({"engine": {"micro_batches": 4}}, "engine.micro_batches: leave it out, the planner sets"),
+        (
+            {"prefill": {"kind": "A10", "most": 1, "engine": {"replicas": 2}}},
+            "prefill.engine.replicas: leave it out, the planner sets it",
+        ),
+    ],
+)
+def test_what_it_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(JaxinferError, match=message):
+        HexGen3Options.model_validate(SMALL | change)
 
 
 def test_a_run_file_has_a_group_for_each_side_of_each_pair() -> None:
