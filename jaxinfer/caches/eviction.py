@@ -3,12 +3,12 @@
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from jaxinfer.caches.later_uses import LaterUses
-from jaxinfer.options.validation import Options
+from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.serving.prefix_cache import CachedPage, IdlePages
 
 
@@ -30,6 +30,13 @@ class Eviction(Options):
     pin_pages: int = Field(default=0, ge=0)
     tier: str | None = None
     tier_takes: Literal["all", "sessions"] = "all"
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse an option of a tier where none is named."""
+        if self.tier is None and self.tier_takes != "all":
+            raise OptionError(
+                f"tier_takes is {self.tier_takes}, must be left out without eviction.tier"
+            )
 
 
 class ByNextUse(OrderedDict[CachedPage, None]):

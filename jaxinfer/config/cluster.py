@@ -62,6 +62,8 @@ class InstanceConfig(EngineOptions):
             )
         if not self.computes and not self.enable_prefix_caching:
             raise OptionError("computes: enable_prefix_caching is false, it must keep pages")
+        if not self.computes and self.segments > 1:
+            raise OptionError(f"segments is {self.segments}, must be 1 with computes: false")
         if not self.computes and self.ffn_groups:
             raise OptionError("computes is False, must be True with ffn: it would only keep pages")
         check_ffn_stages(self, self.stages, self.segments)
@@ -260,13 +262,14 @@ class ClusterConfig(Options):
                 raise JaxinferError(
                     f"{where}: no instance {tier!r}: {did_you_mean(tier, self.instances)}"
                 )
-            if self.instances[tier].computes or not self.instances[name].computes:
-                raise JaxinferError(
-                    f"{where} is {tier}, must be one with computes: false, of one that computes"
-                )
+            if not self.instances[name].computes:
+                raise JaxinferError(f"{where} is {tier}, must be null: a tier has none of its own")
+            if self.instances[tier].computes:
+                raise JaxinferError(f"{where} is {tier}, which must have computes: false")
         for name in self.instances.keys() - self.computing.keys() - {*self.tiers.values()}:
             raise JaxinferError(
-                f"instances.{name}.computes is false, and it is no instance's eviction.tier"
+                f"instances.{name}.computes is false, must be true unless another instance's "
+                f"eviction.tier is {name}"
             )
 
     @property

@@ -104,12 +104,17 @@ def test_a_tier_holds_no_weights(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"a": {"eviction": {"tier": "u"}}}, "instances.a.eviction.tier: no instance 'u': known"),
-        ({"t": {"computes": True}}, "instances.a.eviction.tier is t, must be one with computes: "),
-        ({"a": {"eviction": {}}}, "instances.t.computes is false, and it is no instance's"),
+        ({"t": {"computes": True}}, "instances.a.eviction.tier is t, which must have computes: "),
+        ({"a": {"eviction": {}}}, "instances.t.computes is false, must be true unless"),
+        ({"t": {"segments": 2}}, "instances.t.segments is 2, must be 1 with computes: false"),
+        (
+            {"a": {"eviction": {"tier_takes": "sessions"}}},
+            "instances.a.eviction.tier_takes is sessions, must be left out without eviction.tier",
+        ),
         ({"t": {"enable_prefix_caching": False}}, "computes: enable_prefix_caching is false"),
         (
             {"t": {"eviction": {"tier": "t"}}},
-            "instances.t.eviction.tier is t, must be one with computes: false, of one that",
+            "instances.t.eviction.tier is t, must be null: a tier has none of its own",
         ),
     ],
 )
