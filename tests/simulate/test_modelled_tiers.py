@@ -8,9 +8,10 @@ import pytest
 
 from jaxinfer import JaxinferError
 from jaxinfer.config.run_file import RunFile, as_run_file
+from jaxinfer.lab.plan.bound import bound_of
 from jaxinfer.report.records import read_run
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.simulate.run import simulate
+from jaxinfer.simulate.run import prepare, simulate
 from jaxinfer.workload.bench_request import BenchRequest
 
 TURNS, INPUT, OUTPUT = 4, 32, 16
@@ -147,3 +148,10 @@ def test_a_tier_pins_pages_of_sessions(tmp_path: Path, pins: int) -> None:
     metrics = simulate(given, work, str(tmp_path), on_request=note)
     assert cached["4"] == (8 * 16 if pins else 0)
     assert metrics.num_pages == 12  # Those of the tier hold no running request.
+
+
+def test_the_bound_is_of_instances_that_compute() -> None:
+    """A step takes 0.25 s for any number of requests, on one instance, with or without a tier."""
+    alone, tiered = (prepare(config(500, tier)) for tier in (None, {}))
+    work = config(500, None).requests()
+    assert bound_of(tiered, work).rate == pytest.approx(bound_of(alone, work).rate)

@@ -107,7 +107,9 @@ def bound_of(cluster: ModelledCluster, work: Sequence[BenchRequest]) -> Bound:
     Raises:
         JaxinferError: an instance has no lower bound on its step times.
     """
-    kinds = Counter(_capacity(name, each) for name, each in cluster.instances.items())
+    kinds = Counter(
+        _capacity(name, each) for name, each in cluster.instances.items() if each.config.computes
+    )
     prompt = np.array([item.prompt_len for item in work])
     end = prompt + np.array([item.max_tokens for item in work]) - 1
     configs = [each.config for each in cluster.instances.values()]
