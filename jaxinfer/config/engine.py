@@ -91,7 +91,7 @@ class EngineOptions(Options):
         half_batches: Compute steps with attention groups as two halves, one after the other:
             ``always``, or where that is faster (``by_time``). The exchange of one half with the
             groups then overlaps with the dense layers of the other.
-        micro_batches: Compute steps of stages with an ``ffn`` group as so many parts of their rows,
+        micro_batches: Number of parts in which steps of stages with an ``ffn`` group are computed,
             in turn: the FFN of one part then overlaps with the attention of the others.
         max_transfers_in_flight: Largest number of requests whose KV an instance fetches at once.
         policies: Names of the policies for order, admission, batches and victims.

@@ -230,7 +230,7 @@ def _rates(
     gpus: int,
     by_count: dict[int, FoundRates],
 ) -> FoundRates | None:
-    """Return the rates of one instance of each phase, for the requests of so many GPUs."""
+    """Return the rates of one instance of each phase, for the requests of this number of GPUs."""
     try:
         work = problem.served(gpus)
     except JaxinferError:
