@@ -87,7 +87,7 @@ def measure(batch: Sequence[BenchRequest], config: RunFile, order: Order) -> tup
 
 
 @click.command()
-@click.option("--scale", default=1.0, help="Share of the requests.")
+@click.option("--scale", type=click.FloatRange(0.01), default=1.0, help="Share of the requests.")
 def main(scale: float) -> None:
     """Print seconds and shares of the bound."""
     rows: list[Row] = []

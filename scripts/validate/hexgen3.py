@@ -275,7 +275,10 @@ def compare(case: Case, inputs: Inputs, theirs: Rates, every: Sequence[Replica])
 @click.option("--reference", required=True, type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), help="also write the rows as JSON")
 def main(scheduler: Path, reference: Path, output: Path | None) -> None:  # noqa: D103
-    text = (scheduler / "results/hexgen3_paper_mimic/results.json").read_text(encoding="utf-8")
+    published = scheduler / "results/hexgen3_paper_mimic/results.json"
+    if not published.is_file():
+        raise click.ClickException(f"no file {published}: SCHEDULER must be their folder scheduler")
+    text = published.read_text(encoding="utf-8")
     results = json.loads(text)
     cases = published_cases(results)
     cards = sorted({card for case in cases for card in case.capacity})
