@@ -152,6 +152,6 @@ def test_a_tier_pins_pages_of_sessions(tmp_path: Path, pins: int) -> None:
 
 def test_the_bound_is_of_instances_that_compute() -> None:
     """A step takes 0.25 s for any number of requests, on one instance, with or without a tier."""
-    alone, tiered = (prepare(config(500, tier)) for tier in (None, {}))
+    alone, tiered = prepare(config(500, None)), prepare(config(500, {}))
     work = config(500, None).requests()
     assert bound_of(tiered, work).rate == pytest.approx(bound_of(alone, work).rate)
