@@ -336,7 +336,8 @@ class Instance:
 
         Requests whose KV must be imported are left for ``take_admitted_imports``.
         """
-        if self.fetch and not request.computed:
+        # A request without room here holds none there: the loop would drop them again and again.
+        if self.fetch and not request.computed and self._has_room(request):
             self.waiting.change(request, self.fetch)
         if request.exported and request.exported[0] == self.name:
             _, request.hold = request.exported
@@ -360,6 +361,12 @@ class Instance:
             self.importing[request.id] = request
             self._admitted_imports.append(request)
         return True
+
+    def _has_room(self, request: RequestState) -> bool:
+        leg = request.legs[0]
+        if not (self.has_seat and self.policies.admit(self, request, leg)):
+            return False
+        return self.kv.num_free >= self.pages_to_take(request, leg)
 
     def never_holds(self, request: RequestState, leg: Leg) -> str | None:
         """Return why even an empty pool cannot hold the leg, with the numbers; None if it can."""

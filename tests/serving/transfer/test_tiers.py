@@ -86,6 +86,40 @@ def test_the_tier_evicts_as_well() -> None:
     assert serve([A], tier_pages=2).world.transfers == []
 
 
+def test_kv_that_blocks_both_is_dropped_though_a_tier_has_more() -> None:
+    """r1 and r2 fill A and B, and each waits for the other's; r3 waits at A, ahead of r2.
+
+    The loop drops the KV of r2; r3, which came last, must not hold pages of the tier meanwhile.
+    """
+    legs = {
+        "r0": (Leg("A"),),
+        "r1": (Leg("A", 12), Leg("B")),
+        "r2": (Leg("B", 12), Leg("A")),
+        "r3": (Leg("A"),),
+    }
+    prompts = A, B, [*range(200, 212)], [*A, 7]
+    for tier in (None, "T"):
+        requests = [
+            RequestState(f"r{n}", len(prompts[n]), output, arrival, prompts[n])
+            for n, (output, arrival) in enumerate([(1, 0.0), (4, 50.0), (4, 50.0), (1, 50.2)])
+        ]
+        options = InstanceOptions(max_num_batched_tokens=16, watermark=0)
+        instances = [
+            new_instance("A", make_kv(4, 4, caching=True), replace(options, tier=tier)),
+            new_instance("B", make_kv(4, 4, caching=True), options),
+            new_instance("T", make_kv(30, 4, caching=True), replace(options, computes=False)),
+        ]
+        scripts = {
+            r.id: Script(r.prompt_len, r.max_tokens, r.arrival, None, legs[r.id], r.max_tokens)
+            for r in requests
+        }
+        outcome = Run(Follow(scripts), instances, requests).verify()
+        outputs = {id: len(r.output_token_ids) for id, r in outcome.finished.items()}
+        assert outputs == {"r0": 1, "r1": 4, "r2": 4, "r3": 1}
+        came = [(t.request.id, t.source) for t in outcome.world.transfers if t.source == "T"]
+        assert came == ([("r3", "T")] if tier else [])
+
+
 def with_tier(scenario: Scenario, pages: int, size: int, layout: int) -> Scenario:
     """The scenario with one instance more, to which all others send what has ended."""
     instances = [
