@@ -307,6 +307,7 @@ class Assignments:
                 self._revise_legs(request, here, action)
                 return
             here.remove(request)
+            self.hand_offs.leave_tier(request)
             request.legs = []
             self.unrouted[request.id] = request
         if action.legs:

@@ -256,6 +256,12 @@ class HandOffs:
             self._instances[name].num_exported -= 1
             hold.release()
 
+    def leave_tier(self, request: RequestState) -> None:
+        """Give up KV in a tier, which systems do not see and only some instances can fetch from."""
+        if request.exported and not self._instances[request.exported[0]].options.computes:
+            self.release_export(request)
+            request.void_kv()
+
     def _arrive(self, request: RequestState) -> None:
         self.release_export(request)
         request.sent = 0

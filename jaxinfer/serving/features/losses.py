@@ -140,6 +140,7 @@ def _leave(
         request.hold = None
     request.slice_copy = request.slice_move = None
     request.legs.clear()
+    hand_offs.leave_tier(request)
     if request.exported and request.exported[0] != lost.name:
         request.sent = 0
     else:

@@ -1,8 +1,10 @@
 """Tiers: what an instance that computes nothing gets of ended requests, and gives back."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
+from fake_world import Timing
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import examples
@@ -11,7 +13,8 @@ from serving_checks import Outcome, Run, make_kv, new_instance
 
 from jaxinfer.serving.instance import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
-from jaxinfer.serving.views import Leg
+from jaxinfer.serving.system import Action, Assignment, Reassign
+from jaxinfer.serving.views import ClusterView, Leg, RequestView
 
 A, B = list(range(12)), list(range(100, 112))
 
@@ -118,6 +121,51 @@ def test_kv_that_blocks_both_is_dropped_though_a_tier_has_more() -> None:
         assert outputs == {"r0": 1, "r1": 4, "r2": 4, "r3": 1}
         came = [(t.request.id, t.source) for t in outcome.world.transfers if t.source == "T"]
         assert came == ([("r3", "T")] if tier else [])
+
+
+class Moves(Survivor):
+    """Sends r3 from A to B at a tick, and notes which instances are said to hold KV."""
+
+    tick_interval = 50.5
+
+    def __init__(self, scripts: dict[str, Script], moves: bool) -> None:
+        super().__init__(scripts)
+        self.moves = moves
+        self.held_by: set[str | None] = set()
+
+    def route(self, waiting: Collection[RequestView], cluster: ClusterView) -> list[Assignment]:
+        self.held_by |= {request.held_by for request in waiting}
+        return super().route(waiting, cluster)
+
+    def on_tick(self, cluster: ClusterView) -> list[Action]:
+        return [Reassign("r3", (Leg("B"),))] if self.moves and cluster.now > 50 else []
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_kv_of_a_tier_is_given_up_by_requests_that_leave_their_instance(moved: bool) -> None:
+    """At A, r2 imports, and r3 waits for that, when A is lost, or when the system moves r3.
+
+    No system hears of the tier, and B, which has none, computes all tokens.
+    """
+    prompts = A, list(range(100, 132)), [*A, 7], [*A, 8]
+    arrivals = 0.0, 20.0, 50.0, 50.2
+    requests = [
+        RequestState(f"r{n}", len(prompts[n]), 1, arrival, prompts[n])
+        for n, arrival in enumerate(arrivals)
+    ]
+    options = InstanceOptions(max_num_batched_tokens=16, watermark=0, max_transfers_in_flight=1)
+    instances = [
+        new_instance("A", make_kv(9, 4, caching=True), replace(options, tier="T")),
+        new_instance("B", make_kv(9, 4, caching=True), options),
+        new_instance("T", make_kv(30, 4, caching=True), replace(options, computes=False)),
+    ]
+    scripts = {r.id: Script(r.prompt_len, 1, r.arrival, None, (Leg("A"),), 1) for r in requests}
+    system = Moves(scripts, moved)
+    outcome = Run(system, instances, requests, Timing(lost={} if moved else {"A": 50.5})).verify()
+    assert system.held_by == {None}
+    came = [(t.request.id, t.dest) for t in outcome.world.transfers if t.source == "T"]
+    assert came == [("r2", "A")]
+    assert outcome.route_of("r3") == [("B", 13)]
 
 
 def with_tier(scenario: Scenario, pages: int, size: int, layout: int) -> Scenario:
