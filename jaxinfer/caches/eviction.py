@@ -1,7 +1,7 @@
 """Orders of eviction other than the least recent use: by the next use, and sessions' pages last."""
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -144,7 +144,15 @@ def idle_pages(
     return lambda: PinnedLast(options.pin_pages, plain()) if options.pin_pages else plain()
 
 
-def later_uses(engines: Iterable[tuple[Eviction, int]]) -> LaterUses | None:
-    """Return what instances with these options and page sizes share; None if none needs it."""
-    sizes = {size for options, size in engines if options.order == "next_use"}
-    return LaterUses(sizes) if sizes else None
+def later_uses(engines: Iterable[tuple[str, Eviction, int]]) -> LaterUses | None:
+    """Return what instances share, from their names, options and page sizes.
+
+    None if no instance evicts by the next use.
+    """
+    sizes, users = set(), defaultdict(list)
+    for name, options, size in engines:
+        if options.order == "next_use":
+            sizes.add(size)
+        if options.tier:
+            users[options.tier].append(name)
+    return LaterUses(sizes, users) if sizes else None

@@ -1,7 +1,7 @@
 """Uses of pages by requests that are known before they arrive."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jaxinfer.serving.request_state import RequestState
 
@@ -15,12 +15,16 @@ class LaterUses:
 
     Args:
         page_sizes: the instances' page sizes.
+        users: by tier, the instances whose requests fetch its pages.
 
     Attributes:
         known: ids of the requests that were known when the run began.
     """
 
-    def __init__(self, page_sizes: Iterable[int]) -> None:
+    def __init__(
+        self, page_sizes: Iterable[int], users: Mapping[str, Collection[str]] | None = None
+    ) -> None:
+        self._users = users or {}
         self._uses: dict[int, dict[bytes, list[_Use]]] = {size: {} for size in page_sizes}
         self.known: list[str] = []
 
@@ -50,10 +54,11 @@ class LaterUses:
 
     def next_use(self, digest: bytes, page_size: int, instance: str) -> tuple[float, int]:
         """Return the negative time and number of a page's next use on an instance."""
+        here = self._users.get(instance, (instance,))
         for time, number, request in reversed(self._uses[page_size].get(digest, ())):
             legs = request.legs
             to_come = legs[1:] if request.hold else legs
-            if not legs or any(leg.instance == instance for leg in to_come):
+            if not legs or any(leg.instance in here for leg in to_come):
                 return time, number
         return NEVER
 

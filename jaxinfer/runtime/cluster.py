@@ -267,7 +267,9 @@ def load_cluster(
     # If the cluster fails to load, its threads would keep weights and pages.
     with ExitStack() as opened:
         divided = divided_layers(config, checkpoint.config.num_hidden_layers)
-        uses = later_uses((each.eviction, each.page_size) for each in config.instances.values())
+        uses = later_uses(
+            (n, each.eviction, each.page_size) for n, each in config.instances.items()
+        )
         others = OtherProcesses.start(config, checkpoint.source, divided)
         opened.callback(others.close)
         share = others.gpu_shares.of.get(HERE)

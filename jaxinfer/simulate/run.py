@@ -82,7 +82,8 @@ def serve(
     longest = cluster.site.model.max_position_embeddings if cluster.site else None
     requests = ModelledRequests(work, site.run_file.workload, site.instances, longest)
     alike = not system.needs_decode_rows, requests.has_tokens, requests.num_output
-    uses = later_uses((each.config.eviction, each.config.page_size) for each in modelled.values())
+    configs = ((name, each.config) for name, each in modelled.items())
+    uses = later_uses((name, config.eviction, config.page_size) for name, config in configs)
     instances = [
         each.new_instance(name, cluster.fits.get(name), *alike, uses=uses)
         for name, each in modelled.items()

@@ -104,8 +104,8 @@ def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[
     fits = _fits(folder, site, run)
     ledger = Ledger(Entries())
     world = MeasuredWorld(given)
-    configs = site.cluster.instances.values()
-    uses = later_uses((config.eviction, config.page_size) for config in configs)
+    configs = site.cluster.instances.items()
+    uses = later_uses((name, config.eviction, config.page_size) for name, config in configs)
     if uses:
         uses.begin(given.known_requests)
 

@@ -13,7 +13,7 @@ from properties import examples
 from scenarios import Chaos, Follow, Scenario, Script, scenarios
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
-from jaxinfer.caches.eviction import ByNextUse, PinnedLast
+from jaxinfer.caches.eviction import ByNextUse, Eviction, PinnedLast, later_uses
 from jaxinfer.caches.later_uses import LaterUses
 from jaxinfer.serving.instance import Instance, InstanceOptions
 from jaxinfer.serving.kv_shards import HeldPages
@@ -123,6 +123,27 @@ def test_uses_are_of_requests_that_still_come_to_an_instance() -> None:
     uses.ended(requests[0])
     assert uses._uses == {4: {}}
     assert uses.next_use(shared, 4, "A") == NEVER
+
+
+def test_uses_of_a_tier_are_those_of_the_instances_that_fetch_from_it() -> None:
+    """A request that waits at A needs its pages in the tier until it is admitted."""
+    (request,) = make_requests([(9, 2)], [3.0], [4])
+    engines = [
+        ("A", Eviction(tier="T"), 4),
+        ("B", Eviction(), 4),
+        ("T", Eviction(order="next_use"), 4),
+    ]
+    uses = later_uses(engines)
+    assert uses
+    uses.begin([request])
+    (digest,) = request.page_digests(4, 1)
+    assert uses.next_use(digest, 4, "T") == (-3, 0)
+    request.legs = [Leg("A")]
+    assert uses.next_use(digest, 4, "T") == (-3, 0)
+    request.hold = make_kv(9, 4).reserve(9)
+    assert uses.next_use(digest, 4, "T") == NEVER
+    request.legs, request.hold = [Leg("B")], None
+    assert uses.next_use(digest, 4, "T") == NEVER
 
 
 def test_pinned_pages_go_last_and_the_oldest_session_is_unpinned() -> None:
