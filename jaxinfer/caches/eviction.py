@@ -55,24 +55,31 @@ class ByNextUse(OrderedDict[CachedPage, None]):
         # Uses change: a page that is needed sooner than its entry says is sorted in again when it
         # comes first, and one that is needed later when there are too many entries.
         self._heap: list[tuple[tuple[float, int], int, CachedPage]] = []
-        self._number = 0
+        # The number of each page's entry; entries with others are of times when it was idle before.
+        self._numbers: dict[CachedPage, int] = {}
+        self._count = 0
 
     def __setitem__(self, page: CachedPage, value: None) -> None:
         super().__setitem__(page, value)
+        self._count += 1
+        self._numbers[page] = self._count
         heapq.heappush(self._heap, self._entry(page))
         if len(self._heap) > 2 * len(self) + 64:
             self._heap = [self._entry(each) for each in self]
             heapq.heapify(self._heap)
 
+    def __delitem__(self, page: CachedPage) -> None:
+        super().__delitem__(page)
+        del self._numbers[page]
+
     def _entry(self, page: CachedPage) -> tuple[tuple[float, int], int, CachedPage]:
-        self._number += 1
-        return self._next_use(page.digest), self._number, page
+        return self._next_use(page.digest), self._numbers[page], page
 
     def popitem(self, last: bool = False) -> tuple[CachedPage, None]:
         """Remove and return the page that is needed last of all."""
         while True:
-            use, _, page = heapq.heappop(self._heap)
-            if page not in self:
+            use, number, page = heapq.heappop(self._heap)
+            if number != self._numbers.get(page):
                 continue
             if use == self._next_use(page.digest):
                 del self[page]

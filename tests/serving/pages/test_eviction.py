@@ -101,6 +101,17 @@ def test_pages_with_one_use_go_in_the_order_in_which_they_came() -> None:
     assert [idle.popitem()[0] for _ in pages] == pages
 
 
+def test_a_page_that_was_in_use_again_is_idle_since_then() -> None:
+    """A page of two prompts is idle again after the others of the second: its end goes first."""
+    idle = ByNextUse(lambda digest: (-5.0, 0))
+    shared, end = page(0), page(1)
+    idle[shared] = None
+    del idle[shared]
+    idle[end] = idle[shared] = None
+    assert [idle.popitem()[0] for _ in range(2)] == [end, shared]
+    assert not idle._numbers
+
+
 def test_uses_are_of_requests_that_still_come_to_an_instance() -> None:
     requests = make_requests([(9, 2), (9, 2), (5, 2)], [3.0, 1.0, 2.0], [4, 4, 4])
     uses = LaterUses([4])
