@@ -105,4 +105,7 @@ def _common(a: Sized, b: Sized) -> float:
     """Return the number of tokens with which both prompts begin."""
     most = min(len(a.units), len(b.units))
     common = next(compress(count(), map(ne, a.units, b.units)), most)
-    return common * b.prompt_len / len(b.units) if common else 0.0
+    if not common:
+        return 0.0
+    # A last unit may be a block that one of them does not fill.
+    return min(common * each.prompt_len / len(each.units) for each in (a, b))

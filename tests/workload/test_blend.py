@@ -40,6 +40,16 @@ def test_each_request_is_served_once(work: list[tuple[list[int], tuple[int, int]
     assert sorted(blended(batch)) == list(range(len(batch)))
 
 
+@pytest.mark.parametrize("output", [300, 424, 500])
+def test_a_prompt_computes_its_output_at_least(output: int) -> None:
+    """Two prompts share two blocks, of which the shorter one does not fill the second.
+
+    Its output computes 1 per 600 to 850 reads, that of the other 1 per 100: it is denser.
+    """
+    batch = [Sized((1, 2), 600, output), Sized((1, 2), 1024, 50), Sized((7,), 100, 1)]
+    assert blended(batch) == [0, 2, 1]
+
+
 def groups_of(order: Sequence[int], each: int) -> int:
     """Return how often the group changes, where a group has so many requests in a row."""
     return 1 + sum(a // each != b // each for a, b in pairwise(order))
