@@ -1,5 +1,6 @@
 """Tiers: what an instance that computes nothing gets of ended requests, and gives back."""
 
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -11,7 +12,9 @@ from properties import examples
 from scenarios import LAYOUTS, Chaos, Follow, Scenario, Script, Survivor, scenarios
 from serving_checks import Outcome, Run, make_kv, new_instance
 
+from jaxinfer.caches.eviction import PinnedLast
 from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Action, Assignment, Reassign
 from jaxinfer.serving.views import ClusterView, Leg, RequestView
@@ -87,6 +90,26 @@ def test_the_tier_evicts_as_well() -> None:
     assert [t.request.id for t in outcome.world.transfers if t.dest == "T"] == ["r0", "r1", "r2"]
     assert cached(outcome) == [0, 0, 4]
     assert serve([A], tier_pages=2).world.transfers == []
+
+
+@pytest.mark.parametrize("pins", [0, 3])
+def test_a_tier_pins_pages_of_sessions(pins: int) -> None:
+    """Pages of A, of a session, would be the first to leave a tier of six; those of B came last."""
+    prompts = A, B, [*range(200, 212)], [*A, 7]
+    requests = [
+        RequestState(f"r{n}", len(prompt), 1, 50.0 * n, prompt) for n, prompt in enumerate(prompts)
+    ]
+    requests[0].session = "s"
+    options = InstanceOptions(max_num_batched_tokens=16, watermark=0)
+    shards = make_kv(6, 4, caching=True).shards
+    tier = KVShards(shards, caching=True, new_idle=lambda: PinnedLast(pins, OrderedDict()))
+    instances = [
+        new_instance("A", make_kv(4, 4, caching=True), replace(options, tier="T")),
+        new_instance("T", tier, replace(options, computes=False)),
+    ]
+    scripts = {r.id: Script(r.prompt_len, 1, r.arrival, None, (Leg("A"),), 1) for r in requests}
+    outcome = Run(Follow(scripts), instances, requests).verify()
+    assert outcome.finished["r3"].metrics.num_cached_tokens == (12 if pins else 0)
 
 
 def test_kv_that_blocks_both_is_dropped_though_a_tier_has_more() -> None:
