@@ -32,7 +32,7 @@ from jaxinfer.lab.plan.problem import Problem
 from jaxinfer.options.validation import OptionError, Options
 from jaxinfer.serving.batch import Work
 from jaxinfer.simulate.cluster import ModelledInstance, model_cluster
-from jaxinfer.simulate.costs.model import Pipeline
+from jaxinfer.simulate.costs.model import Padded, Pipeline
 from jaxinfer.simulate.ffn import ModelledFfnStage
 
 Counts = tuple[Annotated[int, Field(ge=1)], ...]
@@ -179,7 +179,8 @@ class HexGen3Planner:
         except JaxinferError:
             return None
         here, there = modelled["prefill0"], modelled["decode0"]
-        cost = there.cost
+        # Steps without the tokens that pad them are shorter.
+        cost = there.cost.cost if isinstance(there.cost, Padded) else there.cost
         assert isinstance(cost, Pipeline)
         stages = [stage for stage in cost.parts if isinstance(stage, ModelledFfnStage)]
         return here, replace(there, cost=LeastTimes(stages))

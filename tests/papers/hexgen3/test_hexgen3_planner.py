@@ -71,6 +71,15 @@ def test_what_it_refuses(change: dict[str, Any], message: str) -> None:
         HexGen3Options.model_validate(SMALL | change)
 
 
+def test_padded_steps_have_the_closed_form_of_those_that_are_not() -> None:
+    """Only steps with prompts are padded, and a lower bound may leave that out."""
+    options = HexGen3Options.model_validate(SMALL | {"engine": {"token_buckets": [256, 512]}})
+    padded = list(HexGen3Planner(options).candidates(given := asked("ttft:p90=2", 4)))
+    plain = list(planner().candidates(given))
+    assert [each.axes for each in padded] == [each.axes for each in plain]
+    assert all(each.axes["closed_form"] for each in padded)
+
+
 def test_a_run_file_has_a_group_for_each_side_of_each_pair() -> None:
     candidates = planner().candidates(given := asked("ttft:p90=2", 4))
     candidate = next(each for each in candidates if each.axes["pairs"] == 2)
