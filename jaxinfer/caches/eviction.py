@@ -156,7 +156,8 @@ def later_uses(engines: Iterable[tuple[str, Eviction, int]]) -> LaterUses | None
 
     None if no instance evicts by the next use.
     """
-    sizes, users = set(), defaultdict(list)
+    sizes: set[int] = set()
+    users: defaultdict[str, list[str]] = defaultdict(list)
     for name, options, size in engines:
         if options.order == "next_use":
             sizes.add(size)
