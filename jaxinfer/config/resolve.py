@@ -51,6 +51,11 @@ def resolve(run_file: RunFile) -> Resolved:
         if system.roles is not None and instance.role not in ("", *system.roles):
             near = did_you_mean(instance.role, system.roles)
             raise OptionError(f"instances.{name}.role is {instance.role!r}: {near}")
+        if system.needs_caches and instance.computes and not instance.enable_prefix_caching:
+            raise OptionError(
+                f"instances.{name}.enable_prefix_caching is False, must be True with system.fetch: "
+                "KV is fetched from prefix caches"
+            )
     counts = run_file.metrics.ttft_counts_transfer
     pairs = dict.fromkeys(system.routes(cluster.computing))
     for name, tier in cluster.tiers.items():

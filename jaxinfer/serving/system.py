@@ -111,6 +111,7 @@ class System:
         tick_interval: seconds between calls of ``on_tick``; None for no ticks.
         needs_fits: whether the system needs ``InstanceView.fit``.
         needs_attention_fits: whether it needs ``ShardView.fit`` of instances with attention groups.
+        needs_caches: whether it fetches KV from prefix caches, so that all instances must have one.
         roles: values that an instance's ``role`` may have in a run file; None for any.
         ttft_counts_transfer: whether a first token sampled by an instance that hands the request on
             counts only once the KV has arrived; a run file may override this.
@@ -120,6 +121,7 @@ class System:
     tick_interval: float | None = None
     needs_fits: bool = False
     needs_attention_fits: bool = False
+    needs_caches: bool = False
     ttft_counts_transfer: bool = False
     roles: Collection[str] | None = None
 

@@ -54,6 +54,10 @@ class Disaggregated(System):
     options: DisaggregatedOptions
     ttft_counts_transfer = True
 
+    def __init__(self, options: DisaggregatedOptions | None = None) -> None:
+        super().__init__(options)
+        self.needs_caches = self.options.fetch
+
     def check(self, instances: Collection[str]) -> None:
         """Check that all named instances exist, and that none has two roles."""
         roles = {"prefill": self.options.prefill, "decode": self.options.decode}

@@ -114,6 +114,17 @@ def test_a_role_that_its_system_does_not_know() -> None:
     resolve(as_run_file(data | {"system": "least_loaded"}))
 
 
+def test_a_fetch_needs_prefix_caches() -> None:
+    path = ROOT / "configs" / "prefixes" / "disaggregated.yaml"
+    data = yaml.safe_load(path.read_text())
+    data["system"]["fetch"] = True
+    resolve(as_run_file(data))
+    data["engine"]["enable_prefix_caching"] = False
+    with pytest.raises(JaxinferError, match=r"enable_prefix_caching is False, must be True with"):
+        resolve(as_run_file(data))
+    resolve(as_run_file(data | {"system": data["system"] | {"fetch": False}}))
+
+
 def test_axes_are_set_by_their_dotted_keys() -> None:
     data: dict[str, Any] = {"axes": {"engine.seed": [1]}, "planner": {"axes": {}}}
     apply_setting(data, "axes.workload.arrivals.rate=[3]")

@@ -6,6 +6,7 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.config.run_file import as_run_file
+from jaxinfer.errors import JaxinferError
 from jaxinfer.lab.validate.same_decisions import check_decisions
 from jaxinfer.report.frames import load_run
 from jaxinfer.text.prompts import TokensPrompt
@@ -39,3 +40,25 @@ def test_a_batch_whose_later_uses_are_known(tiny_folder: Path, tmp_path: Path, o
     assert check_decisions(tmp_path / "1").difference is None
     alone = [llm.generate([each], params, progress=False, run_dir=tmp_path) for each in asked]
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for (o,) in alone]
+
+
+def test_known_prompts_that_the_ledger_lacks(tiny_folder: Path, tmp_path: Path) -> None:
+    """What was known of requests that had not arrived when a run ended cannot be decided again."""
+    engine = ENGINE | {"eviction": {"order": "next_use"}}
+    config = {"model": str(tiny_folder), "engine": engine, "ledger": True}
+    llm = LLM.from_config(as_run_file(config), progress=False)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    requests = [
+        request
+        for number, prompt in enumerate(PROMPTS[:3])
+        for request in llm.make_requests(str(number), prompt, params)
+    ]
+    requests[-1].arrival = 1000.0
+
+    def stop(done: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.run(requests, lambda output: None, progress=False, run_dir=tmp_path, on_step=stop)
+    with pytest.raises(JaxinferError, match=r"1 requests had not arrived .* next_use"):
+        check_decisions(tmp_path / "1")

@@ -268,9 +268,9 @@ def test_decodes_have_rows_only_where_the_system_looks_at_them(
     made: dict[str, tuple[object, ...]] = {}
     new_instance = ModelledInstance.new_instance
 
-    def note(self: ModelledInstance, name: str, *given: Any) -> Any:
+    def note(self: ModelledInstance, name: str, *given: Any, **named: Any) -> Any:
         made[name] = given
-        return new_instance(self, name, *given)
+        return new_instance(self, name, *given, **named)
 
     monkeypatch.setattr(ModelledInstance, "new_instance", note)
     links = [{"between": ["ga", "gb"], "gb_s": 10.0}]

@@ -107,6 +107,11 @@ def decide_again(folder: Path, run: Mapping[str, Any], given: Measured) -> list[
     configs = site.cluster.instances.items()
     uses = later_uses((name, config.eviction, config.page_size) for name, config in configs)
     if uses:
+        if missing := len(given.known) - len(given.known_requests):
+            raise JaxinferError(
+                f"{folder}: {missing} requests had not arrived when it ended; eviction.order is "
+                "next_use, which knew their prompts, and the ledger does not have them"
+            )
         uses.begin(given.known_requests)
 
     def new(name: str) -> Instance:
