@@ -92,6 +92,8 @@ def sections(system: str, cluster: str, seed: int) -> dict[str, Any]:
         ]),
         "load_format": "dummy",
     } | CLUSTERS[cluster]  # fmt: skip
+    if not engine["enable_prefix_caching"]:
+        options.pop("fetch", None)
     groups: dict[str, dict[str, Any]] = {name: {} for name in names}
     if system == "hetis" and cluster != "cached":
         groups, instances = _spread(rng, groups, cluster, engine)

@@ -70,6 +70,8 @@ def random_run(seed: int) -> tuple[dict[str, Any], list[BenchRequest]]:
         ],
         "system": {"name": system, **_options(r, system, list(instances))},
     }
+    if not engine["enable_prefix_caching"]:
+        data["system"].pop("fetch", None)
     if r.random() < 0.2 and system != "hetis":
         data["simulate"] = {"linear": {"step_s": 0.01, "token_s": r.choice([0.0, 1e-5])}}
     return data, _work(r, prompt, output, engine["enable_prefix_caching"])

@@ -135,8 +135,7 @@ def _disaggregated(rng: Random, names: Sequence[str]) -> Settings:
     prefill, decode = _halves(names)
     most = rng.choice((1, 2, 50))
     rule = rng.choice(RULES)
-    options = {"prefill": prefill, "decode": decode, "hand_off": rule, "max_in_prefill": most}
-    return options | ({"fetch": True} if rng.random() < 0.5 else {})
+    return {"prefill": prefill, "decode": decode, "hand_off": rule, "max_in_prefill": most}
 
 
 def _cronus(rng: Random, names: Sequence[str]) -> Settings:
