@@ -1,18 +1,25 @@
 """A pipeline stage whose FFN, or experts, are on another group."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.runtime.ffn.ffn_step import FfnStep, ffn_leaves, split_parameters
-from jaxinfer.runtime.ffn.micro_batches import MicroBatches, build_micro_batches
+from jaxinfer.runtime.ffn.ffn_step import FfnStep, ffn_leaves
 from jaxinfer.runtime.stage.devices import device_name
+from jaxinfer.runtime.stage.parts import (
+    PartInputs,
+    PartStart,
+    States,
+    build_parts,
+    split_parameters,
+)
 from jaxinfer.runtime.stage.stage import Stage, put_whole
 from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
 from jaxinfer.runtime.stage.step import Key, Parameters
-from jaxinfer.runtime.stage.step_inputs import StepInputs
+from jaxinfer.runtime.stage.step_inputs import StepInputs, build_inputs
 from jaxinfer.serving.batch import Batch
 from jaxinfer.steps.shapes import StepShape
 
@@ -44,36 +51,31 @@ class FfnStage(Stage):
 
     def inputs(
         self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
-    ) -> StepInputs | MicroBatches:
+    ) -> StepInputs | PartInputs[StepInputs]:
         """Build the inputs of ``forward``: those of each micro-batch if the batch has some."""
         if not batch.halves:
             return super().inputs(batch, shape, sample_slots, shard)
-        return build_micro_batches(batch, shape, self.step.limits, sample_slots, shard)
+        limits = self.step.limits
+        build = partial(build_inputs, limits=limits, sample_slots=sample_slots, shard=shard)
+        return build_parts(batch, shape, limits, sample_slots, build)
 
     def forward(
-        self, key: Key, inputs: StepInputs | MicroBatches, x_TD: jax.Array | None
+        self, key: Key, inputs: StepInputs | PartInputs[StepInputs], x_TD: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Launch the layers; return hidden states to sample from, and all of them, at once."""
         if x_TD is not None:
             x_TD = put_whole(x_TD, self.plan)
-        shape = key.shape
         if isinstance(inputs, StepInputs):
-            return self._through([Chain(self, shape, inputs, x_TD)])[0]
-        chains = []
-        for each, own, place_T in zip(inputs.shapes, inputs.inputs, inputs.place_T, strict=True):
-            given = x_TD
-            if given is not None:
-                given = self.step.of(("part", shape, each))(given, place_T)
-            chains.append(Chain(self, each, own, given))
-        found = self._through(chains)
-        x_TD = self._no_states(shape.tokens)
-        for each, place_T, (_, part_TD) in zip(inputs.shapes, inputs.place_T, found, strict=True):
-            run = self.step.of(("join", shape, each))
-            x_SD, x_TD = run(x_TD, part_TD, place_T, inputs.sample_row_S)
-        return x_SD, x_TD
+            return self._through([(key.shape, inputs, x_TD)])[0]
+        zeros_TD = self._no_states(key.shape.tokens)
+        return self.step.in_turn(key.shape, inputs, x_TD, zeros_TD, self._through)
 
-    def _through(self, chains: "list[Chain]") -> list[tuple[jax.Array, jax.Array]]:
-        """Launch all layers of micro-batches in turn: the FFN of one beside others' attention."""
+    def _through(self, starts: Sequence[PartStart[StepInputs]]) -> list[States]:
+        """Launch all layers of micro-batches in turn.
+
+        While one of them is on the FFN group, the stage's own group attends to the others.
+        """
+        chains = [Chain(self, *each) for each in starts]
         for layer in range(len(self.layers)):
             for chain in chains:
                 chain.enter(layer)

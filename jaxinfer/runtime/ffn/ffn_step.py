@@ -14,21 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxinfer.models.layers import PagedBatch
 from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
-from jaxinfer.runtime.spread.spread_step import join, part
-from jaxinfer.runtime.stage.leaves import Graph, Leaves, flat, without_layers
+from jaxinfer.runtime.stage.leaves import Graph, Leaves, flat
+from jaxinfer.runtime.stage.parts import LayerStep, Stream
 from jaxinfer.runtime.stage.stage_plan import StagePlan
-from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
+from jaxinfer.runtime.stage.step import Parameters
 from jaxinfer.runtime.stage.step_inputs import empty_inputs
 from jaxinfer.steps.shapes import StepShape
-
-# Values kept between the layers' programs: the residual stream, and the rotations of positions.
-Stream = tuple[jax.Array, Any]
 
 
 def first(
@@ -93,42 +89,24 @@ def ffn(layer: Graph, dtype: jnp.dtype, leaves: Leaves, x_TD: jax.Array) -> jax.
         return found
 
 
-class FfnStep(CompiledStep):
+class FfnStep(LayerStep):
     """A stage's executables, by buckets of the step or of its micro-batches."""
 
     def __init__(self, plan: StagePlan) -> None:
         assert plan.ffn
-        super().__init__(plan)
-        self._plan, self._ffn = plan, plan.ffn
-        self.windows = plan.config.windows[plan.layers.start : plan.layers.stop]
-        (self._outer, self._layer), (outer, layers) = _split(plan, plan.abstract_state)
-        self._outer_leaves, self._layer_leaves = outer, layers[0]
+        super().__init__(plan, plan.options.micro_batches > 1)
+        self._ffn = plan.ffn
         self._mlp, mlp_leaves = ffn_leaves(plan.ffn, plan.ffn.abstract_state)
         self._mlp_leaves = mlp_leaves[0]
 
-    def of(self, part: Hashable) -> jax.stages.Compiled:
-        """Return the executable of a part of a step."""
-        return self._get([part])[0]
-
-    def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
-        """Compile the executables of a step, each as often as it runs."""
-        shape = key.shape
+    def _largest(self, shape: StepShape) -> list[Hashable]:
         runs: list[Hashable] = [("first", shape), ("ffn", shape.tokens)]
         for window in self.windows[1:]:
             runs += [("middle", shape, window), ("ffn", shape.tokens)]
-        runs += [("last", shape), *self._head_parts(key)]
-        compiled = {part: self._compile(part) for part in dict.fromkeys(runs)}
-        return [compiled[part] for part in runs]
+        return [*runs, ("last", shape)]
 
     def _layer_parts(self, shape: StepShape) -> list[Hashable]:
-        parts: list[Hashable] = [("first", shape), ("ffn", shape.tokens), ("last", shape)]
-        parts += [("middle", shape, window) for window in dict.fromkeys(self.windows[1:])]
-        if self._plan.options.micro_batches > 1:
-            smaller = [each for each in self.limits.shapes() if each.tokens <= shape.tokens]
-            parts += [("join", shape, each) for each in smaller]
-            if not self.layers.first:
-                parts += [("part", shape, each) for each in smaller]
-        return parts
+        return [*dict.fromkeys(self._largest(shape)), *self._cuts(shape)]
 
     def _compile(self, part: Any) -> jax.stages.Compiled:
         if part[0] != "ffn":
@@ -145,8 +123,6 @@ class FfnStep(CompiledStep):
         match part:
             case "first" | "middle" | "last", StepShape() as shape, *window:
                 return self._lower_layer(part[0], shape, *window)
-            case "part" | "join", StepShape() as shape, StepShape() as smaller:
-                return self._lower_cut(part[0], shape, smaller)
         return super()._lower(part)
 
     def _lower_layer(
@@ -180,32 +156,9 @@ class FfnStep(CompiledStep):
         run = jax.jit(partial(middle, *fixed_), donate_argnums=2, out_shardings=out_shardings)
         return run.lower(leaves, leaves, kv, stream, y_TD, batch)
 
-    def _lower_cut(self, kind: str, shape: StepShape, smaller: StepShape) -> jax.stages.Lowered:
-        x_TD, place_T = self.hidden(shape.tokens), np.zeros(smaller.tokens, np.int32)
-        if kind == "part":
-            return jax.jit(part, out_shardings=self._whole).lower(x_TD, place_T)
-        sample_row_S = np.zeros(shape.rows, np.int32)
-        return jax.jit(join, out_shardings=self._whole).lower(
-            x_TD, self.hidden(smaller.tokens), place_T, sample_row_S
-        )
-
-
-def split_parameters(plan: StagePlan, parameters: Parameters) -> tuple[Leaves, list[Leaves]]:
-    """Split the attention side's parameters into those outside the layers, and each layer's."""
-    return _split(plan, parameters)[1]
-
 
 def ffn_leaves(plan: StagePlan, parameters: Parameters) -> tuple[Graph, list[Leaves]]:
     """Return the module of a layer's FFN, and each layer's parameters."""
     model: Any = nnx.merge(plan.graphdef, parameters)
     found = [flat(layer.mlp) for layer in model.layers]
     return found[0][0], [leaves for _, leaves in found]
-
-
-def _split(
-    plan: StagePlan, parameters: Parameters
-) -> tuple[tuple[Graph, Graph], tuple[Leaves, list[Leaves]]]:
-    model: Any = nnx.merge(plan.graphdef, parameters)
-    layers = [flat(layer) for layer in model.layers]
-    outer, outer_leaves = flat(without_layers(plan.graphdef, parameters))
-    return (outer, layers[0][0]), (outer_leaves, [leaves for _, leaves in layers])

@@ -46,23 +46,6 @@ class SpreadInputs(NamedTuple):
     tables: Sequence[np.ndarray | None]
 
 
-class HalvedInputs(NamedTuple):
-    """Arguments of one step of a spread stage that is computed as two halves in turn.
-
-    Attributes:
-        shapes: bucket that each half is padded to.
-        halves: arguments of each half.
-        place_T: for each half, int32, positions of its tokens among the step's; for padding, a
-            position behind all of them.
-        sample_row_S: sampling rows of the step, see ``StepInputs``.
-    """
-
-    shapes: Sequence[StepShape]
-    halves: Sequence[SpreadInputs]
-    place_T: Sequence[np.ndarray]
-    sample_row_S: np.ndarray
-
-
 @dataclass(frozen=True)
 class _Row:
     """A row's KV heads on one device: its first token, number of tokens, earlier entries, pages."""
@@ -205,34 +188,6 @@ def build_spread_inputs(
         counts,
         tables,
     )
-
-
-def build_halved_inputs(
-    batch: Batch,
-    shape: StepShape,
-    limits: StepLimits,
-    sample_slots: Mapping[str, int],
-    devices: Sequence[PageTables],
-    num_heads: tuple[int, int],
-) -> HalvedInputs:
-    """Build the inputs of each half of a batch, each in its own bucket."""
-    starts = row_starts(batch)
-    plain = empty_inputs(shape, limits)
-    fill_tokens(plain, batch, starts, sample_slots)
-    at = {row.request.id: start for start, row in zip(starts, batch.rows, strict=True)}
-    shapes, halves, places = [], [], []
-    for rows in batch.halves:
-        half = Batch(batch.instance, rows, 0, 0, 0)
-        shapes.append(limits.shape_for(half))
-        halves.append(
-            build_spread_inputs(half, shapes[-1], limits, sample_slots, devices, num_heads)
-        )
-        place_T = np.full(shapes[-1].tokens, shape.tokens, np.int32)
-        for start, row in zip(row_starts(half), rows, strict=True):
-            there = at[row.request.id]
-            place_T[start : start + row.count] = np.arange(there, there + row.count)
-        places.append(place_T)
-    return HalvedInputs(shapes, halves, places, plain.sample_row_S)
 
 
 def _fits(rows: Sequence[_Row], pairs: StepShape) -> bool:

@@ -11,15 +11,14 @@ from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import head_pools
 from jaxinfer.runtime.spread.pool_client import BegunStep, PoolClient, padded
 from jaxinfer.runtime.spread.spread_inputs import (
-    HalvedInputs,
     PageTables,
     SpreadInputs,
-    build_halved_inputs,
     build_spread_inputs,
     empty_spread_inputs,
 )
-from jaxinfer.runtime.spread.spread_step import SpreadStep, split_parameters
+from jaxinfer.runtime.spread.spread_step import SpreadStep
 from jaxinfer.runtime.stage.kv_cache import allocate
+from jaxinfer.runtime.stage.parts import PartInputs, build_parts, split_parameters
 from jaxinfer.runtime.stage.stage import Stage, put_whole
 from jaxinfer.runtime.stage.stage_plan import StagePlan
 from jaxinfer.runtime.stage.step import Key, Parameters
@@ -60,7 +59,7 @@ class SpreadStage(Stage):
 
     def inputs(
         self, batch: Batch, shape: StepShape, sample_slots: Mapping[str, int], shard: int
-    ) -> SpreadInputs | HalvedInputs:
+    ) -> SpreadInputs | PartInputs[SpreadInputs]:
         """Build the inputs of ``forward`` for a batch; see ``build_spread_inputs``.
 
         They are halves if the batch has some and KV heads lie on devices other than the stage's.
@@ -72,8 +71,14 @@ class SpreadStage(Stage):
             self._tables = [PageTables(number, plan.num_kv_heads) for number in shards]
         others = slice(shard + 1, shard + len(self.pools))
         cut = batch.halves and any(any(row.hold.tables[others]) for row in batch.rows)
-        build = build_halved_inputs if cut else build_spread_inputs
-        return build(batch, shape, self.step.limits, sample_slots, self._tables, heads)
+        limits = self.step.limits
+
+        def build(batch: Batch, shape: StepShape) -> SpreadInputs:
+            return build_spread_inputs(batch, shape, limits, sample_slots, self._tables, heads)
+
+        if cut:
+            return build_parts(batch, shape, limits, sample_slots, build)
+        return build(batch, shape)
 
     def padding(self, shape: StepShape) -> Iterator[SpreadInputs]:
         """Yield inputs without tokens, in all shapes that a step of this shape may need.
@@ -87,27 +92,23 @@ class SpreadStage(Stage):
             yield all_._replace(tables=[None if pool.is_lent else t for pool, t in here])
 
     def forward(
-        self, key: Key, inputs: SpreadInputs | HalvedInputs, x_TD: jax.Array | None
+        self, key: Key, inputs: SpreadInputs | PartInputs[SpreadInputs], x_TD: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Launch the layers; return hidden states to sample from, and all of them, at once."""
         if x_TD is not None:
             x_TD = put_whole(x_TD, self.plan)
         if isinstance(inputs, SpreadInputs):
             return self._through([self.chain(key.shape, inputs, x_TD)])[0]
-        shape, chains = key.shape, []
-        for half, arguments, place_T in zip(
-            inputs.shapes, inputs.halves, inputs.place_T, strict=True
-        ):
-            of_half = x_TD
-            if of_half is not None:
-                of_half = self.step.of(("part", shape, half))(of_half, place_T)
-            chains.append(self.chain(half, arguments, of_half))
-        found = self._through(chains)
-        x_TD = self.zeros(shape.tokens, self.plan.config.hidden_size, dtype=jax.numpy.float32)
-        for half, place_T, (_, half_TD) in zip(inputs.shapes, inputs.place_T, found, strict=True):
-            run = self.step.of(("join", shape, half))
-            x_SD, x_TD = run(x_TD, half_TD, place_T, inputs.sample_row_S)
-        return x_SD, x_TD
+        zeros_TD = self.zeros(
+            key.shape.tokens, self.plan.config.hidden_size, dtype=jax.numpy.float32
+        )
+        return self.step.in_turn(
+            key.shape,
+            inputs,
+            x_TD,
+            zeros_TD,
+            lambda starts: self._through([self.chain(*each) for each in starts]),
+        )
 
     def chain(self, shape: StepShape, inputs: SpreadInputs, x_TD: jax.Array | None) -> "Chain":
         """Return a batch before its first layer."""

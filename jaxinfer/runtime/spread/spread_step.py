@@ -2,9 +2,7 @@
 
 ``first`` computes up to the first layer's attention, ``middle`` from one layer's attention to the
 next, and ``last`` from the last attention to the stage's end. In between, each device attends to
-its own pairs. If a step is computed as two halves, ``part`` selects a half from
-the previous stage's result, and ``join`` combines the halves at the end. Parameters are arguments,
-so that all layers use one executable.
+its own pairs. Parameters are arguments, so that all layers use one executable.
 
 Shape suffixes: those of ``layers``; R pairs of one device, W devices, X query heads of a pair and
 its key and value.
@@ -16,21 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from jaxinfer.models.layers import PagedBatch, paged_attention
 from jaxinfer.models.stage import Layers
 from jaxinfer.pallas_kernels.kv_pages import KVPages
 from jaxinfer.runtime.spread.head_pools import HeadPool
 from jaxinfer.runtime.spread.spread_inputs import empty_spread_inputs, pair_shapes, unpack
-from jaxinfer.runtime.stage.leaves import Graph, Leaves, flat, without_layers
+from jaxinfer.runtime.stage.leaves import Graph, Leaves
+from jaxinfer.runtime.stage.parts import LayerStep, Stream
 from jaxinfer.runtime.stage.stage_plan import StageFacts, StagePlan
-from jaxinfer.runtime.stage.step import CompiledStep, Key, Parameters
 from jaxinfer.steps.shapes import StepLimits, StepShape
-
-# Values kept between the layers' programs: the residual stream, and the rotations of positions.
-Stream = tuple[jax.Array, Any]
 
 
 class HeadSplit:
@@ -130,19 +123,6 @@ def last(
         return x_TD[sample_row_S], x_TD
 
 
-def part(x_TD: jax.Array, place_T: jax.Array) -> jax.Array:
-    """Return the hidden states of one half's tokens."""
-    return x_TD[place_T]
-
-
-def join(
-    x_TD: jax.Array, half_TD: jax.Array, place_T: jax.Array, sample_row_S: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Put one half's hidden states in their places; return those to sample from, and all."""
-    x_TD = x_TD.at[place_T].set(half_TD, mode="drop")
-    return x_TD[sample_row_S], x_TD
-
-
 def attend(
     pairs: StepShape,
     limits: StepLimits,
@@ -195,7 +175,7 @@ def compile_attend(
         ).compile()
 
 
-class SpreadStep(CompiledStep):
+class SpreadStep(LayerStep):
     """A stage's executables, by buckets of the step and of its devices' pairs.
 
     Args:
@@ -203,45 +183,26 @@ class SpreadStep(CompiledStep):
     """
 
     def __init__(self, plan: StagePlan, pools: Sequence[HeadPool]) -> None:
-        super().__init__(plan)
-        self._plan, self._pools = plan, pools
-        self._windows = plan.config.windows[plan.layers.start : plan.layers.stop]
-        (self._outer, self._layer), (outer, layers) = _split(plan, plan.abstract_state)
-        self._outer_leaves, self._layer_leaves = outer, layers[0]
-
-    def of(self, part: Hashable) -> jax.stages.Compiled:
-        """Return the executable for some pairs."""
-        return self._get([part])[0]
-
-    @property
-    def windows(self) -> Sequence[int | None]:
-        """Attention windows of the stage's layers; None for a layer without one."""
-        return self._windows
+        super().__init__(plan, plan.options.half_batches != "never")
+        self._pools = pools
 
     def pair_shapes(self, shape: StepShape) -> list[StepShape]:
         """Return the buckets of one device's pairs."""
         return pair_shapes(shape, self._plan.num_kv_heads)
 
-    def compile_parts(self, key: Key) -> list[jax.stages.Compiled]:
-        """Compile the executables of a step with pairs on all devices, each as often as it runs."""
-        parts = self._runs(key.shape, self.pair_shapes(key.shape)[-1]) + self._head_parts(key)
-        compiled = {part: self._compile(part) for part in dict.fromkeys(parts)}
-        return [compiled[part] for part in parts]
+    def _largest(self, shape: StepShape) -> list[Hashable]:
+        """Return the programs of a step with pairs on all devices."""
+        return self._runs(shape, self.pair_shapes(shape)[-1])
 
     def _layer_parts(self, shape: StepShape) -> list[Hashable]:
         parts = [part for pairs in self.pair_shapes(shape) for part in self._runs(shape, pairs)]
-        if self._plan.options.half_batches != "never":
-            halves = [half for half in self.limits.shapes() if half.tokens <= shape.tokens]
-            parts += [("join", shape, half) for half in halves]
-            if not self.layers.first:
-                parts += [("part", shape, half) for half in halves]
-        return list(dict.fromkeys(parts))
+        return list(dict.fromkeys(parts + self._cuts(shape)))
 
     def _runs(self, shape: StepShape, pairs: StepShape) -> list[Hashable]:
         """Return the parts that a step runs, in order, if every device has pairs."""
         here = [number for number, pool in enumerate(self._pools) if not pool.is_lent]
         parts: list[Hashable] = [("first", shape, pairs)]
-        for number, window in enumerate(self._windows):
+        for number, window in enumerate(self.windows):
             if number:
                 parts.append(("middle", shape, pairs, bool(window)))
             parts += [("attend", device, pairs, window) for device in here]
@@ -254,8 +215,6 @@ class SpreadStep(CompiledStep):
         return compile_attend(self._plan, self._pools[number], pairs, window)
 
     def _lower(self, part: Any) -> jax.stages.Lowered:
-        if part[0] in ("part", "join"):
-            return self._lower_halves(*part)
         if part[0] not in ("first", "middle", "last"):
             return super()._lower(part)
         kind, shape, pairs, *rest = part
@@ -272,7 +231,7 @@ class SpreadStep(CompiledStep):
             run = jitted(partial(last, self._layer, cut))
             return run.lower(leaves, x_TD, outs, layout, inputs.sample_row_S)
         if kind == "first":
-            windowed = bool(self._windows[0])
+            windowed = bool(self.windows[0])
             run = jitted(partial(first, self._outer, self._layer, plan.layers, windowed, cut))
             return run.lower(
                 self._outer_leaves,
@@ -289,26 +248,3 @@ class SpreadStep(CompiledStep):
         stream = x_TD, jax.tree.map(lambda x: whole(x.shape, x.dtype), ropes)
         run = jitted(partial(middle, self._layer, rest[0], cut))
         return run.lower(leaves, leaves, stream, outs, layout)
-
-    def _lower_halves(self, kind: str, shape: StepShape, half: StepShape) -> jax.stages.Lowered:
-        x_TD, place_T = self.hidden(shape.tokens), np.zeros(half.tokens, np.int32)
-        if kind == "part":
-            return jax.jit(part, out_shardings=self._whole).lower(x_TD, place_T)
-        sample_row_S = np.zeros(shape.rows, np.int32)
-        return jax.jit(join, out_shardings=self._whole).lower(
-            x_TD, self.hidden(half.tokens), place_T, sample_row_S
-        )
-
-
-def split_parameters(plan: StagePlan, parameters: Parameters) -> tuple[Leaves, list[Leaves]]:
-    """Split parameters into those outside the layers, and each layer's."""
-    return _split(plan, parameters)[1]
-
-
-def _split(
-    plan: StagePlan, parameters: Parameters
-) -> tuple[tuple[Graph, Graph], tuple[Leaves, list[Leaves]]]:
-    model: Any = nnx.merge(plan.graphdef, parameters)
-    layers = [flat(layer) for layer in model.layers]
-    outer, outer_leaves = flat(without_layers(plan.graphdef, parameters))
-    return (outer, layers[0][0]), (outer_leaves, [leaves for _, leaves in layers])

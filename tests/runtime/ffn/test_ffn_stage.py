@@ -19,10 +19,10 @@ from jaxinfer.errors import JaxinferError
 from jaxinfer.runtime.explain import StepCost
 from jaxinfer.runtime.ffn.ffn_stage import FfnStage
 from jaxinfer.runtime.ffn.ffn_step import FfnStep
-from jaxinfer.runtime.ffn.micro_batches import MicroBatches
 from jaxinfer.runtime.layout_table import plan_figures, plan_tables
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.load_weights import load_parameters
+from jaxinfer.runtime.stage.parts import PartInputs
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.step import Key
@@ -77,7 +77,7 @@ class Apart:
         """Logits of the step's tokens."""
         key = Key(self.stage.step.limits.shape_for(batch), PLAIN_SAMPLER)
         inputs = self.stage.inputs(batch, key.shape, {}, 0)
-        assert isinstance(inputs, MicroBatches) == bool(batch.halves)
+        assert isinstance(inputs, PartInputs) == bool(batch.halves)
         _, x_TD = self.stage.forward(key, inputs, None)
         with jax.default_matmul_precision("highest"):
             model: Any = nnx.merge(self.plan.graphdef, self.parameters[0])

@@ -27,12 +27,12 @@ from jaxinfer.runtime.kv.sockets import LOOPBACK
 from jaxinfer.runtime.spread.pool_client import PoolClient
 from jaxinfer.runtime.spread.pool_server import PoolServer
 from jaxinfer.runtime.spread.slice_move import Copies, SliceCopies
-from jaxinfer.runtime.spread.spread_inputs import HalvedInputs
 from jaxinfer.runtime.spread.spread_stage import SpreadStage
 from jaxinfer.runtime.spread.spread_step import HeadSplit
 from jaxinfer.runtime.stage import attention_plan
 from jaxinfer.runtime.stage.cluster_plan import plan_cluster
 from jaxinfer.runtime.stage.load_weights import load_parameters
+from jaxinfer.runtime.stage.parts import PartInputs
 from jaxinfer.runtime.stage.sampler import PLAIN_SAMPLER
 from jaxinfer.runtime.stage.stage import Stage
 from jaxinfer.runtime.stage.step import Key
@@ -253,7 +253,7 @@ def test_logits_of_halves_in_turn(lends: bool) -> None:
         batch.halves = rows[1:], rows[:1]
         shape = model.stage.step.limits.shape_for(batch)
         inputs = model.stage.inputs(batch, shape, {}, 0)
-        assert isinstance(inputs, HalvedInputs) == bool(placement[1])
+        assert isinstance(inputs, PartInputs) == bool(placement[1])
         found = model._step(batch)
         np.testing.assert_allclose(found[0], logits[40], atol=1e-4, rtol=0)
         np.testing.assert_allclose(found[1:34], logits[:33], atol=1e-4, rtol=0)
