@@ -115,7 +115,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a replica's rate depends on: the model, the cards' FLOPs and bandwidths, the lengths."""
+    """The model, the cards' FLOPs and bandwidths, and the lengths that set a replica's rate."""
 
     shape: ModelShape
     cards: Mapping[str, tuple[float, float]]
@@ -168,7 +168,7 @@ def plan_rate(replicas: Sequence[Replica], rates: Rates) -> float:
 def allocate(rates: Rates, capacity: Mapping[str, int]) -> tuple[float, Sequence[Replica]]:
     """Return the best plan for these cards, and its rate: the largest least rate of the pools.
 
-    Of so many cards in one pool, the best replicas are found by dynamic programming; then all
+    For each number of cards in one pool, the best replicas are found by dynamic programming; then all
     divisions of the cards among the pools are tried.
     """
 

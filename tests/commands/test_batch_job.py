@@ -104,7 +104,7 @@ def test_a_batch_in_the_order_of_its_prefixes(
 def test_a_blended_batch_is_resumed_and_its_table_has_the_input_s_order(
     tiny_folder: Path, tiny_loaded_once: None, tmp_path: Path
 ) -> None:
-    """What an interrupted job has left is blended: long outputs first, prompts between them."""
+    """A resumed job blends the requests that are left: long outputs first, prompts between them."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
     asked = {"a1": 1, "a2": 1, "b1": 9, "b2": 9, "a3": 1, "b3": 9}
     lines = [

@@ -21,7 +21,7 @@ from jaxinfer.config.processes import is_divided, part_of, processes_of, started
 def cluster(
     devices: int = 1, links: tuple[LinkConfig, ...] = (), **instances: dict[str, Any]
 ) -> ClusterConfig:
-    """Return a cluster of two groups: ``a`` with so many devices, and ``b`` with three."""
+    """Return a cluster of two groups: ``a`` with ``devices`` devices, and ``b`` with three."""
     return ClusterConfig(
         groups={
             "a": GroupConfig(devices=devices, tensor_parallel_size=1, platform="cpu"),

@@ -32,7 +32,7 @@ class Engine:
 
 
 def found(source: Engine, dest: Engine, off: int) -> list[str]:
-    """The names of what is wrong with a hand-off that is so many tokens off."""
+    """Return the names of the checks that a hand-off fails when it starts some tokens too late."""
 
     def transfer(request: int, length: int) -> None:
         for token in range(length - off):

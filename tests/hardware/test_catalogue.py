@@ -105,7 +105,7 @@ def slow(
     efficiency: KernelEfficiency = FULL,
     **model: object,
 ) -> RooflineStage:
-    """TINY's three layers at so many operations and bytes per second; links likewise."""
+    """TINY's three layers at the given FLOPs and bytes per second, with links of the same kind."""
     gpu = Gpu(
         bf16_tflops=flops / 1e12,
         memory_gb=1,

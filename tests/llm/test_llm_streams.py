@@ -194,7 +194,7 @@ def test_requests_of_a_stream_arrive_at_their_times(tiny: LLM) -> None:
 
 
 class Patient(System):
-    """Routes nothing until so many requests have come."""
+    """Routes nothing until a given number of requests have arrived."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -41,7 +41,7 @@ def triton_code(text: str) -> str:
 
 @pytest.mark.parametrize(("pages", "bits"), [(600, 32), (PAGES, 64)])
 def test_offsets_have_64_bits(monkeypatch: pytest.MonkeyPatch, pages: int, bits: int) -> None:
-    """Offsets are of pages; a pool of so many is not needed to see it."""
+    """Offsets count pages, so a pool of that size is not needed to test them."""
     monkeypatch.setattr(lower_kernels, "P", pages)
     decode, *_ = lower_kernels._arguments(2, G, H, B, "bfloat16")
     variant = lower_kernels.Variant("", generic.decode_attention, decode, ("H100",))

@@ -60,7 +60,7 @@ def test_a_product_reads_its_weights_once_a_step() -> None:
 
 
 def test_prompts_that_fill_steps_of_decodes_cost_nothing_but_their_reading() -> None:
-    """While weights are read, so many tokens' FLOPs are free: those of prompts, too."""
+    """While weights are read, the FLOPs of some tokens are free, those of prompts included."""
     floor = StepFloor(products=(ProductFloor(0.01, 1.0, 0.0),))
     # A request has ten decodes or first tokens of two seats: five steps of a second, each with room
     # for a hundred tokens, of which the request has 199.

@@ -28,7 +28,7 @@ def of_tokens(*prompts: Sequence[int], output: int = 1) -> list[BenchRequest]:
 
 
 def test_pages_by_hand() -> None:
-    """Of ten common tokens, two pages; a copy computes its last page, whose last token it needs."""
+    """Ten common tokens share two pages; a copy computes its last page again for the last token."""
     a, b = [*range(1, 11), 90, 91, 92], [*range(1, 11), 80, 81]
     found = shared_pages(of_tokens(a, b, a, [70]), [PAGE])
     assert found.first == [8, 0, 12, 0]
@@ -101,7 +101,7 @@ def test_turns_share_with_the_turn_before_but_not_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("shared", [0, 32, 64])
 def test_shared_entries_take_room_once(shared: int) -> None:
-    """Steps of 0.5 s, of which a pool of 200 entries asks so many; each reads all entries."""
+    """A pool of 200 entries needs several steps of 0.5 s, and each step reads all entries."""
     prompt, output = 64, 20
     floor = StepFloor(step_s=0.5, token_s=0.01, context_s=0.001)
     own, end, most = np.array([prompt]), np.array([prompt + output - 1]), np.array([shared])
@@ -198,7 +198,7 @@ def test_no_run_of_any_system_beats_the_bound_by_its_caches(
 
 
 def test_decodes_that_share_a_prefix_are_more_than_the_pool_has_entries() -> None:
-    """In a pool of 4,000 entries, 30 requests see 1,400 shared entries and 80 of their own each."""
+    """30 requests share 1,400 entries of a pool of 4,000, and each has 80 entries of its own."""
     options = {"prefixes": {"tokens": 1400}, "input_len": 20, "output_len": 60, "count": 60}
     work = Synthetic.model_validate(options).requests()
     settings = [ON, "engine.num_pages=251", "engine.policies.admit=once_per_prefix"]
@@ -212,7 +212,7 @@ def test_decodes_that_share_a_prefix_are_more_than_the_pool_has_entries() -> Non
 
 @pytest.mark.parametrize("system", ["cronus/data_parallel", "takeover/pair"])
 def test_a_workload_without_common_beginnings_has_the_same_bound(system: str) -> None:
-    """To the last digit, with and without caches, and whether or not tokens are known."""
+    """The bound is the same float with and without caches, and with and without known tokens."""
     lengths = [(p, o) for p in (30, 200, 900) for o in (1, 20, 300)]
     unknown = [BenchRequest(None, p, o, 0.0) for p, o in lengths]
     known = of_tokens(*([n] * p for n, (p, _) in enumerate(lengths, 1)))

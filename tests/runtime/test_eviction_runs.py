@@ -24,7 +24,7 @@ ENGINE = {
 
 @pytest.mark.parametrize("order", ["lru", "next_use"])
 def test_a_batch_whose_later_uses_are_known(tiny_folder: Path, tmp_path: Path, order: str) -> None:
-    """In turns, the least recently used document is the one that is needed next."""
+    """If documents take turns, the least recently used one is needed next."""
     config = {
         "model": str(tiny_folder),
         "engine": ENGINE | {"eviction": {"order": order}},
@@ -43,7 +43,7 @@ def test_a_batch_whose_later_uses_are_known(tiny_folder: Path, tmp_path: Path, o
 
 
 def test_known_prompts_that_the_ledger_lacks(tiny_folder: Path, tmp_path: Path) -> None:
-    """What was known of requests that had not arrived when a run ended cannot be decided again."""
+    """``check`` refuses runs that ended before all requests arrived: it lacks their next uses."""
     engine = ENGINE | {"eviction": {"order": "next_use"}}
     config = {"model": str(tiny_folder), "engine": engine, "ledger": True}
     llm = LLM.from_config(as_run_file(config), progress=False)

@@ -1,4 +1,4 @@
-"""Order of requests that come after so many ends."""
+"""Requests that arrive after a number of earlier requests have ended."""
 
 from jaxinfer.serving.releases import Releases
 

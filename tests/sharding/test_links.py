@@ -17,7 +17,7 @@ MESH = {"x": 8, "y": 8}
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 40))
 def test_axes_leave_domains_where_neighbours_on_them_do(sizes: list[int], domain: int) -> None:
-    """Devices lie in the mesh's order, the first so many in the first domain."""
+    """Devices are in the mesh's order, and the first ones are in the first domain."""
     mesh = dict(zip("xyz", sizes, strict=False))
     at = dict(enumerate(product(*map(range, sizes))))
     number = {place: n for n, place in at.items()}

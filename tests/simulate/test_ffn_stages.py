@@ -41,7 +41,7 @@ def stage_of(file: dict[str, Any]) -> ModelledFfnStage:
 
 
 def decodes(*contexts: int) -> Work:
-    """Work of decodes that see so many entries each."""
+    """Return the work of decodes, of which each sees the given number of entries."""
     rows = len(contexts)
     return Work(rows, rows, rows, rows, sum(contexts), [], rows)
 

@@ -41,7 +41,7 @@ def modelled(
     memory_gb: float = 1.01e-4,
     **options: Any,
 ) -> ModelledCluster:
-    """An instance ``x`` of these stages, on groups of so many devices."""
+    """Return an instance ``x`` of these stages, on groups with these numbers of devices."""
     places = [{"group": group, "layers": layers} for group, layers in stages]
     one = {"page_size": 1, "max_num_seqs": 3, "max_num_batched_tokens": 8, "launch_ahead": False}
     return model_cluster(

@@ -74,7 +74,7 @@ class Return:
 def serve_with(
     llm: LLM, folder: Path, acts: dict[int, Callable[[], object]]
 ) -> tuple[list[Done], dict[str, Any], list[list[int]]]:
-    """The requests, with something done when so many steps have ended; slices of each in shards."""
+    """Serve the requests, run ``acts`` by the steps that ended, and return each step's slices."""
     slices: list[list[int]] = []
 
     def on_step(done: StepDone) -> None:

@@ -51,7 +51,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 def serve_until(
     llm: LLM, step: int, do: Callable[[], None], folder: Path
 ) -> tuple[list[Done], dict[str, Any]]:
-    """The requests, with something done when so many steps have ended."""
+    """Serve the requests, and ``do`` it when ``step`` steps have ended."""
     steps = 0
 
     def on_step(done: StepDone) -> None:

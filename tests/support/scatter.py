@@ -72,7 +72,7 @@ class ScatterFirst(Scatter):
 
 
 def spread(attention: Sequence[int | None], primary: int = 1, **more: Any) -> dict[str, Any]:
-    """Sections of a run file: one stage, with attention groups of so many pages."""
+    """Return a run file's sections: one stage, with attention groups of these numbers of pages."""
     names = [f"a{number}" for number in range(len(attention))]
     groups = {"p": {"devices": primary}} | {name: {} for name in names}
     pools = [

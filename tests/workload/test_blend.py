@@ -51,7 +51,7 @@ def test_a_prompt_computes_its_output_at_least(output: int) -> None:
 
 
 def groups_of(order: Sequence[int], each: int) -> int:
-    """Return how often the group changes, where a group has so many requests in a row."""
+    """Return how often the group changes in an order, where a group is ``each`` requests."""
     return 1 + sum(a // each != b // each for a, b in pairwise(order))
 
 

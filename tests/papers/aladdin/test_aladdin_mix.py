@@ -256,7 +256,7 @@ def test_the_goal_s_rate_has_as_many_as_eq_7_tells_or_the_next_that_are_enough(
     low = [2.0, 4.0, 6.0, 8.0, 10.0]
     need = {at: line.workers(at) for at in low} | {rate: max(line.workers(rate) + extra, 1)}
     carries.tried.clear()
-    # What so many workers carry, as far as is asked for.
+    # The rate that these workers serve, up to the rate asked for.
     carries.rate = lambda config: max((r for r in need if need[r] <= of_one(config)), default=0.0)
     rates = sorted(need)
     if sorted(need.values()) != [need[r] for r in rates]:  # More workers must not carry less.

@@ -26,7 +26,7 @@ def instance(name: str, pages: int, page_size: int = 4, seats: int = 8) -> Insta
 
 
 def fixed_cut(cut: float | None) -> dict[str, float]:
-    """Cronus' options for a cut after so many tokens, or at a share of the prompt."""
+    """Cronus' options for a cut after a number of tokens, or at a share of the prompt."""
     return {} if cut is None else {f"cut_{'tokens' if isinstance(cut, int) else 'share'}": cut}
 
 

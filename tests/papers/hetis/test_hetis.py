@@ -39,7 +39,7 @@ def spread(
     name: str = "A",
     **options: Any,
 ) -> Instance:
-    """A stage on shards of so many pages of one head each; the first is its own."""
+    """Return a stage on shards with these numbers of pages of one head; the first shard is its own."""
     shards = [
         Shard(PagePool(count + 1, page_size), tuple(range(heads)) if not i else (), 0, f"g{i}", fit)
         for i, (count, fit) in enumerate(zip(pages, fits, strict=False))
@@ -61,7 +61,7 @@ def test_options() -> None:
 
 
 def hand_out(system: Hetis, instance: Instance, running: int = 1) -> list[tuple[int, ...]]:
-    """Moves of a request of ten entries whose prompt has just been done, one of so many."""
+    """Moves of a request of ten entries whose prompt has ended, one of ``running`` requests."""
     asked = request()
     hold = instance.kv.reserve(10, placement=system.place(asked, instance))
     assert hold
@@ -114,7 +114,7 @@ def test_heads_are_handed_out_to_a_shard_that_was_lost_once_it_is_back(is_back: 
 
 
 def stages_of_two(*layers: int) -> Instance:
-    """Two stages of so many layers, with own devices and one that they share."""
+    """Two stages of these numbers of layers, with own devices and one that they share."""
     shards = [
         Shard(PagePool(100, 1), (4 * stage, 4 * stage + 1, 4 * stage + 2, 4 * stage + 3)[: 4 * own],
               stage, "w" if not own else f"g{stage}", OWN if own else NEAR, count)

@@ -33,7 +33,7 @@ def instance(name: str, pages: int = 100, **options: Any) -> Instance:
 
 
 def route(system: HexGen2, count: int, pages: int = 99, **requests: int) -> list[tuple[Leg, ...]]:
-    """Legs of requests of 10 and 3 tokens, with so many there."""
+    """Legs of requests of 10 and 3 tokens, some of which are cached."""
     there = {
         name: SimpleNamespace(
             num_requests=n,

@@ -97,7 +97,7 @@ def test_a_run_file_has_a_group_for_each_side_of_each_pair() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_no_number_of_micro_batches_is_faster_than_the_closed_form(parts: int) -> None:
-    """Of equal parts with long and short contexts, on a link that is slow or not."""
+    """Requests have long and short contexts in equal shares, on a slow or a fast link."""
     for gb_s in (0.5, 50):
         options = HexGen3Options.model_validate(SMALL | {"exchange_gb_s": gb_s})
         given = asked("ttft:p90=2", 4)

@@ -152,7 +152,7 @@ def write(path: Path, rows: list[tuple[float, int, int]]) -> str:
 
 
 def phases(*prompts: int, each: int = 5, seconds: float = 10.0) -> list[tuple[float, int, int]]:
-    """Return evenly spaced requests: so many seconds of prompts of one length after another."""
+    """Return evenly spaced requests whose prompt length changes after the given seconds."""
     step = seconds / each
     return [
         (seconds * number + step * i, prompt, 2)

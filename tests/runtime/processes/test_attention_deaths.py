@@ -32,7 +32,7 @@ from jaxinfer.serving.world import StepDone
 
 @dataclass
 class Blow:
-    """A kill within 10 ms after so many messages of a kind; the group is waited for some steps on.
+    """A group is killed within 10 ms of the n-th message of a kind, and awaited some steps later.
 
     ``back`` counts the steps that use the group's pool since, ``shard``.
     """

@@ -77,7 +77,7 @@ class Lender:
 
 
 def lend(host: Host, patch: pytest.MonkeyPatch, pages: dict[str, int], devices: int = 1) -> Any:
-    """Have groups lend pools of so many pages to a stage; the stage's plan then.
+    """Have groups lend pools of the given pages to a stage, and return the stage's plan.
 
     Args:
         devices: of each group.

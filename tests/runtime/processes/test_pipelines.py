@@ -37,7 +37,7 @@ SHIFTED = (sys.executable, shifted_worker.__file__)
 
 
 def pipeline(*stages: tuple[int, int], **options: Any) -> dict[str, Any]:
-    """Groups and one instance, of stages of so many devices and layers, each in a process."""
+    """Return groups and one instance; each stage has its devices, layers and a process."""
     groups = {
         f"s{number}": {"devices": devices, "process": "own"}
         for number, (devices, _) in enumerate(stages)

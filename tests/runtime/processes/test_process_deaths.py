@@ -122,7 +122,7 @@ def test_at_any_moment(
 
 @dataclass
 class Blow:
-    """A kill after so many messages of the moment's kind; the victim is back some steps later.
+    """A process is killed after the n-th message of the moment's kind, and is back steps later.
 
     ``steps_after`` counts those of the victim that have ended since; ``waiting``: prompt tokens of
     the requests of which no step had ended by then.

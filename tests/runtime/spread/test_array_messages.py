@@ -60,7 +60,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
 @given(st.lists(st.lists(arrays(), max_size=4), min_size=1, max_size=4), st.integers(1, 9000))
 @settings(max_examples=60, deadline=None)
 def test_arrays_arrive_as_they_were_sent(messages: list[list[np.ndarray]], most: int) -> None:
-    """The system takes so many bytes at a time, at most."""
+    """The operating system accepts at most this number of bytes at a time."""
     write = os.writev
 
     def write_some(number: int, parts: Sequence[memoryview]) -> int:

@@ -22,7 +22,7 @@ def before_jax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *free_of: tuple[int, int]) -> None:
-    """NVML with GPUs that have so many bytes free of so many."""
+    """A stand-in for NVML, with the free and total bytes of each GPU."""
 
     class Library:
         def nvmlInit_v2(self) -> int:

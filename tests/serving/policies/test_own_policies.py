@@ -32,7 +32,7 @@ def answers_three(*asked: object) -> int:
 
 
 def takes(count: int, times: int = 1) -> Callable[[BatchBuilder], None]:
-    """A policy that computes so many tokens of the first request, in so many rows."""
+    """A policy that adds a row of ``count`` tokens of the first request, ``times`` times."""
 
     def form(batch: BatchBuilder) -> None:
         if request := batch.admit():
