@@ -168,7 +168,7 @@ def plan_rate(replicas: Sequence[Replica], rates: Rates) -> float:
 def allocate(rates: Rates, capacity: Mapping[str, int]) -> tuple[float, Sequence[Replica]]:
     """Return the best plan for these cards, and its rate: the largest least rate of the pools.
 
-    For each number of cards in one pool, the best replicas are found by dynamic programming; then all
+    For each number of cards in one pool, dynamic programming finds the best replicas; then all
     divisions of the cards among the pools are tried.
     """
 

@@ -92,7 +92,7 @@ def test_who_finds_an_m_d_1_server_idle(tmp_path: Path) -> None:
 
 
 def waits_at_most(services: int, load: float) -> float:
-    """The share of an M/D/1 queue's requests that wait ``services`` services or less (Crommelin)."""
+    """Share of an M/D/1 queue's requests that wait ``services`` services at most (Crommelin)."""
     left = [load * (services - j) for j in range(services + 1)]
     terms = [(-x) ** j / math.factorial(j) * math.exp(x) for j, x in enumerate(left)]
     return (1 - load) * sum(terms)

@@ -39,7 +39,7 @@ def spread(
     name: str = "A",
     **options: Any,
 ) -> Instance:
-    """Return a stage on shards with these numbers of pages of one head; the first shard is its own."""
+    """Return a stage on shards with these numbers of pages of a head; the first is its own."""
     shards = [
         Shard(PagePool(count + 1, page_size), tuple(range(heads)) if not i else (), 0, f"g{i}", fit)
         for i, (count, fit) in enumerate(zip(pages, fits, strict=False))

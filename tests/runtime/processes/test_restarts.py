@@ -48,7 +48,7 @@ def wait_for_news(restarts: Restarts) -> None:
 def serve_with(
     llm: LLM, folder: Path, acts: dict[int, Callable[[], object]]
 ) -> tuple[list[Done], dict[str, Any], list[str]]:
-    """Serve the requests, run ``acts`` by the steps that ended, and return whose steps they were."""
+    """Serve the requests, run ``acts`` by ended steps, and return whose steps they were."""
     instances: list[str] = []
 
     def on_step(done: StepDone) -> None:

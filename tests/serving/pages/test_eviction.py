@@ -188,7 +188,7 @@ def test_more_than_the_limit_is_not_pinned() -> None:
 
 
 def hits(limit: int, num_pages: int = 8) -> list[int | None]:
-    """Return the cached tokens of a turn that follows three unrelated prompts, which fill the pool."""
+    """Return the cached tokens of a turn after three unrelated prompts, which fill the pool."""
     first, second = list(range(12)), [*range(12), *range(50, 54)]
     others = [list(range(start, start + 12)) for start in (100, 200, 300)]
     requests = [
