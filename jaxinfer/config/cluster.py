@@ -13,7 +13,7 @@ from jaxinfer.config.groups import GroupConfig, check_shared
 from jaxinfer.config.stages import StageConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.options.validation import Named, OptionError, Options, did_you_mean
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 
 # The transport of KV between processes; see ``RunFile``.
 TransportChoice = Literal["auto", "host", "transfer_server"]
@@ -325,7 +325,7 @@ def instance_options(options: EngineOptions, num_stages: int) -> InstanceOptions
         watermark=options.watermark,
         late_tokens=options.late_tokens,
         empty_waits=options.empty_waits,
-        computes=getattr(options, "computes", True),
+        computes=not isinstance(options, InstanceConfig) or options.computes,
         tier=options.eviction.tier,
         tier_takes=options.eviction.tier_takes,
         micro_batches=options.micro_batches,

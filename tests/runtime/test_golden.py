@@ -25,7 +25,8 @@ from jaxinfer.request import Sampling, SamplingParams
 from jaxinfer.runtime.cluster import Engine, load_cluster
 from jaxinfer.runtime.stage.load_weights import load_parameters
 from jaxinfer.runtime.world import RealWorld
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.page_pool import PagePool, Shard

@@ -16,7 +16,7 @@ from scenarios import Chaos, Follow, Scenario, Script, policy_options, scenarios
 from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.serving.batch import Work
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop, Stop
 from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState

@@ -8,7 +8,7 @@ from serving_checks import make_kv, new_instance
 
 from jaxinfer.serving.batch_builder import BatchBuilder
 from jaxinfer.serving.features.losses import AliveInstances, LostInstance, detach
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 from jaxinfer.serving.transfer import HandOffs

@@ -6,7 +6,7 @@ import pytest
 from schedules import TO_A, Plan, follow, moves, pool, serve, steps, times, unit
 from serving_checks import make_kv, new_instance
 
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.system import MoveSlices, Pause, Reassign, Resume, SetRole
 from jaxinfer.serving.views import Leg

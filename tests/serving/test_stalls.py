@@ -10,7 +10,8 @@ from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.serving import loop as loop_module
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.system import Action, Assignment, MoveSlices, Pause, Resume, SetRole, System
 from jaxinfer.serving.views import ClusterView, Leg, StepView

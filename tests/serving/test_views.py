@@ -11,7 +11,8 @@ from schedules import pool, serve, unit
 from serving_checks import make_kv, make_requests, new_instance
 from test_decode_group_runs import Ticks, outcome
 
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.policies import Policies, make_policies
 from jaxinfer.serving.request_state import RequestState

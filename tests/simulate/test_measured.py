@@ -17,7 +17,8 @@ from jaxinfer.lab.validate.same_decisions import run_to_its_end
 from jaxinfer.ledger.difference import first_difference
 from jaxinfer.ledger.ledger_file import Entries, Entry
 from jaxinfer.ledger.observer import Ledger
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.request_state import RequestState

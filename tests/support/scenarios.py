@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from serving_checks import Outcome, Run, make_kv, make_requests
 
 from jaxinfer.serving.features.head_slices import Placement
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.policies import Policies, PolicyOptions
 from jaxinfer.serving.request_state import RequestState

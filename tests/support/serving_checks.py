@@ -8,7 +8,8 @@ from typing import Any
 from fake_tokens import logprob_of
 from fake_world import Cells, FakeWorld, Timing
 
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.kv_shards import HeldPages, KVShards
 from jaxinfer.serving.loop import ServingLoop, Stop
 from jaxinfer.serving.page_pool import PagePool, Shard

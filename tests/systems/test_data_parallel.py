@@ -12,7 +12,7 @@ from properties import examples
 from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.views import ClusterView, Leg
 from jaxinfer.systems.data_parallel import DataParallel, DataParallelOptions

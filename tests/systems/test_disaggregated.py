@@ -13,7 +13,8 @@ from scenarios import RULES
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.views import ClusterView, Leg
 from jaxinfer.systems.disaggregated import Disaggregated, DisaggregatedOptions

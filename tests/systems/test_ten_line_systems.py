@@ -6,7 +6,8 @@ import pytest
 from fake_world import Timing
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.system import (

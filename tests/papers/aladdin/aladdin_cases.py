@@ -9,7 +9,8 @@ from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.papers.aladdin.best_fit import Job, WorkerAccount
 from jaxinfer.papers.aladdin.system import Aladdin, AladdinOptions
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import DecodeFit, MixedFit, PrefillFit, StepFit

@@ -6,7 +6,7 @@ from aladdin_cases import Checked, burst, instance, make, serve, where
 from fake_world import Timing
 from serving_checks import make_requests
 
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 
 
 def test_a_burst_opens_workers_and_they_close_again() -> None:

@@ -21,7 +21,7 @@ from serving_checks import make_kv, new_instance
 
 from jaxinfer.papers.cronus.balancer import CPILoad, Refined, balance, chunked_seconds, load_of
 from jaxinfer.papers.cronus.system import Cronus, CronusOptions
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.step_fit import LeastSquares, MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.views import ClusterView, Leg

@@ -12,7 +12,8 @@ from properties import examples
 from serving_checks import Run, make_kv, make_requests, new_instance
 
 from jaxinfer.papers.cronus.system import Cronus, CronusOptions
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.step_fit import MixedFit, PrefillFit, StepFit
 from jaxinfer.serving.views import ClusterView, Leg

@@ -16,7 +16,8 @@ from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 from jaxinfer.config.run_file import load_run_file
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.distserve.system import DistServe, DistServeOptions
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.views import ClusterView, Leg

@@ -16,7 +16,8 @@ from serving_checks import Outcome, Run, make_requests, new_instance
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.hetis import system as hetis
 from jaxinfer.papers.hetis.system import Hetis, HetisOptions
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.step_fit import AttentionFit

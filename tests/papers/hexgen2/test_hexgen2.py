@@ -17,7 +17,8 @@ from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.hexgen2.system import HexGen2, HexGen2Options, Shares
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.views import ClusterView, Leg
 
 FLOWS = {"p": {"d": 3.0, "e": 1.0}, "q": {"e": 2.0}}

@@ -14,7 +14,8 @@ from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
 from jaxinfer.papers.splitwise.system import Splitwise, SplitwiseOptions
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.policies import Policies, PolicyOptions, make_policies
 

@@ -20,7 +20,8 @@ from jaxinfer.papers.tetriinfer.dispatch import DecodeLoad, LoadReports, choose,
 from jaxinfer.papers.tetriinfer.role_flips import Flips
 from jaxinfer.papers.tetriinfer.sorted_queue import Windows, in_order
 from jaxinfer.papers.tetriinfer.system import TetriInfer, TetriInferOptions
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.loop import ServingLoop
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState

@@ -6,7 +6,8 @@ from serving_checks import make_kv, new_instance
 
 from jaxinfer.serving.batch import Row
 from jaxinfer.serving.batch_builder import BatchBuilder
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.views import Leg
 

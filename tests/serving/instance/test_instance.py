@@ -5,7 +5,7 @@ from instance_cases import add, make, names, running, waiting
 from serving_checks import make_kv, new_instance
 
 from jaxinfer.serving.batch import Row
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import MoveSlices
 

@@ -5,7 +5,8 @@ from instance_cases import exported_at, make, names, remove, running, waiting
 from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.serving.batch_builder import BatchBuilder
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.views import Leg
 

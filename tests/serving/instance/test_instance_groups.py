@@ -7,7 +7,8 @@ from instance_cases import group, make, names, running, waiting
 from serving_checks import new_instance
 
 from jaxinfer.serving.batch import Batch, Row
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import CountedPages, Shard
 from jaxinfer.serving.views import Leg

@@ -6,7 +6,8 @@ from fake_world import Timing
 from scenarios import Follow, Script
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.system import Action, Assignment, System
 from jaxinfer.serving.views import ClusterView, Leg, StepView
 

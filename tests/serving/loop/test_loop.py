@@ -9,7 +9,7 @@ from scenarios import RULES, Follow, Script
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.errors import JaxinferError
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.page_pool import PagePool, Shard
 from jaxinfer.serving.system import (

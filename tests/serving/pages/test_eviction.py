@@ -15,7 +15,8 @@ from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
 from jaxinfer.caches.eviction import ByNextUse, Eviction, PinnedLast, later_uses
 from jaxinfer.caches.later_uses import LaterUses
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.kv_shards import HeldPages
 from jaxinfer.serving.prefix_cache import CachedPage, PrefixCache
 from jaxinfer.serving.request_state import RequestState

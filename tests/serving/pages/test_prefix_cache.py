@@ -4,7 +4,7 @@ import pytest
 from scenarios import Follow, Script
 from serving_checks import Outcome, Run, make_kv, make_requests, new_instance
 
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.views import Leg
 

@@ -7,7 +7,7 @@ from typing import Any
 from scenarios import Follow, Scenario
 from serving_checks import Outcome, make_kv, make_requests, new_instance
 
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.views import Leg
 

@@ -6,7 +6,8 @@ import pytest
 from serving_checks import make_kv, new_instance
 
 from jaxinfer import JaxinferError
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.policies import PolicyOptions, make_policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.views import Leg

@@ -5,7 +5,8 @@ from serving_checks import make_kv, make_requests, new_instance
 
 from jaxinfer.serving.admission import latest
 from jaxinfer.serving.batch import Batch
-from jaxinfer.serving.instance import Instance, InstanceOptions
+from jaxinfer.serving.instance import Instance
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.policies import Policies
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.views import Leg

@@ -13,7 +13,7 @@ from scenarios import LAYOUTS, Chaos, Follow, Scenario, Script, Survivor, scenar
 from serving_checks import Outcome, Run, make_kv, new_instance
 
 from jaxinfer.caches.eviction import PinnedLast
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.kv_shards import KVShards
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.system import Action, Assignment, Reassign

@@ -5,7 +5,7 @@ from typing import Any
 from serving_checks import make_kv, new_instance
 
 from jaxinfer.serving.batch import Batch, Row, Transfer
-from jaxinfer.serving.instance import InstanceOptions
+from jaxinfer.serving.instance_options import InstanceOptions
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.transfer import HandOffs
 from jaxinfer.serving.views import Leg
