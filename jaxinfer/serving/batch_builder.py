@@ -94,8 +94,8 @@ class BatchBuilder:
                 running.dissolve(group)  # Some of these may have been admitted first.
                 return
             running.trim(group, most)
-        full = group.full()
-        if len(full) + others > instance.kv.num_free or len(group.active) + others > self.budget:
+        full = group.num_full()
+        if full + others > instance.kv.num_free or len(group.active) + others > self.budget:
             running.dissolve(group)
             return
         self._group = group

@@ -116,7 +116,8 @@ class Instance:
         self._repeats = groups_decodes and counted and policies.repeats_decodes
         page_size = kv.page_size if groups_decodes and not kv.is_spread else None
         keep = self.keep_prefix if kv.cache else None
-        self.taking_part = Running(page_size, self.options.launch_ahead, num_output, keep)
+        pool = kv.shards[0].pool if counted else None
+        self.taking_part = Running(page_size, self.options.launch_ahead, num_output, keep, pool)
 
     def go_without(self, shards: Sequence[int]) -> None:
         """Close these shards of the KV, by number; reopen all others, those that return empty."""

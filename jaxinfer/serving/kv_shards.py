@@ -133,7 +133,9 @@ class HeldPages(HeldSlices):
         for shard, table in zip(self.kv.shards, self.tables, strict=True):
             shard.num_pairs -= len(table)
             for pages in table.values():
-                shard.pool.give([p for i, p in enumerate(pages) if i not in self.cached])
+                if self.cached:
+                    pages = [p for i, p in enumerate(pages) if i not in self.cached]
+                shard.pool.give(pages)
         # The last pages are dropped first; without those before them, they could not be found.
         if self.cached:
             cache = self.kv.cache

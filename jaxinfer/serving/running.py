@@ -1,13 +1,13 @@
 """The requests that take part in an instance's steps, as single rows or in groups."""
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain, count
 from operator import attrgetter, itemgetter
 
 from jaxinfer.serving.batch import Batch, Row
 from jaxinfer.serving.features.decode_group import DecodeGroup, Member
-from jaxinfer.serving.kv_shards import HeldPages
+from jaxinfer.serving.page_pool import PagePool
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.views import Counts
 
@@ -24,7 +24,7 @@ class Running:
     Args:
         page_size: page size of the groups; None if each request has a row of its own.
         ahead: whether a group may be launched again before its last step has ended.
-        num_output, keep: of groups; see there.
+        num_output, keep, pool: of groups; see there.
     """
 
     def __init__(
@@ -33,9 +33,10 @@ class Running:
         ahead: bool = True,
         num_output: Callable[[RequestState], int] = attrgetter("max_tokens"),
         keep: Callable[[RequestState], None] | None = None,
+        pool: PagePool | None = None,
     ) -> None:
         self._page_size, self._ahead = page_size, ahead
-        self._num_output, self._keep = num_output, keep
+        self._num_output, self._keep, self._pool = num_output, keep, pool
         self._groups: list[DecodeGroup] = []
         # The steps in flight that have a group, the oldest first.
         self._launched: deque[DecodeGroup] = deque()
@@ -148,7 +149,9 @@ class Running:
             return None
         ready = [group for group in self._groups if self._ahead or group not in self._launched]
         if not ready:
-            self._groups.append(DecodeGroup(self._page_size, self._num_output, self._keep))
+            self._groups.append(
+                DecodeGroup(self._page_size, self._num_output, self._keep, self._pool)
+            )
             return self._groups[-1]
         group = max(ready, key=len)
         for other in ready:
@@ -186,10 +189,10 @@ class Running:
         self._groups.remove(group)
         self._take_out(group)
 
-    def launch(self, group: DecodeGroup, full: Sequence[tuple[HeldPages, int]]) -> tuple[int, int]:
+    def launch(self, group: DecodeGroup, num_full: int) -> tuple[int, int]:
         """Start a step of a group; see ``DecodeGroup.launch``."""
         self._launched.append(group)
-        return group.launch(full)
+        return group.launch(num_full)
 
     def leave_group(self, request: RequestState) -> None:
         """Give a request a row of its own again, with up-to-date counters."""

@@ -82,7 +82,7 @@ class DecodeRuns:
             if run is None:
                 return
             span = run.group.span() if run.asks_spans else None
-            context = run.group.go_on(end, run.pool)
+            context = run.group.go_on(end)
             if context is None:
                 del runs[run.name]
                 return

@@ -6,7 +6,7 @@ bit for bit, as with one row per request.
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
@@ -55,6 +55,8 @@ class DecodeGroup:
     Args:
         num_output: number of output tokens that end a request, ``max_tokens`` or less.
         keep: takes a page that a request has filled into a prefix cache, where there is one.
+        pool: pool of all members' pages, if it only counts them. Steps then take pages from it at
+            once, and a member's hold has them when the member is settled.
 
     Attributes:
         active: members that the latest launched step advances, or that the next step will.
@@ -68,8 +70,9 @@ class DecodeGroup:
         page_size: int,
         num_output: Callable[[RequestState], int],
         keep: Callable[[RequestState], None] | None = None,
+        pool: PagePool | None = None,
     ) -> None:
-        self._num_output, self._keep = num_output, keep
+        self._num_output, self._keep, self._pool = num_output, keep, pool
         self.active: dict[str, Member] = {}
         self._members: dict[str, Member] = {}
         self.fresh: dict[str, Member] = {}
@@ -140,16 +143,12 @@ class DecodeGroup:
                 self._deactivate(member)
                 self._retired[member.request.id] = member
 
-    def full(self) -> list[tuple[HeldPages, int]]:
-        """Return the holds that need a page per slice in the next step, and their next size."""
-        found = []
-        for member in self._turns[self._launched % len(self._turns)].values():
-            hold, position = member.request.hold, self._position(member)
-            assert hold
-            if position >= hold.capacity:
-                self._settle_pages(member)
-                found.append((hold, position + 1))
-        return found
+    def num_full(self) -> int:
+        """Return how many members need a page per slice in the next step."""
+        turn = self._turns[self._launched % len(self._turns)]
+        if self._launched >= self._even_from:
+            return len(turn)
+        return sum(self._position(each) >= _hold(each).capacity for each in turn.values())
 
     def span(self) -> tuple[int, int]:
         """Return the least and most KV entries that a row of the next step sees, its own included.
@@ -162,27 +161,31 @@ class DecodeGroup:
         least, most = self._offsets
         return least + self._launched + 1, most + self._launched + 1
 
-    def launch(self, full: Sequence[tuple[HeldPages, int]]) -> tuple[int, int]:
-        """Start a step; the caller has checked that its pages fit.
+    def launch(self, num_full: int) -> tuple[int, int]:
+        """Start a step; the caller has checked that its ``num_full`` pages fit.
 
         Returns:
             The number of the step's rows, and the KV entries that they see, their own included.
         """
-        for hold, num_tokens in full:
-            grown = hold.grow(num_tokens)
-            assert grown, "the room was counted before"
+        if self._pool:
+            self._pool.take(num_full)
+        elif num_full:
+            for member in self._turns[self._launched % len(self._turns)].values():
+                grown = _hold(member).grow(self._position(member) + 1)
+                assert grown, "the room was counted before"
         rows, context = len(self.active), self._context
         self._context += rows
         self._launched += 1
         return rows, context
 
-    def go_on(self, end: float, pool: PagePool) -> int | None:
+    def go_on(self, end: float) -> int | None:
         """End the oldest step in flight and launch the next one, if that has the same members.
 
-        Pages are counted alone: holds have them once their members are settled. Returns the KV
-        entries that the next step's rows see; None, and no change, where it is another step.
+        Returns the KV entries that the next step's rows see; None, and no change, where it is
+        another step. Only for groups with a ``pool``.
         """
-        number, launched, turns = self._committed, self._launched, self._turns
+        number, launched, turns, pool = self._committed, self._launched, self._turns, self._pool
+        assert pool
         if (
             self._ends.get(number)
             or self._last_launches.get(launched - 1)
@@ -325,7 +328,8 @@ class DecodeGroup:
 
     def _settle(self, member: Member) -> None:
         request, stop = member.request, member.last_launch + 1
-        self._settle_pages(member)
+        if self._pool:
+            self._settle_pages(member)
         launched, committed = min(self._launched, stop), min(self._committed, stop)
         ahead = launched - member.launched
         request.launched += ahead
@@ -340,10 +344,9 @@ class DecodeGroup:
             member.committed = committed
 
     def _settle_pages(self, member: Member) -> None:
-        """Give a hold the pages that ``go_on`` has counted for it."""
-        assert member.request.hold
+        """Give a hold the pages that steps have taken for it from ``pool``."""
         launched = min(self._launched, member.last_launch + 1)
-        member.request.hold.has_taken(member.start + launched - member.first)
+        _hold(member).has_taken(member.start + launched - member.first)
 
     def _deactivate(self, member: Member) -> None:
         del self.active[member.request.id]
@@ -357,3 +360,8 @@ class DecodeGroup:
 
     def _turn_of(self, member: Member) -> dict[str, Member]:
         return self._turns[(member.first - member.start) % len(self._turns)]
+
+
+def _hold(member: Member) -> HeldPages:
+    assert member.request.hold
+    return member.request.hold

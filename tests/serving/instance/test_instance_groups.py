@@ -62,6 +62,7 @@ def test_the_pages_just_suffice(pages: int, together: int) -> None:
     assert instance.num_preemptions == 0
     formed = batch.batch()
     assert (formed.grouped_context if formed else None) == (15 if together else None)
+    instance.taking_part.by_id()
     assert [r.hold.num_pages for r in requests] == [3 if together else 2] * 3
 
 
