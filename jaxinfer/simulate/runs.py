@@ -68,17 +68,19 @@ class DecodeRuns:
         # Most of a simulation's time is here: what is looked up twice has a name.
         heap, order, until = self._world.heap, self._world.order, self._world.next_other()
         runs, count, several, many = self._runs, self._count, len(heap) > 1, len(heap) > 2
+        together = 0
         while heap:
             first = heap[0]
             end, _, step = first[:3]
-            if end >= until or (several and heap[1][0] == end) or (many and heap[2][0] == end):
+            if end >= until:
                 return
-            if type(step) is _Run:
-                run = runs.get(step.name)
-            elif type(step) is StepDone and not step.rows:
-                run = runs.get(step.instance)
-            else:
-                return
+            if together:
+                together -= 1
+            elif (several and heap[1][0] == end) or (many and heap[2][0] == end):
+                together = self._together(end) - 1
+                if together < 0:
+                    return
+            run = self._run_of(step)
             if run is None:
                 return
             span = run.group.span() if run.asks_spans else None
@@ -104,3 +106,23 @@ class DecodeRuns:
                 start = end
             run.free[run.device] = after = start + run.seconds(context)
             heapreplace(heap, (after, next(order), run, start, after, context, pages))
+
+    def _run_of(self, step: object) -> _Run | None:
+        """Return the run of the instance whose step this is, if it has one."""
+        if type(step) is _Run:
+            return self._runs.get(step.name)
+        if type(step) is StepDone and not step.rows:
+            return self._runs.get(step.instance)
+        return None
+
+    def _together(self, end: float) -> int:
+        """Return the number of steps that end now, if each is followed by such a step, else 0.
+
+        The loop ends all of them before it launches any, which only observers can tell apart from
+        one after the other.
+        """
+        found = [self._run_of(entry[2]) for entry in self._world.heap if entry[0] == end]
+        distinct = len({id(run) for run in found}) == len(found)
+        if self._count and distinct and all(run and run.group.goes_on() for run in found):
+            return len(found)
+        return 0

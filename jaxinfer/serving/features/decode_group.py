@@ -184,28 +184,32 @@ class DecodeGroup:
         Returns the KV entries that the next step's rows see; None, and no change, where it is
         another step. Only for groups with a ``pool``.
         """
-        number, launched, turns, pool = self._committed, self._launched, self._turns, self._pool
-        assert pool
-        if (
-            self._ends.get(number)
-            or self._last_launches.get(launched - 1)
-            or self._left
-            or launched < self._even_from
-        ):
+        if not self.goes_on():
             return None
-        growing = len(turns[launched % len(turns)])
-        if growing > pool.num_free:
-            return None
+        number, launched, turns = self._committed, self._launched, self._turns
         self._note_end(end)
         if self._keep and (turns[(number + 1) % len(turns)] or self._retired):
             for member in self._filling(number):
                 self._keep(member.request)
-        if growing:
-            pool.take(growing)
+        if growing := len(turns[launched % len(turns)]):
+            assert self._pool
+            self._pool.take(growing)
         context = self._context
         self._context = context + len(self.active)
         self._launched = launched + 1
         return context
+
+    def goes_on(self) -> bool:
+        """Tell whether the step after the oldest one in flight has its members, and has room."""
+        launched, turns = self._launched, self._turns
+        assert self._pool
+        return not (
+            self._ends.get(self._committed)
+            or self._last_launches.get(launched - 1)
+            or self._left
+            or launched < self._even_from
+            or len(turns[launched % len(turns)]) > self._pool.num_free
+        )
 
     def ending(self) -> list[RequestState]:
         """Return the requests that end with the oldest step in flight and must leave the group."""
