@@ -82,22 +82,42 @@ class AttentionGrid:
 
     def __call__(self, *at: float) -> float:
         """Return the time in microseconds."""
+        return self.along(*at[:-1])(at[-1])
+
+    def along(self, *at: float) -> Callable[[float], float]:
+        """Return the time in microseconds as a function of the last quantity, given the others."""
+        *axes, axis = self._axes
         first, corners, inside = 0, [(0, 1.0)], []
-        for x, axis, stride in zip(at, self._axes, self._strides, strict=True):
-            near = min(max(x, axis[0]), axis[-1])
+        for x, others, stride in zip(at, axes, self._strides, strict=False):
+            near = min(max(x, others[0]), others[-1])
             inside.append(near)
-            i = bisect_right(axis, near) - 1
+            i = bisect_right(others, near) - 1
             first += i * stride
-            if near > (low := axis[i]):
-                share = (near - low) / (axis[i + 1] - low)
+            if near > (low := others[i]):
+                share = (near - low) / (others[i + 1] - low)
                 corners = [(number, weight * (1 - share)) for number, weight in corners] + [
                     (number + stride, weight * share) for number, weight in corners
                 ]
-        values = self._values
-        found = sum([values[first + number] * weight for number, weight in corners])
-        if tuple(inside) != at:
-            found *= self._base(at) / self._base(inside)
-        return found
+        values, least, most = self._values, axis[0], axis[-1]
+        outside = tuple(inside) != at
+
+        def micros(x: float) -> float:
+            near = min(max(x, least), most)
+            i = bisect_right(axis, near) - 1
+            start = first + i
+            if near > (low := axis[i]):
+                share = (near - low) / (axis[i + 1] - low)
+                found = sum(
+                    [values[start + number] * (weight * (1 - share)) for number, weight in corners]
+                    + [values[start + number + 1] * (weight * share) for number, weight in corners]
+                )
+            else:
+                found = sum([values[start + number] * weight for number, weight in corners])
+            if outside or near != x:
+                found *= self._base((*at, x)) / self._base((*inside, near))
+            return found
+
+        return micros
 
 
 def _complete(points: Mapping[At, float], key_of: KeyOf) -> GridValues:

@@ -19,6 +19,7 @@ DistServe's profiles have a term in the squares of prompts' lengths, and decode 
 size of the batch: see ``phases.py``.
 """
 
+from collections.abc import Callable
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
@@ -55,6 +56,13 @@ class LinearStage:
             + costs.chunk_context_s * sum(start for start, _ in work.chunks)
         )
         return costs.step_s + self._share * varying
+
+    def decode_seconds(self, rows: int) -> Callable[[int], float]:
+        """Return the seconds of a step of ``rows`` decodes, as a function of their KV entries."""
+        costs, share = self._costs, self._share
+        step_s, context_s = costs.step_s, costs.decode_context_s
+        fixed = costs.token_s * rows + costs.sequence_s * rows
+        return lambda seen: step_s + share * (fixed + context_s * seen)
 
     def floor(self) -> StepFloor:
         """Return the least time of steps, which ignores the entries before chunks."""

@@ -18,7 +18,7 @@ and ``pair_s``; decode ``a + b (context tokens) + c (batch size)`` is ``step_s``
 ``sequence_s``, once for small batches and once for large ones. Aladdin's eqs. 2 and 3 are, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from jaxinfer.config.costs import SimulateOptions
@@ -69,6 +69,18 @@ class PhaseStage:
             seen = work.single_context + sum([start + count for start, count in work.chunks])
             own += self._extra.step_s + self._extra.context_s * seen
         return self._step_share * fixed + self._share * varying + own
+
+    def decode_seconds(self, rows: int) -> Callable[[int], float]:
+        """Return the seconds of a step of ``rows`` decodes, as a function of their KV entries."""
+        decode, share, extra = self._decode(rows), self._share, self._extra
+        context_s, fixed = decode.context_s, self._step_share * decode.step_s
+        rows_s = decode.sequence_s * rows
+        if self._first:
+            own_s, seen_s = extra.step_s, extra.context_s
+            return lambda seen: (
+                fixed + share * (context_s * seen + rows_s) + (own_s + seen_s * seen)
+            )
+        return lambda seen: fixed + share * (context_s * seen + rows_s)
 
     def _decode(self, rows: int) -> DecodeCosts:
         for regime in self._regimes:

@@ -1,6 +1,6 @@
 """Step times interpolated from tables of measured operators, as in Vidur (section 4.2)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -106,6 +106,10 @@ class AttentionTable:
                 if share:
                     micros += share * max(self._at(chunk, y, n, most) - micros, 0.0)
         return micros
+
+    def of_decodes(self, rows: int) -> Callable[[float], float]:
+        """Return microseconds of decodes alone, as a function of the mean of their contexts."""
+        return self._decodes.along(0.0, 0.0, rows)
 
     def _at(self, chunk: float, y: float, n: int, context: float) -> float:
         """Return microseconds of a batch whose decodes all see the same context."""
@@ -338,3 +342,16 @@ class TableStage:
             micros += self._sampled(work.sampled)
         seconds = micros * 1e-6 + self._step_s + self._sequence_s * work.sequences
         return seconds + self._collectives.seconds(work)
+
+    def decode_seconds(self, rows: int) -> Callable[[int], float]:
+        """Return the seconds of a step of ``rows`` decodes, as a function of their KV entries.
+
+        Only the mean of the entries counts.
+        """
+        layers, attention = self._layers, self._attention.of_decodes(rows)
+        dense, head = self._tokens(rows), self._sampled(rows) if self._sampled else 0.0
+        step_s, rows_s = self._step_s, self._sequence_s * rows
+        more = self._collectives.seconds(Work(rows, rows, rows, rows, 0, [], rows))
+        return lambda seen: (
+            (layers * attention(seen / rows) + dense + head) * 1e-6 + step_s + rows_s + more
+        )

@@ -425,3 +425,16 @@ def test_stages_share_what_the_files_have_until_it_changes(tmp_path: Path) -> No
     (folder / "tp1" / "dense.csv").unlink()
     with pytest.raises(JaxinferError, match=r"dense\.csv: No such file"):
         stage(folder)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_decodes_by_their_entries_take_the_same_time_to_the_last_digit(
+    last: bool, tmp_path: Path
+) -> None:
+    """Rows and contexts lie on points of the table, between them, and beyond."""
+    folder = write(tmp_path / "t", degree=2)
+    made = stage(folder, devices=2, last=last, step_s=1e-3, sequence_s=1e-5)
+    for rows in (1, 3, 8, 11):
+        seconds = made.decode_seconds(rows)
+        for entries in (rows, 50 * rows, 100 * rows, 150 * rows + 1, 9999):
+            assert seconds(entries) == made.seconds(Work(rows, rows, rows, rows, entries, [], rows))
