@@ -18,11 +18,12 @@ from jaxinfer.config.run_file import as_run_file
 from jaxinfer.ledger.ledger_file import NAME, read_ledger
 from jaxinfer.serving.request_state import RequestState
 from jaxinfer.serving.world import StepDone
-from jaxinfer.simulate.run import prepare, serve
+from jaxinfer.simulate.run import prepare, serve, simulate
+from jaxinfer.simulate.world import SimulatedWorld
 from jaxinfer.systems.registry import SYSTEMS
 from jaxinfer.workload.bench_request import BenchRequest
 
-# KV heads in several places cannot be shared.
+# KV heads in several places cannot be shared, and have no linear times.
 CACHES = [system for system in SYSTEMS if system != "hetis"]
 
 
@@ -115,12 +116,51 @@ def test_some_runs_with_shared_prompts(system: str, tmp_path: Path) -> None:
         compare_runs(as_run_file(data), work, tmp_path / f"runs {seed}", f"{system}, seed {seed}")
 
 
+def with_equal_times(
+    data: dict[str, Any], work: Sequence[BenchRequest]
+) -> tuple[dict[str, Any], list[BenchRequest]]:
+    """The same with steps of 1/128 s and arrivals at multiples of it: steps end together."""
+    costs = data.get("simulate", {}) | {"linear": {"step_s": 1 / 128}}
+    grid = [replace(item, arrival=round(item.arrival * 16) / 16) for item in work]
+    return data | {"simulate": costs}, grid
+
+
+@pytest.mark.parametrize("system", CACHES)
+def test_some_runs_whose_steps_end_together(system: str, tmp_path: Path) -> None:
+    for seed in range(3):
+        data, work = with_equal_times(*random_run(system, seed))
+        compare_runs(as_run_file(data), work, tmp_path / str(seed), f"{system}, seed {seed}")
+
+
+def test_steps_that_end_together_are_in_runs() -> None:
+    """Four instances of equal speed start at once, and one of them ends its requests earlier."""
+    names = [f"i{number}" for number in range(4)]
+    data = {
+        "model": "llama-3-8b",
+        "engine": {"page_size": 16, "num_pages": 400, "max_model_len": 600},
+        "groups": {name: {"kind": "A10"} for name in names},
+        "instances": {name: {"group": name} for name in names},
+        "system": {"name": "least_loaded"},
+        "simulate": {"linear": {"step_s": 1 / 128}},
+    }
+    work = [BenchRequest(None, 30, 200 if n % 4 else 90, 0.0) for n in range(16)]
+    with pytest.MonkeyPatch.context() as patch:
+        rounds = []
+        launch = SimulatedWorld.launch
+        patch.setattr(SimulatedWorld, "launch", lambda *given: rounds.append(launch(*given)))
+        found = simulate(as_run_file(data), work)
+    assert found.steps == 3 * 200 + 90
+    assert len(rounds) < 40
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_many_runs_of_each_system(system: str, tmp_path: Path) -> None:
     for seed in range(5, 5 + (200 if system == "takeover" else 40)):
         said, given = f"{system}, seed {seed}", random_run(system, seed)
         runs = [given, with_shared_prompts(*given, seed)] if system in CACHES else [given]
+        if system in CACHES:
+            runs.append(with_equal_times(*runs[-1]))
         for number, (data, work) in enumerate(runs):
             folder = tmp_path / f"{seed} {number}"
             compare(data, work, folder, f"{said}, {number}")
