@@ -17,14 +17,16 @@ class CachedPage:
     Attributes:
         pages: for each shard, slice -> page number.
         holds: number of holds that use it now; without any it is idle, and may be evicted.
+        is_kept: whether the cache has it.
     """
 
-    __slots__ = ("digest", "holds", "pages")
+    __slots__ = ("digest", "holds", "is_kept", "pages")
 
     def __init__(self, digest: bytes, pages: list[dict[int, int]]) -> None:
         self.digest = digest
         self.pages = pages
         self.holds = 1
+        self.is_kept = True
 
 
 class IdlePages(Protocol):
@@ -53,8 +55,9 @@ class PrefixCache:
         self, shards: list[Shard], twins: bool = False, idle: IdlePages | None = None
     ) -> None:
         self._shards, self._keeps_twins = shards, twins
-        # By digest, the oldest first.
-        self._pages: dict[bytes, list[CachedPage]] = {}
+        # By digest, the oldest; then all younger ones, where there are any.
+        self._pages: dict[bytes, CachedPage] = {}
+        self._twins: dict[bytes, list[CachedPage]] = {}
         self._idle: IdlePages = OrderedDict() if idle is None else idle
         self.pin: Callable[[str, Sequence[CachedPage]], None] | None = getattr(idle, "pin", None)
         for shard in shards:
@@ -64,10 +67,10 @@ class PrefixCache:
         """Return the cached pages of the longest prefix."""
         found = []
         for digest in digests:
-            pages = self._pages.get(digest)
-            if not pages:
+            page = self._pages.get(digest)
+            if page is None:
                 break
-            found.append(pages[0])
+            found.append(page)
         return found
 
     def acquire(self, *pages: CachedPage) -> None:
@@ -83,12 +86,12 @@ class PrefixCache:
 
     def drop(self, *pages: CachedPage) -> None:
         """Count one hold of each page fewer."""
-        known, idle, gone = self._pages, 0, []
+        idle, gone = 0, []
         for page in pages:
             page.holds -= 1
             if page.holds:
                 continue
-            if page in known.get(page.digest, ()):
+            if page.is_kept:
                 self._idle[page] = None
                 idle += 1
             else:
@@ -99,10 +102,13 @@ class PrefixCache:
 
     def add(self, digest: bytes, pages: list[dict[int, int]]) -> CachedPage | None:
         """Take in a page that one hold has; None if it has a twin and none is kept."""
-        known = self._pages.setdefault(digest, [])
-        if known and not self._keeps_twins:
+        if digest not in self._pages:
+            page = self._pages[digest] = CachedPage(digest, pages)
+            return page
+        if not self._keeps_twins:
             return None
-        known.append(page := CachedPage(digest, pages))
+        page = CachedPage(digest, pages)
+        self._twins.setdefault(digest, []).append(page)
         return page
 
     def evict(self, count: int = 1) -> None:
@@ -110,20 +116,28 @@ class PrefixCache:
         each = max(len(shard.slices) for shard in self._shards)
         gone = [self._idle.popitem(last=False)[0] for _ in range(-(-count // each))]
         for page in gone:
-            twins = self._pages[page.digest]
-            twins.remove(page)
-            if not twins:
+            twins = self._twins.get(page.digest)
+            if twins is None:
                 del self._pages[page.digest]
+                continue
+            if self._pages[page.digest] is page:
+                self._pages[page.digest] = twins.pop(0)
+            else:
+                twins.remove(page)
+            if not twins:
+                del self._twins[page.digest]
         self._count_idle(gone[0], -len(gone))
         self._give(gone)
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Remove these pages from the cache; those that no request holds are freed."""
         for digest in digests:
-            for page in self._pages.pop(digest, ()):
-                self._forget(page)
+            if page := self._pages.pop(digest, None):
+                for each in (page, *self._twins.pop(digest, ())):
+                    self._forget(each)
 
     def _forget(self, page: CachedPage) -> None:
+        page.is_kept = False
         if not page.holds:
             del self._idle[page]
             self._count_idle(page, -1)

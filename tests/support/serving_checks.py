@@ -152,9 +152,12 @@ def check_cache(kv: KVShards, holds: list[HeldPages]) -> list[CachedPage]:
     """Check that cached pages count the holds that have them; returns the idle ones."""
     assert kv.cache
     counts = Counter(page for hold in holds for page in hold.cached.values())
-    for digest, twins in kv.cache._pages.items():
-        assert len(twins) == 1 or kv.paging.twins
-        for page in twins:
+    assert kv.paging.twins or not kv.cache._twins
+    assert kv.cache._twins.keys() <= kv.cache._pages.keys()
+    assert all(kv.cache._twins.values())
+    for digest, oldest in kv.cache._pages.items():
+        for page in (oldest, *kv.cache._twins.get(digest, ())):
+            assert page.is_kept
             assert page.digest == digest
             assert page.holds == counts.pop(page, 0)
             assert (page in kv.cache._idle) == (page.holds == 0)
