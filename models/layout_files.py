@@ -20,7 +20,7 @@ def load_layout(name: str | None) -> Layout:
     The file defines LAYOUT, or only RULES for parameters, with all else as in ``megatron``.
 
     Raises:
-        JaxinferError: the name is unknown; or the file cannot be run, or does not define one of the two.
+        JaxinferError: the name is unknown; or the file cannot be run, or lacks both, or has both.
     """
     name = name or "megatron"
     if not name.endswith(".py"):
