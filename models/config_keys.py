@@ -35,7 +35,7 @@ class Keys:
     def size(self, key: str, default: int | None = None, null: int | None = None) -> int:
         """Return a positive integer.
 
-        ``null`` is the meaning of null, which is refused by default.
+        A null in the file counts as the argument ``null``; by default, it is refused.
         """
         value = self._required(key, default, null)
         if type(value) is not int or value <= 0:
@@ -49,7 +49,7 @@ class Keys:
 
         Args:
             default: number of KV heads if the key is absent; by default that of query heads.
-            is_null_known: null means as many as query heads, as it also does without a default.
+            is_null_known: null counts as the number of query heads, as always without a default.
         """
         num_heads = self.size(queries)
         null = num_heads if default is None or is_null_known else None

@@ -20,7 +20,7 @@ def load_layout(name: str | None) -> Layout:
     The file defines LAYOUT, or only RULES for parameters, with all else as in ``megatron``.
 
     Raises:
-        JaxinferError: the name is unknown; or the file cannot be run, or defines neither.
+        JaxinferError: the name is unknown; or the file cannot be run, or lacks both, or has both.
     """
     name = name or "megatron"
     if not name.endswith(".py"):
@@ -40,8 +40,13 @@ def load_layout(name: str | None) -> Layout:
 
 
 def _defined(found: Mapping[str, object]) -> Layout:
-    if ("LAYOUT" in found) + ("RULES" in found) != 1:
-        raise JaxinferError("must define either LAYOUT or RULES")
+    match [name for name in ("LAYOUT", "RULES") if name in found]:
+        case []:
+            raise JaxinferError("must define LAYOUT or RULES, and defines neither")
+        case [_, _]:
+            raise JaxinferError(
+                "must define LAYOUT or RULES, not both: with LAYOUT, give its rules another name"
+            )
     layout = found.get("LAYOUT")
     if "RULES" in found:
         rules = found["RULES"]

@@ -174,9 +174,7 @@ class Layer(nnx.Module):
         return self.attn.before(self.attn_norm(x_TD), rope)
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
-        """Return the residual stream after this layer, from that before it and
-        attention's result.
-        """
+        """Return the layer's output, from its input and attention's result."""
         x_TD = place(self.layout, "residual", x_TD + self.attn.after(out_TNH))
         return self.with_ffn(x_TD, self.mlp(self.mlp_norm(x_TD)))
 

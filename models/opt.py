@@ -65,9 +65,7 @@ class Layer(nnx.Module):
         )
 
     def after(self, x_TD: jax.Array, out_TNH: jax.Array) -> jax.Array:
-        """Return the residual stream after this layer, from that before it and
-        attention's result.
-        """
+        """Return the layer's output, from its input and attention's result."""
         layout = self.layout
         out_TNH = place(layout, "attention_outputs", place(layout, "heads", out_TNH))
         out_TE = out_TNH.reshape(len(out_TNH), -1)

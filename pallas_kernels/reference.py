@@ -126,7 +126,7 @@ class Softmax(NamedTuple):
 def _decode_items(
     page_table_SM: jax.Array, length_S: jax.Array, window: int | None, B: int
 ) -> tuple[Items, jax.Array]:
-    """Return the items, padded with pages of which nothing is seen, and their number."""
+    """Return the items, padded with pages that no row sees, and their number."""
     S, M = page_table_SM.shape
     from_S = jnp.maximum(length_S - (window or M * B), 0)
     # Whole blocks of items, because a slice beyond the end would start earlier and repeat some.

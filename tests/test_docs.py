@@ -88,6 +88,15 @@ def test_a_command_of_the_docs(line: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert Path(given["files"][0]).with_name(f"{name}.yaml").is_file()
 
 
+def test_layouts_in_the_docs_are_loaded(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "sharding.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        (tmp_path / "my.py").write_text(block)
+        assert load_layout(str(tmp_path / "my.py")).parameters
+    assert len(blocks) == 2
+
+
 def test_the_first_run_file_in_the_docs() -> None:
     text = (ROOT / "docs" / "run-file.md").read_text()
     config = as_run_file(yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]))

@@ -40,7 +40,7 @@ class Eviction(Options):
 
 
 class ByNextUse(OrderedDict[CachedPage, None]):
-    """Idle pages, of which the one whose next use is farthest away goes first: Belady's rule.
+    """Idle pages; the page whose next use is farthest away goes first (Belady's rule).
 
     Of pages with the same next use, the one that became idle first goes first: pages of a prompt
     become idle from its end on.
@@ -88,7 +88,7 @@ class ByNextUse(OrderedDict[CachedPage, None]):
 
 
 class PinnedLast:
-    """Idle pages, of which those of pinned sessions go last, the least recently used first.
+    """Idle pages; the least recently used goes first, and pages of pinned sessions go last.
 
     Args:
         limit: largest number of pinned pages; a page of several sessions counts for each. The
@@ -103,7 +103,7 @@ class PinnedLast:
         self._pins: Counter[CachedPage] = Counter()
 
     def pin(self, session: str, pages: Sequence[CachedPage]) -> None:
-        """Pin a session's pages, the last one first, in place of those of its turn before."""
+        """Pin a session's pages, the last one first, and unpin the pages of its previous turn."""
         self._pins.update(pages)
         self._unpin(self._sessions.pop(session, ()))
         self._sessions[session] = pages

@@ -84,7 +84,8 @@ def run(
         try:
             metrics = job.run()
         except Interrupted as ended:
-            ended.add_note("the same command continues")
+            done = f"{job.num_lines - job.num_missing} of {job.num_lines} lines are done"
+            ended.add_note(f"{done}; the same command continues")
             raise
         if as_json:
             _print_json(job, metrics)

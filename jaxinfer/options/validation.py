@@ -251,7 +251,7 @@ def _entries(annotation: Any) -> str:
     entry = _without_none(get_args(at)[1])
     if not (isinstance(entry, type) and issubclass(entry, Options)):
         return ""
-    return f", must be {{NAME: {{{', '.join(entry.model_fields)}}}}}"
+    return f", must be {{NAME: {{{': ..., '.join(entry.model_fields)}: ...}}}}"
 
 
 def _as_name(key: int | str) -> str:

@@ -235,7 +235,7 @@ class KVShards(PlacedSlices):
     def hold_cached(
         self, cached: Sequence[CachedPage], placement: Placement | None = None
     ) -> HeldPages:
-        """Hold pages of the prefix cache, and none besides."""
+        """Hold pages of the prefix cache, and no others."""
         if cached:
             assert self.cache
             self.cache.acquire(*cached)

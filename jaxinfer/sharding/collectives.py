@@ -29,7 +29,7 @@ class Collective:
 
     @property
     def moved(self) -> float:
-        """How many numbers each device sends, in a ring."""
+        """Number of values that each device sends in a ring."""
         return moved(self.kind, self.devices) * self.numbers
 
 

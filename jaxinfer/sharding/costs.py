@@ -258,7 +258,7 @@ class LayoutCosts:
         return self._kernels(self._head, up(rows, self.flow.head_rows))
 
     def step(self, tokens: int, sequences: int, context: int = 0) -> LayoutStepCost:
-        """Return the cost of a step of equal sequences, each of which is sampled.
+        """Return the cost of a step of equal sequences that are all sampled.
 
         Args:
             tokens: number of new tokens of all sequences together.

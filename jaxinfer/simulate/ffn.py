@@ -56,7 +56,7 @@ def in_turns(layers: int, parts: Sequence[PartTimes], latency_s: float = 0.0) ->
 
 
 class Side(RooflineStage):
-    """A stage's layers on one of two groups, of which each computes a part."""
+    """One of the two groups that compute a stage's layers, and its part of each layer."""
 
     def projections(self, T: float) -> float:
         """Return the seconds of a layer's projections, with one of its two all-reduces."""

@@ -55,7 +55,7 @@ class DecodeRuns:
         self._runs: dict[str, _Run] = {}
 
     def give(self, instance: Instance) -> None:
-        """Let an instance that has changed have such steps in place of those that it had."""
+        """Replace an instance's run of steps after the instance has changed."""
         name = instance.name
         group, device = instance.steady_group(), self._world.single_device(name)
         if group and device:

@@ -79,7 +79,7 @@ class StepLimits:
         return self.smallest(work.singles, work.tokens, work.sampled)
 
     def smallest(self, singles: int, tokens: int, samples: int) -> StepShape:
-        """Return the smallest bucket for ``tokens``, of which ``singles`` are rows of one token."""
+        """Return the smallest bucket for ``tokens``, including ``singles`` rows of one token."""
         if tokens == singles:
             rows = _round_up(max(singles, samples, 1), self.row_buckets)
             return StepShape(rows, self._whole(rows), 0)

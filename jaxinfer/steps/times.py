@@ -31,7 +31,7 @@ class StepPoint:
 
 
 def work_of_parts(parts: Iterable[Part]) -> Work:
-    """Return the work of a step with these parts, of which decodes sample."""
+    """Return the work of a step with these parts, in which only decodes sample."""
     parts = list(parts)
     contexts = [start + 1 for start, count in parts if count == 1]
     chunks = [part for part in parts if part[1] != 1]
@@ -87,7 +87,7 @@ def shape_of(limits: StepLimits, parts: Sequence[Part]) -> StepShape:
 
 
 def nonnegative(x: np.ndarray, y: np.ndarray) -> list[float]:
-    """Fit by least squares such that time never falls with work: no coefficient is below zero.
+    """Fit by least squares without negative coefficients, so that time never falls with work.
 
     Args:
         x: [points, features].

@@ -27,8 +27,8 @@ class DataParallelOptions(Options):
 
     Attributes:
         shares: For each instance, its ``weight`` (requests per turn) and ``max_waiting`` (length of
-            the queue at which it is skipped). The paper uses 3 and 3 for the strong instance, 1 and
-            1 for the weak one.
+            the queue at which it is skipped), as in ``{a: {weight: 3, max_waiting: 3}}``. The paper
+            uses 3 and 3 for the strong instance, 1 and 1 for the weak one.
     """
 
     shares: dict[str, Share]

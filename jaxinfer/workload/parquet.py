@@ -140,7 +140,7 @@ def _has_json(types: Any, kind: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert values to those of the same request in JSON.
+    """Convert values of a row to the values of the same request in JSON.
 
     Unset fields of structs are null in a table, and numbers are floats if some are missing.
     """

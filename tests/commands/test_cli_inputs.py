@@ -178,7 +178,7 @@ def test_an_interrupted_job_says_how_it_goes_on(
     with pytest.raises(Interrupted) as caught:
         run(model, write(tmp_path / "in.jsonl", GOOD), tmp_path / "out.jsonl")
     assert str(caught.value) == "terminated"
-    assert caught.value.__notes__ == ["the same command continues"]
+    assert caught.value.__notes__ == ["0 of 1 lines are done; the same command continues"]
     assert caught.value.code == 143
 
 

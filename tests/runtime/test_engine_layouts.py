@@ -234,7 +234,7 @@ HEAD = "from jaxinfer.models.layouts import ALL, LAYOUTS, Layout, Rule\nLAYOUT =
             'Layout((Rule("*", {"F": "x"}), Rule("embed_VD", {"V": "x"})))',
             "rule 'embed_VD' holds for no parameter: rules before it match all that it does",
         ),
-        ('LAYOUTS["fsdp"]\nRULES = ()', "must define either LAYOUT or RULES"),
+        ('LAYOUTS["fsdp"]\nRULES = ()', "must define LAYOUT or RULES, not both: "),
     ],
 )
 def test_bad_layouts(text: str, message: str, models: dict[str, str], tmp_path: Path) -> None:

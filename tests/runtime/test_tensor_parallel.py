@@ -97,7 +97,7 @@ def test_other_rules_change_no_token(
     [
         (None, "rules.py: No such file or directory"),
         ("RULES = (", "rules.py: SyntaxError: '(' was never closed"),
-        ("x = 1", "must define either LAYOUT or RULES"),
+        ("x = 1", "must define LAYOUT or RULES, and defines neither"),
         ("RULES = ['*']", "rules.py: '*' must be a jaxinfer.models.layouts.Rule"),
         ("LAYOUT = 3", 'layouts.Layout, such as Layout((Rule("*", {"N": "x"}),))'),
         ("RULES = {}", 'layouts.Rule, such as (Rule("*", {"N": "x"}),)'),

@@ -232,7 +232,7 @@ def test_a_name_with_replicas(config: dict[str, Any], instances: list[str], mess
         ({"name": "disaggregated", "cut": 1}, "system.cut: unknown option, known: decode"),
         (
             {"name": "data_parallel"},
-            "system.shares is missing, must be {NAME: {weight, max_waiting}}",
+            "system.shares is missing, must be {NAME: {weight: ..., max_waiting: ...}}",
         ),
         ({"name": "data_parallel", "shares": {"ppi": SHARE}}, "instance 'cpi' has none"),
         ({"name": "data_parallel", "shares": {"ppi": SHARE, "cpj": SHARE}}, "mean 'cpi'?"),

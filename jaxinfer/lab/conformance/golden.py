@@ -38,7 +38,7 @@ class Origin(NamedTuple):
     """Owners of the entries in some blocks; arrays of one shape, -1 for blocks without an owner.
 
     Attributes:
-        unit: number of which the block's entries are multiples.
+        unit: number that divides all entries of the block.
     """
 
     request: np.ndarray
@@ -113,7 +113,7 @@ class GoldenModel:
     def unit(
         self, layer: np.ndarray | int, part: np.ndarray, token: np.ndarray, head: np.ndarray
     ) -> np.ndarray:
-        """Return the power of two of which a place's entries are multiples."""
+        """Return the power of two that divides all entries of a place."""
         mixed = token // _RUN * 5 + head * 3 + np.asarray(layer) * 7 + part
         return 2.0 ** (mixed * 40503 // 64 % 3)
 

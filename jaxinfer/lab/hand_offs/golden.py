@@ -54,7 +54,7 @@ class GoldenEnd:
         self.side.add(REQUEST, length, list(table))
 
     def write(self) -> None:
-        """Set all pages of the instance to those of the side."""
+        """Copy all pages of the side to the instance."""
         layers = [(stage, index) for stage in self._stages for index in range(len(stage.kv))]
         for layer, (stage, index) in enumerate(layers):
             old, kv = stage.kv[index], [self._whole(layer, part) for part in (0, 1)]
@@ -68,7 +68,7 @@ class GoldenEnd:
             stage.kv[index] = KVPages(*arrays)
 
     def read(self) -> None:
-        """Set the side's pages to those of the instance."""
+        """Copy the instance's pages to the side."""
         self.side.load(self._pools())
 
     def _whole(self, layer: int, part: int) -> Pool:

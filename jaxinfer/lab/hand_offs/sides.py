@@ -112,7 +112,7 @@ def with_values(given: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def covering_sides(values: Values) -> list[HandOffSide]:
-    """Return few sides such that any two values of two settings occur together in one of them.
+    """Return a few sides that together have every pair of values of any two settings.
 
     Sides whose hand-offs can be exact keep KV in their own dtype. Among these, each value of the
     other settings also occurs with each dtype. In pairs of such sides, any two settings of one then

@@ -56,7 +56,7 @@ class Rule(Options):
 
     Attributes:
         name: Name by which the rule can be left out.
-        when: Columns and their values, all of which a row must have.
+        when: Columns and the values that a row must have there.
         set: Dotted keys of the run file and their values.
     """
 

@@ -259,7 +259,7 @@ class ExperimentSetup:
 def set_up(
     about: Experiments, row: StageRow, stages: set[int], operators: str, settings: Mapping[str, Any]
 ) -> ExperimentSetup:
-    """Make the run file of an experiment, of which ``row`` is one of the rows.
+    """Make the run file of an experiment from any of its rows.
 
     Args:
         stages: numbers of its stages that some row has; empty for all of the workload's.

@@ -142,7 +142,7 @@ class WorkerAccount:
         return self.limits.decode.seconds(self.context, len(self.jobs))
 
     def usd_of(self, job: Job) -> float:
-        """Return the dollars per hour of a request's share, of the free context (b) or room (e)."""
+        """Return a request's dollars per hour, by its share of the free context (b) or room (e)."""
         limits, decode = self.limits, self.limits.decode
         context = job.prompt + limits.gamma * job.output
         seconds = decode.per_context * context + limits.theta * decode.per_sequence

@@ -93,7 +93,7 @@ class Scored:
     slack: float
 
     def beats(self, other: "Scored") -> bool:
-        """Tell whether its flow is larger or, if equal, its slack."""
+        """Tell whether its flow is larger or, with equal flows, its slack is."""
         if abs(self.flow - other.flow) > _MORE * other.flow:
             return self.flow > other.flow
         return self.slack > other.slack * (1 + _MORE)

@@ -169,7 +169,7 @@ class HexGen3Planner:
     def _modelled(
         self, problem: Problem, shape: Shape
     ) -> tuple[ModelledInstance, ModelledInstance] | None:
-        """Return an instance of each phase, the second with its least times.
+        """Return an instance of each phase; the decode one's step times leave out padding.
 
         None if they cannot be simulated; the evaluation of their candidates says why.
         """

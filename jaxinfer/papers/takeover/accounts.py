@@ -73,7 +73,7 @@ class InstanceClass:
         return self.entries_held < _SMALL * beside.entries_held
 
     def slower_than(self, step_s: float) -> list["Account"]:
-        """Return givers with longer steps; call it if ``slowest`` allows that there are any."""
+        """Return givers with longer steps; call it only if ``slowest`` exceeds ``step_s``."""
         self.slowest = max((each.step_s for each in self.givers), default=0.0)
         return [each for each in self.givers if each.step_s > step_s]
 

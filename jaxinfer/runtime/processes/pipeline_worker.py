@@ -277,7 +277,7 @@ class PipelineWorker:
             self.give_up(error)
 
     def give_up(self, why: Exception) -> None:
-        """End those of its processes that have no other instance."""
+        """End its processes that serve no other instance."""
         self.given_up = True  # This comes first; otherwise, one might be started again.
         for process in [*self.processes, *self.coming.values()]:
             if process.workers.keys() <= {self.instance}:

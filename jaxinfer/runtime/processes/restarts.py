@@ -163,7 +163,7 @@ class Restarts:
                 self._hear(Restarted(home.name))
 
     def take(self, group: str) -> RestartResult | None:
-        """Return the news of a group, if any; started processes are in use afterwards."""
+        """Return the result of a group's restart, if it has ended; its process is then in use."""
         with self._lock:
             for rest in self._rests.values():
                 if rest.news and rest.news.group == group:

@@ -40,7 +40,7 @@ class HeadPool:
 
 
 def head_pools(plan: StagePlan) -> Sequence[HeadPool]:
-    """Return the stage's own pool, on its first device, then those of its attention groups."""
+    """Return the stage's own pool, on its first device, then its attention groups' pools."""
     own, *others = plan.pool_pages
     found = [_pool(plan, plan.devices[0], plan.config.kernels, own)]
     for place, num_pages in zip(plan.attention, others, strict=True):

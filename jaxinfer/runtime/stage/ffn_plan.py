@@ -36,7 +36,7 @@ def plan_with_ffn(
     layers: Layers,
     taken: TakenMemory,
 ) -> StagePlan:
-    """Return a stage's plan and, in it, that of its FFN; count the memory of both.
+    """Return a stage's plan, which contains its FFN's plan; count the memory of both.
 
     Args:
         groups: devices by group.

@@ -263,7 +263,7 @@ def _ordered_int(x: jax.Array) -> jax.Array:
 
 
 def _largest(key_SV: jax.Array, weight_SV: jax.Array, wanted_S: jax.Array) -> jax.Array:
-    """Return, per row, the largest int32 such that keys from it on weigh at least ``wanted``.
+    """Return each row's largest threshold (int32) above which keys weigh at least ``wanted``.
 
     If there is none, returns the smallest int32. Each pass over the keys finds 4 bits. There is no
     loop, because a GPU's command buffers leave loops out. The 15 sums of a pass are one reduction,

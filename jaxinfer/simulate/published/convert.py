@@ -279,7 +279,7 @@ def _add_all_reduces(found: OperatorPoints, wanted: Wanted, card: Card) -> None:
 
 
 def _all_reduces(path: Path, wanted: Wanted) -> Points:
-    """Return microseconds by tokens, each of which has ``hidden_size`` elements."""
+    """Return microseconds by number of tokens, with ``hidden_size`` elements per token."""
     only: dict[str, object] = {"num_gpus": wanted.devices, "allreduce_dtype": "bfloat16"}
     h = wanted.model.hidden_size
     if wanted.backend != "vllm":

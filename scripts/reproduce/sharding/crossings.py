@@ -11,6 +11,13 @@ from scripts.reproduce.sharding.model import PAPERS, prefill, step
 from scripts.reproduce.sharding.palm import CARD, MESH
 from scripts.tables import Row
 
+# Where a line's label is: the number of its point, and an offset in points.
+_LABELS = {
+    "1D": (4, (0, 6)),
+    "2D": (2, (-14, -16)),
+    "X gathered": (2, (6, 6)),
+    "XYZ gathered": (3, (6, 6)),
+}
 TOKENS = [2**power for power in range(6, 21)]
 
 
@@ -72,13 +79,20 @@ def _draw(seconds: dict[str, list[float]], best: list[str]) -> Figure:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, found in seconds.items():
-        axes.plot(TOKENS, [s / T * 1e6 for s, T in zip(found, TOKENS, strict=True)], label=name)
+        each = [s / T * 1e6 for s, T in zip(found, TOKENS, strict=True)]
+        (line,) = axes.plot(TOKENS, each)
+        # 1D and 2D are close at the left, and all lines except XYZ gathered at the right.
+        at, offset = _LABELS[name]
+        axes.annotate(
+            name, (TOKENS[at], each[at]), offset, textcoords="offset points", color=line.get_color()
+        )
     for i in range(1, len(TOKENS)):
         if best[i] != best[i - 1]:
             before, after = (seconds[best[i]][j] - seconds[best[i - 1]][j] for j in (i - 1, i))
             share = before / (before - after)  # Seconds are nearly proportional to tokens here.
             at = TOKENS[i - 1] + share * (TOKENS[i] - TOKENS[i - 1])
             axes.axvline(at, color="grey", linestyle=":")
+            axes.text(at, 5e4, f" {best[i]}\n fastest", color="grey")
     axes.set(xscale="log", yscale="log", xlabel="tokens of a step", ylabel="microseconds per token")
-    axes.legend()
+    axes.set_title("The more tokens a step has, the more it pays to gather weights", loc="left")
     return figure

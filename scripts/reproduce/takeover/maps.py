@@ -23,6 +23,7 @@ from scripts.reproduce.takeover.cases import (
 from scripts.tables import Row
 
 Best = tuple[float, float]
+_TITLES = {"DP": "data parallelism (DP)", "L-H": "low-high disagg. (L-H)"}
 
 
 def map_of(
@@ -130,10 +131,11 @@ def draw(maps: Mapping[str, Sequence[Row]]) -> Figure:
             ax.set_xticks(range(len(ANSWERS)), [str(n) for n in ANSWERS], fontsize=7)
             ax.set_yticks(range(len(PROMPTS)), [str(n) for n in PROMPTS], fontsize=7)
             if not line:
-                ax.set_title(system, fontsize=10)
+                ax.set_title(_TITLES.get(system, system), fontsize=9)
             if not column:
                 ax.set_ylabel(f"{pair}\nprompt tokens", fontsize=8)
             if line == len(maps) - 1:
                 ax.set_xlabel("answer tokens", fontsize=8)
+    figure.suptitle("Only takeover has at least 0.9 of the bound for all lengths")
     figure.colorbar(image, ax=axes, label="share of the bound", shrink=0.8)
     return figure
