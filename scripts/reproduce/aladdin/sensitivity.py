@@ -206,7 +206,7 @@ def draw_four(rows: Sequence[Row]) -> Figure:
     panels = {
         "attainment (%)": (
             "requests that meet both targets (%)",
-            "From 4 requests/s on, Aladdin meets them most often",
+            "Aladdin is best from 4 requests/s on",
         ),
         "P99 gap (ms)": (
             "TPOT p99 (ms)",
