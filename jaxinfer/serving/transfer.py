@@ -74,6 +74,8 @@ class HandOffs:
                 request.metrics.cut = request.computed
             request.exported = (leg.instance, request.hold)
             source.num_exported += 1
+            first = len(request.output_token_ids) == 1 and request.metrics.received is None
+            request.hands_over_first = first
         else:
             request.hold.release()
         request.hold = None
@@ -222,12 +224,13 @@ class HandOffs:
         if transfer.slice_move:
             self.slices.arrived(transfer, transfer.slice_move)
             return
-        if len(request.output_token_ids) == 1:
-            request.metrics.received = end
         if request.slice_move:
             self.slices.send_rest(request)
         elif request.exported and request.hold:
+            first = request.hands_over_first
             self.pull(request)
+            if first and not request.exported:
+                request.metrics.received = end
 
     def forget(self, instance: str) -> None:
         """Cancel all transfers from or to a lost instance."""
@@ -265,6 +268,7 @@ class HandOffs:
     def _arrive(self, request: RequestState) -> None:
         self.release_export(request)
         request.sent = 0
+        request.hands_over_first = False
         dest = self._instances[request.legs[0].instance]
         del dest.importing[request.id]
         dest.keep_prefix(request)
