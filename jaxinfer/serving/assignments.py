@@ -81,6 +81,7 @@ class Assignments:
         instance.kv.on_free = partial(self._mark_changed, instance.name)
         instance.on_preempt = lambda request: self.on_preempt(instance.name, request)
         if instance.options.tier:
+            instance.has_more = partial(self._has_more, instance.options.tier)
             instance.fetch = partial(self._fetch, instance.options.tier)
         if self._hooks.places:
             instance.place = lambda request: self._hooks.place(request, instance)
@@ -91,10 +92,12 @@ class Assignments:
         """Let the system move slices out of a shard while a batch is formed."""
         self.act(lambda: self._hooks.make_room(request, shard, instance))
 
+    def _has_more(self, tier: str, request: RequestState) -> bool:
+        """Tell whether a tier, if it is not lost, has KV that a request's own instance lacks."""
+        return tier in self.instances and self.hand_offs.has_more(request, self.instances[tier])
+
     def _fetch(self, tier: str, request: RequestState) -> None:
-        """Let a request fetch what a tier, if it is not lost, has and its own instance lacks."""
-        if tier in self.instances:
-            self.hand_offs.fetch_cached(request, self.instances[tier])
+        self.hand_offs.fetch_cached(request, self.instances[tier])
 
     def _mark_changed(self, name: str) -> None:
         self.changed[name] = None

@@ -57,8 +57,8 @@ class Instance:
             instance.
         in_flight: batches launched and not yet committed.
         place: asks where to place a request's slices; used only if a stage has several shards.
-        fetch: called with each request that is to be admitted without KV, if there is a tier, which
-            may have some.
+        has_more: tells whether a tier has KV that a request lacks; None if there is no tier.
+        fetch: called with each request that is to be admitted and fetches KV from a tier.
         make_room: asks for moves that avoid a preemption when a shard (its second argument) lacks
             pages; used only if a stage has several shards.
         halves_pay: tells whether to compute a step as two halves of its rows in turn; None if no
@@ -103,7 +103,8 @@ class Instance:
         self.late: dict[str, int] = {}
         self._note_watermark()
         self.place: Callable[[RequestState], Placement | None] = lambda request: None
-        self.fetch: Callable[[RequestState], None] | None = None
+        self.has_more: Callable[[RequestState], bool] | None = None
+        self.fetch: Callable[[RequestState], None] = lambda request: None
         self.make_room: Callable[[RequestState, int], None] = lambda request, shard: None
         self.on_preempt: Callable[[RequestState], None] = lambda request: None
         self.halves_pay: ChooseHalves | None = None
@@ -295,10 +296,14 @@ class Instance:
         Requests whose KV must be imported are left for ``take_admitted_imports``.
         """
         # A request without room here holds none there: the loop would drop them again and again.
-        if self.fetch and not request.computed and self._has_room(request):
+        fresh = self.has_more and not request.computed and self._has_room(request)
+        if self.has_more and fresh and self.has_more(request):
+            if not self._leaves_next_pages(request):
+                return False
             self.waiting.change(request, self.fetch)
         if request.exported and request.exported[0] == self.name:
             _, request.hold = request.exported
+            self.kv.reserved.pop(request.hold, None)
             request.exported = None
             self.num_exported -= 1
         elif request.exported and not self.can_import:
@@ -325,6 +330,14 @@ class Instance:
         if not (self.has_seat and self.policies.admit(self, request, leg)):
             return False
         return self.kv.num_free >= self.pages_to_take(request, leg)
+
+    def _leaves_next_pages(self, request: RequestState) -> bool:
+        """Tell whether each running request can take another page while the request's KV comes.
+
+        Pages of requests on their way cannot be taken back: a decode would wait for the transfer.
+        """
+        free = self.kv.num_free - self.pages_to_take(request, request.legs[0])
+        return free >= len(self.taking_part)
 
     def never_holds(self, request: RequestState, leg: Leg) -> str | None:
         """Return why even an empty pool cannot hold the leg, with the numbers; None if it can."""

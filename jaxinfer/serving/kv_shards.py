@@ -171,8 +171,8 @@ class KVShards(PlacedSlices):
         cache: the kept pages, or None.
         has_numbers: whether pages have numbers.
         on_free: called when pages have been freed.
-        reserved: holds of requests that are still on other instances -> a function that gives the
-            hold back.
+        reserved: holds that running requests may take back, of requests that are still on other
+            instances or wait there to fetch these pages -> a function that gives the hold back.
         frees_at_once: whether pages that are given up do not wait for steps in flight.
     """
 

@@ -50,6 +50,8 @@ class RequestState:
         incoming: pages reserved ahead at the next leg's instance.
         sent: KV entries whose transfer to the next leg's instance has started.
         transfers: number of transfers of this epoch in flight.
+        hands_over_first: whether its KV leaves the leg that sampled the first token, and no other
+            instance has had all of it yet.
         paused: whether the system has excluded it from steps.
         slice_copy: a move of KV heads within the instance whose full pages are being copied while
             the request continues.
@@ -59,12 +61,11 @@ class RequestState:
 
     __slots__ = (
         "__weakref__", "_digests", "after_ends", "arrival", "computed", "cumulative_logprob",
-        "details", "epoch",
-        "error", "exported", "finish_reason", "follows", "goes_first", "hold", "id", "incoming",
-        "launched", "legs", "max_tokens", "metrics", "output_token_ids", "paused",
-        "payload", "peak_tokens", "pending", "predicted", "prompt_details", "prompt_digests",
-        "prompt_len", "prompt_token_ids", "sent", "session", "slice_copy", "slice_move",
-        "slices_copied", "stop_reason", "takes_cached", "transfers",
+        "details", "epoch", "error", "exported", "finish_reason", "follows", "goes_first",
+        "hands_over_first", "hold", "id", "incoming", "launched", "legs", "max_tokens",
+        "metrics", "output_token_ids", "paused", "payload", "peak_tokens", "pending", "predicted",
+        "prompt_details", "prompt_digests", "prompt_len", "prompt_token_ids", "sent", "session",
+        "slice_copy", "slice_move", "slices_copied", "stop_reason", "takes_cached", "transfers",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +113,7 @@ class RequestState:
         self.incoming: HeldPages | None = None
         self.sent = 0
         self.transfers = 0
+        self.hands_over_first = False
         self.paused = False
         self.slice_copy: MoveSlices | None = None
         self.slice_move: MoveSlices | None = None
@@ -211,6 +213,7 @@ class RequestState:
         """Discard all KV entries; steps and transfers in flight become void."""
         self.computed = self.launched = self.pending = self.sent = self.transfers = 0
         self.epoch += 1
+        self.hands_over_first = False
         self.drop_incoming()
 
     def drop_incoming(self) -> None:

@@ -20,6 +20,8 @@ Pages are freed as follows:
 - ``hold``: at the request's end, at its preemption, or if the instance is lost.
 - ``exported``: by ``_arrive``, once all KV has landed; at the request's end; or by the loop, if no
   instance fetches the KV and nothing else can continue (it is then recomputed).
+- ``exported``, if it is what a request fetches from a prefix cache: also if running requests of
+  the instance need the pages before the transfer has started. Then it fetches nothing.
 - ``incoming``: when an ``epoch`` ends, when legs change, or when running requests of the instance
   need the pages. Entries that were already sent are then void, and ``sent`` is 0 again.
 
@@ -74,6 +76,8 @@ class HandOffs:
                 request.metrics.cut = request.computed
             request.exported = (leg.instance, request.hold)
             source.num_exported += 1
+            first = len(request.output_token_ids) == 1 and request.metrics.received is None
+            request.hands_over_first = first
         else:
             request.hold.release()
         request.hold = None
@@ -86,18 +90,41 @@ class HandOffs:
         It is as if a leg there had computed these entries. Nothing happens if the request has KV,
         or if the cache of its own instance has as much.
         """
+        if not self.has_more(request, source):
+            return
+        cached = source.cached_prefix(request, request.legs[0])
+        hold = source.kv.hold_cached(cached)
+        request.computed = request.launched = hold.num_cached
+        counts = request.metrics.num_cached_tokens is None
+        request.metrics.add_cached(request.computed)
+        request.exported = (source.name, hold)
+        source.num_exported += 1
+        source.kv.reserved[hold] = lambda: self._do_without(request, counts)
+
+    def has_more(self, request: RequestState, source: Instance) -> bool:
+        """Tell whether a request without KV would fetch pages from the cache of ``source``."""
         leg = request.legs[0]
         dest = self._instances[leg.instance]
         if source is dest or request.exported:
-            return
-        cached = source.cached_prefix(request, leg)
-        num_tokens = len(cached) * source.page_size
-        if num_tokens > len(dest.cached_prefix(request, leg)) * dest.page_size:
-            hold = source.kv.hold_cached(cached)
-            request.computed = request.launched = num_tokens
-            request.metrics.add_cached(num_tokens)
-            request.exported = (source.name, hold)
-            source.num_exported += 1
+            return False
+        here = len(dest.cached_prefix(request, leg)) * dest.page_size
+        return len(source.cached_prefix(request, leg)) * source.page_size > here
+
+    def _do_without(self, request: RequestState, counts: bool) -> None:
+        """Fetch nothing: the pages are needed where they are.
+
+        Args:
+            counts: whether the request's figures count what it would have fetched.
+        """
+        self.release_export(request)
+        if counts:
+            request.metrics.num_cached_tokens = None
+        if request.legs:
+            dest = self._instances[request.legs[0].instance]
+            dest.waiting.void_kv(request)
+            dest.kv.on_free()  # It needs no transfer any more.
+        else:
+            request.void_kv()
 
     def copy_out(self, request: RequestState, source: Instance, dest: Instance) -> None:
         """Send the cached pages of a request that ends to a cache that lacks them, if it has room.
@@ -163,6 +190,7 @@ class HandOffs:
         assert request.hold
         assert request.exported
         if request.sent < request.computed:
+            request.exported[1].kv.reserved.pop(request.exported[1], None)
             dest = request.legs[0].instance, request.hold
             transfer = self._note(request, request.exported, dest, request.sent, request.computed)
             self._world.start_transfer(transfer)
@@ -222,12 +250,13 @@ class HandOffs:
         if transfer.slice_move:
             self.slices.arrived(transfer, transfer.slice_move)
             return
-        if len(request.output_token_ids) == 1:
-            request.metrics.received = end
         if request.slice_move:
             self.slices.send_rest(request)
         elif request.exported and request.hold:
+            first = request.hands_over_first
             self.pull(request)
+            if first and not request.exported:
+                request.metrics.received = end
 
     def forget(self, instance: str) -> None:
         """Cancel all transfers from or to a lost instance."""
@@ -265,6 +294,7 @@ class HandOffs:
     def _arrive(self, request: RequestState) -> None:
         self.release_export(request)
         request.sent = 0
+        request.hands_over_first = False
         dest = self._instances[request.legs[0].instance]
         del dest.importing[request.id]
         dest.keep_prefix(request)

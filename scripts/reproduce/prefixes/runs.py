@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from jaxinfer.config.run_file import RunFile, as_run_file
@@ -126,9 +127,7 @@ def loads(work: Work, rates: Mapping[str, float], pool: ProcessPoolExecutor) -> 
 
 def alone(work: Work, rates: Mapping[str, float], pool: ProcessPoolExecutor) -> list[Row]:
     """Return a row for each cluster, load and system where no prompts begin alike."""
-    # By tokens, all costs are higher by the same amount, and decisions are those of LEAST
-    # (``tests/systems/test_prefix_aware.py``).
-    systems = (LEAST, BY_SECONDS)
+    systems = (LEAST, BY_TOKENS, BY_SECONDS)
     return _rows(without_prefixes(work), rates, LOADS_ALONE, systems, pool)
 
 
@@ -197,15 +196,15 @@ def claims_of_loads(rows: Sequence[Row]) -> list[Target]:
 def claims_of_alone(rows: Sequence[Row]) -> list[Target]:
     """Return claims that routing by caches costs nothing where there is nothing to share."""
     found = []
-    for cluster in CLUSTERS:
+    for cluster, system in product(CLUSTERS, (BY_TOKENS, BY_SECONDS)):
         worst, figure, load = max(
             (worse, figure, load)
             for load in LOADS_ALONE
-            for figure, worse in _worse(_by_system(rows, cluster, load))
+            for figure, worse in _worse(_by_system(rows, cluster, load), system)
         )
         found.append(
             agrees(
-                f"{cluster}, no shared prefixes: {BY_SECONDS}, largest loss against {LEAST} in "
+                f"{cluster}, no shared prefixes: {system}, largest loss against {LEAST} in "
                 "TTFT p50 and p99 and output tokens/s",
                 f"{100 * worst:.1f} % ({figure}, {100 * load:g} % load)",
                 worst <= MOST_WORSE,
@@ -223,11 +222,11 @@ def _by_system(rows: Sequence[Row], cluster: str, load: float) -> dict[str, Row]
     }
 
 
-def _worse(here: Mapping[str, Row]) -> Iterable[tuple[str, float]]:
-    """Yield by how much each figure of BY_SECONDS is worse than that of ``least_loaded``."""
+def _worse(here: Mapping[str, Row], system: str) -> Iterable[tuple[str, float]]:
+    """Yield by how much each figure of a system is worse than that of ``least_loaded``."""
     for figure in ("ttft_p50", "ttft_p99"):
-        yield figure, float(here[BY_SECONDS][figure]) / float(here[LEAST][figure]) - 1
+        yield figure, float(here[system][figure]) / float(here[LEAST][figure]) - 1
     yield (
         "output_tok_s",
-        float(here[LEAST]["output_tok_s"]) / float(here[BY_SECONDS]["output_tok_s"]) - 1,
+        float(here[LEAST]["output_tok_s"]) / float(here[system]["output_tok_s"]) - 1,
     )

@@ -63,6 +63,37 @@ def test_evicted_pages_come_back() -> None:
     assert {batch.instance for batch in outcome.world.batches} == {"A"}
 
 
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_a_fetch_after_a_preemption_leaves_the_time_of_the_first_token(handed_over: bool) -> None:
+    """r2 has its first token when r1, which came before it, takes its last page.
+
+    When r1 has ended, r2 fetches its prompt from the tier. Its first token was there long before,
+    or had come from P.
+    """
+    legs = (Leg("P", 13), Leg("A")) if handed_over else (Leg("A"),)
+    requests = [
+        RequestState("r0", 12, 1, 0.0, A),
+        RequestState("r1", 12, 20, 50.0, B),
+        RequestState("r2", 13, 4, 51.0 if handed_over else 52.0, [*A, 7]),
+    ]
+    options = InstanceOptions(max_num_batched_tokens=16, watermark=0)
+    instances = [
+        new_instance("A", make_kv(8, 4, caching=True), replace(options, tier="T")),
+        new_instance("P", make_kv(8, 4, caching=True), options),
+        new_instance("T", make_kv(30, 4, caching=True), replace(options, computes=False)),
+    ]
+    scripts = {
+        r.id: Script(r.prompt_len, r.max_tokens, r.arrival, None, (Leg("A"),), 1) for r in requests
+    }
+    scripts["r2"] = replace(scripts["r2"], legs=legs, at_once=2)
+    outcome = Run(Follow(scripts), instances, requests).verify()
+    metrics = outcome.finished["r2"].metrics
+    assert ("T", "A", 0, 12) in outcome.transfers_of("r2")
+    assert metrics.num_preemptions == 1
+    assert metrics.token_times == [52.0 if handed_over else 54.0, 73.0, 74.0, 75.0]
+    assert metrics.received == (53.0 if handed_over else None)
+
+
 def test_only_what_is_missing_goes_there() -> None:
     outcome = serve([A, [*A, *range(50, 58)]], pages=20)
     assert outcome.transfers_of("r1") == [("A", "T", 12, 20)]
