@@ -26,6 +26,14 @@ def sections(ffn: int = 1, attention: int = 1, **options: Any) -> dict[str, Any]
     }
 
 
+def apart(ffn: int = 1, attention: int = 1, restart: int = 0, **options: Any) -> dict[str, Any]:
+    """The same with each group in a process of its own."""
+    found = sections(ffn, attention, **options)
+    for group in found["groups"].values():
+        group |= {"process": "own", "restart": restart}
+    return found
+
+
 def with_tokenizer(name: str, like: Path, folder: Path) -> Path:
     """An architecture's checkpoint with the tokenizer of ``like``, for prompts of token ids."""
     shutil.copytree(like, folder)
